@@ -177,7 +177,7 @@ int main(int count, char** words) {
 
   AttentionArguments latent = grouped;
   latent.keys = {.data = latents, .batch = whole * kLatent, .position = kLatent, .width = kLatent};
-  latent.more_keys = {.data = ropes, .batch = whole * kRope, .position = kRope, .width = kRope};
+  latent.rope_keys = {.data = ropes, .batch = whole * kRope, .position = kRope, .width = kRope};
   latent.values = latent.keys;
   latent.key_heads = 1;
   latent.group = kLatentHeads;

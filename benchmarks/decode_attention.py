@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ktc import host
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.attention.index_kernel import IndexKernel
 from ktc.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.attention.int8_tensor import Int8Tensor
@@ -59,7 +59,7 @@ def random(*shape: int) -> Tensor:
     return zeros_on_huge_pages(shape, numbers).copy_(numbers)
 
 
-def coded(heads: Heads, decode: DecodeAttention) -> Heads:
+def coded(heads: KVCacheView, decode: DecodeAttention) -> KVCacheView:
     """Return the cache as int8 codes, on huge pages as a growing cache has them."""
     kernel = decode.kernel
 
@@ -69,11 +69,11 @@ def coded(heads: Heads, decode: DecodeAttention) -> Heads:
         return Int8Tensor(codes, made.scales, made.dtype)
 
     keys = of(heads.keys)
-    more = None if heads.more_keys is None else of(heads.more_keys)
-    return Heads(keys, keys if heads.values is heads.keys else of(heads.values), more)
+    more = None if heads.rope_keys is None else of(heads.rope_keys)
+    return KVCacheView(keys, keys if heads.values is heads.keys else of(heads.values), more)
 
 
-def in_pages(heads: Heads) -> Heads:
+def in_pages(heads: KVCacheView) -> KVCacheView:
     """Return a cache of one sequence in pages, whose order is random."""
     positions = heads.keys.shape[2]
     count = -(-positions // PAGE)
@@ -88,14 +88,14 @@ def in_pages(heads: Heads) -> Heads:
         return PagedTensor(memory, table, positions)
 
     keys = of(heads.keys)
-    more = None if heads.more_keys is None else of(heads.more_keys)
-    return Heads(keys, keys if heads.values is heads.keys else of(heads.values), more)
+    more = None if heads.rope_keys is None else of(heads.rope_keys)
+    return KVCacheView(keys, keys if heads.values is heads.keys else of(heads.values), more)
 
 
-def size(heads: Heads) -> int:
+def size(heads: KVCacheView) -> int:
     """Return the bytes of a cache."""
     values = 0 if heads.values is heads.keys else heads.values.nbytes
-    return heads.keys.nbytes + values + (0 if heads.more_keys is None else heads.more_keys.nbytes)
+    return heads.keys.nbytes + values + (0 if heads.rope_keys is None else heads.rope_keys.nbytes)
 
 
 def grouped(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) -> Candidates:
@@ -103,14 +103,17 @@ def grouped(positions: int, decode: DecodeAttention, by_codes: DecodeAttention) 
     query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
     keys, values = (random(1, KEY_HEADS, positions, WIDTH) for _ in range(2))
     nbytes = keys.nbytes + values.nbytes
-    codes, pages = coded(Heads(keys, values), by_codes), in_pages(Heads(keys, values))
+    codes, pages = coded(KVCacheView(keys, values), by_codes), in_pages(KVCacheView(keys, values))
     rows, shorter = 8, max(positions // 16, 1)
-    queries, batch = query.expand(rows, -1, -1, -1), Heads(*(random(rows, KEY_HEADS, positions, WIDTH) for _ in "kv"))
+    queries, batch = (
+        query.expand(rows, -1, -1, -1),
+        KVCacheView(*(random(rows, KEY_HEADS, positions, WIDTH) for _ in "kv")),
+    )
     lengths = torch.tensor([positions, *[shorter] * (rows - 1)])
     mask = (torch.arange(positions) >= positions - lengths[:, None])[:, None, None]
     of_rows = nbytes * int(lengths.sum()) // positions
     return {
-        "GQA, ktc": (lambda: decode(query, Heads(keys, values), scale=0.1), nbytes),
+        "GQA, ktc": (lambda: decode(query, KVCacheView(keys, values), scale=0.1), nbytes),
         "GQA, ktc, in pages": (lambda: decode(query, pages, scale=0.1), nbytes),
         "GQA, ktc, unequal": (lambda: decode(queries, batch, scale=0.1, mask=mask), of_rows),
         "GQA, ktc, int8": (lambda: by_codes(query, codes, scale=0.1), size(codes)),
@@ -127,9 +130,9 @@ def latent(positions: int, count: int, decode: DecodeAttention, by_codes: Decode
     up = UpProjection(torch.randn(count, NOPE + VALUE, LATENT).bfloat16(), NOPE)
     weight, nbytes = up.weight.reshape(-1, LATENT), latents.nbytes + ropes.nbytes
 
-    codes, pages = coded(Heads(latents, latents, ropes), by_codes), in_pages(Heads(latents, latents, ropes))
+    codes, pages = coded(KVCacheView(latents, latents, ropes), by_codes), in_pages(KVCacheView(latents, latents, ropes))
 
-    def by_kernel(decode: DecodeAttention, heads: Heads) -> Tensor:
+    def by_kernel(decode: DecodeAttention, heads: KVCacheView) -> Tensor:
         absorbed = torch.cat([up.into_latent(query[..., :NOPE]), query[..., NOPE:]], dim=-1)
         return up.out_of_latent(decode(absorbed, heads, scale=0.1).transpose(1, 2))
 
@@ -139,7 +142,7 @@ def latent(positions: int, count: int, decode: DecodeAttention, by_codes: Decode
         return functional.scaled_dot_product_attention(query, keys, both[..., NOPE:], scale=0.1)
 
     return {
-        "MLA, ktc": (lambda: by_kernel(decode, Heads(latents, latents, ropes)), nbytes),
+        "MLA, ktc": (lambda: by_kernel(decode, KVCacheView(latents, latents, ropes)), nbytes),
         "MLA, ktc, in pages": (lambda: by_kernel(decode, pages), nbytes),
         "MLA, ktc, int8": (lambda: by_kernel(by_codes, codes), size(codes)),
         "MLA, torch, absorbed": (lambda: attend(query, latents[:, 0], ropes[:, 0], up, scale=0.1), nbytes),
@@ -150,7 +153,7 @@ def latent(positions: int, count: int, decode: DecodeAttention, by_codes: Decode
 def sparse(positions: int, k: int, count: int, decode: DecodeAttention, index: IndexKernel) -> dict[str, Candidates]:
     """Dense and sparse candidates of both kinds of attention, with the bytes that each reads."""
     query = torch.randn(1, HEADS, 1, WIDTH).bfloat16()
-    heads = Heads(*(random(1, KEY_HEADS, positions, WIDTH) for _ in range(2)))
+    heads = KVCacheView(*(random(1, KEY_HEADS, positions, WIDTH) for _ in range(2)))
     q_latent = torch.randn(1, count, 1, NOPE + ROPE).bfloat16()
     latents, ropes = (random(1, 1, positions, width) for width in (LATENT, ROPE))
     up = UpProjection(torch.randn(count, NOPE + VALUE, LATENT).bfloat16(), NOPE)
@@ -159,7 +162,7 @@ def sparse(positions: int, k: int, count: int, decode: DecodeAttention, index: I
         query = torch.cat([up.into_latent(q_latent[..., :NOPE]), q_latent[..., NOPE:]], dim=-1)
         return up.out_of_latent(attend(query).transpose(1, 2))
 
-    def step(query: Tensor, heads: Heads, held: KeyIndex, sparsity: Sparsity) -> Tensor:
+    def step(query: Tensor, heads: KVCacheView, held: KeyIndex, sparsity: Sparsity) -> Tensor:
         held.crop(positions - 1)
         index.extend(held, heads, positions)
         return decode.of_chosen(query, heads, index.select(held, query, None, sparsity, 0.1), scale=0.1)
@@ -167,7 +170,7 @@ def sparse(positions: int, k: int, count: int, decode: DecodeAttention, index: I
     found: dict[str, Candidates] = {}
     for kind, of, shape in (
         ("GQA", heads, (HEADS, KEY_HEADS, 4 * WIDTH, WIDTH)),
-        ("MLA", Heads(latents, latents, ropes), (count, 1, 2 * (LATENT + ROPE), LATENT + ROPE)),
+        ("MLA", KVCacheView(latents, latents, ropes), (count, 1, 2 * (LATENT + ROPE), LATENT + ROPE)),
     ):
         dense = Traffic(0, 0, positions * shape[1] * shape[2])
         if kind == "GQA":

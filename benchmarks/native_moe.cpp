@@ -160,8 +160,8 @@ bool check(const MoeSizes& sizes, std::int64_t tokens) {
       std::normal_distribution<float> normal(0, 1 / std::sqrt(static_cast<float>(columns)));
       std::vector<bf16> matrix;
       for (std::int64_t i = 0; i < rows * columns; ++i) matrix.emplace_back(normal(random));
-      kernel.pack(packed.data(), expert, part, matrix.data(), SourceType::kBf16, rows, columns);
-      oracle.pack(exact.data(), expert, part, matrix.data(), SourceType::kBf16, rows, columns);
+      kernel.pack({packed.data(), expert, part, rows, columns}, matrix.data(), SourceType::kBf16);
+      oracle.pack({exact.data(), expert, part, rows, columns}, matrix.data(), SourceType::kBf16);
     }
   }
   const Batch batch(sizes, tokens, random);

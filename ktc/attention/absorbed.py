@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.attention.int8_tensor import plain
 from ktc.attention.interface import AnsweredAttention, answer, chosen, implementation_of, stock_function
 from ktc.attention.latent import attend
@@ -103,20 +103,20 @@ def latent_attention(
         sizes = absorption.sizes
         up = up_projection(module.get_submodule(absorption.kv_b), sizes.heads, sizes.nope)
         if not isinstance(up, str):
-            heads = Heads(latent, latent, k_rope)
+            kv = KVCacheView(latent, latent, k_rope)
             without_weights = implementation != "eager" and not dropout
             sparse: Sparse | None = own.sparse
             if sparse is not None and without_weights:
                 q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
                 scale = cast("float", scaling)
                 summed = sparse.attend(
-                    own, q_latent, heads, scale=scale, mask=attention_mask, sinks=s_aux, indices=indices
+                    own, q_latent, kv, scale=scale, mask=attention_mask, sinks=s_aux, indices=indices
                 )
                 if summed is not None:
                     return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
-            if own.decode is not None and without_weights and own.decode.serves(query, heads, mask):
+            if own.decode is not None and without_weights and own.decode.serves(query, kv, mask):
                 q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
-                summed = own.decode(q_latent, heads, scale=cast("float", scaling), mask=mask, sinks=s_aux)
+                summed = own.decode(q_latent, kv, scale=cast("float", scaling), mask=mask, sinks=s_aux)
                 return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
             latent, k_rope = plain(latent), plain(k_rope)  # codes of a cache, where the kernel does not take the call
             out, weights = attend(

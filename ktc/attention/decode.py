@@ -17,30 +17,25 @@ from torch import Tensor
 from ktc.attention.chosen import Chosen
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import PagedTensor, PageTable, memory_of
-from ktc.experts.kernel_calls import HostCall, announce
-from ktc.experts.kernel_library import (
-    TURNS,
-    Engine,
-    Kernel,
-    NativeAttention,
-    NativeCacheView,
-    NativePages,
-    permitted_threads,
-)
-from ktc.linears.gemv import DTYPES, address, is_plain, is_traced
+from ktc.experts.kernel_calls import Bind, bind_later, record_call
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeForward, permitted_threads
+from ktc.linears.gemv import DTYPES, is_plain, is_traced
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
 _BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
-_NOTHING: Final = (0, 0, 0, 0, 0, 0, 0, 0, 0)
-_ALL: Final = (0, 0, 1, 1)  # positions, and no lists of them
 
 
-class Heads(NamedTuple):
-    """A cache: keys (B, K, L, k) and values (B, K, L, v); of latent attention rotary keys (B, K, L, r) beside."""
+class KVCacheView(NamedTuple):
+    """Keys (B, K, L, k) and values (B, K, L, v) of a cache. Latent attention has rotary keys (B, K, L, r) too."""
 
     keys: Tensor
     values: Tensor
-    more_keys: Tensor | None = None
+    rope_keys: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that the cache has."""
+        return [each for each in self if each is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,83 +45,89 @@ class DecodeAttention:
     kernel: Kernel
     threads: int
 
-    def serves(self, query: Tensor, heads: Heads, mask: Tensor | None) -> bool:
+    def serves(self, query: Tensor, kv: KVCacheView, mask: Tensor | None) -> bool:
         """Return whether the kernel takes this call: few tokens, under `no_grad`, plain CPU tensors of its dtype."""
         if not self._is_few(query) or not is_seen_mask(mask):
             return False
-        held = [each for each in heads if each is not None]
-        tensors = [query, *map(memory_of, held)]
+        tensors = [query, *map(memory_of, kv.tensors)]
         dtype = DTYPES[self.kernel.dtype]
         if not all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors):
             return False
-        return len(set(map(table_of, held))) == 1 and all(each.stride(-1) == 1 for each in tensors[1:])
+        return len(set(map(table_of, kv.tensors))) == 1 and all(each.stride(-1) == 1 for each in tensors[1:])
 
     def __call__(
-        self, query: Tensor, heads: Heads, *, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, query: Tensor, kv: KVCacheView, *, scale: float, mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute query (B, H, T, k + r) -> (B, T, H, v). Without a `mask` new tokens are the last positions.
 
         `mask` is bool, (B or 1, 1, T, L); `sinks` (H,) are further scores without a value.
         """
         B, H, T, _ = query.shape
-        positions, key_heads = heads.keys.shape[2], heads.keys.shape[1]
-        out = query.new_empty((B, T, H, heads.values.shape[-1]))
-        seen = seen_by_kernel(mask, B, T, positions)
-        sizes = B, key_heads, H // key_heads, T, positions
-        nbytes = sum(each.nbytes for each in heads if each is not None)
-        self._forward(query.detach().contiguous(), heads, seen, sinks, out, sizes, scale, _ALL, nbytes)
+        K, L = kv.keys.shape[1:3]
+        out = query.new_empty((B, T, H, kv.values.shape[-1]))
+        sizes = {"batch": B, "key_heads": K, "group": H // K, "tokens": T, "positions": L, "scale": scale}
+        seen = seen_by_kernel(mask, B, T, L)
+        nbytes = sum(each.nbytes for each in kv.tensors)
+        record_call(*self._forward(query.detach().contiguous(), kv, seen, sinks, out, sizes, nbytes), out)
         return out
 
     def of_chosen(
-        self, query: Tensor, heads: Heads, chosen: Chosen, *, scale: float, sinks: Tensor | None = None
+        self, query: Tensor, kv: KVCacheView, chosen: Chosen, *, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         """Compute query (B, H, T, k + r) -> (B, T, H, v) over the chosen positions alone."""
         B, H, T, width = query.shape
-        choosing, most = chosen.positions.shape[2:]
+        selectors, most = chosen.positions.shape[2:]
         rows = query.detach().transpose(1, 2).reshape(B * T, H, 1, width).contiguous()
-        out = query.new_empty((B, T, H, heads.values.shape[-1]))
-        sizes = B * T, choosing, H // choosing, 1, most
-        lists = chosen.positions.data_ptr(), chosen.counts.data_ptr(), T, choosing // heads.keys.shape[1]
-        row_bytes = sum(each.shape[-1] * each.itemsize for each in heads if each is not None)
-        nbytes = chosen.positions.numel() * row_bytes
-        self._forward(rows, heads, None, sinks, out, sizes, scale, lists, nbytes)
+        out = query.new_empty((B, T, H, kv.values.shape[-1]))
+        sizes = {
+            "batch": B * T, "key_heads": selectors, "group": H // selectors, "tokens": 1, "positions": most,
+            "scale": scale, "chosen": chosen.positions.data_ptr(), "counts": chosen.counts.data_ptr(), "sequences": T,
+            "selectors_per_kv_head": selectors // kv.keys.shape[1],
+        }  # fmt: skip
+        nbytes = chosen.positions.numel() * sum(each.shape[-1] * each.itemsize for each in kv.tensors)
+        self._forward(rows, kv, None, sinks, out, sizes, nbytes)
         return out
 
     def _is_few(self, query: Tensor) -> bool:
         plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and not is_traced()
         return plain and query.shape[2] <= MOST_TOKENS
 
-    def _opened(self, nbytes: int) -> tuple[NativeAttention, Engine]:
+    def _opened(self, nbytes: int) -> tuple[NativeForward, Engine]:
         return _opened(self.kernel, threads_for(nbytes, self.threads))
 
     def _forward(
-        self, query: Tensor, heads: Heads, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
-        sizes: tuple[int, int, int, int, int], scale: float, chosen: tuple[int, int, int, int], nbytes: int,
-    ) -> None:  # fmt: skip
-        sink = None if sinks is None else sinks.detach().float().contiguous()
+        self, query: Tensor, kv: KVCacheView, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
+        sizes: Arguments, nbytes: int,
+    ) -> tuple[Bind, tuple[Tensor | None, ...]]:  # fmt: skip
+        """Fill `out`. Return how to call the kernel again, and the tensors that it read."""
+        sinks = None if sinks is None else sinks.detach().float().contiguous()
         native, engine = self._opened(nbytes)
-        table = table_of(heads.keys)
-        pages, lengths = (None, None) if table is None else (table.pages, table.lengths)
-        held = [None if each is None else memory_of(each) for each in (heads.keys, heads.more_keys, heads.values)]
-        element = 1 if isinstance(heads.keys, Int8Tensor) else query.element_size()
+        table = table_of(kv.keys)
+        element_bytes = 1 if isinstance(kv.keys, Int8Tensor) else query.element_size()
 
-        def given(reads: tuple[Tensor | None, ...], out: Tensor) -> Any:
-            query, keys, more_keys, values, seen, sink, pages, lengths = reads
-            return (
-                engine, element, _pages_view(pages, lengths, (keys, more_keys, values)), address(query), view(keys),
-                view(more_keys), view(values), *mask_view(seen), address(sink), out.data_ptr(), sizes, scale, chosen,
-            )  # fmt: skip
+        def arguments(*tensors: Any) -> Arguments:
+            query, keys, values, rope_keys, seen, sinks, pages, lengths, out = tensors
+            found = sizes | {
+                "query": query.data_ptr(), "keys": view(keys), "values": view(values), "out": out.data_ptr(),
+                "element_bytes": element_bytes,
+            }  # fmt: skip
+            if rope_keys is not None:
+                found["rope_keys"] = view(rope_keys)
+            if seen is not None:
+                found |= mask_view(seen)
+            if sinks is not None:
+                found["sinks"] = sinks.data_ptr()
+            if pages is not None:
+                found |= _pages_view(pages, lengths, (keys, values, rope_keys))
+            return found
 
-        reads = (query, *held, seen, sink, pages, lengths)
-        with TURNS:
-            native.forward(*given(reads, out))
-        if chosen != _ALL:
-            return
-
-        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
-            return HostCall(native.call(*given(reads, out)), (*reads, out))
-
-        announce(bind, reads, out)
+        memories = (None if each is None else memory_of(each) for each in kv)
+        of_table = (None, None) if table is None else (table.pages, table.lengths)
+        reads = (query, *memories, seen, sinks, *of_table)
+        with KERNEL_LOCK:
+            native.forward(engine, arguments(*reads, out))
+        return bind_later(native.call, engine, arguments), reads
 
 
 def threads_for(nbytes: int, threads: int) -> int:
@@ -145,18 +146,19 @@ def is_seen_mask(mask: Tensor | None) -> bool:
     return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
 
 
-def view(tensor: Tensor | None) -> NativeCacheView:
-    """Return the address, the strides and the width of keys or values (B, K, L, k), those of scales, or zeros."""
-    if tensor is None:
-        return _NOTHING
-    if not isinstance(tensor, Int8Tensor):
-        return tensor.data_ptr(), *_strides(tensor), tensor.shape[-1], 0, 0, 0, 0
-    held, scales = memory_of(tensor.codes), memory_of(tensor.scales)
-    return held.data_ptr(), *_strides(held), held.shape[-1], scales.data_ptr(), *_strides(scales)
-
-
-def _strides(held: Tensor) -> tuple[int, int, int]:
-    return held.stride(0), held.stride(1), held.stride(2)
+def view(tensor: Tensor) -> Arguments:
+    """Return the fields of `CacheView` for keys or values (B, K, L, k)."""
+    if isinstance(tensor, Int8Tensor):
+        scales = memory_of(tensor.scales)
+        batch, head, position, _ = scales.stride()
+        of_scales = {
+            "scales": scales.data_ptr(), "scale_batch": batch, "scale_head": head, "scale_position": position
+        }  # fmt: skip
+        return view(memory_of(tensor.codes)) | of_scales
+    batch, head, position, _ = tensor.stride()
+    return {
+        "data": tensor.data_ptr(), "batch": batch, "head": head, "position": position, "width": tensor.shape[-1]
+    }  # fmt: skip
 
 
 def table_of(tensor: Tensor) -> PageTable | None:
@@ -165,12 +167,13 @@ def table_of(tensor: Tensor) -> PageTable | None:
     return held.table if isinstance(held, PagedTensor) else None
 
 
-def _pages_view(pages: Tensor | None, lengths: Tensor | None, held: Sequence[Tensor | None]) -> NativePages:
-    """Return the address and the stride of a table of pages, the address of lengths, and how many pages there are."""
-    if pages is None or lengths is None:
-        return 0, 0, 0, 0, 0
-    parts = [part for each in held if each is not None for part in _parts(each)]
-    return pages.data_ptr(), pages.stride(0), lengths.data_ptr(), pages.shape[1], min(each.shape[0] for each in parts)
+def _pages_view(pages: Tensor, lengths: Tensor, memories: Sequence[Tensor | None]) -> Arguments:
+    """Return the fields of `AttentionArguments` for a cache in pages, whose sequences have `lengths`."""
+    parts = [part for each in memories if each is not None for part in _parts(each)]
+    return {
+        "lengths": lengths.data_ptr(), "pages": pages.data_ptr(), "pages_of_sequence": pages.stride(0),
+        "most_pages": pages.shape[1], "num_pages": min(each.shape[0] for each in parts),
+    }  # fmt: skip
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -178,12 +181,12 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (memory_of(tensor.codes), memory_of(tensor.scales)) if coded else (memory_of(tensor),)
 
 
-def mask_view(seen: Tensor | None) -> tuple[int, int, int]:
-    """Return the address and the strides of a mask (B, T, L), or zeros."""
-    return (0, 0, 0) if seen is None else (seen.data_ptr(), seen.stride(0), seen.stride(1))
+def mask_view(seen: Tensor) -> Arguments:
+    """Return the fields of a mask (B, T, L)."""
+    return {"mask": seen.data_ptr(), "mask_batch": seen.stride(0), "mask_token": seen.stride(1)}
 
 
 @functools.cache
-def _opened(kernel: Kernel, threads: int) -> tuple[NativeAttention, Engine]:
+def _opened(kernel: Kernel, threads: int) -> tuple[NativeForward, Engine]:
     """Return a kernel, and the engine of its calls with at most this number of threads."""
     return kernel.attention(), kernel.engine(permitted_threads(threads))

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.attention.int8_tensor import plain
 from ktc.attention.interface import AnsweredAttention, answer, chosen, stock_function
 from ktc.attention.sparse import Sparse, follows_cache
@@ -51,21 +51,21 @@ def decoding_attention(
     own = cast("Any", module)
     decode: DecodeAttention | None = own.decode
     sparse: Sparse | None = own.sparse
-    heads = Heads(key, value)
+    kv = KVCacheView(key, value)
     if sparse is not None:
         seen = _seen(attention_mask)
         if _is_plain(own, query, key, seen, dropout, more):
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
-            found = sparse.attend(own, query, heads, scale=scale, mask=seen, sinks=sinks, indices=indices)
+            found = sparse.attend(own, query, kv, scale=scale, mask=seen, sinks=sinks, indices=indices)
             if found is not None:
                 return found, None
     mask = attention_mask if indices is None else chosen(attention_mask, indices, key.shape[2], query.dtype)
     seen = _seen(mask)
-    if decode is not None and decode.serves(query, heads, seen) and _is_plain(own, query, key, seen, dropout, more):
+    if decode is not None and decode.serves(query, kv, seen) and _is_plain(own, query, key, seen, dropout, more):
         sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return decode(query, heads, scale=scale, mask=seen, sinks=sinks), None
+        return decode(query, kv, scale=scale, mask=seen, sinks=sinks), None
     key, value = plain(key), plain(value)  # codes of a cache, for a call that the kernel does not take
     return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **more)
 

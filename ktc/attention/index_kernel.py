@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ktc.attention.chosen import Chosen
-from ktc.attention.decode import Heads, mask_view, seen_by_kernel, threads_for, view
+from ktc.attention.decode import KVCacheView, mask_view, seen_by_kernel, threads_for, view
 from ktc.attention.key_codes import signs
 from ktc.attention.key_index import KeyIndex
 from ktc.attention.sparsity import FORMATS, Sparsity
-from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeSparseAttention, permitted_threads
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeSparseAttention, permitted_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,20 @@ class IndexKernel:
     kernel: Kernel
     threads: int
 
-    def extend(self, index: KeyIndex, heads: Heads, positions: int) -> None:
+    def extend(self, index: KeyIndex, kv: KVCacheView, positions: int) -> None:
         """Add the keys from `covered` up to `positions`, as `KeyIndex.extend`."""
         index.reserve(positions)
-        B, K, _, width = heads.keys.shape
-        new = B * K * (positions - index.covered) * width * heads.keys.itemsize
+        B, K, _, width = kv.keys.shape
+        new = B * K * (positions - index.covered) * width * kv.keys.itemsize
         native, engine = _opened(self.kernel, threads_for(new, self.threads))
-        with TURNS:
-            native.encode(
-                engine, view(heads.keys), view(heads.more_keys), _index(index), (B, K, index.covered, positions)
-            )
+        arguments: Arguments = {
+            "keys": view(kv.keys), "index": _index(index), "batch": B, "key_heads": K, "begin": index.covered,
+            "end": positions,
+        }  # fmt: skip
+        if kv.rope_keys is not None:
+            arguments["rope_keys"] = view(kv.rope_keys)
+        with KERNEL_LOCK:
+            native.encode(engine, arguments)
         index.covered = positions
 
     def select(
@@ -47,19 +51,25 @@ class IndexKernel:
         query, seen = query.detach().contiguous(), seen_by_kernel(mask, B, T, L)
         nbytes = index.codes.blocks.nbytes + index.codes.scales.nbytes
         native, engine = _opened(self.kernel, threads_for(nbytes, self.threads))
-        with TURNS:
-            native.select(
-                engine, query.data_ptr(), _index(index), *mask_view(seen), positions.data_ptr(), counts.data_ptr(),
-                (B, K, H // K, T, L, most), scale, (sparsity.k, sparsity.sink, sparsity.local), sparsity.shared,
-            )  # fmt: skip
+        arguments: Arguments = {
+            "query": query.data_ptr(), "index": _index(index), "positions": positions.data_ptr(),
+            "counts": counts.data_ptr(), "batch": B, "key_heads": K, "group": H // K, "tokens": T, "length": L,
+            "most": most, "scale": scale, "k": sparsity.k, "sink": sparsity.sink, "local": sparsity.local,
+            "shared": sparsity.shared, **({} if seen is None else mask_view(seen)),
+        }  # fmt: skip
+        with KERNEL_LOCK:
+            native.select(engine, arguments)
         return Chosen(positions, counts)
 
 
-def _index(index: KeyIndex) -> tuple[int, int, int, int, int, int, int]:
-    blocks, scales = index.codes.blocks, index.codes.scales
-    width = index.mean.shape[-1]
-    addresses = (blocks.data_ptr(), scales.data_ptr(), index.mean.data_ptr(), signs(width).data_ptr())
-    return (*addresses, blocks.shape[2], FORMATS.index(index.format), width)
+def _index(index: KeyIndex) -> Arguments:
+    """Return the fields of `IndexView`."""
+    blocks, scales, width = index.codes.blocks, index.codes.scales, index.mean.shape[-1]
+    return {
+        "blocks": blocks.data_ptr(), "scales": scales.data_ptr(), "mean": index.mean.data_ptr(),
+        "signs": signs(width).data_ptr(), "capacity": blocks.shape[2],
+        "layout": {"format": FORMATS.index(index.format), "width": width},
+    }  # fmt: skip
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads, is_seen_mask, table_of, threads_for, view
+from ktc.attention.decode import DecodeAttention, KVCacheView, is_seen_mask, table_of, threads_for, view
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import memory_of
 from ktc.experts.kernel_library import Engine, Kernel, NativeInt8Attention, permitted_threads
@@ -22,17 +22,16 @@ from ktc.linears.gemv import DTYPES, is_plain, is_traced
 class Int8DecodeAttention(DecodeAttention):
     """A kernel over codes, and the most threads it may use."""
 
-    def serves(self, query: Tensor, heads: Heads, mask: Tensor | None) -> bool:
+    def serves(self, query: Tensor, kv: KVCacheView, mask: Tensor | None) -> bool:
         """Return whether the kernel takes this call: few tokens, under `no_grad`, on the CPU, over codes alone."""
         if not self._is_few(query) or not is_seen_mask(mask):
             return False
         dtype = DTYPES[self.kernel.dtype]
-        held = [each for each in heads if each is not None]
         if not (query.dtype == dtype and query.device.type == "cpu" and is_plain(query)):
             return False
-        return len(set(map(table_of, held))) == 1 and all(
+        return len(set(map(table_of, kv.tensors))) == 1 and all(
             isinstance(each, Int8Tensor) and each.device.type == "cpu" and memory_of(each.codes).stride(-1) == 1
-            for each in held
+            for each in kv.tensors
         )
 
     def _opened(self, nbytes: int) -> tuple[NativeInt8Attention, Engine]:
@@ -55,8 +54,11 @@ def quantised(kernel: Kernel, numbers: Tensor) -> Int8Tensor:
     scales = torch.empty((B, K, T, 1), dtype=torch.float32)
     made = Int8Tensor(codes, scales, numbers.dtype)
     native, _ = _opened(kernel, 1)
-    strides = numbers.stride(0), numbers.stride(1), numbers.stride(2)
-    native.quantise(numbers.data_ptr(), strides, view(made), (B, K, T))
+    batch, head, token, _ = numbers.stride()
+    native.quantise({
+        "rows": numbers.data_ptr(), "batch_stride": batch, "head_stride": head, "token_stride": token,
+        "codes": view(made), "batch": B, "heads": K, "tokens": T,
+    })  # fmt: skip
     return made
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from ktc.attention.decode import Heads
+from ktc.attention.decode import KVCacheView
 from ktc.attention.key_codes import Codes, encode, mean_of
 from ktc.attention.sparsity import TOKENS, IndexFormat, block_bytes
 
@@ -37,12 +37,12 @@ class KeyIndex:
     made_of: tuple[Version, ...] = field(default=())
 
     @classmethod
-    def of(cls, heads: Heads, visible: Tensor, index: IndexFormat) -> KeyIndex:
+    def of(cls, kv: KVCacheView, visible: Tensor, index: IndexFormat) -> KeyIndex:
         """Return an empty index of a cache, centred by the mean of its `visible` keys (B, L)."""
-        B, K = heads.keys.shape[:2]
-        mean = torch.cat([mean_of(each, visible) for each in _keys(heads)], -1).contiguous()
-        blocks = heads.keys.new_zeros((B, K, 0, block_bytes(index, mean.shape[-1])), dtype=torch.uint8)
-        return cls(index, Codes(blocks, heads.keys.new_zeros((B, K, 0), dtype=torch.float16)), mean)
+        B, K = kv.keys.shape[:2]
+        mean = torch.cat([mean_of(each, visible) for each in _keys(kv)], -1).contiguous()
+        blocks = kv.keys.new_zeros((B, K, 0, block_bytes(index, mean.shape[-1])), dtype=torch.uint8)
+        return cls(index, Codes(blocks, kv.keys.new_zeros((B, K, 0), dtype=torch.float16)), mean)
 
     @property
     def nbytes(self) -> int:
@@ -63,11 +63,11 @@ class KeyIndex:
         wider.scales[:, :, : held * TOKENS] = scales
         self.codes = wider
 
-    def extend(self, heads: Heads, positions: int) -> None:
+    def extend(self, kv: KVCacheView, positions: int) -> None:
         """Add the keys from `covered` up to `positions`, by the reference."""
         self.reserve(positions)
         first = self.covered // TOKENS * TOKENS
-        joined = torch.cat([each[:, :, first:positions] for each in _keys(heads)], -1)
+        joined = torch.cat([each[:, :, first:positions] for each in _keys(kv)], -1)
         codes = encode(joined, self.mean, self.format)
         end = first // TOKENS + codes.blocks.shape[2]
         self.codes.blocks[:, :, first // TOKENS : end] = codes.blocks
@@ -84,8 +84,8 @@ class KeyIndex:
         self.mean = chosen(self.mean).contiguous()
 
 
-def _keys(heads: Heads) -> list[Tensor]:
-    return [each for each in (heads.keys, heads.more_keys) if each is not None]
+def _keys(kv: KVCacheView) -> list[Tensor]:
+    return [each for each in (kv.keys, kv.rope_keys) if each is not None]
 
 
 def is_followed(layer: object) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktc.attention.chosen import Chosen
-from ktc.attention.decode import Heads
+from ktc.attention.decode import KVCacheView
 from ktc.attention.key_index import KeyIndex
 
 
@@ -49,12 +49,12 @@ def row_lengths(mask: Tensor | None, rows: int, columns: int) -> list[int] | Non
     return None if bool((visible & padding).any()) else cast("list[int]", lengths.tolist())
 
 
-def row_of(heads: Heads, at: int, length: int) -> Heads:
+def row_of(kv: KVCacheView, at: int, length: int) -> KVCacheView:
     """Return the last `length` positions of a row, as views with one row."""
-    first = heads.keys.shape[2] - length
-    keys, more_keys = heads.keys[at : at + 1, :, first:], heads.more_keys
-    values = keys if heads.values is heads.keys else heads.values[at : at + 1, :, first:]
-    return Heads(keys, values, None if more_keys is None else more_keys[at : at + 1, :, first:])
+    first = kv.keys.shape[2] - length
+    keys, rope_keys = kv.keys[at : at + 1, :, first:], kv.rope_keys
+    values = keys if kv.values is kv.keys else kv.values[at : at + 1, :, first:]
+    return KVCacheView(keys, values, None if rope_keys is None else rope_keys[at : at + 1, :, first:])
 
 
 def joined(parts: Sequence[Chosen], offsets: Sequence[int]) -> Chosen:

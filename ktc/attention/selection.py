@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ktc.attention.chosen import Chosen
-from ktc.attention.decode import Heads
+from ktc.attention.decode import KVCacheView
 from ktc.attention.shared_scores import shared
 from ktc.attention.sparsity import Sparsity
 
@@ -46,15 +46,17 @@ def chosen_of(taken: Tensor, most: int) -> Chosen:
     return Chosen(positions.masked_fill(positions == L, 0).int().contiguous(), taken.sum(-1).int())
 
 
-def attend_chosen(query: Tensor, heads: Heads, chosen: Chosen, *, scale: float, sinks: Tensor | None = None) -> Tensor:
+def attend_chosen(
+    query: Tensor, kv: KVCacheView, chosen: Chosen, *, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Compute attention of query (B, H, T, k) over the chosen positions -> (B, T, H, v), in fp32 or wider."""
     B, H, T, _ = query.shape
     S, M = chosen.positions.shape[2:]
     at = chosen.positions.long().transpose(1, 2)  # (B, S, T, M)
     batch = torch.arange(B, device=at.device).view(B, 1, 1, 1)
-    head = (torch.arange(S, device=at.device) // (S // heads.keys.shape[1])).view(1, S, 1, 1)
-    rows = [each[batch, head, at] for each in heads if each is not None]
-    keys, values = rows[0] if heads.more_keys is None else torch.cat([rows[0], rows[2]], -1), rows[1]
+    head = (torch.arange(S, device=at.device) // (S // kv.keys.shape[1])).view(1, S, 1, 1)
+    rows = [each[batch, head, at] for each in kv if each is not None]
+    keys, values = rows[0] if kv.rope_keys is None else torch.cat([rows[0], rows[2]], -1), rows[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = torch.einsum("bsgtk,bstmk->bsgtm", query.view(B, S, H // S, T, -1).to(wide), keys.to(wide)) * scale
     hidden = torch.arange(M, device=at.device) >= chosen.counts.transpose(1, 2)[..., None]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.attention.chosen import Chosen
-from ktc.attention.decode import MOST_TOKENS, DecodeAttention, Heads
+from ktc.attention.decode import MOST_TOKENS, DecodeAttention, KVCacheView
 from ktc.attention.index_kernel import IndexKernel
 from ktc.attention.key_codes import estimates
 from ktc.attention.key_index import KeyIndex, index_of, is_followed, keep_index, length_of
@@ -62,7 +62,7 @@ class Sparse:
     indexer: bool = False
 
     def attend(
-        self, module: Any, query: Tensor, heads: Heads, *, scale: float, mask: Tensor | None,
+        self, module: Any, query: Tensor, kv: KVCacheView, *, scale: float, mask: Tensor | None,
         sinks: Tensor | None = None, indices: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Compute query (B, H, T, k) -> (B, T, H, v), or return None for a call that stays dense.
@@ -72,31 +72,31 @@ class Sparse:
         bool_mask = mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
         if torch.is_grad_enabled() or query.shape[2] > MOST_TOKENS or is_traced() or not bool_mask:
             return None
-        native = self.decode is not None and self.decode.serves(query, heads, mask)
+        native = self.decode is not None and self.decode.serves(query, kv, mask)
         if indices is not None:
-            chosen = _of_indexer(indices, heads, mask)
-            lengths = [heads.keys.shape[2]] * len(query)
+            chosen = _of_indexer(indices, kv, mask)
+            lengths = [kv.keys.shape[2]] * len(query)
         elif self.indexer:
             return None
         else:
-            lengths, chosen = self._by_index(module, query, heads, mask, scale, native=native)
+            lengths, chosen = self._by_index(module, query, kv, mask, scale, native=native)
         if chosen is None:
             return None
-        module.traffic = module.traffic + self._traffic(query, heads, chosen, lengths, by_index=indices is None)
+        module.traffic = module.traffic + self._traffic(query, kv, chosen, lengths, by_index=indices is None)
         if native:
             assert self.decode is not None, "a call that the kernel serves has one"
-            return self.decode.of_chosen(query, heads, chosen, scale=scale, sinks=sinks)
-        return attend_chosen(query, heads, chosen, scale=scale, sinks=sinks)
+            return self.decode.of_chosen(query, kv, chosen, scale=scale, sinks=sinks)
+        return attend_chosen(query, kv, chosen, scale=scale, sinks=sinks)
 
     def _by_index(
-        self, module: Any, query: Tensor, heads: Heads, mask: Tensor | None, scale: float, *, native: bool
+        self, module: Any, query: Tensor, kv: KVCacheView, mask: Tensor | None, scale: float, *, native: bool
     ) -> tuple[list[int], Chosen | None]:
         """Return the positions of each row, and those chosen by the index of the followed cache layer."""
         followed = _FOLLOWED.get()
         layer = None if followed is None else followed.layer
-        if followed is None or layer is None or layer.keys is not heads.keys:
+        if followed is None or layer is None or layer.keys is not kv.keys:
             return [], None
-        rows, most = getattr(layer, "row_indices", None), heads.keys.shape[2]
+        rows, most = getattr(layer, "row_indices", None), kv.keys.shape[2]
         has_length = isinstance(rows, RowIndices) or is_followed(layer)
         # in a captured step the layer has its length on the GPU, and no index follows it
         length = length_of(layer) if most > self.sparsity.budget and has_length else most
@@ -105,68 +105,74 @@ class Sparse:
         if isinstance(rows, RowIndices) and query.shape[2] == 1:
             lengths = row_lengths(mask, len(query), length)
             if lengths is not None:
-                return lengths, self._by_row(rows, lengths, query, heads, scale, native=native)
+                return lengths, self._by_row(rows, lengths, query, kv, scale, native=native)
         if not is_followed(layer):
             _tell(module, type(layer).__name__)
             return [], None
-        more_keys = None if heads.more_keys is None else heads.more_keys[:, :, :length]
-        keys = heads.keys[:, :, :length]
-        heads = Heads(keys, keys if heads.values is heads.keys else heads.values[:, :, :length], more_keys)
+        rope_keys = None if kv.rope_keys is None else kv.rope_keys[:, :, :length]
+        keys = kv.keys[:, :, :length]
+        kv = KVCacheView(keys, keys if kv.values is kv.keys else kv.values[:, :, :length], rope_keys)
         mask = None if mask is None else mask[..., :length]
-        followed.index, chosen = self._select(followed.index, query, heads, mask, scale, native=native)
+        followed.index, chosen = self._select(followed.index, query, kv, mask, scale, native=native)
         return [length] * len(query), chosen
 
     def _by_row(
-        self, rows: RowIndices, lengths: list[int], query: Tensor, heads: Heads, scale: float, *, native: bool
+        self, rows: RowIndices, lengths: list[int], query: Tensor, kv: KVCacheView, scale: float, *, native: bool
     ) -> Chosen:  # fmt: skip
         """Return the positions that each row of a running batch reads, chosen by the row's own index."""
-        H, (K, columns) = query.shape[1], heads.keys.shape[1:3]
+        H, (K, columns) = query.shape[1], kv.keys.shape[1:3]
         parts = list[Chosen]()
         for at, length in enumerate(lengths):
             if length <= self.sparsity.budget:
                 parts.append(every_position(length, K if self.sparsity.shared else H, query.device))
                 continue
-            own = query[at : at + 1], row_of(heads, at, length)
+            own = query[at : at + 1], row_of(kv, at, length)
             rows.rows[at], chosen = self._select(rows.rows[at], *own, None, scale, native=native)
             parts.append(chosen)
         return joined(parts, [columns - length for length in lengths])
 
     def _select(
-        self, index: KeyIndex | None, query: Tensor, heads: Heads, mask: Tensor | None, scale: float, *, native: bool
+        self,
+        index: KeyIndex | None,
+        query: Tensor,
+        kv: KVCacheView,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        native: bool,
     ) -> tuple[KeyIndex, Chosen]:
-        """Return the index with all keys of `heads`, made where it is missing, and what it chooses."""
+        """Return the index with all keys of `kv`, made where it is missing, and what it chooses."""
         B, _, T, _ = query.shape
-        K, length = heads.keys.shape[1:3]
+        K, length = kv.keys.shape[1:3]
         visible = visible_positions(mask, B, T, length, query.device)
         if index is None or index.format != self.sparsity.index:
-            index = KeyIndex.of(heads, visible[:, -1], self.sparsity.index)
+            index = KeyIndex.of(kv, visible[:, -1], self.sparsity.index)
         if not native:
-            index.extend(heads, length)
+            index.extend(kv, length)
             scores = estimates(query, index.codes, index.format, length, scale)
             return index, choose(scores, K, visible, self.sparsity)
         assert self.decode is not None, "a call that the kernel serves has one"
         kernel = IndexKernel(self.decode.kernel, self.decode.threads)
-        kernel.extend(index, heads, length)
+        kernel.extend(index, kv, length)
         return index, kernel.select(index, query, mask, self.sparsity, scale)
 
     def _traffic(
-        self, query: Tensor, heads: Heads, chosen: Chosen, lengths: list[int], *, by_index: bool
+        self, query: Tensor, kv: KVCacheView, chosen: Chosen, lengths: list[int], *, by_index: bool
     ) -> Traffic:  # fmt: skip
         """Return the bytes that a call reads, counted from its tensors."""
-        K = heads.keys.shape[1]
-        parts = [heads.keys, *([] if heads.values is heads.keys else [heads.values])]
-        parts += [] if heads.more_keys is None else [heads.more_keys]
-        row_bytes = sum(each.shape[-1] * each.itemsize for each in parts)
+        K = kv.keys.shape[1]
+        parts = {id(each): each for each in kv.tensors}  # latents are keys and values
+        row_bytes = sum(each.shape[-1] * each.itemsize for each in parts.values())
         sizes = query.shape[1], K, row_bytes, query.shape[-1]
         index = sum(self.sparsity.traffic(length, *sizes).index for length in lengths) if by_index else 0
         gathered = int(chosen.counts.sum()) * row_bytes
         return Traffic(index, gathered, sum(lengths) * K * row_bytes, len(query) * query.shape[2])
 
 
-def _of_indexer(indices: Tensor, heads: Heads, mask: Tensor | None) -> Chosen | None:
+def _of_indexer(indices: Tensor, kv: KVCacheView, mask: Tensor | None) -> Chosen | None:
     """Return the visible positions that an indexer chose; None where it chose among no more than it takes."""
     B, T, most = indices.shape
-    K, L = heads.keys.shape[1:3]
+    K, L = kv.keys.shape[1:3]
     if most >= L:
         return None
     visible = visible_positions(mask, B, T, L, indices.device)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.attention.index_kernel import IndexKernel
 from ktc.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.attention.int8_tensor import Int8Tensor
@@ -49,12 +49,14 @@ def self_test_int8_attention(kernel: Kernel, spec: Int8AttentionSpec) -> None:
         for found, expected in zip(coded, (Int8Tensor.of(each) for each in heads if each is not None), strict=True):
             if not torch.equal(found.codes, expected.codes) or not torch.equal(found.scales, expected.scales):
                 raise _wrong(spec, "has other codes of keys and values")
-        held, decoded = Heads(*coded), Heads(*(each.codes.double() * each.scales for each in coded))
+        held, decoded = KVCacheView(*coded), KVCacheView(*(each.codes.double() * each.scales for each in coded))
         _compare(spec, [Int8DecodeAttention(kernel, threads)(query, held, scale=scale) for threads in (1, 3)],
                  _attention(query, decoded, scale))  # fmt: skip
 
 
-def _drawn(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec) -> Iterator[tuple[Tensor, Heads, float]]:
+def _drawn(
+    spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec,
+) -> Iterator[tuple[Tensor, KVCacheView, float]]:
     """Yield queries, caches and scales of the shapes."""
     draw = torch.Generator().manual_seed(22)
     for batch, heads, key_heads, tokens, positions, width, rope, value_width in _SHAPES:
@@ -62,7 +64,7 @@ def _drawn(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec) -> Ite
         keys = torch.randn(batch, key_heads, positions, width, generator=draw).to(DTYPES[spec.dtype])
         more = torch.randn(batch, key_heads, positions, rope, generator=draw).to(DTYPES[spec.dtype])
         values = torch.randn(batch, key_heads, positions, value_width, generator=draw).to(DTYPES[spec.dtype])
-        yield query, Heads(keys, values, more if rope else None), 0.2
+        yield query, KVCacheView(keys, values, more if rope else None), 0.2
 
 
 def _compare(
@@ -84,7 +86,7 @@ def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> Non
     draw = torch.Generator().manual_seed(23)
     dtype = DTYPES[spec.dtype]
     query = torch.randn(2, 6, 2, 40, generator=draw).to(dtype)
-    heads = Heads(*(torch.randn(2, 2, 300, 40, generator=draw).to(dtype) for _ in range(2)))
+    heads = KVCacheView(*(torch.randn(2, 2, 300, 40, generator=draw).to(dtype) for _ in range(2)))
     every = torch.ones(2, 300, dtype=torch.bool)
     for index in FORMATS:
         wanted, found = (KeyIndex.of(heads, every, index) for _ in range(2))
@@ -104,16 +106,16 @@ def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> Non
         if not torch.equal(selected.positions, chosen.positions):
             raise _wrong(spec, f"chooses other positions by {index}")
         output = DecodeAttention(kernel, 3).of_chosen(query, heads, selected, scale=0.2)
-        wide = Heads(heads.keys.double(), heads.values.double())
+        wide = KVCacheView(heads.keys.double(), heads.values.double())
         expected = attend_chosen(query.double(), wide, chosen, scale=0.2)
         error = norm(output.double() - expected) / norm(expected)
         if not error <= TOLERANCE[spec.dtype]:
             raise _wrong(spec, f"over chosen positions differs from the reference by {error:.1e}")
 
 
-def _attention(query: Tensor, heads: Heads, scale: float) -> Tensor:
+def _attention(query: Tensor, heads: KVCacheView, scale: float) -> Tensor:
     """(B, H, T, k + r) and a cache -> (B, T, H, v) in fp64."""
-    keys = heads.keys if heads.more_keys is None else torch.cat([heads.keys, heads.more_keys], -1)
+    keys = heads.keys if heads.rope_keys is None else torch.cat([heads.keys, heads.rope_keys], -1)
     values = heads.values
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.experts.kernel_library import Kernel
-from ktc.linears.gemv import DTYPES
+from ktc.linears.gemv import DTYPES, linear_arguments
 from ktc.plan.linear_spec import LinearSpec
 
 # Relative Frobenius error; a dtype's own rounding is 2e-3, 3e-4 and 3e-8.
@@ -40,9 +40,7 @@ def self_test_linear(kernel: Kernel, spec: LinearSpec) -> None:
 
 def _product(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor, threads: int = 1) -> Tensor:
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    x_at, weight_at, bias_at, out_at = (tensor.data_ptr() for tensor in (x, weight, bias, out))
-    (outputs, inputs), rows = weight.shape, x.shape[0]
-    kernel.linear().forward(kernel.engine(threads), x_at, weight_at, bias_at, out_at, rows, inputs, outputs)
+    kernel.linear().forward(kernel.engine(threads), linear_arguments(x, weight, bias, out))
     return out
 
 

@@ -16,6 +16,7 @@ from ktc.experts.block_reference import dequantise_blocks, random_blocks
 from ktc.experts.kernel_library import Kernel
 from ktc.experts.packed import huge_pages
 from ktc.formats import BLOCKS
+from ktc.linears.stored_linear import packed_arguments
 from ktc.plan.linear_spec import PackedLinearSpec
 
 _TOLERANCE: Final = 4e-3  # relative Frobenius error; bf16's own rounding of weights and outputs is 3e-3
@@ -49,9 +50,7 @@ def self_test_packed_linear(kernel: Kernel, spec: PackedLinearSpec) -> None:
 
 def _product(kernel: Kernel, x: Tensor, packed: Tensor, bias: Tensor, threads: int = 1) -> Tensor:
     out = x.new_empty((x.shape[0], bias.shape[0]))
-    x_at, packed_at, bias_at, out_at = (tensor.data_ptr() for tensor in (x, packed, bias, out))
-    (rows, inputs), outputs = x.shape, bias.shape[0]
-    kernel.packed_linear().forward(kernel.engine(threads), x_at, packed_at, bias_at, out_at, rows, inputs, outputs)
+    kernel.packed_linear().forward(kernel.engine(threads), packed_arguments(x, packed, bias, out))
     return out
 
 

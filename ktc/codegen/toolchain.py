@@ -18,6 +18,7 @@ import pybind11
 
 from ktc import resources
 from ktc.diagnostics import Diagnostic, HostLacks, KtcError
+from ktc.experts.kernel_library import interface_digest
 from ktc.host import Compiler, Host
 from ktc.isa import INSTRUCTION_SETS, Isa
 from ktc.machine_faults import fault_in_text, not_written_whole
@@ -62,7 +63,8 @@ class Toolchain:
         """Flags of one translation unit. The Python modules have no loop: a short build matters more there."""
         optimise = "-O1" if unit.endswith("module.cpp") else "-O3"
         gcc = () if "clang" in Path(self.compiler.path).name else _GCC_FLAGS
-        return (*_BASE_FLAGS, *gcc, optimise, *INSTRUCTION_SETS[isa].compiler)
+        interface = (f'-DKTC_INTERFACE="{interface_digest()}"',) if unit == "module.cpp" else ()
+        return (*_BASE_FLAGS, *gcc, optimise, *interface, *INSTRUCTION_SETS[isa].compiler)
 
 
 def find(host: Host) -> Toolchain:

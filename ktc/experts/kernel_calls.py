@@ -14,7 +14,7 @@ from typing import Final
 
 from torch import Tensor
 
-from ktc.experts.kernel_library import NativeHostCall
+from ktc.experts.kernel_library import Arguments, Engine, NativeHostCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,25 @@ class HostCall:
         self.native.rethrow()
 
 
+Bind = Callable[[tuple[Tensor | None, ...], Tensor], HostCall]  # of the tensors that a call reads, and its output
+
+
+def bind_later(
+    call: Callable[[Engine, Arguments], NativeHostCall], engine: Engine, arguments: Callable[..., Arguments]
+) -> Bind:
+    """Return a function that makes host calls. `arguments` takes the tensors that a call reads, and its output."""
+
+    def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
+        return HostCall(call(engine, arguments(*reads, out)), (arguments, *reads, out))
+
+    return bind
+
+
 @dataclass(frozen=True, slots=True)
 class KernelCall:
     """A call that has been computed. `bind` makes one for other tensors in the places of `reads` and `out`."""
 
-    bind: Callable[[tuple[Tensor | None, ...], Tensor], HostCall]
+    bind: Bind
     reads: tuple[Tensor | None, ...]
     out: Tensor
 
@@ -65,9 +79,7 @@ def recorded(record: Callable[[KernelCall], None]) -> Generator[None]:
         _CURRENT.record = before
 
 
-def announce(
-    bind: Callable[[tuple[Tensor | None, ...], Tensor], HostCall], reads: tuple[Tensor | None, ...], out: Tensor
-) -> None:  # fmt: skip
+def record_call(bind: Bind, reads: tuple[Tensor | None, ...], out: Tensor) -> None:
     """Hand the recorder, if there is one, a call that read tensors and wrote `out`."""
     if _CURRENT.record is not None:
         _CURRENT.record(KernelCall(bind, reads, out))

@@ -7,19 +7,21 @@ and workspace) they share. Refused: a file that is missing, altered or made for 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.machinery
 import importlib.util
 import math
 import os
+import re
 import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 
-from ktc import environment, host
+from ktc import environment, host, resources
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts import openmp
 from ktc.experts.form import ExpertPart
@@ -27,12 +29,11 @@ from ktc.experts.openmp import Functions
 from ktc.files import file_digest
 from ktc.host import NumaNode
 
+_UNREAD: Final = re.compile(r"//[^\n]*|\s+")  # by a compiler
 MAX_NODES: Final = 16  # `kMaxNodes`
-INTERFACE: Final = 3  # `kInterface`, the arguments of the functions of a library
-Strides = tuple[int, int, int]  # of expert, output and rank
-# A, B and their gradients (addresses, or 0), rank (0: no LoRA), scale, whether the outputs are interleaved, where B and
-# its gradient have their values.
-NativeLora = tuple[int, int, int, int, int, float, bool, Strides, Strides]
+# A struct of `runtime/include/ktc/interface` by the names of its fields. Pointers are addresses, 0 for null; a struct
+# within it is a dictionary too. Kernels raise `TypeError` for another name, and for a missing field without a default.
+Arguments = dict[str, Any]
 
 
 class Engine(Protocol):
@@ -51,243 +52,82 @@ class NativeHostCall(Protocol):
     def rethrow(self) -> None: ...
 
 
-class NativeKernel(Protocol):
-    """`ktc::MoeKernel`. Pointers are addresses; see `interface/moe.hpp` for the shapes behind them."""
+class NativeForward(Protocol):
+    """A kernel that computes one product, at once or later."""
+
+    def forward(self, engine: Engine, arguments: Arguments, /) -> None: ...
+    def call(self, engine: Engine, arguments: Arguments, /) -> NativeHostCall: ...
+
+
+class NativeKernel(NativeForward, Protocol):
+    """`ktc::MoeKernel` of `interface/moe.hpp`; `matrix` has the fields of `ExpertMatrix`."""
 
     packed_bytes: int
     expert_bytes: int
 
     def coding(self, part: ExpertPart, /) -> tuple[str, int] | None: ...
+    def blocks(self, part: ExpertPart, /) -> str | None: ...
     def saved_bytes(self, tokens: int, gate_up_rank: int, down_rank: int, /) -> int: ...
     def bind(self, packed: int, nodes: list[int], /) -> None: ...
     def shard(self, whole: int, expert: int, packed: int, /) -> None: ...
     def join(self, packed: int, expert: int, whole: int, /) -> None: ...
-    def pack(
-        self, packed: int, expert: int, part: ExpertPart, source: int, dtype: str, rows: int, cols: int, /
-    ) -> None: ...
-    def pack_codes(
-        self, packed: int, expert: int, part: ExpertPart, codes: int, scales: int, rows: int, cols: int, groups: int, /
-    ) -> None: ...
-    def blocks(self, part: ExpertPart, /) -> str | None: ...
-    def pack_blocks(
-        self, packed: int, expert: int, part: ExpertPart, blocks: int, kind: str, rows: int, row_bytes: int, /
-    ) -> None: ...
-    def unpack(self, packed: int, expert: int, part: ExpertPart, target: int, rows: int, cols: int, /) -> None: ...
-    def forward(
-        self,
-        engine: Engine,
-        packed: int,
-        x: int,
-        index: int,
-        weights: int,
-        out: int,
-        saved: int,
-        tokens: int,
-        lora_gate_up: NativeLora,
-        lora_down: NativeLora,
-        /,
-    ) -> None: ...
-    def call(
-        self,
-        engine: Engine,
-        packed: int,
-        x: int,
-        index: int,
-        weights: int,
-        out: int,
-        tokens: int,
-        lora_gate_up: NativeLora,
-        lora_down: NativeLora,
-        /,
-    ) -> NativeHostCall: ...
-    def backward(
-        self,
-        engine: Engine,
-        packed: int,
-        index: int,
-        weights: int,
-        saved: int,
-        x: int,
-        grad_out: int,
-        grad_x: int,
-        grad_weights: int,
-        tokens: int,
-        lora_gate_up: NativeLora,
-        lora_down: NativeLora,
-        d_first_rows: int,
-        activated_rows: int,
-        /,
-    ) -> None: ...
+    def pack(self, matrix: Arguments, source: int, dtype: str, /) -> None: ...
+    def pack_codes(self, matrix: Arguments, codes: int, scales: int, groups: int, /) -> None: ...
+    def pack_blocks(self, matrix: Arguments, blocks: int, kind: str, /) -> None: ...
+    def unpack(self, matrix: Arguments, target: int, /) -> None: ...
+    def backward(self, engine: Engine, arguments: Arguments, /) -> None: ...
 
 
-class NativeLinear(Protocol):
-    """`ktc::LinearKernel`; see `interface/linear.hpp`."""
+class NativeLinear(NativeForward, Protocol):
+    """`ktc::LinearKernel` of `interface/linear.hpp`."""
 
-    def forward(
-        self, engine: Engine, x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
-    ) -> None: ...
-    def call(
-        self, engine: Engine, x: int, weight: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
-    ) -> NativeHostCall: ...
-    def multiply(
-        self,
-        engine: Engine,
-        x: int,
-        weight: int,
-        bias: int,
-        out: int,
-        rows: int,
-        inputs: int,
-        outputs: int,
-        transposed: bool,
-        /,
-    ) -> None: ...
-    def multiply_call(
-        self,
-        engine: Engine,
-        x: int,
-        weight: int,
-        bias: int,
-        out: int,
-        rows: int,
-        inputs: int,
-        outputs: int,
-        transposed: bool,
-        /,
-    ) -> NativeHostCall: ...
+    def multiply(self, engine: Engine, arguments: Arguments, /) -> None: ...
+    def multiply_call(self, engine: Engine, arguments: Arguments, /) -> NativeHostCall: ...
 
 
-class NativePackedLinear(Protocol):
-    """`ktc::PackedLinearKernel`; see `interface/packed_linear.hpp`."""
+class NativePackedLinear(NativeForward, Protocol):
+    """`ktc::PackedLinearKernel` of `interface/packed_linear.hpp`."""
 
     def packed_bytes(self, inputs: int, outputs: int, /) -> int: ...
     def pack(self, packed: int, blocks: int, outputs: int, row_bytes: int, /) -> None: ...
     def unpack(self, packed: int, target: int, inputs: int, outputs: int, /) -> None: ...
-    def forward(
-        self, engine: Engine, x: int, packed: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
-    ) -> None: ...
-    def call(
-        self, engine: Engine, x: int, packed: int, bias: int, out: int, rows: int, inputs: int, outputs: int, /
-    ) -> NativeHostCall: ...
 
 
-# The address of keys or values, three strides and a width; of codes the address and three strides of their scales too.
-NativeCacheView = tuple[int, int, int, int, int, int, int, int, int]
+class NativeInt8Attention(NativeForward, Protocol):
+    """`ktc::Int8AttentionKernel` of `interface/attention.hpp`."""
 
-# Of a cache in pages the address of the pages of every sequence, their stride, the address of the lengths, the pages
-# that the table has room for, and those of the smallest memory; zeros of others.
-NativePages = tuple[int, int, int, int, int]
+    def quantise(self, arguments: Arguments, /) -> None: ...
 
 
-class NativeAttention(Protocol):
-    """`ktc::AttentionKernel`; see `interface/attention.hpp`."""
+class NativeSparseAttention(NativeForward, Protocol):
+    """`ktc::SparseAttentionKernel` of `interface/attention.hpp`."""
 
-    def forward(
-        self,
-        engine: Engine,
-        element: int,
-        pages: NativePages,
-        query: int,
-        keys: NativeCacheView,
-        more_keys: NativeCacheView,
-        values: NativeCacheView,
-        mask: int,
-        mask_batch: int,
-        mask_token: int,
-        sinks: int,
-        out: int,
-        sizes: tuple[int, int, int, int, int],
-        scale: float,
-        chosen: tuple[int, int, int, int],
-        /,
-    ) -> None: ...
-    def call(
-        self,
-        engine: Engine,
-        element: int,
-        pages: NativePages,
-        query: int,
-        keys: NativeCacheView,
-        more_keys: NativeCacheView,
-        values: NativeCacheView,
-        mask: int,
-        mask_batch: int,
-        mask_token: int,
-        sinks: int,
-        out: int,
-        sizes: tuple[int, int, int, int, int],
-        scale: float,
-        chosen: tuple[int, int, int, int],
-        /,
-    ) -> NativeHostCall: ...
-
-
-class NativeInt8Attention(NativeAttention, Protocol):
-    """`ktc::Int8AttentionKernel`; see `interface/attention.hpp`."""
-
-    def quantise(
-        self, rows: int, strides: tuple[int, int, int], codes: NativeCacheView, sizes: tuple[int, int, int], /
-    ) -> None: ...
-
-
-class NativeSparseAttention(NativeAttention, Protocol):
-    """`ktc::SparseAttentionKernel`; see `interface/attention.hpp`. An index has addresses of its parts and sizes."""
-
-    def encode(
-        self,
-        engine: Engine,
-        keys: NativeCacheView,
-        more_keys: NativeCacheView,
-        index: tuple[int, int, int, int, int, int, int],
-        sizes: tuple[int, int, int, int],
-        /,
-    ) -> None: ...
-    def select(
-        self,
-        engine: Engine,
-        query: int,
-        index: tuple[int, int, int, int, int, int, int],
-        mask: int,
-        mask_batch: int,
-        mask_token: int,
-        positions: int,
-        counts: int,
-        sizes: tuple[int, int, int, int, int, int],
-        scale: float,
-        budget: tuple[int, int, int],
-        shared: bool,
-        /,
-    ) -> None: ...
-
-
-# The address of a tensor, the number of its dtype (`ktc::step::Type`), its sizes, and its strides in elements.
-NativeView = tuple[int, int, list[int], list[int]]
+    def encode(self, engine: Engine, arguments: Arguments, /) -> None: ...
+    def select(self, engine: Engine, arguments: Arguments, /) -> None: ...
 
 
 class NativeProgram(Protocol):
-    """`ktc::step::Program`; see `step/program.hpp`."""
+    """`ktc::step::Program`; tensors have `data`, `type` (`ktc::step::Type`), `sizes`, and `strides` in elements."""
 
     def __len__(self) -> int: ...
     def run(self, begin: int, end: int, /) -> None: ...
     def call(self, call: NativeHostCall, /) -> None: ...
     def pointwise(
-        self, kernel: NativeStep, function: str, out: NativeView, inputs: list[NativeView], computed: int, /
+        self, kernel: NativeStep, function: str, out: Arguments, inputs: list[Arguments], computed: int, /
     ) -> None: ...
     def reduce(
-        self, kernel: NativeStep, reduction: str, out: NativeView, input: NativeView, computed: int, /
+        self, kernel: NativeStep, reduction: str, out: Arguments, input: Arguments, computed: int, /
     ) -> None: ...
-    def softmax(self, kernel: NativeStep, out: NativeView, input: NativeView, computed: int, /) -> None: ...
+    def softmax(self, kernel: NativeStep, out: Arguments, input: Arguments, computed: int, /) -> None: ...
     def matrix_product(
-        self, kernel: NativeStep, engine: Engine, out: NativeView, a: NativeView, b: NativeView, bias: NativeView, /
+        self, kernel: NativeStep, engine: Engine, out: Arguments, a: Arguments, b: Arguments, bias: Arguments, /
     ) -> None: ...
     def top_k(
-        self, values: NativeView, indices: NativeView, input: NativeView, largest: bool, sorted: bool, /
+        self, values: Arguments, indices: Arguments, input: Arguments, largest: bool, sorted: bool, /
     ) -> None: ...
-    def gather(self, out: NativeView, input: NativeView, indices: NativeView, dim: int, /) -> None: ...
-    def scatter(self, target: NativeView, indices: NativeView, value: NativeView, dim: int, /) -> None: ...
-    def indexed_rows(
-        self, whole: NativeView, indices: NativeView, rows: NativeView, dim: int, store: bool, /
-    ) -> None: ...
+    def gather(self, out: Arguments, input: Arguments, indices: Arguments, dim: int, /) -> None: ...
+    def scatter(self, target: Arguments, indices: Arguments, value: Arguments, dim: int, /) -> None: ...
+    def indexed_rows(self, whole: Arguments, indices: Arguments, rows: Arguments, dim: int, store: bool, /) -> None: ...
 
 
 class NativeStep(Protocol):
@@ -313,32 +153,34 @@ class Kernel:
 
         Raises `ValueError` for a size other than the one it was built for.
         """
-        make = getattr(_opened(self.library.path, self.library.digest), self.entry)
-        return cast("NativeKernel", make(num_experts, hidden, intermediate, top_k, nodes))
+        return cast("NativeKernel", self._made(num_experts, hidden, intermediate, top_k, nodes))
 
     def linear(self) -> NativeLinear:
         """Return the kernel for linear layers of any size; the entry must be one."""
-        return cast("NativeLinear", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+        return cast("NativeLinear", self._made())
 
     def packed_linear(self) -> NativePackedLinear:
         """Return the kernel for linear layers of any size in blocks; the entry must be one."""
-        return cast("NativePackedLinear", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+        return cast("NativePackedLinear", self._made())
 
-    def attention(self) -> NativeAttention:
+    def attention(self) -> NativeForward:
         """Return the kernel for attention of any sizes; the entry must be one."""
-        return cast("NativeAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+        return self._made()
 
     def int8_attention(self) -> NativeInt8Attention:
         """Return the kernel for attention of any sizes over int8 codes; the entry must be one."""
-        return cast("NativeInt8Attention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+        return cast("NativeInt8Attention", self._made())
 
     def sparse_attention(self) -> NativeSparseAttention:
         """Return the kernel for sparse attention of any sizes; the entry must be one."""
-        return cast("NativeSparseAttention", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+        return cast("NativeSparseAttention", self._made())
 
     def step(self) -> NativeStep:
         """Return the kernel for decoding steps; the entry must be one."""
-        return cast("NativeStep", getattr(_opened(self.library.path, self.library.digest), self.entry)())
+        return self._made()
+
+    def _made(self, *sizes: int) -> Any:
+        return getattr(_opened(self.library.path, self.library.digest), self.entry)(*sizes)
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = (), *, own: bool = False) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads.
@@ -402,7 +244,7 @@ def _warn_of_fewer(threads: int, permitted: int) -> None:
     warnings.warn(message, stacklevel=5)
 
 
-class _Turns:
+class _KernelLock:
     """A lock for calls of kernels: one at a time in this process, whichever compiled model they belong to.
 
     Two models may each have a library with threads of its own, which together would use twice the cores. A forked child
@@ -423,7 +265,21 @@ class _Turns:
         self._lock.release()
 
 
-TURNS: Final = _Turns()
+KERNEL_LOCK: Final = _KernelLock()
+
+
+@functools.cache
+def interface_digest() -> str:
+    """Return a digest of the functions that this version of ktc calls, and of their argument structs.
+
+    It is of the text of the interface and of the bindings, without comments and white space. A library has that of the
+    text that it was compiled from.
+    """
+    bindings = resources.runtime_bindings()
+    folders = (resources.runtime_include() / "ktc" / "interface", bindings / "ktc_python")
+    headers = (path for folder in folders for path in folder.glob("*.hpp"))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted((*headers, *bindings.glob("*.cpp"))))
+    return hashlib.sha256(_UNREAD.sub("", text).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -454,7 +310,7 @@ def _opened(path: Path, digest: str) -> _Module:
         raise InputRefused(
             Diagnostic("L412", f"the kernel library `{path}` cannot be loaded: {error}", hint="compile the model again")
         ) from error
-    if getattr(module, "interface", 1) != INTERFACE:
+    if getattr(module, "interface", None) != interface_digest():
         message = f"the kernel library `{path}` was built by another version of ktc: its functions have other arguments"
         raise InputRefused(Diagnostic("L412", message, hint="compile the model again"))
     return cast("_Module", module)

@@ -6,7 +6,7 @@ Its factors take four forms on their way from PEFT to C++:
 2. `ExpertsLora`: a `Lora(a, b, scale)` for the product gate_up and one for down, views of these parameters.
 3. The trailing arguments of the operator `ktc::fused_moe`: `ExpertsLora.factors` and `.scales`, which `ExpertsLora.of`
    reads back.
-4. `NativeLora`: the addresses and strides that a kernel reads, made by `native_argument` from factors of its dtype.
+4. `LoraFactors` of `interface/moe.hpp`, made by `lora_arguments` from factors of the kernel's dtype.
 
 Refused: factors of another shape than the layer's weights, a rank above `MAX_RANK`.
 """
@@ -20,11 +20,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.experts.kernel_library import NativeLora, Strides
+from ktc.experts.kernel_library import Arguments
 from ktc.experts.weight_training import State, state_of
 
 MAX_RANK: Final = 128
-_NOT_ADAPTED: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False, (0, 0, 0), (0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,23 +143,34 @@ class ExpertsLora:
 NO_LORA: Final = ExpertsLora()
 
 
-def native_argument(lora: Lora | None, gradients: Lora | None, *, interleaved: bool) -> NativeLora:
-    """Describe the factors of one product to a kernel's call, which adds to `gradients`.
+def lora_arguments(lora: ExpertsLora, gradients: ExpertsLora | None = None, *, interleaved: bool) -> Arguments:
+    """Return a kernel's arguments for the adapted products. It adds to `gradients`.
 
     Both must be in the kernel's dtype (`Lora.to`, `Lora.zeros`) and must outlive the call.
     """
-    if lora is None:
-        return _NOT_ADAPTED
-    grad_a, grad_b = (0, 0) if gradients is None else (gradients.a.data_ptr(), gradients.b.data_ptr())
-    grad_strides = (0, 0, 0) if gradients is None else _strides(gradients.b)
-    addresses = lora.a.data_ptr(), lora.b.data_ptr(), grad_a, grad_b
-    return *addresses, lora.rank, lora.scale, interleaved, _strides(lora.b), grad_strides
+    names = ("lora_first", "lora_down")
+    totals = (None, None) if gradients is None else gradients.products
+    return {
+        name: _factors(factors, total, interleaved=interleaved)
+        for name, factors, total in zip(names, lora.products, totals, strict=True)
+        if factors is not None
+    }
+
+
+def _factors(lora: Lora, gradients: Lora | None, *, interleaved: bool) -> Arguments:
+    fields: Arguments = {
+        "a": lora.a.data_ptr(), "b": lora.b.data_ptr(), "rank": lora.rank, "scale": lora.scale,
+        "interleaved": interleaved, "b_strides": _strides(lora.b),
+    }  # fmt: skip
+    if gradients is not None:
+        fields["grad_a"], fields["grad_b"] = gradients.a.data_ptr(), gradients.b.data_ptr()
+        fields["grad_b_strides"] = _strides(gradients.b)
+    return fields
 
 
 def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> Lora | None:
     return None if a is None or b is None else Lora(a, b, scale)
 
 
-def _strides(b: Tensor) -> Strides:
-    expert, output, rank = b.stride()
-    return expert, output, rank
+def _strides(b: Tensor) -> Arguments:
+    return dict(zip(("expert", "output", "rank"), b.stride(), strict=True))

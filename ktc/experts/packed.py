@@ -13,10 +13,10 @@ import json
 import math
 import mmap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NoReturn, cast
+from typing import Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,16 +25,17 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts import kernel_clock
 from ktc.experts.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.experts.form import ExpertPart, ExpertsSizes
-from ktc.experts.kernel_calls import HostCall, announce
+from ktc.experts.kernel_calls import HostCall, bind_later, record_call
 from ktc.experts.kernel_library import (
-    TURNS,
+    KERNEL_LOCK,
+    Arguments,
     Engine,
     Kernel,
     KernelLibrary,
     nodes_for,
     permitted_threads,
 )
-from ktc.experts.lora import NO_LORA, ExpertsLora, native_argument
+from ktc.experts.lora import NO_LORA, ExpertsLora, lora_arguments
 from ktc.experts.saved_buffers import SavedBuffers
 from ktc.formats import STORED, WeightFormat
 from ktc.host import NumaNode
@@ -219,9 +220,8 @@ class PackedExperts:
         if source.dtype not in _NAMES:
             source = source.float()
         source = source.contiguous()
-        rows, columns = (1, *source.shape)[-2:]
-        name = _NAMES[source.dtype]
-        self._native.pack(self._packed, expert, part, source.data_ptr(), name, rows, columns)
+        matrix = self._matrix(expert, part, source.shape)
+        self._native.pack(matrix, source.data_ptr(), _NAMES[source.dtype])
 
     def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
         """Pack one part from codes, (rows, columns) of one byte each, and fp32 scales (rows, groups), as they are.
@@ -230,8 +230,8 @@ class PackedExperts:
         """
         self.require_writable()
         codes, scales = codes.cpu().contiguous(), scales.cpu().float().contiguous()
-        (rows, columns), groups = codes.shape, scales.shape[1]
-        self._native.pack_codes(self._packed, expert, part, codes.data_ptr(), scales.data_ptr(), rows, columns, groups)
+        matrix = self._matrix(expert, part, codes.shape)
+        self._native.pack_codes(matrix, codes.data_ptr(), scales.data_ptr(), scales.shape[1])
 
     def blocks(self, part: ExpertPart) -> str | None:
         """Return the lower-case name of the GGUF blocks that a part is stored in, or `None`."""
@@ -248,15 +248,17 @@ class PackedExperts:
             stored = f"`{part}` is stored in blocks of {kind}" if kind else f"`{part}` is not stored in blocks"
             raise ValueError(f"{stored}; found {blocks.dtype} of shape {tuple(blocks.shape)}")
         blocks = blocks.cpu().contiguous()
-        rows, row_bytes = blocks.shape
-        self._native.pack_blocks(self._packed, expert, part, blocks.data_ptr(), kind, rows, row_bytes)
+        self._native.pack_blocks(self._matrix(expert, part, blocks.shape), blocks.data_ptr(), kind)
 
     def unpack(self, expert: int, part: ExpertPart, shape: tuple[int, ...]) -> Tensor:
         """Return one part from packed form, in the kernel's dtype; a bias in the dtype of its sums."""
         values = torch.empty(shape, dtype=self.weight_dtype if part.endswith("_bias") else self.dtype)
-        rows, columns = (1, *shape)[-2:]
-        self._native.unpack(self._packed, expert, part, values.data_ptr(), rows, columns)
+        self._native.unpack(self._matrix(expert, part, shape), values.data_ptr())
         return values
+
+    def _matrix(self, expert: int, part: ExpertPart, shape: Sequence[int]) -> Arguments:
+        rows, columns = (1, *shape)[-2:]
+        return {"packed": self._packed, "expert": expert, "part": part, "rows": rows, "columns": columns}
 
     def forward(
         self,
@@ -276,24 +278,11 @@ class PackedExperts:
         out_TH = torch.empty_like(x_TH)
         ranks, read = lora.ranks, lora.to(self.weight_dtype)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
-        with TURNS, kernel_clock.timed("forward", tokens, self._sizes, ranks):
-            self._native.forward(
-                self._engine,
-                self._packed,
-                x_TH.data_ptr(),
-                index_TK.data_ptr(),
-                weights_TK.data_ptr(),
-                out_TH.data_ptr(),
-                saved.data_ptr() if saved is not None else 0,
-                tokens,
-                *(native_argument(each, None, interleaved=interleaved) for each in read.products),
-            )
+        arguments = self._arguments(read, saved, interleaved=interleaved)
+        with KERNEL_LOCK, kernel_clock.timed("forward", tokens, self._sizes, ranks):
+            self._native.forward(self._engine, arguments(x_TH, index_TK, weights_TK, out_TH))
         if saved is None:
-            announce(
-                lambda tensors, out: self._call(self._engine, tensors, out, read, interleaved=interleaved),
-                (x_TH, index_TK, weights_TK),
-                out_TH,
-            )
+            record_call(bind_later(self._native.call, self._engine, arguments), (x_TH, index_TK, weights_TK), out_TH)
         return out_TH, saved
 
     def host_call(
@@ -304,25 +293,23 @@ class PackedExperts:
 
         A thread of CUDA's calls it, for which there are threads of the library's own.
         """
-        engine, tensors = self._kernel.engine(self._threads, self._nodes, own=True), (x_TH, index_TK, weights_TK)
-        return self._call(engine, tensors, out_TH, lora.to(self.weight_dtype), interleaved=interleaved)
+        engine = self._kernel.engine(self._threads, self._nodes, own=True)
+        arguments = self._arguments(lora.to(self.weight_dtype), None, interleaved=interleaved)
+        return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
 
-    def _call(
-        self, engine: Engine, tensors: tuple[Tensor | None, ...], out_TH: Tensor, read: ExpertsLora,
-        *, interleaved: bool,
-    ) -> HostCall:  # fmt: skip
-        x_TH, index_TK, weights_TK = cast("tuple[Tensor, Tensor, Tensor]", tensors)
-        native = self._native.call(
-            engine,
-            self._packed,
-            x_TH.data_ptr(),
-            index_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            out_TH.data_ptr(),
-            x_TH.shape[0],
-            *(native_argument(each, None, interleaved=interleaved) for each in read.products),
-        )
-        return HostCall(native, (self, x_TH, index_TK, weights_TK, out_TH, read))
+    def _arguments(
+        self, lora: ExpertsLora, saved: Tensor | None, *, interleaved: bool
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Arguments]:
+        """Return what makes the fields of `ForwardArguments` from hidden states, choices, weights and output."""
+
+        def arguments(x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> Arguments:
+            return {
+                "packed": self._packed, "hidden_states": x_TH.data_ptr(), "top_k_index": index_TK.data_ptr(),
+                "top_k_weights": weights_TK.data_ptr(), "out": out_TH.data_ptr(), "tokens": x_TH.shape[0],
+                "saved": 0 if saved is None else saved.data_ptr(), **lora_arguments(lora, interleaved=interleaved),
+            }  # fmt: skip
+
+        return arguments
 
     def backward(
         self,
@@ -345,23 +332,17 @@ class PackedExperts:
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
         read, gradients = lora.to(self.weight_dtype), lora.zeros(self.weight_dtype)
-        with TURNS, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, lora.ranks):
-            self._native.backward(
-                self._engine,
-                self._packed,
-                index_TK.data_ptr(),
-                weights_TK.data_ptr(),
-                saved.data_ptr() if saved is not None else 0,
-                x_TH.data_ptr() if x_TH is not None else 0,
-                grad_TH.data_ptr(),
-                grad_x_TH.data_ptr(),
-                grad_weights_TK.data_ptr(),
-                grad_TH.shape[0],
-                native_argument(read.gate_up, gradients.gate_up, interleaved=interleaved),
-                native_argument(read.down, gradients.down, interleaved=interleaved),
-                0 if rows is None else rows.d_first.data_ptr(),
-                0 if rows is None else rows.activated.data_ptr(),
-            )
+        arguments: Arguments = {
+            "packed": self._packed, "top_k_index": index_TK.data_ptr(), "top_k_weights": weights_TK.data_ptr(),
+            "saved": 0 if saved is None else saved.data_ptr(), "hidden_states": 0 if x_TH is None else x_TH.data_ptr(),
+            "grad_out": grad_TH.data_ptr(), "grad_hidden_states": grad_x_TH.data_ptr(),
+            "grad_top_k_weights": grad_weights_TK.data_ptr(), "tokens": grad_TH.shape[0],
+            **lora_arguments(read, gradients, interleaved=interleaved),
+        }  # fmt: skip
+        if rows is not None:
+            arguments["rows"] = {"d_first": rows.d_first.data_ptr(), "activated": rows.activated.data_ptr()}
+        with KERNEL_LOCK, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, lora.ranks):
+            self._native.backward(self._engine, arguments)
         return grad_x_TH, grad_weights_TK, gradients
 
     @property

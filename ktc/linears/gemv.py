@@ -15,8 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.experts.kernel_calls import HostCall, announce
-from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativeLinear, permitted_threads
+from ktc.experts.kernel_calls import bind_later, record_call
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeLinear, permitted_threads
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The fewest and most rows for which it was faster than F.linear (docs/kernels.md). For one fp32 row F.linear reads at
@@ -45,20 +45,13 @@ class Gemv:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
-        outputs, inputs = weight.shape
         x = x.detach().contiguous()
-        out = x.new_empty((*x.shape[:-1], outputs))
+        out = x.new_empty((*x.shape[:-1], weight.shape[0]))
         native, engine = opened(self.kernel, self._threads(weight))
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
-        sizes = math.prod(x.shape[:-1]), inputs, outputs
-        with TURNS:
-            native.forward(engine, x.data_ptr(), weight.data_ptr(), address(bias), out.data_ptr(), *sizes)
-
-        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
-            x_at, weight_at, bias_at = map(address, reads)
-            return HostCall(native.call(engine, x_at, weight_at, bias_at, out.data_ptr(), *sizes), (*reads, out))
-
-        announce(bind, (x, weight, bias), out)
+        with KERNEL_LOCK:
+            native.forward(engine, linear_arguments(x, weight, bias, out))
+        record_call(bind_later(native.call, engine, linear_arguments), (x, weight, bias), out)
         return out
 
     def _threads(self, weight: Tensor) -> int:
@@ -69,6 +62,17 @@ class Gemv:
 def opened(kernel: Kernel, threads: int) -> tuple[NativeLinear, Engine]:
     """Return a kernel, and the engine of its calls with at most this number of threads."""
     return kernel.linear(), kernel.engine(permitted_threads(threads))
+
+
+def linear_arguments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, transposed: bool = False
+) -> Arguments:
+    """Return the fields of `LinearArguments`: x (..., inputs), weight (outputs, inputs), out (..., outputs)."""
+    outputs, inputs = weight.shape
+    return {
+        "x": x.data_ptr(), "weight": weight.data_ptr(), "bias": address(bias), "out": out.data_ptr(),
+        "rows": math.prod(x.shape[:-1]), "inputs": inputs, "outputs": outputs, "transposed": transposed,
+    }  # fmt: skip
 
 
 def address(tensor: Tensor | None) -> int:

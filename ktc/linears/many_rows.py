@@ -8,7 +8,6 @@ accepts: not for few rows, small layers, trained weights, or where a measurement
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktc.experts.kernel_calls import HostCall, announce
-from ktc.experts.kernel_library import TURNS, Kernel
+from ktc.experts.kernel_calls import bind_later, record_call
+from ktc.experts.kernel_library import KERNEL_LOCK, Kernel
 from ktc.linears.choice import Choice, kept_choice, measured_choice
-from ktc.linears.gemv import DTYPES, address, is_plain, is_traced, opened
+from ktc.linears.gemv import DTYPES, is_plain, is_traced, linear_arguments, opened
 
 Product = Literal["packed", "auto"]
 # Below, packing the weights takes longer than the product (docs/kernels.md).
@@ -72,16 +71,10 @@ class ManyRows:
         out = x.new_empty((*x.shape[:-1], inputs if transposed else outputs))
         native, engine = opened(self.kernel, self.threads)
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
-        sizes = math.prod(x.shape[:-1]), inputs, outputs
-        with TURNS:
-            native.multiply(engine, x.data_ptr(), weight.data_ptr(), address(bias), out.data_ptr(), *sizes, transposed)
-
-        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
-            x_at, weight_at, bias_at = map(address, reads)
-            call = native.multiply_call(engine, x_at, weight_at, bias_at, out.data_ptr(), *sizes, transposed)
-            return HostCall(call, (*reads, out))
-
-        announce(bind, (x, weight, bias), out)
+        arguments = functools.partial(linear_arguments, transposed=transposed)
+        with KERNEL_LOCK:
+            native.multiply(engine, arguments(x, weight, bias, out))
+        record_call(bind_later(native.multiply_call, engine, arguments), (x, weight, bias), out)
         return out
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.experts.kernel_calls import HostCall, announce
-from ktc.experts.kernel_library import TURNS, Engine, Kernel, NativePackedLinear, permitted_threads
+from ktc.experts.kernel_calls import bind_later, record_call
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativePackedLinear, permitted_threads
 from ktc.experts.load_state import Loads
 from ktc.experts.packed import huge_pages
 from ktc.experts.tracing import never_traced
@@ -85,7 +85,7 @@ class StoredLinear(nn.Linear):
         """Return the weight (out_features, in_features), each value rounded to bf16."""
         weight = torch.empty(self.out_features, self.in_features, dtype=torch.bfloat16)
         native, _ = _opened(self.kernel, 1)
-        native.unpack(self._held(), weight.data_ptr(), self.in_features, self.out_features)
+        native.unpack(self._loaded().data_ptr(), weight.data_ptr(), self.in_features, self.out_features)
         return weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -106,29 +106,21 @@ class StoredLinear(nn.Linear):
     def _product(self, input: Tensor) -> Tensor:
         x = input.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        packed = self._held()
+        packed = self._loaded()
         bias = cast("Tensor | None", self.bias)
         native, engine = _opened(self.kernel, self._num_threads())
         # held until it was read; `.to(device)` of the model moves it
         bias = None if bias is None else bias.detach().to("cpu", torch.bfloat16).contiguous()
-        sizes = math.prod(x.shape[:-1]), self.in_features, self.out_features
-        with TURNS:
-            native.forward(engine, x.data_ptr(), packed, address(bias), out.data_ptr(), *sizes)
-
-        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
-            x_at, bias_at = map(address, reads)
-            return HostCall(
-                native.call(engine, x_at, packed, bias_at, out.data_ptr(), *sizes), (self.packed, *reads, out)
-            )
-
-        announce(bind, (x, bias), out)
+        with KERNEL_LOCK:
+            native.forward(engine, packed_arguments(x, packed, bias, out))
+        record_call(bind_later(native.call, engine, packed_arguments), (x, packed, bias), out)
         return out
 
-    def _held(self) -> int:
+    def _loaded(self) -> Tensor:
         self.loads.require_processed(self.loads.generation)
         if self.packed is None:
             raise RuntimeError("the layer has no weight yet: `load_blocks` brings it")
-        return self.packed.data_ptr()
+        return self.packed
 
     def _num_threads(self) -> int:
         assert self.packed is not None
@@ -141,6 +133,14 @@ class StoredLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", {self.format} as stored"
+
+
+def packed_arguments(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Arguments:
+    """Return the fields of `PackedLinearArguments`: x (..., inputs) and out (..., outputs)."""
+    return {
+        "x": x.data_ptr(), "packed": packed.data_ptr(), "bias": address(bias), "out": out.data_ptr(),
+        "rows": math.prod(x.shape[:-1]), "inputs": x.shape[-1], "outputs": out.shape[-1],
+    }  # fmt: skip
 
 
 @functools.cache

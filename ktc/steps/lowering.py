@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from ktc.experts.kernel_library import Engine, NativeProgram, NativeStep, NativeView
+from ktc.experts.kernel_library import Arguments, Engine, NativeProgram, NativeStep
 
 TYPES: Final = {
     torch.bool: 0, torch.int32: 1, torch.int64: 2, torch.float16: 3, torch.bfloat16: 4, torch.float32: 5,
@@ -24,7 +24,7 @@ TYPES: Final = {
 }  # fmt: skip
 _FP32, _FP64, _INT64, _COMPLEX = TYPES[torch.float32], TYPES[torch.float64], TYPES[torch.int64], TYPES[torch.complex64]
 _MOST_ROWS: Final = 8  # of the smaller factor of a native product
-_NOTHING: Final = (0, _FP32, [1, 1, 1], [0, 0, 0])
+_NOTHING: Final[Arguments] = {"data": 0, "type": _FP32, "sizes": [1, 1, 1], "strides": [0, 0, 0]}
 
 
 @dataclass(slots=True)
@@ -98,12 +98,16 @@ class Builder:
         return self.constants[-1]
 
 
-def view(tensor: Tensor) -> NativeView:
-    """Return a tensor as a program reads it."""
-    return tensor.data_ptr(), TYPES[tensor.dtype], list(tensor.shape), list(tensor.stride())
+def view(tensor: Tensor, sizes: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> Arguments:
+    """Return a tensor as a program reads it, with its own sizes and strides in elements, or with others."""
+    return {
+        "data": tensor.data_ptr(), "type": TYPES[tensor.dtype],
+        "sizes": list(tensor.shape if sizes is None else sizes),
+        "strides": list(tensor.stride() if strides is None else strides),
+    }  # fmt: skip
 
 
-def _merged(out: Tensor, *inputs: Tensor) -> list[NativeView]:
+def _merged(out: Tensor, *inputs: Tensor) -> list[Arguments]:
     """Return views of the same sizes with as few dimensions as all strides permit, the densest last."""
     tensors = (out, *inputs)
     order = sorted((d for d in range(out.dim()) if out.shape[d] != 1), key=lambda d: -out.stride(d))
@@ -123,10 +127,7 @@ def _merged(out: Tensor, *inputs: Tensor) -> list[NativeView]:
                 held[-1] = step
             else:
                 held.append(step)
-    return [
-        (tensor.data_ptr(), TYPES[tensor.dtype], sizes or [1], held or [0])
-        for tensor, held in zip(tensors, strides, strict=True)
-    ]
+    return [view(tensor, sizes or [1], held or [0]) for tensor, held in zip(tensors, strides, strict=True)]
 
 
 def _kind(dtype: torch.dtype) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from ktc.experts.kernel_calls import HostCall
-from ktc.experts.kernel_library import TURNS, Kernel, NativeProgram
+from ktc.experts.kernel_library import KERNEL_LOCK, Kernel, NativeProgram
 from ktc.steps.arena import Arena
 from ktc.steps.lowering import Builder
 from ktc.steps.recording import Operation, Recording, record, storage
@@ -56,7 +56,7 @@ class StepProgram:
         """Compute the step. Raises what a kernel raises."""
         for stretch in self.stretches:
             if stretch.call is None:
-                with TURNS:
+                with KERNEL_LOCK:
                     self.native.run(stretch.begin, stretch.end)
             else:
                 with torch.inference_mode(mode=False), torch.no_grad():

@@ -10,10 +10,8 @@
 #include "ktc_python/entries.hpp"
 #include "ktc_python/fused_moe.hpp"
 #include "ktc_python/host_call.hpp"
-#include "ktc_python/int8_attention.hpp"
 #include "ktc_python/linear.hpp"
 #include "ktc_python/packed_linear.hpp"
-#include "ktc_python/sparse_attention.hpp"
 
 namespace py = pybind11;
 
@@ -45,8 +43,11 @@ void ktc_python::expose(py::module_& library, const sparse_attention::Entry& ent
   library.def(entry.name, entry.make);
 }
 
-// Of the functions of this module, `INTERFACE` of `ktc/experts/kernel_library.py`: it changes with their arguments.
-static constexpr int kInterface = 3;
+// A digest of the interface that these functions have (`interface_digest` of `ktc/experts/kernel_library.py`).
+#ifndef KTC_INTERFACE
+#error "define KTC_INTERFACE, the digest of the interface"
+#endif
+static constexpr const char* kInterface = KTC_INTERFACE;
 
 // A library's classes, threads and workspace belong to a process, and its calls release one interpreter's lock.
 static constexpr const char* kMainAlone =
@@ -62,12 +63,10 @@ PYBIND11_MODULE(ktc_kernels_of_main, library) {
   library.attr("interface") = kInterface;
   ktc_python::add_engine(library);
   ktc_python::add_host_call(library);
-  ktc_python::fused_moe::add_classes(library);
-  ktc_python::linear::add_class(library);
-  ktc_python::packed_linear::add_class(library);
-  ktc_python::attention::add_class(library);
-  ktc_python::int8_attention::add_class(library);
-  ktc_python::sparse_attention::add_class(library);
+  ktc_python::add_fused_moe(library);
+  ktc_python::add_linear(library);
+  ktc_python::add_packed_linear(library);
+  ktc_python::add_attention(library);
   ktc_python::expose_entries(library);
 }
 

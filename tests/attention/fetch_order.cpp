@@ -57,19 +57,19 @@ class Cache {
   explicit Cache(const Case& of) : case_(of), pages_(64) {
     std::iota(pages_.rbegin(), pages_.rend(), 0);
     keys_ = views(of.width);
-    more_keys_ = views(of.more_width);
+    rope_keys_ = views(of.more_width);
     values_ = of.joint ? keys_ : views(of.width);
   }
 
   HeadViews head(std::int64_t number) {
-    return {at(keys_, number), at(more_keys_, number), at(values_, number), case_.paged ? pages_.data() : nullptr};
+    return {at(keys_, number), at(rope_keys_, number), at(values_, number), case_.paged ? pages_.data() : nullptr};
   }
 
   // The lines of a block, part by part in the order of reading.
   std::vector<std::set<const char*>> lines(const HeadViews& head, std::int64_t block, std::int64_t end) {
     const HeadViews own = head.of_block<Element>(block);
     std::vector<std::set<const char*>> parts;
-    for (const CacheView* view : {&own.keys, &own.more_keys, &own.values}) {
+    for (const CacheView* view : {&own.keys, &own.rope_keys, &own.values}) {
       if (view->width == 0 || (view == &own.values && case_.joint)) continue;
       parts.emplace_back();
       for (std::int64_t row = 0; row < std::min(kBlock, end - block); ++row) {
@@ -112,7 +112,7 @@ class Cache {
   Case case_;
   std::vector<std::int32_t> pages_;
   std::vector<std::vector<Element>> buffers_;
-  Memory keys_, more_keys_, values_;
+  Memory keys_, rope_keys_, values_;
 };
 
 // Reads a cache as kernels do, in `steps` per block, and compares what was fetched.

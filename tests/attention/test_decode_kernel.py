@@ -8,7 +8,7 @@ from attention_reference import SHAPES, error, reference
 from kernel_layers import ISAS, built, quick_or_slow
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.linears.gemv import DTYPES
 from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.plan.attention_spec import AttentionSpec
@@ -32,13 +32,13 @@ def decoder(spec: AttentionSpec, threads: int = 1) -> DecodeAttention:
     return DecodeAttention(built((spec,)).kernel(spec.entry), threads)
 
 
-def drawn(spec: AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Heads]:
+def drawn(spec: AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, KVCacheView]:
     batch, heads, key_heads, tokens, positions, width, rope, value_width = shape
     draw = torch.Generator().manual_seed(seed)
     sizes = (heads, tokens, width + rope), (key_heads, positions, width), (key_heads, positions, value_width)
     query, keys, values = (torch.randn(batch, *size, generator=draw).to(DTYPES[spec.dtype]) for size in sizes)
     more = torch.randn(batch, key_heads, positions, rope, generator=draw).to(DTYPES[spec.dtype]) if rope else None
-    return query, Heads(keys, values, more)
+    return query, KVCacheView(keys, values, more)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -89,8 +89,8 @@ def test_a_cache_is_read_where_it_is(spec: AttentionSpec) -> None:
     """A static cache is longer than what it holds, and some caches have positions before heads."""
     query, heads = drawn(spec, (2, 4, 2, 1, 80, 32, 0, 32))
     keys, values = (each.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :70] for each in heads[:2])
-    found = decoder(spec)(query, Heads(keys, values), scale=0.3)
-    assert error(found, reference(query, Heads(keys, values), 0.3)) <= ERROR[spec.dtype]
+    found = decoder(spec)(query, KVCacheView(keys, values), scale=0.3)
+    assert error(found, reference(query, KVCacheView(keys, values), 0.3)) <= ERROR[spec.dtype]
 
 
 @pytest.mark.parametrize("scale", [300.0, 1e10, -1e10])
@@ -107,7 +107,7 @@ def test_weights_count_down_to_69_nats_below_the_greatest(spec: AttentionSpec) -
         keys, values = (torch.zeros_like(each) for each in heads[:2])
         small = (-nats * query.float() / query.float().square().sum()).to(query.dtype)
         keys[0, 0, :200], values[0, 0, 100] = small[0, 0, 0], size
-        held = Heads(keys, values)
+        held = KVCacheView(keys, values)
         found, wanted = decoder(spec)(query, held, scale=1.0), reference(query, held, 1.0)
         assert bool((found == 0).all()) if nats == 80 else error(found, wanted) <= 0.01
 
@@ -143,4 +143,4 @@ def test_only_calls_that_it_computes_are_taken(spec: AttentionSpec) -> None:
         assert not decode.serves(query, heads, torch.zeros(1, 1, 1, 8)), "a mask that is added"
         assert not decode.serves(query.double(), heads, None)
         assert not decode.serves(query.expand(1, 2, 64, 16), heads, None), "many tokens"
-        assert not decode.serves(query, Heads(heads.keys.transpose(2, 3), heads.values), None), "strides"
+        assert not decode.serves(query, KVCacheView(heads.keys.transpose(2, 3), heads.values), None), "strides"

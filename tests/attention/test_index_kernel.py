@@ -10,7 +10,7 @@ from kernel_layers import ISAS, built, quick_or_slow
 from torch import Tensor
 
 from ktc.attention.chosen import Chosen
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.attention.index_kernel import IndexKernel
 from ktc.attention.key_codes import estimates, signs
 from ktc.attention.key_index import KeyIndex
@@ -46,16 +46,18 @@ def kernels(spec: SparseAttentionSpec, threads: int = 1) -> tuple[DecodeAttentio
     return DecodeAttention(kernel, threads), IndexKernel(kernel, threads)
 
 
-def drawn(spec: SparseAttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, Heads]:
+def drawn(spec: SparseAttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, KVCacheView]:
     batch, heads, key_heads, tokens, positions, width, rope, value_width = shape
     draw = torch.Generator().manual_seed(0)
     sizes = (heads, tokens, width + rope), (key_heads, positions, width), (key_heads, positions, value_width)
     query, keys, values = (torch.randn(batch, *size, generator=draw).to(DTYPES[spec.dtype]) for size in sizes)
     more = torch.randn(batch, key_heads, positions, rope, generator=draw).to(DTYPES[spec.dtype]) if rope else None
-    return query, Heads(keys, keys if rope else values, more)
+    return query, KVCacheView(keys, keys if rope else values, more)
 
 
-def indexed(heads: Heads, index: IndexFormat, kernel: IndexKernel | None, steps: tuple[int, ...] = ()) -> KeyIndex:
+def indexed(
+    heads: KVCacheView, index: IndexFormat, kernel: IndexKernel | None, steps: tuple[int, ...] = ()
+) -> KeyIndex:
     batch, _, positions, _ = heads.keys.shape
     found = KeyIndex.of(heads, torch.ones(batch, positions, dtype=torch.bool), index)
     for length in (*steps, positions):
@@ -119,7 +121,7 @@ def test_the_greatest_products_do_not_overflow(spec: SparseAttentionSpec, index:
         equal[begin] = signs(width)[begin] * (size / 2048) ** 0.5
     query = equal * torch.tensor([1.0, -1.0, 1.0]).view(1, 3, 1, 1)
     keys = equal * (torch.linspace(1, 2, positions) * (-1) ** torch.arange(positions)).view(1, 1, positions, 1)
-    heads = Heads(keys.to(DTYPES[spec.dtype]), torch.zeros(1, 1, positions, 16, dtype=DTYPES[spec.dtype]))
+    heads = KVCacheView(keys.to(DTYPES[spec.dtype]), torch.zeros(1, 1, positions, 16, dtype=DTYPES[spec.dtype]))
     query = query.to(DTYPES[spec.dtype])
     kernel = kernels(spec)[1]
     found_in = indexed(heads, index, kernel)
@@ -132,7 +134,7 @@ def test_the_greatest_products_do_not_overflow(spec: SparseAttentionSpec, index:
 
 def test_equal_scores_go_to_the_first_positions_and_hidden_ones_are_not_chosen(spec: SparseAttentionSpec) -> None:
     query, heads = drawn(spec, (1, 2, 1, 1, 3000, 32, 0, 32))
-    heads = Heads(heads.keys[:, :, :1].expand(-1, -1, 3000, -1).contiguous(), heads.values)
+    heads = KVCacheView(heads.keys[:, :, :1].expand(-1, -1, 3000, -1).contiguous(), heads.values)
     kernel = kernels(spec)[1]
     sparsity = Sparsity(50, 4, 8, "int4", shared=False)
     mask = torch.ones(1, 1, 1, 3000, dtype=torch.bool)
@@ -149,7 +151,7 @@ def test_scores_of_a_wide_range_are_chosen_exactly(spec: SparseAttentionSpec) ->
     query, heads = drawn(spec, (1, 4, 2, 1, 6000, 32, 0, 32))
     powers = torch.linspace(-14, 12 if spec.dtype == "fp16" else 26, 6000)
     powers = powers[torch.randperm(6000, generator=torch.Generator().manual_seed(6))]
-    heads = Heads((heads.keys.float() * powers.exp2()[:, None]).to(heads.keys.dtype), heads.values)
+    heads = KVCacheView((heads.keys.float() * powers.exp2()[:, None]).to(heads.keys.dtype), heads.values)
     kernel = kernels(spec)[1]
     index = indexed(heads, "int4", kernel)
     visible = visible_positions(None, 1, 1, 6000, query.device)
@@ -168,7 +170,7 @@ def test_attention_over_the_chosen_is_the_reference(
     decode, kernel = kernels(spec)
     chosen = kernel.select(indexed(heads, "int4", kernel), query, None, Sparsity(70, 4, 9, "int4", shared), 0.2)
     sinks = torch.linspace(-1, 1, shape[1])
-    wide = Heads(*(each if each is None else each.double() for each in heads))
+    wide = KVCacheView(*(each if each is None else each.double() for each in heads))
     for sink in (None, sinks):
         wanted = attend_chosen(query.double(), wide, chosen, scale=0.2, sinks=sink)
         found = decode.of_chosen(query, heads, chosen, scale=0.2, sinks=sink)

@@ -8,7 +8,7 @@ from attention_reference import INT8_QUICK, INT8_SPECS, SHAPES, error, reference
 from kernel_layers import built, quick_or_slow
 from torch import Tensor
 
-from ktc.attention.decode import Heads
+from ktc.attention.decode import KVCacheView
 from ktc.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.attention.int8_tensor import Int8Tensor, quantise
 from ktc.linears.gemv import DTYPES
@@ -27,21 +27,21 @@ def decoder(spec: Int8AttentionSpec, threads: int = 1) -> Int8DecodeAttention:
     return Int8DecodeAttention(built(INT8_QUICK if spec in INT8_QUICK else (spec,)).kernel(spec.entry), threads)
 
 
-def drawn(spec: Int8AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Heads, Heads]:
+def drawn(spec: Int8AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, KVCacheView, KVCacheView]:
     """A query, the cache as codes, and what the codes stand for in fp64."""
     batch, heads, key_heads, tokens, positions, width, rope, value_width = shape
     draw = torch.Generator().manual_seed(seed)
     query = torch.randn(batch, heads, tokens, width + rope, generator=draw).to(DTYPES[spec.dtype])
     sizes = (width, value_width, rope) if rope else (width, value_width)
-    coded = Heads(*(
+    coded = KVCacheView(*(
         Int8Tensor.of(torch.randn(batch, key_heads, positions, size, generator=draw).to(DTYPES[spec.dtype]))
         for size in sizes
     ))  # fmt: skip
     return query, coded, decoded(coded)
 
 
-def decoded(heads: Heads) -> Heads:
-    return Heads(*(each.codes.double() * each.scales for each in heads if isinstance(each, Int8Tensor)))
+def decoded(heads: KVCacheView) -> KVCacheView:
+    return KVCacheView(*(each.codes.double() * each.scales for each in heads if isinstance(each, Int8Tensor)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -61,7 +61,7 @@ def test_values_may_be_the_codes_of_the_keys(spec: Int8AttentionSpec) -> None:
 
 def test_masks_sinks_and_strides(spec: Int8AttentionSpec) -> None:
     query, heads, _ = drawn(spec, (3, 4, 2, 2, 170, 32, 0, 40))
-    heads = Heads(*(each[:, :, 11:161] for each in heads if each is not None))
+    heads = KVCacheView(*(each[:, :, 11:161] for each in heads if each is not None))
     numbers = decoded(heads)
     mask = torch.rand(3, 1, 2, 150, generator=torch.Generator().manual_seed(4)) < 0.3
     mask[1, :, 1] = False
@@ -83,7 +83,7 @@ def test_rows_and_scales_that_do_not_adjoin(spec: Int8AttentionSpec) -> None:
         codes = torch.full((*each.codes.shape[:-1], 100), 99, dtype=torch.int8)[..., 9 : 9 + each.codes.shape[-1]]
         scales = torch.full((*each.scales.shape[:-1], 3), torch.nan)[..., 1:2]
         apart.append(Int8Tensor(codes.copy_(each.codes), scales.copy_(each.scales), each.dtype))
-    found = decoder(spec)(query, Heads(*apart), scale=0.3)
+    found = decoder(spec)(query, KVCacheView(*apart), scale=0.3)
     assert error(found, reference(query, numbers, 0.3)) <= ERROR[spec.dtype]
     assert torch.equal(found, decoder(spec)(query, heads, scale=0.3))
 

@@ -12,7 +12,7 @@ from kernel_layers import ISAS, built, quick_or_slow
 from paged_caches import padding_mask, paged_heads
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads, table_of
+from ktc.attention.decode import DecodeAttention, KVCacheView, table_of
 from ktc.attention.int8_decode import decoder
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable, memory_of
@@ -38,7 +38,7 @@ def decode(request: pytest.FixtureRequest) -> DecodeAttention:
     return decoder(built(INT8_QUICK if coded else (spec,)).kernel(spec.entry), 1, "int8" if coded else "")
 
 
-def drawn(decode: DecodeAttention, shape: tuple[int, int, int, int, int | None]) -> tuple[Tensor, Heads]:
+def drawn(decode: DecodeAttention, shape: tuple[int, int, int, int, int | None]) -> tuple[Tensor, KVCacheView]:
     heads, key_heads, width, rope, value_width = shape
     draw = torch.Generator().manual_seed(1)
     dtype = DTYPES[decode.kernel.dtype]
@@ -50,13 +50,13 @@ def drawn(decode: DecodeAttention, shape: tuple[int, int, int, int, int | None])
     query = torch.randn(len(LENGTHS), heads, 1, width + rope, generator=draw).to(dtype)
     keys = cache(width)
     values = keys if value_width is None else cache(value_width)
-    return query, Heads(keys, values, cache(rope) if rope else None)
+    return query, KVCacheView(keys, values, cache(rope) if rope else None)
 
 
-def only(heads: Heads, row: int, length: int) -> Heads:
+def only(heads: KVCacheView, row: int, length: int) -> KVCacheView:
     keys = heads.keys[row : row + 1, :, -length:]
     values = keys if heads.values is heads.keys else heads.values[row : row + 1, :, -length:]
-    return Heads(keys, values, None if heads.more_keys is None else heads.more_keys[row : row + 1, :, -length:])
+    return KVCacheView(keys, values, None if heads.rope_keys is None else heads.rope_keys[row : row + 1, :, -length:])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -83,7 +83,7 @@ def test_windows_within_sequences_are_masks(decode: DecodeAttention) -> None:
     mask = padding_mask(LENGTHS, max(LENGTHS)) & (columns >= max(LENGTHS) - 40) & (columns % 7 != 3)
     found = decode(query, paged_heads(heads, LENGTHS), scale=0.2, mask=mask)
     assert error(found, decode(query, heads, scale=0.2, mask=mask)) <= 1e-2  # other stretches, and other roundings
-    numbers = Heads(*(
+    numbers = KVCacheView(*(
         each.codes.double() * each.scales if isinstance(each, Int8Tensor) else each.double()
         for each in (heads.keys, heads.values)
     ))  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_sequence_has_its_bits_beside_one_of_any_length() -> None:
     decode = DecodeAttention(built((spec,)).kernel(spec.entry), 1)
     lengths, draw = [9000, 700], torch.Generator().manual_seed(1)
     query, keys, values = (torch.randn(2, 1, size, 8, generator=draw) for size in (1, 9000, 9000))
-    heads = Heads(keys, values)
+    heads = KVCacheView(keys, values)
     found = decode(query, heads, scale=0.3, mask=padding_mask(lengths, 9000))
     assert torch.equal(decode(query, paged_heads(heads, lengths), scale=0.3), found)
     for row, length in enumerate(lengths):
@@ -141,7 +141,7 @@ def test_other_operations_read_sequences_aligned_at_their_last_position() -> Non
     lengths = [PAGE, 3, 2 * PAGE + 1]
     held = torch.randn(3, 2, max(lengths), 8)
     padded = held * padding_mask(lengths, max(lengths)).transpose(2, 3)
-    tensor = paged_heads(Heads(held, held), lengths).keys
+    tensor = paged_heads(KVCacheView(held, held), lengths).keys
     assert tensor.shape == held.shape
     assert torch.equal(tensor + 0, padded)
     assert torch.equal(tensor[1:, :, -4:], padded[1:, :, -4:])

@@ -7,7 +7,7 @@ import torch
 from long_contexts import Context, long_context
 from torch import Tensor
 
-from ktc.attention.decode import Heads
+from ktc.attention.decode import KVCacheView
 from ktc.attention.key_codes import Codes, encode, estimates, mean_of, rotated, unpacked
 from ktc.attention.selection import attend_chosen, choose, visible_positions
 from ktc.attention.sparsity import FORMATS, IndexFormat, Sparsity, block_bytes, token_bytes
@@ -98,7 +98,7 @@ def test_zero_and_invalid_keys_have_codes() -> None:
         assert found.positions.flatten().tolist() == [1], "a NaN in the cache is seen"
 
 
-def reference(query: Tensor, heads: Heads, visible: Tensor, scale: float) -> Tensor:
+def reference(query: Tensor, heads: KVCacheView, visible: Tensor, scale: float) -> Tensor:
     group = query.shape[1] // heads.keys.shape[1]
     keys, values = (each.repeat_interleave(group, 1) for each in heads[:2])
     scores = (query @ keys.transpose(2, 3) * scale).masked_fill(~visible[:, None], -torch.inf)
@@ -109,7 +109,7 @@ def reference(query: Tensor, heads: Heads, visible: Tensor, scale: float) -> Ten
 def test_with_all_positions_it_is_dense_attention(shared: bool) -> None:
     draw = torch.Generator().manual_seed(3)
     query = torch.randn(2, 6, 3, 16, generator=draw, dtype=torch.float64)
-    heads = Heads(*(torch.randn(2, 2, 50, 16, generator=draw, dtype=torch.float64) for _ in range(2)))
+    heads = KVCacheView(*(torch.randn(2, 2, 50, 16, generator=draw, dtype=torch.float64) for _ in range(2)))
     mask = torch.ones(2, 1, 3, 50, dtype=torch.bool).tril(47)
     mask[1, :, :, :7] = False
     visible = visible_positions(mask, 2, 3, 50, query.device)

@@ -43,12 +43,12 @@ class Caches {
     const std::int64_t all = of.batch * of.key_heads * pages * kPagePositions;
     query_ = drawn(of.batch * of.key_heads * of.rows * (of.width + of.more_width));
     keys_ = drawn(all * of.width);
-    more_keys_ = drawn(all * of.more_width);
+    rope_keys_ = drawn(all * of.more_width);
     values_ = drawn(all * of.value_width);
     const std::int64_t held = of.paged ? kPagePositions : pages * kPagePositions;
     arguments_ = {.query = query_.data(),
                   .keys = view(keys_, of.width, held),
-                  .more_keys = view(more_keys_, of.more_width, held),
+                  .rope_keys = view(rope_keys_, of.more_width, held),
                   .values = of.value_width > 0 ? view(values_, of.value_width, held) : view(keys_, of.width, held),
                   .batch = of.batch,
                   .key_heads = of.key_heads,
@@ -121,7 +121,7 @@ class Caches {
 
   Case case_;
   std::mt19937 random_;
-  std::vector<bf16> query_, keys_, more_keys_, values_;
+  std::vector<bf16> query_, keys_, rope_keys_, values_;
   std::vector<std::uint8_t> mask_;
   std::vector<std::int64_t> lengths_;
   std::vector<std::int32_t> pages_;

@@ -8,22 +8,34 @@ from typing import Any
 
 import pytest
 
+from ktc import resources
 from ktc.diagnostics import InputRefused
+from ktc.experts import kernel_library
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.files import file_digest
 
 
+@pytest.mark.parametrize("module", ["", "interface = 3", "interface = '0123456789abcdef'"])
 def test_a_library_whose_functions_have_other_arguments_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Older(importlib.machinery.SourceFileLoader):
-        """Loads the module of a library from before libraries said which functions they have."""
-
-    monkeypatch.setattr(importlib.machinery, "ExtensionFileLoader", Older)
+    monkeypatch.setattr(importlib.machinery, "ExtensionFileLoader", importlib.machinery.SourceFileLoader)
     path = tmp_path / "old.so"
-    path.write_text("")
+    path.write_text(module)
     kernel: Any = KernelLibrary(path, file_digest(path), (("experts", "bf16"),)).kernel("experts")
     with pytest.raises(InputRefused, match="L412") as refused:
         kernel.engine(1)
     (found,) = refused.value.diagnostics
     assert "old.so" in found.message and found.hint == "compile the model again"
+
+
+def test_the_interface_is_the_text_that_a_compiler_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def digest_of(structs: str) -> str:
+        (tmp_path / "include/ktc/interface").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "include/ktc/interface/linear.hpp").write_text(structs)
+        return kernel_library.interface_digest.__wrapped__()
+
+    monkeypatch.setattr(resources, "runtime_include", lambda: tmp_path / "include")
+    digest = digest_of("struct Arguments { int rows; };")
+    assert digest_of("struct Arguments {\n  int rows;  // of x\n};\n") == digest
+    assert digest_of("struct Arguments { long rows; };") != digest

@@ -98,7 +98,7 @@ def test_calls_of_a_process_take_turns_and_a_child_does_not_wait_for_its_parents
     module = load(layer, SPEC)
     expected = run_forward(module, layer)
     with ThreadPoolExecutor(1) as other:
-        with kernel_library.TURNS:
+        with kernel_library.KERNEL_LOCK:
             waiting = other.submit(run_forward, module, layer)
             child = os.fork()
             if child == 0:

@@ -16,7 +16,7 @@ from ktc.codegen import self_test_linear
 from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import KtcError
 from ktc.experts.kernel_library import KernelLibrary
-from ktc.linears.gemv import DTYPES, ROWS, Gemv
+from ktc.linears.gemv import DTYPES, ROWS, Gemv, linear_arguments
 from ktc.linears.lora_linear import KTLinear
 from ktc.plan.linear_spec import LinearSpec
 
@@ -61,6 +61,20 @@ def test_the_output_is_that_of_the_product_in_fp64(
             expected = functional.linear(x.double(), weight.double(), None if added is None else added.double())
             assert (found.shape, found.dtype) == (expected.shape, x.dtype)
             assert rows == 0 or error(found, expected) <= BOUNDS[spec.dtype]
+
+
+def test_a_kernel_takes_its_arguments_by_name(library: KernelLibrary) -> None:
+    kernel, (x, weight, _) = library.kernel(QUICK[0].entry), layer(QUICK[0], 2, 5, 3)
+    native, engine, out = kernel.linear(), kernel.engine(1), torch.zeros(2, 5, dtype=x.dtype)
+    arguments = linear_arguments(x, weight, None, out)
+    native.forward(engine, dict(reversed(arguments.items())))
+    assert torch.equal(out, gemv(library, QUICK[0])(x, weight, None))
+    with pytest.raises(TypeError, match="no argument 'row'"):
+        native.forward(engine, arguments | {"row": 2})
+    with pytest.raises(TypeError, match="argument `outputs` is missing"):
+        native.forward(engine, {name: arguments[name] for name in arguments if name != "outputs"})
+    with pytest.raises(TypeError):
+        native.forward(engine, arguments | {"rows": "2"})
 
 
 @pytest.mark.parametrize("spec", EACH)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktc.experts.kernel_calls import HostCall, announce
+from ktc.experts.kernel_calls import HostCall, record_call
 from ktc.steps.recording import record
 
 
@@ -85,7 +85,7 @@ def test_calls_of_kernels_are_operations() -> None:
 
     def compute() -> Tensor:
         out = torch.empty_like(x)
-        announce(bind, (x, None), out)
+        record_call(bind, (x, None), out)
         return out + 1
 
     x = torch.randn(4)

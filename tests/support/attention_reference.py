@@ -6,7 +6,7 @@ import torch
 from kernel_layers import ISAS
 from torch import Tensor
 
-from ktc.attention.decode import Heads
+from ktc.attention.decode import KVCacheView
 from ktc.plan.attention_spec import Int8AttentionSpec
 from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
 
@@ -29,10 +29,10 @@ INT8_QUICK = tuple(spec for spec in INT8_SPECS if spec.dtype == "fp32" and spec.
 
 
 def reference(
-    query: Tensor, heads: Heads, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
+    query: Tensor, heads: KVCacheView, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """(B, T, H, v) in fp64."""
-    keys = heads.keys if heads.more_keys is None else torch.cat([heads.keys, heads.more_keys], -1)
+    keys = heads.keys if heads.rope_keys is None else torch.cat([heads.keys, heads.rope_keys], -1)
     keys, values = (
         each.double().repeat_interleave(query.shape[1] // keys.shape[1], 1) for each in (keys, heads.values)
     )

@@ -9,7 +9,7 @@ from decoding_models import absorbed, latent_modules, stock_model
 from kernel_layers import built
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads
+from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.attention.decoding import decoding
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable
@@ -44,12 +44,12 @@ def paged(held: Tensor, table: PageTable, total: int) -> Tensor:
     return PagedTensor(memory, table, columns)
 
 
-def paged_heads(heads: Heads, lengths: list[int]) -> Heads:
+def paged_heads(heads: KVCacheView, lengths: list[int]) -> KVCacheView:
     """Return a cache in pages; values that are the keys stay so."""
     table, total = table_for(lengths)
     keys = paged(heads.keys, table, total)
     values = keys if heads.values is heads.keys else paged(heads.values, table, total)
-    return Heads(keys, values, None if heads.more_keys is None else paged(heads.more_keys, table, total))
+    return KVCacheView(keys, values, None if heads.rope_keys is None else paged(heads.rope_keys, table, total))
 
 
 def padding_mask(lengths: list[int], columns: int) -> Tensor:

@@ -60,7 +60,7 @@ struct AttentionPlan {
 
   explicit AttentionPlan(const AttentionArguments& a)
       : first_width(round_up(a.keys.width, kUnit)),
-        query_width(first_width + round_up(a.more_keys.width, kUnit)),
+        query_width(first_width + round_up(a.rope_keys.width, kUnit)),
         value_width(round_up(a.values.width, kUnit)),
         rows(a.group * a.tokens),
         all_rows(a.batch * a.key_heads * rows),
@@ -123,7 +123,7 @@ struct AttentionPlan {
       }
       return view_from<Stored>(view, nullptr, first);
     };
-    return {of_head(a.keys), of_head(a.more_keys), of_head(a.values),
+    return {of_head(a.keys), of_head(a.rope_keys), of_head(a.values),
             a.pages == nullptr ? nullptr : a.pages + number * a.pages_of_sequence};
   }
 

@@ -26,7 +26,7 @@ CacheView view_from(const CacheView& view, const std::int32_t* pages, std::int64
 // The keys and values of one key head: `data` of each view is its position 0, or that of page 0.
 struct HeadViews {
   CacheView keys;
-  CacheView more_keys;
+  CacheView rope_keys;
   CacheView values;
   const std::int32_t* pages = nullptr;
 
@@ -36,7 +36,7 @@ struct HeadViews {
   // The views whose position 0 is the first one of a block, for positions of that block.
   template <class Stored>
   HeadViews of_block(std::int64_t block) const {
-    return {view_from<Stored>(keys, pages, block), view_from<Stored>(more_keys, pages, block),
+    return {view_from<Stored>(keys, pages, block), view_from<Stored>(rope_keys, pages, block),
             view_from<Stored>(values, pages, block)};
   }
 };
@@ -71,7 +71,7 @@ class CacheOrder {
 
   // The number of pieces of the first positions of a block.
   std::int64_t pieces_of(std::int64_t positions) const {
-    const std::int64_t more = strides_.more_keys.width > 0 ? count_of(strides_.more_keys, positions) : 0;
+    const std::int64_t more = strides_.rope_keys.width > 0 ? count_of(strides_.rope_keys, positions) : 0;
     return count_of(strides_.keys, positions) + more + (joint_ ? 0 : count_of(strides_.values, positions));
   }
 
@@ -80,7 +80,7 @@ class CacheOrder {
   // are read side by side, so all of a block's are ahead.
   std::int64_t lead() const {
     const std::int64_t whole = pieces_of(kBlock);
-    return joint_ || strides_.more_keys.width > 0 ? whole : whole * 3 / 8;
+    return joint_ || strides_.rope_keys.width > 0 ? whole : whole * 3 / 8;
   }
 
   // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has some left.
@@ -95,7 +95,7 @@ class CacheOrder {
     }
     const std::int64_t block = now_.block, rows = std::min(kBlock, now_.end - block);
     const CacheView& view = part_ == Part::kKeys       ? now_.head.keys
-                            : part_ == Part::kMoreKeys ? now_.head.more_keys
+                            : part_ == Part::kRopeKeys ? now_.head.rope_keys
                                                        : now_.head.values;
     advance();
     return pieces(view_from<Element>(view, now_.head.pages, block), rows);
@@ -104,7 +104,7 @@ class CacheOrder {
  private:
   static constexpr std::int64_t kSize = sizeof(Element);
   static constexpr std::int64_t kPiece = 4 * kCacheLine;
-  enum class Part { kKeys, kMoreKeys, kValues };
+  enum class Part { kKeys, kRopeKeys, kValues };
 
   struct Stretch {
     HeadViews head{};
@@ -124,8 +124,8 @@ class CacheOrder {
   }
 
   void advance() {
-    if (part_ == Part::kKeys && now_.head.more_keys.width > 0) {
-      part_ = Part::kMoreKeys;
+    if (part_ == Part::kKeys && now_.head.rope_keys.width > 0) {
+      part_ = Part::kRopeKeys;
     } else if (part_ != Part::kValues && !joint_) {
       part_ = Part::kValues;
     } else {

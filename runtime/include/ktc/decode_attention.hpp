@@ -121,7 +121,7 @@ class DecodeAttention final : public AttentionKernel {
     };
     for (std::int64_t row = 0; row < plan.all_rows; ++row, target += plan.query_width) {
       part(a.keys.width, target);
-      part(a.more_keys.width, target + plan.first_width);
+      part(a.rope_keys.width, target + plan.first_width);
     }
   }
 
@@ -129,7 +129,7 @@ class DecodeAttention final : public AttentionKernel {
   template <class RowsOf>
   struct Block {
     RowsOf keys;
-    RowsOf more_keys;
+    RowsOf rope_keys;
     RowsOf values;
   };
 
@@ -162,7 +162,7 @@ class DecodeAttention final : public AttentionKernel {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews of_block = views.of_block<Element>(block);
         using Near = AdjoiningRows<Element>;
-        const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.more_keys), Near::of(of_block.values)};
+        const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.rope_keys), Near::of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
         attend(own, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
           Plan::hide(a, item.head, item.first + row, block, length, of_row);
@@ -179,28 +179,28 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     HeadViews views_of_chosen(std::int64_t head) const {
-      const std::int64_t sequence = head / a.key_heads / a.sequences, own = head % a.key_heads / a.choosers;
+      const std::int64_t sequence = head / a.key_heads / a.sequences, own = head % a.key_heads / a.selectors_per_kv_head;
       const auto of_head = [&](CacheView view) {
         if (view.data != nullptr) {
           view.data = static_cast<const Element*>(view.data) + sequence * view.batch + own * view.head;
         }
         return view;
       };
-      return {of_head(a.keys), of_head(a.more_keys), of_head(a.values)};
+      return {of_head(a.keys), of_head(a.rope_keys), of_head(a.values)};
     }
 
     void chosen_stretch(const Item& item, float* scores) const {
       const HeadViews cache = views_of_chosen(item.head);
       const std::int32_t* list = a.chosen + item.head * a.positions;
       const std::int64_t count = a.counts[item.head], end = std::min(item.end, count);
-      ChosenAhead ahead(a.keys.width + a.more_keys.width);
+      ChosenAhead ahead(a.keys.width + a.rope_keys.width);
       const Rows rows = started(item);
       for (std::int64_t block = item.begin; block < end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, end - block);
         const auto rows_of = [&](const CacheView& view) {
           return Chosen{static_cast<const Element*>(view.data), view.position, list + block, count - block};
         };
-        const Block<Chosen> own{rows_of(cache.keys), rows_of(cache.more_keys), rows_of(cache.values)};
+        const Block<Chosen> own{rows_of(cache.keys), rows_of(cache.rope_keys), rows_of(cache.values)};
         attend(own, rows, length, scores, ahead, [&](std::int64_t, float* of_row) { Plan::fill_up(length, of_row); });
       }
     }
@@ -255,7 +255,7 @@ class DecodeAttention final : public AttentionKernel {
         for (; position + kTogether <= length; position += kTogether) {
           ahead.step(tile_work(kCount, kTogether));
           ahead.template fetch<kTogether>(block.keys, position, 0, a.keys.width);
-          if (a.more_keys.width > 0) ahead.template fetch<kTogether>(block.more_keys, position, 0, a.more_keys.width);
+          if (a.rope_keys.width > 0) ahead.template fetch<kTogether>(block.rope_keys, position, 0, a.rope_keys.width);
           tile<kCount, kTogether>(block, query, position, scores + position);
         }
       };
@@ -269,8 +269,8 @@ class DecodeAttention final : public AttentionKernel {
                                 float* scores) const {
       typename QueryDots<Isa, Element, kCount, kPositions>::Sums sums;
       sums.add(query, plan.query_width, block.keys.from(position), a.keys.width);
-      if (a.more_keys.width > 0) {
-        sums.add(query + plan.first_width, plan.query_width, block.more_keys.from(position), a.more_keys.width);
+      if (a.rope_keys.width > 0) {
+        sums.add(query + plan.first_width, plan.query_width, block.rope_keys.from(position), a.rope_keys.width);
       }
       if constexpr (kPaired) {
         sums.store(scores, kBlock, a.scale);

@@ -67,33 +67,31 @@ class FusedMoe final : public MoeKernel {
     return SavedSlots<Layer>::bytes(layer_, tokens * layer_.shape.top_k(), first_rank, down_rank);
   }
 
-  void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source, SourceType type,
-            std::int64_t rows, std::int64_t columns) const override {
-    check_expert(expert);
+  void pack(const ExpertMatrix& to, const void* source, SourceType type) const override {
+    check_expert(to.expert);
     const auto pack_from = [&]<class Source>(const Source* values) {
-      layer_.format.pack(packed, expert, part, MatrixView(values, rows, columns));
+      layer_.format.pack(to.packed, to.expert, to.part, MatrixView(values, to.rows, to.columns));
     };
     if (type == SourceType::kBf16) return pack_from(static_cast<const bf16*>(source));
     if (type == SourceType::kFp32) return pack_from(static_cast<const float*>(source));
     pack_from(static_cast<const double*>(source));
   }
 
-  void pack_codes(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* codes,
-                  const float* scales, std::int64_t rows, std::int64_t columns, std::int64_t groups) const override {
-    check_expert(expert);
-    layer_.format.pack_codes(packed, expert, part, MatrixView(codes, rows, columns), MatrixView(scales, rows, groups));
+  void pack_codes(const ExpertMatrix& to, const std::uint8_t* codes, const float* scales,
+                  std::int64_t groups) const override {
+    check_expert(to.expert);
+    layer_.format.pack_codes(to.packed, to.expert, to.part, MatrixView(codes, to.rows, to.columns),
+                             MatrixView(scales, to.rows, groups));
   }
 
-  void pack_blocks(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* blocks,
-                   std::string_view type, std::int64_t rows, std::int64_t row_bytes) const override {
-    check_expert(expert);
-    layer_.format.pack_blocks(packed, expert, part, type, MatrixView(blocks, rows, row_bytes));
+  void pack_blocks(const ExpertMatrix& to, const std::uint8_t* blocks, std::string_view type) const override {
+    check_expert(to.expert);
+    layer_.format.pack_blocks(to.packed, to.expert, to.part, type, MatrixView(blocks, to.rows, to.columns));
   }
 
-  void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target, std::int64_t rows,
-              std::int64_t columns) const override {
-    check_expert(expert);
-    layer_.format.unpack(packed, expert, part, target, rows, columns);
+  void unpack(const ExpertMatrix& from, void* target) const override {
+    check_expert(from.expert);
+    layer_.format.unpack(from.packed, from.expert, from.part, target, from.rows, from.columns);
   }
 
   void forward(Engine& engine, const ForwardArguments& arguments) const override {

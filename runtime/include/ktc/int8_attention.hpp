@@ -143,8 +143,8 @@ class Int8Attention final : public Int8AttentionKernel {
     for (std::int64_t row = 0; row < plan.all_rows; ++row, codes += plan.query_width, factors += 2) {
       factors[0] = encode(from, a.keys.width, a.scale, numbers, codes);
       from += a.keys.width;
-      factors[1] = encode(from, a.more_keys.width, a.scale, numbers, codes + plan.first_width);
-      from += a.more_keys.width;
+      factors[1] = encode(from, a.rope_keys.width, a.scale, numbers, codes + plan.first_width);
+      from += a.rope_keys.width;
     }
   }
 
@@ -200,8 +200,8 @@ class Int8Attention final : public Int8AttentionKernel {
         const HeadViews here = views.of_block<std::int8_t>(block);
         ahead.start_block(length, block_work(item.count, length));
         score(here.keys, first, 0, item.count, length, own.scores, own.key_scales, ahead);
-        if (views.more_keys.width > 0) {
-          score(here.more_keys, first, 1, item.count, length, own.more_scores, own.more_scales, ahead);
+        if (views.rope_keys.width > 0) {
+          score(here.rope_keys, first, 1, item.count, length, own.more_scores, own.more_scales, ahead);
         }
         load_scales(here.values, length, own.value_scales);
         for (std::int64_t each = 0; each < item.count; ++each) {
@@ -267,7 +267,7 @@ class Int8Attention final : public Int8AttentionKernel {
       float* const scores = own.scores[each];
       for (std::int64_t at = 0; at < length; at += kHalfPanel) {
         Lanes score = Lanes::load(scores + at) * (factor * Lanes::load(own.key_scales + at));
-        if (a.more_keys.width > 0) {
+        if (a.rope_keys.width > 0) {
           const Lanes more = more_factor * Lanes::load(own.more_scales + at);
           score = fused_multiply_add(Lanes::load(own.more_scores[each] + at), more, score);
         }

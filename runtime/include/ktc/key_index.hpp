@@ -58,7 +58,7 @@ class KeyIndex {
         for (std::int64_t k = 0; k < view.width; ++k) to[k] = static_cast<float>(key[k]) - centre[k];
       };
       add(a.keys, numbers, mean);
-      if (a.more_keys.width > 0) add(a.more_keys, numbers + a.keys.width, mean + a.keys.width);
+      if (a.rope_keys.width > 0) add(a.rope_keys, numbers + a.keys.width, mean + a.keys.width);
       Codes::rotate(numbers, layout.width, a.index.signs);
       scales[at % kKeysTogether] = Codes::encode(numbers, layout, at % kKeysTogether, codes);
     }

@@ -74,16 +74,16 @@ class Linear final : public LinearKernel {
     });
   }
 
-  void multiply(Engine& engine, const LinearArguments& arguments, bool transposed) const override {
+  void multiply(Engine& engine, const LinearArguments& arguments) const override {
     if constexpr (std::is_same_v<Element, bf16>) {
       PanelProduct<Isa>::run(engine, {.x = static_cast<const bf16*>(arguments.x),
                                       .weight = static_cast<const bf16*>(arguments.weight),
                                       .bias = static_cast<const bf16*>(arguments.bias),
                                       .out = static_cast<bf16*>(arguments.out),
                                       .rows = arguments.rows,
-                                      .contraction = transposed ? arguments.outputs : arguments.inputs,
-                                      .columns = transposed ? arguments.inputs : arguments.outputs,
-                                      .transposed = transposed});
+                                      .contraction = arguments.transposed ? arguments.outputs : arguments.inputs,
+                                      .columns = arguments.transposed ? arguments.inputs : arguments.outputs,
+                                      .transposed = arguments.transposed});
     } else {
       throw std::invalid_argument("many rows are multiplied in bf16 only");
     }

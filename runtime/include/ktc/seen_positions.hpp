@@ -15,10 +15,9 @@
 namespace ktc::inline KTC_UNIT {
 
 // The same attention, of each sequence over the positions from the first that a row sees to the last that any row of
-// the batch sees, `element` bytes each value; lengths that are given stay. `lengths` is their memory. No longer than
-// the longest sequence, and without a mask where all rows of one token see all of their positions.
-inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t element,
-                                     std::vector<std::int64_t>& lengths) {
+// the batch sees; lengths that are given stay. `lengths` is their memory. No longer than the longest sequence, and
+// without a mask where all rows of one token see all of their positions.
+inline AttentionArguments seen_alone(AttentionArguments arguments, std::vector<std::int64_t>& lengths) {
   if (arguments.chosen != nullptr) return arguments;
   if (arguments.lengths != nullptr) {
     const std::int64_t longest = *std::max_element(arguments.lengths, arguments.lengths + arguments.batch);
@@ -53,11 +52,11 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
     const std::int64_t first = end - longest;
     const auto from_first = [&](CacheView& view) {
       if (view.data == nullptr) return;
-      view.data = static_cast<const std::byte*>(view.data) + first * view.position * element;
+      view.data = static_cast<const std::byte*>(view.data) + first * view.position * arguments.element_bytes;
       if (view.scales != nullptr) view.scales += first * view.scale_position;
     };
     from_first(arguments.keys);
-    from_first(arguments.more_keys);
+    from_first(arguments.rope_keys);
     from_first(arguments.values);
     arguments.mask += first;
     arguments.positions = longest;
@@ -74,19 +73,19 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
 }
 
 // Throws std::out_of_range where a cache in pages has a sequence that is shorter than the tokens or longer than its
-// `most` pages, or a page of which no view has one: the smallest has `page_count`. Lists of positions know no pages.
-inline void require_pages(const AttentionArguments& arguments, std::int64_t most, std::int64_t page_count) {
+// pages, or a page that does not exist. Throws std::invalid_argument for lists of positions in pages.
+inline void require_pages(const AttentionArguments& arguments) {
   if (arguments.pages == nullptr) return;
   if (arguments.chosen != nullptr) throw std::invalid_argument("lists of positions in pages");
   for (std::int64_t batch = 0; batch < arguments.batch; ++batch) {
     const std::int64_t length = length_of(arguments, batch);
     const std::int32_t* pages = arguments.pages + batch * arguments.pages_of_sequence;
     const std::int64_t count = (length + kPagePositions - 1) / kPagePositions;
-    if (length < arguments.tokens || length > arguments.positions || count > most) {
+    if (length < arguments.tokens || length > arguments.positions || count > arguments.most_pages) {
       throw std::out_of_range("a length that a sequence in pages cannot have");
     }
     for (std::int64_t each = 0; each < count; ++each) {
-      if (pages[each] < 0 || pages[each] >= page_count) throw std::out_of_range("a page that the cache does not have");
+      if (pages[each] < 0 || pages[each] >= arguments.num_pages) throw std::out_of_range("a page that the cache does not have");
     }
   }
 }

@@ -1,116 +1,150 @@
-// `ktc::AttentionKernel` as a Python class. A call releases the GIL.
+// The kernels of attention as Python classes. A call releases the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include <array>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "ktc/interface/attention.hpp"
 #include "ktc/seen_positions.hpp"
 #include "ktc/unit.hpp"
-#include "ktc_python/address.hpp"
-#include "ktc_python/host_call.hpp"
+#include "ktc_python/arguments.hpp"
+#include "ktc_python/calls.hpp"
 
-namespace ktc_python::attention::inline KTC_UNIT {
+namespace ktc_python::inline KTC_UNIT {
 
-namespace py = pybind11;
-
-// Address, the strides of batch, head and position, and the width; of codes the address and the strides of their scales
-// too, otherwise zeros.
-using View = std::array<std::uintptr_t, 9>;
-
-inline ktc::CacheView view_of(const View& view) {
-  return {.data = at<const void>(view[0]),
-          .batch = static_cast<std::int64_t>(view[1]),
-          .head = static_cast<std::int64_t>(view[2]),
-          .position = static_cast<std::int64_t>(view[3]),
-          .width = static_cast<std::int64_t>(view[4]),
-          .scales = at<const float>(view[5]),
-          .scale_batch = static_cast<std::int64_t>(view[6]),
-          .scale_head = static_cast<std::int64_t>(view[7]),
-          .scale_position = static_cast<std::int64_t>(view[8])};
-}
-
-// Addresses of lists of positions and of their lengths, or 0; sequences that share one of the cache, and heads
-// likewise.
-using Chosen = std::array<std::int64_t, 4>;
-
-// Of a cache in pages: the address of every sequence's pages, how far apart those of two sequences are, the address of
-// their lengths, how many pages the table has room for, and how many the smallest memory has; otherwise zeros.
-using Pages = std::array<std::int64_t, 5>;
-
-// `sizes`: batch, key heads, query heads of each, tokens, positions.
-inline ktc::AttentionArguments arguments_of(const Pages& pages, Address query, const View& keys, const View& more_keys,
-                                            const View& values, Address mask, std::int64_t mask_batch,
-                                            std::int64_t mask_token, Address sinks, Address out,
-                                            const std::array<std::int64_t, 5>& sizes, float scale,
-                                            const Chosen& chosen) {
-  return {.query = at<const void>(query),
-          .keys = view_of(keys),
-          .more_keys = view_of(more_keys),
-          .values = view_of(values),
-          .mask = at<const std::uint8_t>(mask),
-          .mask_batch = mask_batch,
-          .mask_token = mask_token,
-          .sinks = at<const float>(sinks),
-          .out = at<void>(out),
-          .batch = sizes[0],
-          .key_heads = sizes[1],
-          .group = sizes[2],
-          .tokens = sizes[3],
-          .positions = sizes[4],
-          .scale = scale,
-          .lengths = at<const std::int64_t>(static_cast<Address>(pages[2])),
-          .pages = at<const std::int32_t>(static_cast<Address>(pages[0])),
-          .pages_of_sequence = pages[1],
-          .chosen = at<const std::int32_t>(static_cast<Address>(chosen[0])),
-          .counts = at<const std::int32_t>(static_cast<Address>(chosen[1])),
-          .sequences = chosen[2],
-          .choosers = chosen[3]};
-}
-
-// A call of a kernel over what its mask leaves visible. `element`: bytes of a value of the cache.
-struct Visible {
-  const ktc::AttentionKernel& kernel;
-  ktc::Engine& engine;
-  std::int64_t element;
-  Pages pages;
-  ktc::AttentionArguments arguments;
-
-  void operator()() const {
-    ktc::require_pages(arguments, pages[3], pages[4]);
-    std::vector<std::int64_t> lengths;
-    kernel.forward(engine, ktc::seen_alone(arguments, element, lengths));
-  }
+template <>
+struct Fields<ktc::CacheView> {
+  using Of = ktc::CacheView;
+  static constexpr Field<Of> all[] = {required<&Of::data>("data"),
+                                      required<&Of::batch>("batch"),
+                                      required<&Of::head>("head"),
+                                      required<&Of::position>("position"),
+                                      required<&Of::width>("width"),
+                                      optional<&Of::scales>("scales"),
+                                      optional<&Of::scale_batch>("scale_batch"),
+                                      optional<&Of::scale_head>("scale_head"),
+                                      optional<&Of::scale_position>("scale_position")};
 };
 
-template <class... Arguments>
-void forward(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64_t element, const Pages& pages,
-             Arguments... arguments) {
-  const Visible visible{kernel, engine, element, pages, arguments_of(pages, arguments...)};
+template <>
+struct Fields<ktc::AttentionArguments> {
+  using Of = ktc::AttentionArguments;
+  static constexpr Field<Of> all[] = {required<&Of::query>("query"),
+                                      required<&Of::keys>("keys"),
+                                      required<&Of::values>("values"),
+                                      required<&Of::out>("out"),
+                                      required<&Of::batch>("batch"),
+                                      required<&Of::key_heads>("key_heads"),
+                                      required<&Of::group>("group"),
+                                      required<&Of::tokens>("tokens"),
+                                      required<&Of::positions>("positions"),
+                                      required<&Of::scale>("scale"),
+                                      required<&Of::element_bytes>("element_bytes"),
+                                      optional<&Of::rope_keys>("rope_keys"),
+                                      optional<&Of::mask>("mask"),
+                                      optional<&Of::mask_batch>("mask_batch"),
+                                      optional<&Of::mask_token>("mask_token"),
+                                      optional<&Of::sinks>("sinks"),
+                                      optional<&Of::lengths>("lengths"),
+                                      optional<&Of::pages>("pages"),
+                                      optional<&Of::pages_of_sequence>("pages_of_sequence"),
+                                      optional<&Of::most_pages>("most_pages"),
+                                      optional<&Of::num_pages>("num_pages"),
+                                      optional<&Of::chosen>("chosen"),
+                                      optional<&Of::counts>("counts"),
+                                      optional<&Of::sequences>("sequences"),
+                                      optional<&Of::selectors_per_kv_head>("selectors_per_kv_head")};
+};
+
+template <>
+struct Fields<ktc::QuantiseArguments> {
+  using Of = ktc::QuantiseArguments;
+  static constexpr Field<Of> all[] = {required<&Of::rows>("rows"),
+                                      required<&Of::batch_stride>("batch_stride"),
+                                      required<&Of::head_stride>("head_stride"),
+                                      required<&Of::token_stride>("token_stride"),
+                                      required<&Of::codes>("codes"),
+                                      required<&Of::batch>("batch"),
+                                      required<&Of::heads>("heads"),
+                                      required<&Of::tokens>("tokens")};
+};
+
+template <>
+struct Fields<ktc::KeyLayout> {
+  using Of = ktc::KeyLayout;
+  static constexpr Field<Of> all[] = {required<&Of::format>("format"),
+                                      required<&Of::width>("width")};
+};
+
+template <>
+struct Fields<ktc::IndexView> {
+  using Of = ktc::IndexView;
+  static constexpr Field<Of> all[] = {required<&Of::blocks>("blocks"),
+                                      required<&Of::scales>("scales"),
+                                      required<&Of::mean>("mean"),
+                                      required<&Of::signs>("signs"),
+                                      required<&Of::capacity>("capacity"),
+                                      required<&Of::layout>("layout")};
+};
+
+template <>
+struct Fields<ktc::EncodeArguments> {
+  using Of = ktc::EncodeArguments;
+  static constexpr Field<Of> all[] = {required<&Of::keys>("keys"),
+                                      required<&Of::index>("index"),
+                                      required<&Of::batch>("batch"),
+                                      required<&Of::key_heads>("key_heads"),
+                                      required<&Of::begin>("begin"),
+                                      required<&Of::end>("end"),
+                                      optional<&Of::rope_keys>("rope_keys")};
+};
+
+template <>
+struct Fields<ktc::SelectArguments> {
+  using Of = ktc::SelectArguments;
+  static constexpr Field<Of> all[] = {required<&Of::query>("query"),
+                                      required<&Of::index>("index"),
+                                      required<&Of::positions>("positions"),
+                                      required<&Of::counts>("counts"),
+                                      required<&Of::batch>("batch"),
+                                      required<&Of::key_heads>("key_heads"),
+                                      required<&Of::group>("group"),
+                                      required<&Of::tokens>("tokens"),
+                                      required<&Of::length>("length"),
+                                      required<&Of::most>("most"),
+                                      required<&Of::scale>("scale"),
+                                      required<&Of::k>("k"),
+                                      required<&Of::sink>("sink"),
+                                      required<&Of::local>("local"),
+                                      required<&Of::shared>("shared"),
+                                      optional<&Of::mask>("mask"),
+                                      optional<&Of::mask_batch>("mask_batch"),
+                                      optional<&Of::mask_token>("mask_token")};
+};
+
+// A call of a kernel over what its mask leaves visible.
+inline void forward_seen(const ktc::AttentionKernel& kernel, ktc::Engine& engine,
+                         const ktc::AttentionArguments& arguments) {
+  ktc::require_pages(arguments);
+  std::vector<std::int64_t> lengths;
+  kernel.forward(engine, ktc::seen_alone(arguments, lengths));
+}
+
+inline void quantise(const ktc::Int8AttentionKernel& kernel, const Arguments<ktc::QuantiseArguments>& arguments) {
   const py::gil_scoped_release release;
-  visible();
+  kernel.quantise(arguments);
 }
 
-template <class... Arguments>
-std::unique_ptr<ktc::HostCall> call(const ktc::AttentionKernel& kernel, ktc::Engine& engine, std::int64_t element,
-                                    const Pages& pages, Arguments... arguments) {
-  return host_call(Visible{kernel, engine, element, pages, arguments_of(pages, arguments...)});
+inline void add_attention(py::module_& library) {
+  py::class_<ktc::AttentionKernel> kernel(library, "AttentionKernel", py::module_local());
+  def_call<&forward_seen>(kernel, "forward", "call");
+  py::class_<ktc::Int8AttentionKernel, ktc::AttentionKernel>(library, "Int8AttentionKernel", py::module_local())
+      .def("quantise", &quantise);
+  py::class_<ktc::SparseAttentionKernel, ktc::AttentionKernel>(library, "SparseAttentionKernel", py::module_local())
+      .def("encode", &Call<&ktc::SparseAttentionKernel::encode>::now)
+      .def("select", &Call<&ktc::SparseAttentionKernel::select>::now);
 }
 
-template <class... Arguments>
-void add_methods(py::module_& library, ktc::AttentionArguments (*)(const Pages&, Arguments...)) {
-  py::class_<ktc::AttentionKernel>(library, "AttentionKernel", py::module_local())
-      .def("forward", &forward<Arguments...>)
-      .def("call", &call<Arguments...>, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
-}
-
-inline void add_class(py::module_& library) {
-  add_methods(library, &arguments_of);
-}
-
-}  // namespace ktc_python::attention::inline KTC_UNIT
+}  // namespace ktc_python::inline KTC_UNIT

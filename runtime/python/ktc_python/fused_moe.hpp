@@ -5,44 +5,20 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "ktc/interface/moe.hpp"
 #include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
-#include "ktc_python/host_call.hpp"
+#include "ktc_python/arguments.hpp"
+#include "ktc_python/calls.hpp"
 
-namespace ktc_python::fused_moe::inline KTC_UNIT {
+namespace ktc_python::inline KTC_UNIT {
 
-namespace py = pybind11;
 using ktc::MoeKernel;
 using ktc::SourceType;
 using ktc::weight_format::Part;
-// Of expert, output and rank.
-using Strides = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
-// A, B and their gradients, rank, scale, whether the outputs are interleaved, strides of B and of its gradient.
-using Lora = std::tuple<Address, Address, Address, Address, std::int64_t, double, bool, Strides, Strides>;
-
-inline ktc::FactorStrides factor_strides(const Strides& strides) {
-  const auto& [expert, output, rank] = strides;
-  return {expert, output, rank};
-}
-
-inline ktc::LoraFactors factors(const Lora& lora) {
-  const auto& [a, b, grad_a, grad_b, rank, scale, interleaved, b_strides, grad_b_strides] = lora;
-  return {.a = at(a),
-          .b = at(b),
-          .grad_a = at(grad_a),
-          .grad_b = at(grad_b),
-          .rank = rank,
-          .scale = scale,
-          .interleaved = interleaved,
-          .b_strides = factor_strides(b_strides),
-          .grad_b_strides = factor_strides(grad_b_strides)};
-}
 
 inline Part part_of(const std::string& name) {
   if (name == "gate") return Part::kGate;
@@ -54,6 +30,11 @@ inline Part part_of(const std::string& name) {
   throw py::value_error("part must be gate, up, down or the bias of one, found " + name);
 }
 
+template <>
+inline Part value_of<Part>(PyObject* object) {
+  return part_of(py::handle(object).cast<std::string>());
+}
+
 inline SourceType source_type(const std::string& name) {
   if (name == "bf16") return SourceType::kBf16;
   if (name == "fp32") return SourceType::kFp32;
@@ -61,32 +42,82 @@ inline SourceType source_type(const std::string& name) {
   throw py::value_error("source type must be bf16, fp32 or fp64, found " + name);
 }
 
-inline void pack(const MoeKernel& kernel, Address packed, std::int64_t expert, const std::string& part, Address source,
-                 const std::string& type, std::int64_t rows, std::int64_t columns) {
-  const Part which = part_of(part);
-  const SourceType from = source_type(type);
-  const py::gil_scoped_release release;
-  kernel.pack(at(packed), expert, which, at(source), from, rows, columns);
-}
+template <>
+struct Fields<ktc::FactorStrides> {
+  using Of = ktc::FactorStrides;
+  static constexpr Field<Of> all[] = {required<&Of::expert>("expert"),
+                                      required<&Of::output>("output"),
+                                      required<&Of::rank>("rank")};
+};
+
+template <>
+struct Fields<ktc::LoraFactors> {
+  using Of = ktc::LoraFactors;
+  static constexpr Field<Of> all[] = {required<&Of::a>("a"),
+                                      required<&Of::b>("b"),
+                                      required<&Of::rank>("rank"),
+                                      required<&Of::scale>("scale"),
+                                      required<&Of::interleaved>("interleaved"),
+                                      required<&Of::b_strides>("b_strides"),
+                                      optional<&Of::grad_a>("grad_a"),
+                                      optional<&Of::grad_b>("grad_b"),
+                                      optional<&Of::grad_b_strides>("grad_b_strides")};
+};
+
+template <>
+struct Fields<ktc::ForwardArguments> {
+  using Of = ktc::ForwardArguments;
+  static constexpr Field<Of> all[] = {required<&Of::packed>("packed"),
+                                      required<&Of::hidden_states>("hidden_states"),
+                                      required<&Of::top_k_index>("top_k_index"),
+                                      required<&Of::top_k_weights>("top_k_weights"),
+                                      required<&Of::out>("out"),
+                                      required<&Of::tokens>("tokens"),
+                                      optional<&Of::saved>("saved"),
+                                      optional<&Of::lora_first>("lora_first"),
+                                      optional<&Of::lora_down>("lora_down")};
+};
+
+template <>
+struct Fields<ktc::WeightGradientRows> {
+  using Of = ktc::WeightGradientRows;
+  static constexpr Field<Of> all[] = {required<&Of::d_first>("d_first"),
+                                      required<&Of::activated>("activated")};
+};
+
+template <>
+struct Fields<ktc::BackwardArguments> {
+  using Of = ktc::BackwardArguments;
+  static constexpr Field<Of> all[] = {required<&Of::packed>("packed"),
+                                      required<&Of::top_k_index>("top_k_index"),
+                                      required<&Of::top_k_weights>("top_k_weights"),
+                                      required<&Of::saved>("saved"),
+                                      required<&Of::hidden_states>("hidden_states"),
+                                      required<&Of::grad_out>("grad_out"),
+                                      required<&Of::grad_hidden_states>("grad_hidden_states"),
+                                      required<&Of::grad_top_k_weights>("grad_top_k_weights"),
+                                      required<&Of::tokens>("tokens"),
+                                      optional<&Of::lora_first>("lora_first"),
+                                      optional<&Of::lora_down>("lora_down"),
+                                      optional<&Of::rows>("rows")};
+};
+
+template <>
+struct Fields<ktc::ExpertMatrix> {
+  using Of = ktc::ExpertMatrix;
+  static constexpr Field<Of> all[] = {required<&Of::packed>("packed"),
+                                      required<&Of::expert>("expert"),
+                                      required<&Of::part>("part"),
+                                      required<&Of::rows>("rows"),
+                                      required<&Of::columns>("columns")};
+};
+
+using Matrix = Arguments<ktc::ExpertMatrix>;
 
 inline py::object coding(const MoeKernel& kernel, const std::string& part) {
   const ktc::Coding coding = kernel.coding(part_of(part));
   if (coding.name == nullptr) return py::none();
   return py::make_tuple(coding.name, coding.group);
-}
-
-inline void pack_codes(const MoeKernel& kernel, Address packed, std::int64_t expert, const std::string& part,
-                       Address codes, Address scales, std::int64_t rows, std::int64_t columns, std::int64_t groups) {
-  const Part which = part_of(part);
-  const py::gil_scoped_release release;
-  kernel.pack_codes(at(packed), expert, which, at<std::uint8_t>(codes), at<float>(scales), rows, columns, groups);
-}
-
-inline void pack_blocks(const MoeKernel& kernel, Address packed, std::int64_t expert, const std::string& part,
-                        Address blocks, const std::string& type, std::int64_t rows, std::int64_t row_bytes) {
-  const Part which = part_of(part);
-  const py::gil_scoped_release release;
-  kernel.pack_blocks(at(packed), expert, which, at<std::uint8_t>(blocks), type, rows, row_bytes);
 }
 
 inline py::object blocks(const MoeKernel& kernel, const std::string& part) {
@@ -95,11 +126,25 @@ inline py::object blocks(const MoeKernel& kernel, const std::string& part) {
   return py::str(type);
 }
 
-inline void unpack(const MoeKernel& kernel, Address packed, std::int64_t expert, const std::string& part,
-                   Address target, std::int64_t rows, std::int64_t columns) {
-  const Part which = part_of(part);
+inline void pack(const MoeKernel& kernel, const Matrix& to, Address source, const std::string& type) {
+  const SourceType from = source_type(type);
   const py::gil_scoped_release release;
-  kernel.unpack(at(packed), expert, which, at(target), rows, columns);
+  kernel.pack(to, at(source), from);
+}
+
+inline void pack_codes(const MoeKernel& kernel, const Matrix& to, Address codes, Address scales, std::int64_t groups) {
+  const py::gil_scoped_release release;
+  kernel.pack_codes(to, at<std::uint8_t>(codes), at<float>(scales), groups);
+}
+
+inline void pack_blocks(const MoeKernel& kernel, const Matrix& to, Address blocks, const std::string& type) {
+  const py::gil_scoped_release release;
+  kernel.pack_blocks(to, at<std::uint8_t>(blocks), type);
+}
+
+inline void unpack(const MoeKernel& kernel, const Matrix& from, Address target) {
+  const py::gil_scoped_release release;
+  kernel.unpack(from, at(target));
 }
 
 inline void shard(const MoeKernel& kernel, Address whole, std::int64_t expert, Address packed) {
@@ -112,78 +157,24 @@ inline void join(const MoeKernel& kernel, Address packed, std::int64_t expert, A
   kernel.join(at(packed), expert, at(whole));
 }
 
-inline void forward(const MoeKernel& kernel, ktc::Engine& engine, Address packed, Address hidden_states,
-                    Address top_k_index, Address top_k_weights, Address out, Address saved, std::int64_t tokens,
-                    const Lora& first, const Lora& down) {
-  const ktc::LoraFactors lora_first = factors(first);
-  const ktc::LoraFactors lora_down = factors(down);
-  const py::gil_scoped_release release;
-  kernel.forward(engine, {.packed = at(packed),
-                          .hidden_states = at(hidden_states),
-                          .top_k_index = at<std::int64_t>(top_k_index),
-                          .top_k_weights = at(top_k_weights),
-                          .out = at(out),
-                          .saved = at(saved),
-                          .tokens = tokens,
-                          .lora_first = lora_first,
-                          .lora_down = lora_down});
-}
-
-inline std::unique_ptr<ktc::HostCall> call(const MoeKernel& kernel, ktc::Engine& engine, Address packed,
-                                           Address hidden_states, Address top_k_index, Address top_k_weights,
-                                           Address out, std::int64_t tokens, const Lora& first, const Lora& down) {
-  const ktc::ForwardArguments arguments{.packed = at(packed),
-                                        .hidden_states = at(hidden_states),
-                                        .top_k_index = at<std::int64_t>(top_k_index),
-                                        .top_k_weights = at(top_k_weights),
-                                        .out = at(out),
-                                        .saved = nullptr,
-                                        .tokens = tokens,
-                                        .lora_first = factors(first),
-                                        .lora_down = factors(down)};
-  return ktc_python::host_call([&kernel, &engine, arguments] { kernel.forward(engine, arguments); });
-}
-
-inline void backward(const MoeKernel& kernel, ktc::Engine& engine, Address packed, Address top_k_index,
-                     Address top_k_weights, Address saved, Address hidden_states, Address grad_out,
-                     Address grad_hidden_states, Address grad_top_k_weights, std::int64_t tokens, const Lora& first,
-                     const Lora& down, Address d_first_rows, Address activated_rows) {
-  const ktc::LoraFactors lora_first = factors(first);
-  const ktc::LoraFactors lora_down = factors(down);
-  const py::gil_scoped_release release;
-  kernel.backward(engine, {.packed = at(packed),
-                           .top_k_index = at<std::int64_t>(top_k_index),
-                           .top_k_weights = at(top_k_weights),
-                           .saved = at(saved),
-                           .hidden_states = at(hidden_states),
-                           .grad_out = at(grad_out),
-                           .grad_hidden_states = at(grad_hidden_states),
-                           .grad_top_k_weights = at(grad_top_k_weights),
-                           .tokens = tokens,
-                           .lora_first = lora_first,
-                           .lora_down = lora_down,
-                           .rows = {.d_first = at(d_first_rows), .activated = at(activated_rows)}});
-}
-
-inline void add_classes(py::module_& library) {
-  py::class_<MoeKernel>(library, "MoeKernel", py::module_local())
-      .def_property_readonly("packed_bytes", &MoeKernel::packed_bytes)
+inline void add_fused_moe(py::module_& library) {
+  py::class_<MoeKernel> kernel(library, "MoeKernel", py::module_local());
+  kernel.def_property_readonly("packed_bytes", &MoeKernel::packed_bytes)
+      .def_property_readonly("expert_bytes", &MoeKernel::expert_bytes)
       .def("coding", &coding)
+      .def("blocks", &blocks)
       .def("saved_bytes", &MoeKernel::saved_bytes, py::arg("tokens"), py::arg("first_rank") = 0,
            py::arg("down_rank") = 0)
-      .def_property_readonly("expert_bytes", &MoeKernel::expert_bytes)
-      .def("bind", [](const MoeKernel& kernel, Address packed,
-                      const std::vector<int>& nodes) { kernel.bind(at(packed), nodes); })
+      .def("bind", [](const MoeKernel& moe, Address packed,
+                      const std::vector<int>& nodes) { moe.bind(at(packed), nodes); })
       .def("shard", &shard)
       .def("join", &join)
       .def("pack", &pack)
       .def("pack_codes", &pack_codes)
-      .def("blocks", &blocks)
       .def("pack_blocks", &pack_blocks)
       .def("unpack", &unpack)
-      .def("forward", &forward)
-      .def("call", &call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
-      .def("backward", &backward);
+      .def("backward", &Call<&MoeKernel::backward>::now);
+  def_call<&MoeKernel::forward>(kernel, "forward", "call");
 }
 
-}  // namespace ktc_python::fused_moe::inline KTC_UNIT
+}  // namespace ktc_python::inline KTC_UNIT

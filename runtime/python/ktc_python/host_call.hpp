@@ -3,10 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <functional>
-#include <memory>
-#include <utility>
-
 #include "ktc/interface/host_call.hpp"
 #include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
@@ -14,10 +10,6 @@
 namespace ktc_python::inline KTC_UNIT {
 
 namespace py = pybind11;
-
-inline std::unique_ptr<ktc::HostCall> host_call(std::function<void()> call) {
-  return std::make_unique<ktc::HostCall>(std::move(call));
-}
 
 inline void add_host_call(py::module_& library) {
   py::class_<ktc::HostCall>(library, "HostCall", py::module_local())

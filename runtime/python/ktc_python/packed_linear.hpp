@@ -4,61 +4,45 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <memory>
 
 #include "ktc/interface/packed_linear.hpp"
 #include "ktc/unit.hpp"
 #include "ktc_python/address.hpp"
-#include "ktc_python/host_call.hpp"
+#include "ktc_python/arguments.hpp"
+#include "ktc_python/calls.hpp"
 
-namespace ktc_python::packed_linear::inline KTC_UNIT {
+namespace ktc_python::inline KTC_UNIT {
 
-namespace py = pybind11;
+template <>
+struct Fields<ktc::PackedLinearArguments> {
+  using Of = ktc::PackedLinearArguments;
+  static constexpr Field<Of> all[] = {required<&Of::x>("x"),
+                                      required<&Of::packed>("packed"),
+                                      required<&Of::bias>("bias"),
+                                      required<&Of::out>("out"),
+                                      required<&Of::rows>("rows"),
+                                      required<&Of::inputs>("inputs"),
+                                      required<&Of::outputs>("outputs")};
+};
 
-inline void pack(const ktc::PackedLinearKernel& kernel, Address packed, Address blocks, std::int64_t outputs,
-                 std::int64_t row_bytes) {
+inline void pack_linear(const ktc::PackedLinearKernel& kernel, Address packed, Address blocks, std::int64_t outputs,
+                        std::int64_t row_bytes) {
   const py::gil_scoped_release release;
   kernel.pack(at(packed), at<std::uint8_t>(blocks), outputs, row_bytes);
 }
 
-inline void unpack(const ktc::PackedLinearKernel& kernel, Address packed, Address target, std::int64_t inputs,
-                   std::int64_t outputs) {
+inline void unpack_linear(const ktc::PackedLinearKernel& kernel, Address packed, Address target, std::int64_t inputs,
+                          std::int64_t outputs) {
   const py::gil_scoped_release release;
   kernel.unpack(at(packed), at(target), inputs, outputs);
 }
 
-inline void forward(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, Address x, Address packed, Address bias,
-                    Address out, std::int64_t rows, std::int64_t inputs, std::int64_t outputs) {
-  const py::gil_scoped_release release;
-  kernel.forward(engine, {.x = at(x),
-                          .packed = at(packed),
-                          .bias = at(bias),
-                          .out = at(out),
-                          .rows = rows,
-                          .inputs = inputs,
-                          .outputs = outputs});
+inline void add_packed_linear(py::module_& library) {
+  py::class_<ktc::PackedLinearKernel> kernel(library, "PackedLinearKernel", py::module_local());
+  kernel.def("packed_bytes", &ktc::PackedLinearKernel::packed_bytes)
+      .def("pack", &pack_linear)
+      .def("unpack", &unpack_linear);
+  def_call<&ktc::PackedLinearKernel::forward>(kernel, "forward", "call");
 }
 
-inline std::unique_ptr<ktc::HostCall> call(const ktc::PackedLinearKernel& kernel, ktc::Engine& engine, Address x,
-                                           Address packed, Address bias, Address out, std::int64_t rows,
-                                           std::int64_t inputs, std::int64_t outputs) {
-  const ktc::PackedLinearArguments arguments{.x = at(x),
-                                             .packed = at(packed),
-                                             .bias = at(bias),
-                                             .out = at(out),
-                                             .rows = rows,
-                                             .inputs = inputs,
-                                             .outputs = outputs};
-  return host_call([&kernel, &engine, arguments] { kernel.forward(engine, arguments); });
-}
-
-inline void add_class(py::module_& library) {
-  py::class_<ktc::PackedLinearKernel>(library, "PackedLinearKernel", py::module_local())
-      .def("packed_bytes", &ktc::PackedLinearKernel::packed_bytes)
-      .def("pack", &pack)
-      .def("unpack", &unpack)
-      .def("forward", &forward)
-      .def("call", &call, py::keep_alive<0, 1>(), py::keep_alive<0, 2>());
-}
-
-}  // namespace ktc_python::packed_linear::inline KTC_UNIT
+}  // namespace ktc_python::inline KTC_UNIT

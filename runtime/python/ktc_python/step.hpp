@@ -4,10 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "ktc/interface/host_call.hpp"
@@ -17,7 +16,7 @@
 #include "ktc/step/rows.hpp"
 #include "ktc/step/view.hpp"
 #include "ktc/unit.hpp"
-#include "ktc_python/address.hpp"
+#include "ktc_python/arguments.hpp"
 
 namespace ktc_python::step::inline KTC_UNIT {
 
@@ -27,21 +26,42 @@ using ktc::step::StepKernel;
 using ktc::step::TensorArgument;
 using ktc::step::Type;
 
-// Address, type, sizes, and strides in elements.
-using View = std::tuple<Address, int, std::vector<std::int64_t>, std::vector<std::int64_t>>;
+// `strides` are in elements.
+struct Tensor {
+  std::byte* data = nullptr;
+  Type type{};
+  std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> strides;
+};
 
-// Its arrays are those of the view.
-inline TensorArgument argument_of(const View& view) {
-  const auto& [address, type, sizes, strides] = view;
-  return {.data = at(address),
-          .type = static_cast<Type>(type),
-          .dims = static_cast<std::int64_t>(sizes.size()),
-          .sizes = sizes.data(),
-          .strides = strides.data()};
+}  // namespace ktc_python::step::inline KTC_UNIT
+
+namespace ktc_python::inline KTC_UNIT {
+
+template <>
+struct Fields<step::Tensor> {
+  using Of = step::Tensor;
+  static constexpr Field<Of> all[] = {required<&Of::data>("data"), required<&Of::type>("type"),
+                                      required<&Of::sizes>("sizes"), required<&Of::strides>("strides")};
+};
+
+}  // namespace ktc_python::inline KTC_UNIT
+
+namespace ktc_python::step::inline KTC_UNIT {
+
+using View = Arguments<Tensor>;
+
+// Its arrays are those of the tensor.
+inline TensorArgument argument_of(const Tensor& tensor) {
+  return {.data = tensor.data,
+          .type = tensor.type,
+          .dims = static_cast<std::int64_t>(tensor.sizes.size()),
+          .sizes = tensor.sizes.data(),
+          .strides = tensor.strides.data()};
 }
 
-inline ktc::step::View view_of(const View& view) {
-  return ktc::step::view_of(argument_of(view));
+inline ktc::step::View view_of(const Tensor& tensor) {
+  return ktc::step::view_of(argument_of(tensor));
 }
 
 inline void pointwise(Program& program, const StepKernel& kernel, const std::string& function, const View& out,

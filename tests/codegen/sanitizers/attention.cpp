@@ -97,7 +97,7 @@ struct Attention {
   AttentionArguments arguments(std::vector<Element>& out) const {
     return {.query = query.data(),
             .keys = cache.keys.view,
-            .more_keys = cache.more.view,
+            .rope_keys = cache.more.view,
             .values = cache.values,
             .mask = which.is.masked ? mask.data() : nullptr,
             .mask_batch = which.tokens * which.positions,
@@ -162,7 +162,7 @@ Call paged_call(std::shared_ptr<const AttentionKernel> kernel, const Case& which
             std::vector<Element> out = attention->output();
             AttentionArguments arguments = attention->arguments(out);
             arguments.keys = memory->cache.keys.view;
-            arguments.more_keys = memory->cache.more.view;
+            arguments.rope_keys = memory->cache.more.view;
             arguments.values = memory->cache.values;
             arguments.lengths = table.lengths.data();
             arguments.pages = table.pages.data(), arguments.pages_of_sequence = table.most;
@@ -192,11 +192,11 @@ Call chosen_call(std::shared_ptr<const AttentionKernel> kernel, const Case& whic
             std::vector<Element> out = asked->output();
             AttentionArguments arguments = asked->arguments(out);
             arguments.keys = attention->cache.keys.view;
-            arguments.more_keys = attention->cache.more.view;
+            arguments.rope_keys = attention->cache.more.view;
             arguments.values = attention->cache.values;
             arguments.mask = nullptr;
             arguments.chosen = lists.data(), arguments.counts = counts.data();
-            arguments.sequences = 2, arguments.choosers = 2;
+            arguments.sequences = 2, arguments.selectors_per_kv_head = 2;
             kernel->forward(engine, arguments);
             Written written;
             append(written, out);
@@ -252,7 +252,7 @@ Call int8_call(std::shared_ptr<const Int8AttentionKernel> kernel, Case which, bo
             values.write(*kernel, held, cache.values);
             std::vector<Element> out = attention->output();
             AttentionArguments arguments = attention->arguments(out);
-            arguments.keys = keys.view, arguments.more_keys = more.view, arguments.values = values.view;
+            arguments.keys = keys.view, arguments.rope_keys = more.view, arguments.values = values.view;
             if (in_pages) {
               arguments.lengths = table.lengths.data();
               arguments.pages = table.pages.data(), arguments.pages_of_sequence = table.most;
@@ -285,7 +285,7 @@ Call index_call(std::shared_ptr<const SparseAttentionKernel> kernel, const Case&
             const std::int64_t half = which.positions / 2;
             for (const auto& [begin, end] : {std::pair{std::int64_t{0}, half}, std::pair{half, which.positions}}) {
               kernel->encode(engine, {.keys = cache.keys.view,
-                                      .more_keys = cache.more.view,
+                                      .rope_keys = cache.more.view,
                                       .index = index,
                                       .batch = which.batch,
                                       .key_heads = which.key_heads,

@@ -51,9 +51,10 @@ struct Layer {
                                     .out = out.data(),
                                     .rows = which.rows,
                                     .inputs = which.inputs,
-                                    .outputs = which.outputs};
+                                    .outputs = which.outputs,
+                                    .transposed = transposed};
     if (many) {
-      kernel->multiply(engine, arguments, transposed);
+      kernel->multiply(engine, arguments);
     } else {
       kernel->forward(engine, arguments);
     }

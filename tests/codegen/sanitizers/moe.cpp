@@ -91,8 +91,8 @@ class Weights {
     const char* type = is_bias(part) ? nullptr : kernel_->blocks(part);
     if (type != nullptr) {
       const auto blocks = random_blocks(random, stored, rows * columns);
-      kernel_->pack_blocks(packed_.get(), expert, part, blocks.data(), type, rows,
-                           columns / stored.weights * stored.bytes);
+      const std::int64_t row_bytes = columns / stored.weights * stored.bytes;
+      kernel_->pack_blocks({packed_.get(), expert, part, rows, row_bytes}, blocks.data(), type);
     } else {
       const auto values = random_values<bf16>(random, rows * columns, 0.1F);
       pack_values(expert, part, values, rows, columns);
@@ -101,7 +101,7 @@ class Weights {
       }
     }
     std::vector<double> back(static_cast<std::size_t>(rows * columns));  // room for any element
-    kernel_->unpack(packed_.get(), expert, part, back.data(), rows, columns);
+    kernel_->unpack({packed_.get(), expert, part, rows, columns}, back.data());
   }
 
   // From each type of source in turn.
@@ -110,7 +110,7 @@ class Weights {
     const std::vector<float> singles(values.begin(), values.end());
     const std::vector<double> doubles(values.begin(), values.end());
     const auto from = [&](const void* source, SourceType type) {
-      kernel_->pack(packed_.get(), expert, part, source, type, rows, columns);
+      kernel_->pack({packed_.get(), expert, part, rows, columns}, source, type);
     };
     if (expert % 3 == 0) from(values.data(), SourceType::kBf16);
     if (expert % 3 == 1) from(singles.data(), SourceType::kFp32);
@@ -122,7 +122,7 @@ class Weights {
     std::vector<std::uint8_t> codes(static_cast<std::size_t>(rows * columns));
     for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(random() % 8);
     const std::vector<float> scales(static_cast<std::size_t>(rows * groups), 0.03125F);
-    kernel_->pack_codes(packed_.get(), expert, part, codes.data(), scales.data(), rows, columns, groups);
+    kernel_->pack_codes({packed_.get(), expert, part, rows, columns}, codes.data(), scales.data(), groups);
   }
 
   // The shards again, from experts as a kernel for one node has them.

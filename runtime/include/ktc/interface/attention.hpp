@@ -26,7 +26,7 @@ struct CacheView {
   std::int64_t scale_position = 0;
 };
 
-// query (batch, key heads, rows, keys.width + more_keys.width) is contiguous, where the rows of a key head are its
+// query (batch, key heads, rows, keys.width + rope_keys.width) is contiguous, where the rows of a key head are its
 // query heads and their tokens; out (batch, tokens, query heads, values.width) is too. Without a mask, the new tokens
 // are the last positions and see those up to their own. mask (batch, tokens, positions) has a byte for each, 0 where it
 // is not seen, and strides of its first two dimensions; sinks (query heads) are further scores without a value.
@@ -35,7 +35,7 @@ struct CacheView {
 struct AttentionArguments {
   const void* query = nullptr;
   CacheView keys;
-  CacheView more_keys;
+  CacheView rope_keys;
   CacheView values;
   const std::uint8_t* mask = nullptr;
   std::int64_t mask_batch = 0;
@@ -55,13 +55,16 @@ struct AttentionArguments {
   // Then `lengths` is not null.
   const std::int32_t* pages = nullptr;
   std::int64_t pages_of_sequence = 0;  // from one sequence to the next
+  std::int64_t most_pages = 0;         // that a sequence may have
+  std::int64_t num_pages = 0;          // of the cache
   // Lists (batch, key heads, positions), of which the first counts (batch, key heads) are attended to; null for all
   // positions of the cache. Then there is one token and no mask, `sequences` neighbours of the batch share a sequence
-  // of the cache, and `choosers` neighbours of the key heads share a key head of it.
+  // of the cache, and `selectors_per_kv_head` neighbours of the key heads share a key head of it.
   const std::int32_t* chosen = nullptr;
   const std::int32_t* counts = nullptr;
   std::int64_t sequences = 1;
-  std::int64_t choosers = 1;
+  std::int64_t selectors_per_kv_head = 1;
+  std::int64_t element_bytes = 0;  // of a value of the cache
 };
 
 class AttentionKernel {
@@ -124,7 +127,7 @@ struct IndexView {
 // Adds the keys at [begin, end) to an index. A key may be in two parts.
 struct EncodeArguments {
   CacheView keys;
-  CacheView more_keys;
+  CacheView rope_keys;
   IndexView index;
   std::int64_t batch = 0;
   std::int64_t key_heads = 0;

@@ -18,15 +18,15 @@ struct LinearArguments {
   std::int64_t rows;
   std::int64_t inputs;
   std::int64_t outputs;
+  bool transposed = false;  // of `multiply`: x (rows, outputs) times W
 };
 
 class LinearKernel {
  public:
   virtual ~LinearKernel();
   virtual void forward(Engine& engine, const LinearArguments& arguments) const = 0;
-  // The same for many rows, and with `transposed` x (rows, outputs) times W. Throws std::invalid_argument for elements
-  // other than bf16.
-  virtual void multiply(Engine& engine, const LinearArguments& arguments, bool transposed) const = 0;
+  // The same for many rows. Throws std::invalid_argument for elements other than bf16.
+  virtual void multiply(Engine& engine, const LinearArguments& arguments) const = 0;
 };
 
 // How a library lists a kernel for linear layers: its name, and the function that makes one.

@@ -59,7 +59,7 @@ struct ForwardArguments {
   const std::int64_t* top_k_index;
   const void* top_k_weights;
   void* out;
-  void* saved;  // `saved_bytes` for backward, or null
+  void* saved = nullptr;  // `saved_bytes` for backward, or null
   std::int64_t tokens;
   LoraFactors lora_first = {};
   LoraFactors lora_down = {};
@@ -86,6 +86,15 @@ struct BackwardArguments {
   LoraFactors lora_first = {};
   LoraFactors lora_down = {};
   WeightGradientRows rows = {};
+};
+
+// One part of an expert in the packed weights, and its sizes outside of them.
+struct ExpertMatrix {
+  std::byte* packed;
+  std::int64_t expert;
+  weight_format::Part part;
+  std::int64_t rows;
+  std::int64_t columns;
 };
 
 // How a part's weights are stored: the name of their codes, null if they have none, and the number of a row's weights
@@ -116,19 +125,16 @@ class MoeKernel {
                                   std::int64_t down_rank = 0) const = 0;
 
   // `source` is row-major: (I, H) for gate and up, (H, I) for down, (1, I) and (1, H) for their biases.
-  virtual void pack(std::byte* packed, std::int64_t expert, weight_format::Part part, const void* source,
-                    SourceType type, std::int64_t rows, std::int64_t columns) const = 0;
+  virtual void pack(const ExpertMatrix& to, const void* source, SourceType type) const = 0;
   // From codes as a checkpoint stores them, a byte each, and one scale per row and group. Throws std::invalid_argument
   // where the format has no codes, a scale of its own kind cannot hold `scales` exactly, or a code is out of range.
-  virtual void pack_codes(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* codes,
-                          const float* scales, std::int64_t rows, std::int64_t columns, std::int64_t groups) const = 0;
-  // From whole blocks as a GGUF file stores them, rows of `row_bytes`. Throws std::invalid_argument where the part is
-  // not stored in blocks of that type, named as `blocks` names it, or is of another shape.
-  virtual void pack_blocks(std::byte* packed, std::int64_t expert, weight_format::Part part, const std::uint8_t* blocks,
-                           std::string_view type, std::int64_t rows, std::int64_t row_bytes) const = 0;
+  virtual void pack_codes(const ExpertMatrix& to, const std::uint8_t* codes, const float* scales,
+                          std::int64_t groups) const = 0;
+  // From whole blocks as a GGUF file stores them; the columns are the bytes of a row. Throws std::invalid_argument where
+  // the part is not stored in blocks of that type, named as `blocks` names it, or is of another shape.
+  virtual void pack_blocks(const ExpertMatrix& to, const std::uint8_t* blocks, std::string_view type) const = 0;
   // The inverse, in the kernel's element type; biases in its accumulator type.
-  virtual void unpack(const std::byte* packed, std::int64_t expert, weight_format::Part part, void* target,
-                      std::int64_t rows, std::int64_t columns) const = 0;
+  virtual void unpack(const ExpertMatrix& from, void* target) const = 0;
 
   // Both throw std::out_of_range for an expert that does not exist, before anything is written.
   virtual void forward(Engine& engine, const ForwardArguments& arguments) const = 0;

@@ -122,7 +122,7 @@ class Attention final : public AttentionKernel {
 
   static bool fills_tiles(const AttentionArguments& a) {
     return a.chosen == nullptr && a.group * a.tokens > kFewRows && a.keys.width % kDepth == 0 &&
-           a.more_keys.width % kDepth == 0 && a.values.width % kGroup == 0;
+           a.rope_keys.width % kDepth == 0 && a.values.width % kGroup == 0;
   }
 
   // Where interleaving puts a column of values: of every eight, the first four come into one tile.
@@ -230,7 +230,7 @@ class Attention final : public AttentionKernel {
       for (std::int64_t first = 0; first < length; first += kGroup) {
         const std::int64_t count = std::min(kGroup, length - first);
         const CacheView keys = group_of(views.keys, first, count, rest);
-        const CacheView more = group_of(views.more_keys, first, count, rest + kGroup * views.keys.width);
+        const CacheView more = group_of(views.rope_keys, first, count, rest + kGroup * views.keys.width);
         for (std::int64_t tile = 0; tile < tiles; ++tile) {
           score_group(keys, more, packed + tile * kTileRows * plan.query_width, ahead);
           float* const of_tile = scratch.scores + tile * kTileRows * kBlock + first;
