@@ -29,7 +29,7 @@ from torch.nn import functional
 from transformers import TrainingArguments
 
 import ktc
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.many_rows import ManyRows
 from ktc.model import peft_glue
 from ktc.training import KTrainer
@@ -72,8 +72,8 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
     rules.write_text((PROGRAMS / "moe-lora.ktr").read_text() + LINEARS)
     ktc.compile(model, rules, folder / "v2lite_tuned", settings={"device": "cpu"}, random_weights=True)
     base = ktc.load(folder / "v2lite_tuned", random_weights=0)
-    layers = [module for module in base.modules() if isinstance(module, KTLinear)]
-    product = next(layer.many for layer in layers if layer.many is not None)
+    layers = [module for module in base.modules() if isinstance(module, FusedLinear)]
+    product = next(layer.prefill_kernel for layer in layers if layer.prefill_kernel is not None)
     print(f"{torch.get_num_threads()} threads of torch; chosen: {product.description()}", flush=True)
     _products(product, options.rounds)
     tuned = get_peft_model(base, peft_glue.read_lora_config(folder / "v2lite_tuned"))
@@ -81,7 +81,7 @@ def _run(folder: Path, options: argparse.Namespace) -> None:
     for number in range(1 + options.rounds):
         for name, found in times.items():
             for layer in layers:
-                layer.many = None if name == "torch" else ManyRows(product.kernel, product.threads, "packed")
+                layer.prefill_kernel = None if name == "torch" else ManyRows(product.kernel, product.threads, "packed")
             seconds, loss = _train(tuned, folder / name, options.length)
             found += [seconds] * (number > 0)  # the first round warms up
             print(f"round {number}, {name}: {seconds:.2f} s, loss {loss:.4f}", flush=True)

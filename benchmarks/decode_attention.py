@@ -37,7 +37,7 @@ from ktc.attention.index_kernel import IndexKernel
 from ktc.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.key_index import KeyIndex
-from ktc.attention.latent import attend
+from ktc.attention.latent import attend, latent_scores
 from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable
 from ktc.attention.sparsity import FORMATS, Sparsity, Traffic
 from ktc.attention.up_projection import UpProjection
@@ -141,11 +141,14 @@ def latent(positions: int, count: int, decode: DecodeAttention, by_codes: Decode
         keys = torch.cat([both[..., :NOPE], ropes.expand(-1, count, -1, -1)], dim=-1)
         return functional.scaled_dot_product_attention(query, keys, both[..., NOPE:], scale=0.1)
 
+    def absorbed() -> object:
+        return attend(latent_scores(query, latents[:, 0], ropes[:, 0], up, scale=0.1), latents[:, 0], up)
+
     return {
         "MLA, ktc": (lambda: by_kernel(decode, KVCacheView(latents, latents, ropes)), nbytes),
         "MLA, ktc, in pages": (lambda: by_kernel(decode, pages), nbytes),
         "MLA, ktc, int8": (lambda: by_kernel(by_codes, codes), size(codes)),
-        "MLA, torch, absorbed": (lambda: attend(query, latents[:, 0], ropes[:, 0], up, scale=0.1), nbytes),
+        "MLA, torch, absorbed": (absorbed, nbytes),
         "MLA, torch, expanded": (expanded, nbytes),
     }
 

@@ -12,13 +12,12 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.attention.int8_tensor import plain
 from ktc.attention.interface import AnsweredAttention, answer, chosen, implementation_of, stock_function
-from ktc.attention.latent import attend
+from ktc.attention.latent import attend, latent_scores
 from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.sparse import Sparse, follows_cache
 from ktc.attention.sparsity import Traffic
@@ -86,8 +85,7 @@ def absorb(
 
 def latent_attention(
     module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, indices: Tensor | None = None, s_aux: Tensor | None = None,
-    **more: Any,
+    scaling: float | None = None, **more: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention as transformers' attention functions do: query (B, H, T, n + r) -> (B, T, H, v), and weights.
 
@@ -95,40 +93,33 @@ def latent_attention(
     indexer of the model chose. Weights are returned where the model's own implementation is `eager`.
     """
     own = cast("Any", module)
+    indices: Tensor | None = more.pop("indices", None)
     absorption: Absorption = own.absorption
     new, positions = query.shape[2], latent.shape[2]
-    implementation = implementation_of(own)
     mask = attention_mask if indices is None else chosen(attention_mask, indices, positions, query.dtype)
     if absorption.serves(new, positions):
         sizes = absorption.sizes
         up = up_projection(module.get_submodule(absorption.kv_b), sizes.heads, sizes.nope)
         if not isinstance(up, str):
-            kv = KVCacheView(latent, latent, k_rope)
-            without_weights = implementation != "eager" and not dropout
-            sparse: Sparse | None = own.sparse
-            if sparse is not None and without_weights:
-                q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
-                scale = cast("float", scaling)
-                summed = sparse.attend(
-                    own, q_latent, kv, scale=scale, mask=attention_mask, sinks=s_aux, indices=indices
+            scale, sinks, dropout = cast("float", scaling), more.get("s_aux"), more.get("dropout", 0.0)
+            eager, kv = implementation_of(own) == "eager", KVCacheView(latent, latent, k_rope)
+            summed: Tensor | None = None
+            if own.sparse is not None and not eager and not dropout:
+                summed = own.sparse.attend(
+                    own, up.absorbed(query), kv, scale=scale, mask=attention_mask, sinks=sinks, indices=indices
                 )
-                if summed is not None:
-                    return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
-            if own.decode is not None and without_weights and own.decode.serves(query, kv, mask):
-                q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
-                summed = own.decode(q_latent, kv, scale=cast("float", scaling), mask=mask, sinks=s_aux)
+            if summed is None and not eager and not dropout and own.decode and own.decode.serves(query, kv, mask):
+                summed = own.decode(up.absorbed(query), kv, scale=scale, mask=mask, sinks=sinks)
+            if summed is not None:
                 return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
             latent, k_rope = plain(latent), plain(k_rope)  # codes of a cache, where the kernel does not take the call
-            out, weights = attend(
-                query, latent[:, 0], k_rope[:, 0], up, scale=cast("float", scaling), mask=mask, sinks=s_aux,
-                dropout=dropout, elide=absorption.elide,
-            )  # fmt: skip
-            return out, weights.to(query.dtype) if implementation == "eager" else None
+            scores = latent_scores(query, latent[:, 0], k_rope[:, 0], up, scale=scale, elide=absorption.elide)
+            out, weights = attend(scores, latent[:, 0], up, mask=mask, sinks=sinks, dropout=dropout)
+            return out, weights.to(query.dtype) if eager else None
         _tell(own, up)
-    stock = own.stock_class
-    key, value = cast("tuple[Tensor, Tensor]", getattr(stock, EXPAND)(module, plain(latent), plain(k_rope)))
-    options = more if s_aux is None else {**more, "s_aux": s_aux}
-    return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
+    key, value = getattr(own.stock_class, EXPAND)(module, plain(latent), plain(k_rope))
+    options = {name: value for name, value in more.items() if name != "s_aux" or value is not None}
+    return stock_function(own)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **options})
 
 
 def _tell(module: Any, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ktc.attention.latent import attend
+from ktc.attention.latent import attend, latent_scores
 from ktc.attention.up_projection import UpProjection
 
 
@@ -28,9 +28,8 @@ class LatentCore(nn.Module):
         up = UpProjection(self.weight.view(self._heads, -1, self.weight.shape[1]), self._nope)
         latent = latent.reshape(latent.shape[0], length, -1)
         allowed = self._visible(query, length) if mask is None else mask
-        return attend(query, latent, k_rope[:, 0], up, scale=self._scale, mask=allowed, sinks=sinks, elide=self._elide)[
-            0
-        ]
+        scores = latent_scores(query, latent, k_rope[:, 0], up, scale=self._scale, elide=self._elide)
+        return attend(scores, latent, up, mask=allowed, sinks=sinks)[0]
 
     def _visible(self, query: Tensor, length: int) -> Tensor:
         place = torch.arange(length, device=query.device)

@@ -45,36 +45,33 @@ def decoding(module: nn.Module, decode: DecodeAttention | None, sparse: Sparse |
 
 def decoding_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, indices: Tensor | None = None, **more: Any,
+    scaling: float | None = None, **more: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention as transformers' attention functions do: query (B, H, T, k) -> (B, T, H, v), and weights."""
     own = cast("Any", module)
+    indices: Tensor | None = more.pop("indices", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
     decode: DecodeAttention | None = own.decode
     sparse: Sparse | None = own.sparse
     kv = KVCacheView(key, value)
     if sparse is not None:
         seen = _seen(attention_mask)
-        if _is_plain(own, query, key, seen, dropout, more):
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
+        if _is_plain(own, query, key, seen, more):
             found = sparse.attend(own, query, kv, scale=scale, mask=seen, sinks=sinks, indices=indices)
             if found is not None:
                 return found, None
     mask = attention_mask if indices is None else chosen(attention_mask, indices, key.shape[2], query.dtype)
     seen = _seen(mask)
-    if decode is not None and decode.serves(query, kv, seen) and _is_plain(own, query, key, seen, dropout, more):
-        sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if decode is not None and decode.serves(query, kv, seen) and _is_plain(own, query, key, seen, more):
         return decode(query, kv, scale=scale, mask=seen, sinks=sinks), None
     key, value = plain(key), plain(value)  # codes of a cache, for a call that the kernel does not take
-    return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **more)
+    return stock_function(own)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **more})
 
 
-def _is_plain(
-    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, more: dict[str, Any]
-) -> bool:
+def _is_plain(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, more: dict[str, Any]) -> bool:
     """Return whether the call is softmax(scale q K^T + mask) V, and its weights are not required."""
-    if dropout or any(more.get(name) is not None for name in _BEYOND):
+    if more.get("dropout") or any(more.get(name) is not None for name in _BEYOND):
         return False
     if more.get("output_attentions") or module.stock_config.output_attentions:
         return False

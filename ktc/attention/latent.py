@@ -20,27 +20,37 @@ from torch.nn import functional as F
 from ktc.attention.up_projection import UpProjection
 
 
-def attend(
-    query: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection, *, scale: float, mask: Tensor | None = None,
-    sinks: Tensor | None = None, dropout: float = 0.0, elide: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute absorbed attention: query (B, H, T, n + r), latent (B, L, c), k_rope (B, L, r) -> (B, T, H, v).
+def latent_scores(
+    query: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection, *, scale: float, elide: bool = True
+) -> Tensor:
+    """Return absorbed scores: query (B, H, T, n + r), latent (B, L, c), k_rope (B, L, r) -> (B, H, T, L).
 
-    The second result has the probabilities, (B, H, T, L). Without a `mask` new tokens are the last positions, and
-    attend to earlier ones and themselves. `mask` is a bool (B or 1, 1 or H, T, L), added to the scores where it is
-    floating point, or the valid positions (B, L). `sinks` (H,) are further scores without a value. Scores are summed
-    and exponentiated in fp32 (fp64 for fp64). With `elide` the two terms of a score are two products; without it, the
+    They are summed in fp32 (fp64 for fp64). With `elide` the two terms of a score are two products; without it, the
     latent and the rotary key of each position are concatenated first.
     """
     B, H, T, _ = query.shape
-    q_rope = query[..., up.nope :]
-    q_latent = up.into_latent(query[..., : up.nope])
     if elide:
-        scores = _elided(q_latent.reshape(B, H * T, -1), latent, q_rope.reshape(B, H * T, -1), k_rope, scale)
+        q_latent, q_rope = (each.reshape(B, H * T, -1) for each in up.parts(query))
+        scores = _elided(q_latent, latent, q_rope, k_rope, scale)
     else:
-        joined = torch.cat([q_latent, q_rope], dim=-1).reshape(B, H * T, -1)
+        joined = up.absorbed(query).reshape(B, H * T, -1)
         scores = _wide(_products(joined, torch.cat([latent, k_rope], dim=-1))) * scale
-    weights = F.dropout(probabilities(scores.view(B, H, T, -1), mask, sinks), dropout)
+    return scores.view(B, H, T, -1)
+
+
+def attend(
+    scores: Tensor, latent: Tensor, up: UpProjection, *, mask: Tensor | None = None, sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute attention over latents: scores (B, H, T, L), latent (B, L, c) -> (B, T, H, v).
+
+    The second result has the probabilities, (B, H, T, L). Without a `mask` new tokens are the last positions, and
+    attend to earlier ones and themselves. `mask` is a bool (B or 1, 1 or H, T, L), added to the scores where it is
+    floating point, or the valid positions (B, L). `sinks` (H,) are further scores without a value. The scores may be
+    overwritten.
+    """
+    B, H, T, _ = scores.shape
+    weights = F.dropout(probabilities(scores, mask, sinks), dropout)
     summed = torch.bmm(weights.to(latent.dtype).reshape(B, H * T, -1), latent)
     return up.out_of_latent(summed.view(B, H, T, -1)).transpose(1, 2), weights
 

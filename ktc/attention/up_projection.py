@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.plain import has_hooks, is_plain_linear
 
 
@@ -33,6 +33,14 @@ class UpProjection:
     weight: Tensor
     nope: int
     adapters: tuple[LowRank, ...] = ()
+
+    def parts(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of queries that meet latents and rotary keys: (B, H, T, n + r) -> (..., c), (..., r)."""
+        return self.into_latent(query[..., : self.nope]), query[..., self.nope :]
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Return both parts: (B, H, T, n + r) -> (B, H, T, c + r)."""
+        return torch.cat(self.parts(query), dim=-1)
 
     def into_latent(self, q_nope: Tensor) -> Tensor:
         """Absorb W_UK into queries: (B, H, T, n) -> (B, H, T, c)."""
@@ -77,7 +85,7 @@ def up_projection(module: nn.Module, heads: int, nope: int) -> UpProjection | st
         adapters = found
         if has_hooks(module):
             return "it has hooks"
-    plain = is_plain_linear(base) or (type(base) is KTLinear and not has_hooks(base))
+    plain = is_plain_linear(base) or (type(base) is FusedLinear and not has_hooks(base))
     if not plain or not isinstance(base, nn.Linear):
         return f"it is a `{type(base).__name__}` with code of its own"
     if "bias" in dict(base.named_parameters(recurse=False)):

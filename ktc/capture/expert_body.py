@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from ktc.capture.canonical import NoExperts
 from ktc.capture.forms import form_of_code
 from ktc.experts.form import ExpertsForm
-from ktc.experts.own_module import Held
+from ktc.experts.own_module import TensorLayout
 from ktc.graph import ops
 from ktc.graph.typed import input_of, tensor_of
 
@@ -71,8 +71,8 @@ class Layer:
     """
 
     source: fx.Node
-    held: Held
-    bias: Held | None
+    held: TensorLayout
+    bias: TensorLayout | None
     number: int | None
     count: int
     inputs: int
@@ -100,7 +100,7 @@ class Mlp:
     count: int
     sizes: tuple[int, int]  # hidden, intermediate
     form: ExpertsForm
-    parts: Mapping[str, Held]
+    parts: Mapping[str, TensorLayout]
 
 
 def read_body(result: fx.Node, shared: Shared) -> Body:
@@ -231,7 +231,7 @@ def _layer(node: fx.Node, shared: Shared) -> Layer | None:
 class _Matrix:
     """One expert's slice of a parameter; `shape` is that of the slice as it is held."""
 
-    held: Held
+    held: TensorLayout
     number: int | None
     count: int
     shape: tuple[int, ...]
@@ -255,7 +255,7 @@ def _matrix(node: object, shared: Shared) -> _Matrix | None:
     if not isinstance(node, fx.Node) or held is None or held.dim() < 2 or (number is None) != batched:
         return None
     count, *shape = map(int, held.shape)
-    return _Matrix(Held(shared.names[node], turned=turned), _number(number), count, tuple(shape))
+    return _Matrix(TensorLayout(shared.names[node], turned=turned), _number(number), count, tuple(shape))
 
 
 def _number(number: object) -> int | None:
@@ -271,7 +271,7 @@ def _flat(node: fx.Node, shared: Shared, number: object, turned: bool) -> _Matri
     count, *shape = map(int, viewed.shape)
     if int(held.shape[0]) != count * shape[0] or list(map(int, held.shape[1:])) != shape[1:]:
         return None
-    return _Matrix(Held(shared.names[source], flat=True, turned=turned), _number(number), count, tuple(shape))
+    return _Matrix(TensorLayout(shared.names[source], flat=True, turned=turned), _number(number), count, tuple(shape))
 
 
 def _swaps_the_last_two(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from ktc.capture.canonical import NoExperts
 from ktc.capture.expert_body import Body, Shared, is_copy, mlp_of, read_body
 from ktc.capture.expert_body import value as plain_value
 from ktc.experts.form import ExpertsForm
-from ktc.experts.own_module import Called, Held, Role
+from ktc.experts.own_module import Called, Role, TensorLayout
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_in, tensor_of
 
@@ -38,7 +38,7 @@ class Loop:
 
     sizes: tuple[int, int, int]
     form: ExpertsForm
-    parts: Mapping[str, Held]
+    parts: Mapping[str, TensorLayout]
     called: Called
 
 

@@ -60,15 +60,15 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
         weights = torch.rand(tokens, sizes["top_k"], generator=generator).to(experts.weight_dtype)
         index = torch.tensor(used)[place]
         out, saved = experts.forward(x, index, weights, save=True)
-        found = (out, *experts.backward(grad, index, weights, saved=saved, x_TH=None)[:2])
+        found = (out, *experts.backward(grad, (index, weights), saved=saved, x_TH=None)[:2])
         expected = _reference(spec, x, place, weights, tuple(stock.values()), grad, form)
         results.append((found, expected))
         two = experts.with_threads(2)
         again, saved = two.forward(x, index, weights, save=True)
-        threaded = (again, *two.backward(grad, index, weights, saved=saved, x_TH=None)[:2])
+        threaded = (again, *two.backward(grad, (index, weights), saved=saved, x_TH=None)[:2])
         _require_same_bits(spec, tokens, threaded, found, "two threads than with one")
         bare, _ = experts.forward(x, index, weights, save=False)
-        recomputed = (bare, *experts.backward(grad, index, weights, saved=None, x_TH=x)[:2])
+        recomputed = (bare, *experts.backward(grad, (index, weights), saved=None, x_TH=x)[:2])
         _require_same_bits(spec, tokens, recomputed, found, "recomputed activations than with kept ones")
     _compare(spec, results)
 
@@ -139,9 +139,7 @@ def _reference(
     """Return output and gradients, in fp64 if the kernel computes in it, otherwise in fp32."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, weights = (tensor.to(dtype).requires_grad_() for tensor in (x, weights))
-    first, down, *rest = (tensor.to(dtype) for tensor in stock)
-    gate_up_bias, down_bias = rest if rest else (None, None)
-    layer = (x, place, weights, first, down, form, gate_up_bias, down_bias)
+    layer = (x, place, weights, [tensor.to(dtype) for tensor in stock], form)
     out = fused_moe_reference(*layer, products=INT8_BACKWARD if spec.integer_products else None)
     gradients = torch.autograd.grad(out, (x, weights), grad.to(dtype))
     if spec.integer_products:

@@ -100,8 +100,7 @@ def _backward(
         raise ValueError(f"{saved.nbytes} bytes are fewer than forward saves of {grad.shape[0]} tokens")
     grad_x, grad_weights, gradients = trailing.experts.holding(packed).backward(
         grad,
-        index,
-        weights,
+        (index, weights),
         saved=saved if trailing.keep else None,
         x_TH=x,
         lora=trailing.lora,

@@ -19,7 +19,7 @@ from ktc.experts.graph_backend import HostNode
 from ktc.experts.grouped_products import described
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.reference_backend import Reference
-from ktc.experts.resident_backend import ResidentFew
+from ktc.experts.resident_backend import GpuResidentDecode
 from ktc.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.experts.streamed_backend import Streamed
 from ktc.experts.trained_backend import Trained
@@ -83,7 +83,7 @@ def choose(
     if weights.training.repacks:
         return Trained(weights, activations)
     if plain and offload is not None and offload.has_room_for_copies(tokens, packed.sizes):
-        return ResidentFew(packed, form, offload.devices[0])
+        return GpuResidentDecode(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:
         return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
     if not torch.compiler.is_compiling() and (nodes := host_node.current()) is not None:

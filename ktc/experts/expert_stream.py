@@ -42,6 +42,7 @@ class ExpertStream:
             raise ValueError("experts that are cut for several NUMA nodes cannot be sent: compile with `numa = none`")
         _, hidden, intermediate, _ = experts.sizes
         self.device, self.share = device, share
+        self.form = form
         form = replace(form, transposed=False)
         first, down = (panels_of(*experts.stored(part)) for part in ("up", "down"))
         self._layout = PackedLayout(form, hidden, intermediate, first, down, experts.weight_dtype)

@@ -27,7 +27,7 @@ _FLAGS: Final = ("flat", "turned")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorLayout:
     """The tensor that holds one part of all experts: (E, rows, columns), by its name in the module.
 
     `flat`: the experts are concatenated along the first dimension. `turned`: each matrix is (inputs, outputs).
@@ -52,7 +52,7 @@ class OwnExperts:
     fqn: str
     sizes: tuple[int, int, int]  # experts, hidden, intermediate
     form: ExpertsForm
-    parts: Mapping[str, Held]
+    parts: Mapping[str, TensorLayout]
     inputs: Mapping[str, Role]
     called: Called = "routed"
 
@@ -71,14 +71,14 @@ class OwnExperts:
         }
 
 
-def parse_held(text: str) -> dict[str, Held]:
+def parse_layouts(text: str) -> dict[str, TensorLayout]:
     """Read the field `parts` of `OwnExperts.words`. Raise `ValueError` for any other text."""
-    found: dict[str, Held] = {}
+    found: dict[str, TensorLayout] = {}
     for part, value in _pairs(text).items():
         name, *flags = value.split(":")
         if not set(flags) <= set(_FLAGS):
             raise ValueError(f"`{text}` names no parts of experts")
-        found[part] = Held(name, **dict.fromkeys(flags, True))
+        found[part] = TensorLayout(name, **dict.fromkeys(flags, True))
     return found
 
 
@@ -119,7 +119,7 @@ class StockExperts(nn.Module):
 
 
 def stock_experts(
-    module: nn.Module, form: ExpertsForm, parts: Mapping[str, Held], sizes: tuple[int, int, int]
+    module: nn.Module, form: ExpertsForm, parts: Mapping[str, TensorLayout], sizes: tuple[int, int, int]
 ) -> dict[StockTensor, Tensor]:
     """Return the stock tensors of `form`, views where possible. `sizes` are the experts, H and I.
 

@@ -314,8 +314,7 @@ class PackedExperts:
     def backward(
         self,
         grad_TH: Tensor,
-        index_TK: Tensor,
-        weights_TK: Tensor,
+        routing: tuple[Tensor, Tensor],
         *,
         saved: Tensor | None,
         x_TH: Tensor | None,
@@ -325,10 +324,12 @@ class PackedExperts:
     ) -> tuple[Tensor, Tensor, ExpertsLora]:
         """Compute the gradients of hidden states, routing weights and LoRA's factors, and fill `rows`.
 
+        `routing` are the chosen experts and their weights, both (T, K).
         They come from what forward saved or else from its input; those of the factors need the input too.
         """
         assert saved is not None or x_TH is not None, "backward needs what forward saved, or its input"
         assert x_TH is not None or not any(lora.ranks), "the gradients of LoRA need the input"
+        index_TK, weights_TK = routing
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
         read, gradients = lora.to(self.weight_dtype), lora.zeros(self.weight_dtype)

@@ -8,7 +8,7 @@ K experts per token.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 
 import torch
@@ -44,51 +44,43 @@ def fused_moe_reference(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    stock: Sequence[Tensor],
     form: str | ExpertsForm = "silu",
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    *,
     lora: ExpertsLora | None = None,
     products: Products | None = None,
 ) -> Tensor:
-    """Routed experts: `(T, H), (T, K) int64, (T, K), (E, 2I, H), (E, H, I) -> (T, H)`; biases (E, 2I) and (E, H).
+    """Compute routed experts: `(T, H), (T, K) int64, (T, K) -> (T, H)`, differentiable in every float input.
 
-    Weights and biases are stored as `form` says: the shapes above are those of a plain form. `lora` adds low-rank
-    products to both, `products` says how else to multiply than with the values themselves. Differentiable in every
-    float input, in any float dtype.
+    `stock` are gate_up (E, 2I, H) and down (E, H, I), and their biases (E, 2I) and (E, H) where the form has them.
+    They are stored as `form` says: the shapes above are those of a plain form. `lora` adds low-rank products to both,
+    `products` says how else to multiply than with the values themselves.
     Raises `IndexError` for an expert that does not exist and `ValueError` for an unknown form, or biases where the form
     has none or the other way round.
     Rows of one expert keep the order (k, token) and experts are added in ascending order, as the eager implementation
     of Hugging Face does, so that a model in fp32 generates the same tokens.
     """
     form = parse_form(form) if isinstance(form, str) else form
-    if {form.biased} != {gate_up_bias is not None, down_bias is not None}:
+    if len(stock) != (4 if form.biased else 2):
         raise ValueError(f"experts of the form `{form}` {'need both biases' if form.biased else 'take no bias'}")
-    check_routing(top_k_index, gate_up.shape[0])
+    check_routing(top_k_index, stock[0].shape[0])
     out_TH = torch.zeros_like(hidden_states)
     slots_KT = top_k_index.T
     for expert in cast("list[int]", torch.unique(top_k_index).tolist()):
         k, token = torch.where(slots_KT == expert)
-        matrices = gate_up[expert], down[expert], _row(gate_up_bias, expert), _row(down_bias, expert)
-        y = expert_output(form, hidden_states[token], *matrices, expert, lora, products)
+        matrices = [tensor[expert] for tensor in stock]
+        y = _expert_output(form, hidden_states[token], matrices, expert, lora, products)
         y = y * top_k_weights[token, k, None]
         out_TH = out_TH.index_add(0, token, y.to(out_TH.dtype))
     return out_TH
 
 
-def expert_output(
-    form: ExpertsForm,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    expert: int,
-    lora: ExpertsLora | None = None,
-    products: Products | None = None,
-) -> Tensor:
+def _expert_output(
+    form: ExpertsForm, x: Tensor, stock: Sequence[Tensor], expert: int, lora: ExpertsLora | None,
+    products: Products | None,
+) -> Tensor:  # fmt: skip
     """Compute one expert's outputs, (T, H) -> (T, H), before routing weights; `expert` is its index in `lora`."""
+    gate_up, down, gate_up_bias, down_bias = (*stock, None, None)[:4]
     of_gate_up, of_down = products or (None, None)
     inner = _linear(form, x, gate_up, gate_up_bias, of_gate_up)
     if lora and lora.gate_up:
@@ -132,7 +124,3 @@ def _linear(form: ExpertsForm, x: Tensor, weight: Tensor, bias: Tensor | None, p
     if not form.transposed:
         return F.linear(x, weight, bias)
     return x @ weight if bias is None else x @ weight + bias
-
-
-def _row(bias: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]

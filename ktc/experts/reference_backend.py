@@ -31,12 +31,11 @@ class Reference:
 
     @never_traced
     def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        gate_up, down, *biases = (
-            each.to(torch.promote_types(each.dtype, x_TH.dtype)) for each in self.weights.effective(lora).values()
-        )
+        tensors = self.weights.effective(lora).values()
+        stock = [each.to(torch.promote_types(each.dtype, x_TH.dtype)) for each in tensors]
         if self.weights.training.merged:
             lora = NO_LORA
-        return fused_moe_reference(x_TH, index_TK, weights_TK, gate_up, down, self.weights.form, *biases, lora=lora)
+        return fused_moe_reference(x_TH, index_TK, weights_TK, stock, self.weights.form, lora=lora)
 
     def prepare(self) -> None:
         """Do nothing: the weights are already there."""

@@ -22,7 +22,7 @@ from ktc.experts.slots import Rows
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentFew:
+class GpuResidentDecode:
     """The experts of `packed`, whose bytes stay on `device`."""
 
     packed: PackedExperts

@@ -82,7 +82,7 @@ def _lane(device: torch.device) -> _Lane:
     return _Lane(device)
 
 
-class Parked:
+class HostOffloaded:
     """A tensor that autograd carries as a placeholder without memory, and whose values are kept in host memory.
 
     The first `uses` calls of `values` return those of the device, which is then free of them. They come back from the
@@ -122,7 +122,7 @@ class _Placeholder(torch.autograd.Function):
 
 class _Values(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, placeholder: Tensor, parked: Parked) -> Tensor:
+    def forward(ctx: Any, placeholder: Tensor, parked: HostOffloaded) -> Tensor:
         return parked.take().view_as(placeholder)
 
     @staticmethod

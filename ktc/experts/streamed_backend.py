@@ -51,7 +51,7 @@ class Streamed:
     @never_traced
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`."""
-        out_TH = compute(self._streams(), self.form, x_TH.to(self.packed.dtype), index_TK, weights_TK, lora)
+        out_TH = compute(self._streams(), x_TH.to(self.packed.dtype), index_TK, weights_TK, lora)
         return out_TH.to(x_TH.device, x_TH.dtype)
 
     def _streams(self) -> tuple[ExpertStream, ...]:
@@ -74,9 +74,8 @@ class Streamed:
 
 
 def compute(
-    streams: Sequence[ExpertStream], form: ExpertsForm, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor,
-    lora: ExpertsLora,
-) -> Tensor:  # fmt: skip
+    streams: Sequence[ExpertStream], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora
+) -> Tensor:
     """Compute the layer's output on the first stream's device, differentiable in hidden states, weights and factors.
 
     `(T, H), (T, K) int64, (T, K) -> (T, H)`, each on any device. Raises `IndexError` for an expert that does not exist.
@@ -85,7 +84,7 @@ def compute(
     x, weights, index = (tensor.to(home) for tensor in (x_TH, weights_TK, index_TK))
     tensors = index, x, weights, *lora.on(home).factors
     with torch.autocast(home.type, enabled=False):  # as the kernel, which computes in the experts' dtype
-        return cast("Tensor", _StreamedExperts.apply(streams, form, lora.scales, torch.is_grad_enabled(), *tensors))
+        return cast("Tensor", _StreamedExperts.apply(streams, lora.scales, torch.is_grad_enabled(), *tensors))
 
 
 class _StreamedExperts(torch.autograd.Function):
@@ -93,14 +92,14 @@ class _StreamedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, streams: Sequence[ExpertStream], form: ExpertsForm, scales: tuple[float, float], keep: bool,
-        index: Tensor, x: Tensor, weights: Tensor, *factors: Tensor | None,
+        ctx: Any, streams: Sequence[ExpertStream], scales: tuple[float, float], keep: bool, index: Tensor, x: Tensor,
+        weights: Tensor, *factors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         slots = Slots.of(index, streams[-1].share.stop)
         lora = ExpertsLora.of(factors, scales)
-        shares = [_Share(stream, form, slots, x, weights, lora) for stream in streams]
+        shares = [_Share(stream, slots, x, weights, lora) for stream in streams]
         out = _sum([share.forward() for share in shares])
-        ctx.streams, ctx.form, ctx.scales, ctx.slots = streams, form, scales, slots
+        ctx.streams, ctx.scales, ctx.slots = streams, scales, slots
         if keep and any(ctx.needs_input_grad):
             ctx.x = SavedOnHost(x)
             ctx.save_for_backward(weights, *factors)
@@ -112,27 +111,23 @@ class _StreamedExperts(torch.autograd.Function):
         weights, *factors = ctx.saved_tensors
         x, (grad,) = cast("SavedOnHost", ctx.x).back(), grads
         lora = ExpertsLora.of(factors, ctx.scales)
-        shares = [_Share(stream, ctx.form, ctx.slots, x, weights, lora) for stream in ctx.streams]
+        shares = [_Share(stream, ctx.slots, x, weights, lora) for stream in ctx.streams]
         found = [share.backward(grad) for share in shares]
         d_x, d_weights = (_sum(list(parts)) for parts in zip(*found, strict=True))
         d_factors = [_sum(list(parts)) for parts in zip(*(share.gradients for share in shares), strict=True)]
-        return (
-            None, None, None, None, None, d_x.to(x.dtype), d_weights.view_as(weights).to(weights.dtype), *d_factors
-        )  # fmt: skip
+        return None, None, None, None, d_x.to(x.dtype), d_weights.view_as(weights).to(weights.dtype), *d_factors
 
 
 class _Share:
     """The experts of one stream in one call, on their device."""
 
-    def __init__(
-        self, stream: ExpertStream, form: ExpertsForm, slots: Slots, x: Tensor, weights: Tensor, lora: ExpertsLora
-    ) -> None:
+    def __init__(self, stream: ExpertStream, slots: Slots, x: Tensor, weights: Tensor, lora: ExpertsLora) -> None:
         self._stream, self._run = stream, stream.share
         self._slots = slots.to(stream.device)
         self._x = x.to(stream.device, non_blocking=True)
         self._sums = torch.float64 if x.dtype == torch.float64 else torch.float32
         self._weights = weights.to(stream.device, self._sums, non_blocking=True)
-        self._products = ChunkProducts(form, lora.on(stream.device), x.dtype)
+        self._products = ChunkProducts(stream.form, lora.on(stream.device), x.dtype)
 
     def forward(self) -> Tensor:
         """Return the share's part of the output, (T, H)."""

@@ -140,7 +140,13 @@ class _Experts(torch.autograd.Function):
             rows = SlotRows.empty(index.numel(), parts, packed.sizes.intermediate, packed.dtype)
         grad = grad.contiguous()
         grad_x, grad_weights, found = packed.backward(
-            grad, index, weights, saved=saved, x_TH=x, lora=call.beside(lora), interleaved=form.interleaved, rows=rows
+            grad,
+            (index, weights),
+            saved=saved,
+            x_TH=x,
+            lora=call.beside(lora),
+            interleaved=form.interleaved,
+            rows=rows,
         )
         of_factors, of_stock = list(found.factors), list[Tensor | None]()
         if rows is not None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ktc.checkpoint import WeightSource
 from ktc.experts.block_reference import dequantise_blocks, quantise_blocks
 from ktc.experts.form import parse_form
-from ktc.experts.own_module import Held, parse_held
+from ktc.experts.own_module import TensorLayout, parse_layouts
 from ktc.experts.quantised_reference import dequantise, int8_product, quantise
 from ktc.fidelity.experts import Experts, experts_of, own_step
 from ktc.fidelity.groups import inside
@@ -43,7 +43,7 @@ class ExpertsFormat:
     `num_experts` are those with matrices.
     """
 
-    matrices: Mapping[Held, tuple[str, int]]
+    matrices: Mapping[TensorLayout, tuple[str, int]]
     num_experts: int
     integer_products: bool
     computes: torch.dtype | None
@@ -91,18 +91,21 @@ def format_of(step: Rewrite, manifest: Manifest, rows: Sequence[WeightSource]) -
     )
 
 
-def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[Held, str]:
+def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[TensorLayout, str]:
     """Return the stock tensors of weights, with the part that each is: `down`, or gate and up."""
     block = next((s for s in manifest.rewrites if s.module == "graph_block" and _holds(s, step.fqn)), None)
     own = own_step(step, manifest)
     if own is not None:
-        parts = parse_held(str(own.args["parts"]))
+        parts = parse_layouts(str(own.args["parts"]))
     elif block is not None:
-        parts = {part: Held(name) for part, name in parse_parts(str(block.args["parts"])).items()}
+        parts = {part: TensorLayout(name) for part, name in parse_parts(str(block.args["parts"])).items()}
     else:
         form = parse_form(str(step.args["form"]))
         gate_up = "gate_up_proj" if form.gated else "up_proj"
-        parts = {"gate_up": Held(gate_up, turned=form.transposed), "down": Held("down_proj", turned=form.transposed)}
+        parts = {
+            "gate_up": TensorLayout(gate_up, turned=form.transposed),
+            "down": TensorLayout("down_proj", turned=form.transposed),
+        }
     return {held: "down" if part == "down" else "gate_up" for part, held in parts.items() if "bias" not in part}
 
 
@@ -134,7 +137,7 @@ def through_format(experts: nn.Module, form: ExpertsFormat) -> None:
         _multiply_integers(experts)
 
 
-def _matrices(experts: nn.Module, tensor: Held, num_experts: int) -> Iterator[Tensor]:
+def _matrices(experts: nn.Module, tensor: TensorLayout, num_experts: int) -> Iterator[Tensor]:
     """Yield each expert's matrix (outputs, inputs), as a view."""
     owner, _, leaf = tensor.name.rpartition(".")
     if isinstance(experts, nn.ModuleList):

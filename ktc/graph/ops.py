@@ -62,14 +62,15 @@ SDPA_SINKS, SDPA_MASK = 6, 7  # the positions of `sinks` and `mask` among its ar
 
 def experts(
     hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, form: str = "silu",
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    *biases: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute all routed experts of one layer: hidden (T, H), indices (T, k) int64, weights (T, k) -> (T, H).
 
-    The expert tensors have the stock shapes of `form` (see `ExpertsForm`). The semantic node of capture; differentiable
-    in every floating-point argument.
+    The expert tensors, and the biases of gate_up and of down where the form has them, have the stock shapes of `form`
+    (see `ExpertsForm`). The semantic node of capture; differentiable in every floating-point argument.
     """
-    return fused_moe_reference(hidden, indices, weights, gate_up, down, form, gate_up_bias, down_bias)
+    stock = (gate_up, down, *(each for each in biases if each is not None))
+    return fused_moe_reference(hidden, indices, weights, stock, form)
 
 
 def sdpa(

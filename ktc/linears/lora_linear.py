@@ -1,4 +1,4 @@
-"""`KTLinear`: a linear layer that a rule chose for an adapter, a kernel or a grid. PEFT wraps it as any `nn.Linear`.
+"""`FusedLinear`: a linear layer that a rule chose for an adapter, a kernel or a grid. PEFT wraps it as any `nn.Linear`.
 
 In: an `nn.Linear`, whose weight and bias it shares. Out: the same function under the same names, by PyTorch's product.
 Under the rule `kt_linear`, kernels multiply few rows under `no_grad` (`gemv`) and many rows (`prefill = packed`).
@@ -16,33 +16,33 @@ from ktc.checkpoint.int4 import Int4Grid
 from ktc.linears.gemv import Gemv
 from ktc.linears.many_rows import ManyRows
 
-_STOCK_FORWARD = nn.Linear.forward  # KTLinear runs a replacement of it too
+_STOCK_FORWARD = nn.Linear.forward  # FusedLinear runs a replacement of it too
 _BAND = 1 << 22  # weights that are rounded at once: 16 MB as fp32
 
 
-class KTLinear(nn.Linear):
+class FusedLinear(nn.Linear):
     """An `nn.Linear` that a rule claimed; `ktc graph` and `print(model)` show it by this name.
 
-    `decode` and `many` multiply the bytes of `weight` itself, so a PEFT merge into `weight` takes effect there too.
+    The kernels multiply the bytes of `weight` itself, so a PEFT merge into `weight` takes effect there too.
     """
 
-    decode: Gemv | None = None
-    many: ManyRows | None = None
+    decode_kernel: Gemv | None = None
+    prefill_kernel: ManyRows | None = None
     grid: Int4Grid | None = None
 
     @classmethod
     def from_linear(
         cls,
         linear: nn.Linear,
-        decode: Gemv | None = None,
-        many: ManyRows | None = None,
+        decode_kernel: Gemv | None = None,
+        prefill_kernel: ManyRows | None = None,
         grid: Int4Grid | None = None,
-    ) -> KTLinear:
-        """Return a `KTLinear` that shares the parameters of `linear`: nothing is copied, gradients stay unchanged."""
+    ) -> FusedLinear:
+        """Return a layer that shares the parameters of `linear`, without a copy."""
         made = cls(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
         made.weight = linear.weight
         made.register_parameter("bias", linear.bias)
-        made.decode, made.many, made.grid = decode, many, grid
+        made.decode_kernel, made.prefill_kernel, made.grid = decode_kernel, prefill_kernel, grid
         return made.train(linear.training)
 
     def round_weight(self, *, in_place: bool = False) -> None:
@@ -71,14 +71,15 @@ class KTLinear(nn.Linear):
         if nn.Linear.forward is not _STOCK_FORWARD:
             return super().forward(input)
         # In training mode reentrant checkpointing runs a forward without gradients and repeats it with them.
-        decode = None if self.training else self.decode
+        decode = None if self.training else self.decode_kernel
         if decode is not None and decode.serves(input, self.weight, self.bias):
             return decode(input, self.weight, self.bias)
-        if self.many is not None and self.many.serves(input, self.weight, self.bias):
-            return self.many(input, self.weight, self.bias)
+        prefill = self.prefill_kernel
+        if prefill is not None and prefill.serves(input, self.weight, self.bias):
+            return prefill(input, self.weight, self.bias)
         return super().forward(input)
 
     def extra_repr(self) -> str:
-        decode = f", decode={self.decode.kernel.entry}" if self.decode is not None else ""
-        many = f", many={self.many.product}" if self.many is not None else ""
-        return super().extra_repr() + decode + many + (f", {self.grid}" if self.grid is not None else "")
+        decode = f", decode={self.decode_kernel.kernel.entry}" if self.decode_kernel is not None else ""
+        prefill = f", prefill={self.prefill_kernel.product}" if self.prefill_kernel is not None else ""
+        return super().extra_repr() + decode + prefill + (f", {self.grid}" if self.grid is not None else "")

@@ -74,9 +74,9 @@ class TrainedLinear(nn.Linear):
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         weight = self.rounded(x.dtype, factors)
         bias = cast("Tensor | None", self.bias)
-        a, b, scale = (None, None, 1.0) if factors is None else (factors.a, factors.b, factors.scale)
+        scale, *of_adapters = (1.0, None, None) if factors is None else (factors.scale, factors.a, factors.b)
         with torch.autocast(device, enabled=False):
-            return cast("Tensor", _Product.apply(x, weight, bias, self.weight, a, b, scale))
+            return cast("Tensor", _Product.apply(x, weight, bias, self.weight, scale, *of_adapters))
 
     def rounded(self, dtype: torch.dtype, factors: Factors | None = None) -> Tensor:
         """Return the weight that is multiplied, in `dtype`. Raises `ValueError` for one that is not finite."""
@@ -110,10 +110,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, master: Tensor, a: Tensor | None, b: Tensor | None,
-        scale: float,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, a, b)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, master: Tensor, scale: float, *factors: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, *factors)
         ctx.scale, ctx.master, ctx.bias = scale, master.dtype, None if bias is None else bias.dtype
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
@@ -121,7 +120,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, a, b = ctx.saved_tensors
-        of_x, _, of_bias, of_master, of_a, of_b, _ = ctx.needs_input_grad
+        of_x, _, of_bias, of_master, _, of_a, of_b = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         found: list[Tensor | None] = [grad @ weight if of_x else None, None, None, None, None, None, None]
         if of_bias:
@@ -132,6 +131,6 @@ class _Product(torch.autograd.Function):
             if of_a or of_b:
                 with torch.autocast(grad.device.type, enabled=False):
                     wide = of_weight.float()
-                    found[4] = (ctx.scale * (b.float().t() @ wide)).to(a.dtype)
-                    found[5] = (ctx.scale * (wide @ a.float().t())).to(b.dtype)
+                    found[5] = (ctx.scale * (b.float().t() @ wide)).to(a.dtype)
+                    found[6] = (ctx.scale * (wide @ a.float().t())).to(b.dtype)
         return tuple(found)

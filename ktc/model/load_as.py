@@ -26,7 +26,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.experts.kernel_library import KernelLibrary, on_torch_threads
 from ktc.files import file_digest
 from ktc.hf import generation_config, remote_code, stock_model
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import assumptions, peft_glue, process_gpu, weight_store, weights_stage
 from ktc.model.buffers import compute_buffers
@@ -125,7 +125,7 @@ def completed(
         check_bytes(model, manifest, folder, placement)
     follow(model, placement)
     for module in model.modules():
-        if isinstance(module, KTLinear):
+        if isinstance(module, FusedLinear):
             module.round_weight()
         if isinstance(module, StreamedLinear) and not reference:
             module.begin()

@@ -1,4 +1,4 @@
-"""Adapters on a compiled model: PEFT's own dispatch handles `KTLinear`, and receives a wrapper for `FusedMoe`.
+"""Adapters on a compiled model: PEFT's own dispatch handles `FusedLinear`, and receives a wrapper for `FusedMoe`.
 
 `install` is called when a compiled model is imported or loaded. `read_lora_config` makes the stock `LoraConfig` of
 the rules' `lora` block and the chosen nodes.

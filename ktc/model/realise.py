@@ -17,8 +17,8 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.form import parse_form
 from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.module import FusedMoe
-from ktc.experts.own_module import StockExperts, parse_called, parse_held, parse_inputs, stock_experts
-from ktc.linears.lora_linear import KTLinear
+from ktc.experts.own_module import StockExperts, parse_called, parse_inputs, parse_layouts, stock_experts
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.plain import is_plain_linear
 from ktc.linears.stored_linear import StoredLinear
 from ktc.linears.streamed_linear import StreamedLinear
@@ -71,7 +71,7 @@ def realise(
 
 def own_experts(module: nn.Module, args: Mapping[str, Any]) -> StockExperts:
     """Return the tensors of an experts module of the model's own, for the step that follows. Raises `ValueError`."""
-    form, parts = parse_form(args["form"]), parse_held(args["parts"])
+    form, parts = parse_form(args["form"]), parse_layouts(args["parts"])
     sizes = (args["num_experts"], args["hidden"], args["intermediate"])
     inputs, called = parse_inputs(args["inputs"]), parse_called(args["called"])
     return StockExperts(stock_experts(module, form, parts, sizes), inputs, called)
@@ -92,7 +92,7 @@ def stored_linear(module: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn
     if not isinstance(module, nn.Linear) or not is_plain_linear(module):
         raise WrongModule(f"a `{type(module).__name__}`" + " with code of its own" * isinstance(module, nn.Linear))
     if kernel is None:
-        return KTLinear.from_linear(module)
+        return FusedLinear.from_linear(module)
     return StoredLinear.from_linear(module, kernel, step.args["format"], step.args["threads"])
 
 

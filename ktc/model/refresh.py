@@ -26,7 +26,7 @@ from ktc.checkpoint import open_index
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.experts.load_state import LoadState
 from ktc.experts.module import FusedMoe
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.stored_linear import StoredLinear
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import weight_store
@@ -190,7 +190,7 @@ def _fill(shell: PreTrainedModel, model: PreTrainedModel, checkpoint: Path, prog
     shell.tie_weights()
     weight_store.check_filled(shell, persistent=True)
     for module in shell.modules():
-        if isinstance(module, KTLinear):
+        if isinstance(module, FusedLinear):
             module.round_weight(in_place=True)
 
 

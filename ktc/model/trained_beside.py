@@ -25,7 +25,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.module import FusedMoe
 from ktc.experts.weight_training import WeightTraining
 from ktc.files import write_file
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.trained_linear import TrainedLinear
 from ktc.text_files import read_text
 
@@ -133,7 +133,7 @@ def _rounded(module: nn.Module) -> str:
     """Return the grid of the module's weights in words, "" where they are not rounded."""
     if isinstance(module, FusedMoe) and module.weights.training.grid is not None:
         return _in_words(module)
-    if isinstance(module, KTLinear) and module.grid is not None:
+    if isinstance(module, FusedLinear) and module.grid is not None:
         return str(module.grid)
     if isinstance(module, TrainedLinear) and module.weight_training.grid is not None:
         return f"{module.weight_training.grid}{_how(module.weight_training)}"

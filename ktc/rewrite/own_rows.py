@@ -13,7 +13,7 @@ from typing import cast
 
 from ktc.checkpoint import Part, Step, WeightSource
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.experts.own_module import Held, OwnExperts
+from ktc.experts.own_module import OwnExperts, TensorLayout
 from ktc.experts.stock_layout import StockTensor, half_of
 from ktc.rewrite.apply import RewrittenBlock
 
@@ -24,7 +24,7 @@ class _Place:
 
     own: OwnExperts
     part: str
-    held: Held
+    held: TensorLayout
     fqn: str
 
     @property

@@ -1,8 +1,8 @@
 """`kt_linear`: a linear layer is computed by the kernel that a rule names.
 
-It becomes `KTLinear` at its FQN. With `gemv` few rows without gradients are the kernel's. With `prefill = packed` many
-rows are, with gradients too; `auto` takes the faster of that and PyTorch's. All others are PyTorch's. Where the plan
-leaves the weight in the blocks of a GGUF file, it becomes `StoredLinear`, and all products are the kernel's.
+It becomes `FusedLinear` at its FQN. With `gemv` few rows without gradients are the kernel's. With `prefill = packed`
+many rows are, with gradients too; `auto` takes the faster of that and PyTorch's. All others are PyTorch's. Where the
+plan leaves the weight in the blocks of a GGUF file, it becomes `StoredLinear`, and all products are the kernel's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KtLinear(ModuleTarget):
     arguments: ClassVar = {"threads": int, "few": str, "many": str, "grid": str}
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
-        """Return `KTLinear` with the weights of the graph."""
+        """Return `FusedLinear` with the weights of the graph."""
         from ktc.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)
@@ -77,7 +77,7 @@ class KtLinear(ModuleTarget):
 
     @staticmethod
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
-        """Return `KTLinear` with the layer's own weights, and the kernels where the plan chose one."""
+        """Return `FusedLinear` with the layer's own weights, and the kernels where the plan chose one."""
         from ktc.targets.linear_module import linear_of_model
 
         return linear_of_model(old, arguments, kernel)

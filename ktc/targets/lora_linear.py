@@ -1,4 +1,4 @@
-"""`lora_linear`: a linear layer takes LoRA. It becomes `KTLinear` at its FQN, which PEFT adapts like any `nn.Linear`.
+"""`lora_linear`: a linear layer takes LoRA. It becomes `FusedLinear`, which PEFT adapts as any `nn.Linear`.
 
 Where another rule gives the layer a kernel, the adapter stands in that kernel's module.
 """
@@ -36,14 +36,14 @@ class LoraLinear(ModuleTarget):
     module: ClassVar = "lora_linear"
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
-        """Return `KTLinear` without an adapter, which PEFT adds to the loaded model."""
+        """Return `FusedLinear` without an adapter, which PEFT adds to the loaded model."""
         from ktc.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)
 
     @staticmethod
     def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
-        """Return `KTLinear` with the layer's own weights."""
+        """Return `FusedLinear` with the layer's own weights."""
         from ktc.targets.linear_module import linear_of_model
 
         return linear_of_model(old, arguments, kernel)

@@ -1,7 +1,7 @@
 """`Quantisation`: the part that `fake_quant` and `quantize` share, weights on a grid in linear layers and experts.
 
-A linear layer becomes `KTLinear` or `TrainedLinear` at its FQN. Routed experts are quantised in the node of the target
-that runs them. Where another rule gives a linear layer a kernel, the weights of that kernel's module are rounded.
+A linear layer becomes `FusedLinear` or `TrainedLinear` at its FQN. Routed experts are quantised in the node of the
+target that runs them. Where another rule gives a linear layer a kernel, the weights of that kernel's module are rounded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Quantisation(ModuleTarget):
         return False
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
-        """Return `KTLinear` with the weights of the graph: rounding changes values, and no computation."""
+        """Return `FusedLinear` with the weights of the graph: rounding changes values, and no computation."""
         from ktc.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)

@@ -40,7 +40,7 @@ class Train(ModuleTarget):
     arguments: ClassVar = {"masters": str}
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
-        """Return `KTLinear` with the weights of the graph: proofs compare values, not optimizers."""
+        """Return `FusedLinear` with the weights of the graph: proofs compare values, not optimizers."""
         from ktc.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.experts.saved_on_host import Parked
+from ktc.experts.saved_on_host import HostOffloaded
 from ktc.experts.staging import to_device
 from ktc.training.compiled_parts import CompiledLayer, NotCompiled, Part
 from ktc.training.private_api import call_stock, called_as, with_attribute
@@ -31,7 +31,7 @@ class _Reached(BaseException):
         self.value = value
 
 
-def _values(tensor: Tensor | None, parked: Parked | None) -> Tensor | None:
+def _values(tensor: Tensor | None, parked: HostOffloaded | None) -> Tensor | None:
     return tensor if tensor is None or parked is None else parked.values(tensor)
 
 
@@ -71,7 +71,9 @@ class LayerRun:
 
         return self._reached(x, {attention: stop})
 
-    def route(self, x: Tensor, attended: Tensor | None, parked: Parked | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def route(
+        self, x: Tensor, attended: Tensor | None, parked: HostOffloaded | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the arguments of the experts: hidden states (B T, H), indices and weights (B T, K).
 
         `attended` is the attention's output, or the placeholder of `parked`.
@@ -89,8 +91,8 @@ class LayerRun:
         return self._reached(x, {**cuts, self._split.experts: stop})
 
     def finish(
-        self, x: Tensor, attended: Tensor | None, parked: Parked | None, routed: Tensor | None,
-        routed_parked: Parked | None = None,
+        self, x: Tensor, attended: Tensor | None, parked: HostOffloaded | None, routed: Tensor | None,
+        routed_parked: HostOffloaded | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the layer's output. `routed` (B T, H) is the output of its experts.
 

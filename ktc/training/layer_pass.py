@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from ktc.experts.module import FusedMoe
-from ktc.experts.saved_on_host import Parked
+from ktc.experts.saved_on_host import HostOffloaded
 from ktc.experts.staging import parts, to_host
 from ktc.training.compiled_parts import CompiledParts
 from ktc.training.layer_calls import ModelCall
@@ -24,7 +24,7 @@ from ktc.training.layer_parts import LayerRun
 from ktc.training.split_layer import LayerCall, SplitLayer
 
 Routes = tuple[Tensor, Tensor, Tensor]
-Carried = tuple[Tensor | None, Parked | None]  # a part's result, or the placeholder of a parked one
+Carried = tuple[Tensor | None, HostOffloaded | None]  # a part's result, or the placeholder of a parked one
 _MANY: Final = 16_384  # tokens of a pass from which computing takes longer than the bus, which then has time for more
 
 
@@ -70,13 +70,13 @@ def _through(
     return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
 
-def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | Parked | None) -> Any:
+def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | HostOffloaded | None) -> Any:
     run.begin_part()
     return cast("Any", checkpointing).checkpoint(part, *tensors, use_reentrant=False)
 
 
 def _parked(result: Tensor, uses: int = 1) -> Carried:
-    parked = Parked(result, uses)
+    parked = HostOffloaded(result, uses)
     return parked.placeholder, parked
 
 

@@ -24,7 +24,7 @@ from ktc import host, versions
 from ktc.experts.module import FusedMoe
 from ktc.experts.stream_ring import StreamFigures, rings
 from ktc.files import write_file
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.training import run_report
 from ktc.training.phases import PhaseClock, StepTimes
 from ktc.training.private_api import observe_steps
@@ -210,7 +210,11 @@ def _stacking(trainer: Any) -> str:
 
 def _linears(model: nn.Module) -> str:
     """Describe the product of frozen linear layers with many rows, "" where PyTorch's was the only one."""
-    products = {module.many for module in model.modules() if isinstance(module, KTLinear) and module.many is not None}
+    products = {
+        module.prefill_kernel
+        for module in model.modules()
+        if isinstance(module, FusedLinear) and module.prefill_kernel is not None
+    }
     return "; ".join(sorted({each.description() for each in products}))
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from ktc.attention import latent
 from ktc.attention.absorbed import AbsorbedAttention, Absorption, absorb
-from ktc.attention.latent import attend
+from ktc.attention.latent import attend, latent_scores
 from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.up_projection import UpProjection
 from ktc.diagnostics import InputRefused
@@ -67,15 +67,19 @@ def test_gradients_are_those_of_stock_attention_in_fp64(stock: PreTrainedModel) 
         assert float((found[1][name] - wanted).norm()) <= 1e-12 * max(float(wanted.norm()), 1e-3 * largest), name
 
 
+def attended(query: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection, *, scale: float, **options: Any) -> Any:
+    return attend(latent_scores(query, latent, k_rope, up, scale=scale), latent, up, **options)
+
+
 @pytest.mark.parametrize(("phase", "chunks"), [("never", ()), ("decode", CHUNKS[1:]), ("prefill", CHUNKS[:1])])
 def test_a_phase_chooses_the_calls_that_are_absorbed(
     deepseek: PreTrainedModel, phase: Any, chunks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, calls = absorbed(deepseek, absorb=phase), list[int]()
 
-    def counted(query: Tensor, *args: Any, **options: Any) -> Any:
-        calls.append(query.shape[2])
-        return attend(query, *args, **options)
+    def counted(scores: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append(scores.shape[2])
+        return attend(scores, *args, **options)
 
     monkeypatch.setattr("ktc.attention.absorbed.attend", counted)
     with InDouble():
@@ -219,9 +223,11 @@ def test_many_sequences_are_computed_as_each_alone(sinks: bool) -> None:
     mask[2] = False  # tokens that see nothing
     options: dict[str, Any] = {"scale": 0.7, "sinks": torch.ones(H, dtype=torch.float64) if sinks else None}
     up = UpProjection(weight, n)
-    together, _ = attend(query, latent, k_rope, up, mask=mask, **options)
+    together, _ = attended(query, latent, k_rope, up, mask=mask, **options)
     rows = [slice(each, each + 1) for each in range(B)]
-    alone = torch.cat([attend(query[row], latent[row], k_rope[row], up, mask=mask[row], **options)[0] for row in rows])
+    alone = torch.cat(
+        [attended(query[row], latent[row], k_rope[row], up, mask=mask[row], **options)[0] for row in rows]
+    )
     assert difference(together.detach(), alone.detach()) <= 1e-12
     assert not together[2].any()
     inputs = query, latent, k_rope, weight
@@ -239,10 +245,10 @@ def test_scores_on_a_gpu_are_not_rounded_before_their_sum(dtype: torch.dtype) ->
     query, weight = 3 * query, weight / 16
     with torch.no_grad():
         wide = (each.double() for each in (query, latent, k_rope))
-        exact, _ = attend(*wide, UpProjection(weight.double(), n), scale=0.07)
-        rounded, _ = attend(query, latent, k_rope, UpProjection(weight, n), scale=0.07)
+        exact, _ = attended(*wide, UpProjection(weight.double(), n), scale=0.07)
+        rounded, _ = attended(query, latent, k_rope, UpProjection(weight, n), scale=0.07)
         on_gpu = (each.cuda() for each in (query, latent, k_rope))
-        found, _ = attend(*on_gpu, UpProjection(weight.cuda(), n), scale=0.07)
+        found, _ = attended(*on_gpu, UpProjection(weight.cuda(), n), scale=0.07)
     assert difference(found.cpu(), exact) <= difference(rounded, exact)
 
 
@@ -267,9 +273,9 @@ def test_scores_on_a_gpu_have_the_gradients_of_the_cpu() -> None:
     found = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         leaves = [each.to(device, dtype).requires_grad_() for each in inputs]
-        out, _ = attend(*leaves[:3], UpProjection(leaves[3], 8), scale=0.3)
+        out, _ = attended(*leaves[:3], UpProjection(leaves[3], 8), scale=0.3)
         with torch.no_grad():
-            same, _ = attend(*leaves[:3], UpProjection(leaves[3], 8), scale=0.3)
+            same, _ = attended(*leaves[:3], UpProjection(leaves[3], 8), scale=0.3)
         assert torch.equal(out, same)
         found.append([out, *torch.autograd.grad(out.double().square().sum(), leaves)])
     assert all(difference(b.detach().cpu(), a.detach()) <= 0.02 for a, b in zip(*found, strict=True))

@@ -13,7 +13,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from ktc.capture.canonical import NoExperts
 from ktc.capture.own_experts import is_candidate, more_than_interface, own_experts
-from ktc.experts.own_module import OwnExperts, call_routed, parse_held, parse_inputs, stock_experts
+from ktc.experts.own_module import OwnExperts, call_routed, parse_inputs, parse_layouts, stock_experts
 from ktc.experts.reference import fused_moe_reference
 
 EXPERTS, HIDDEN, WIDTH, CHOSEN, TOKENS = 4, 12, 10, 2, 21
@@ -152,7 +152,7 @@ def test_what_is_read_computes_what_the_module_does(make: Callable[[], nn.Module
     stock = list(stock_experts(module, own.form, own.parts, own.sizes).values())
 
     def compute(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return fused_moe_reference(hidden, index, weights, *stock[:2], own.form, *(stock[2:] or (None, None)))
+        return fused_moe_reference(hidden, index, weights, stock, own.form)
 
     results: list[list[Tensor]] = []
     for ours in (False, True):
@@ -172,7 +172,7 @@ def test_its_spelling_in_a_manifest_is_read_back() -> None:
     words = own.words()
     assert words["parts"] == "up=up:flat down=down:flat:turned"
     assert words["called"] == "routed"
-    assert parse_held(str(words["parts"])) == own.parts
+    assert parse_layouts(str(words["parts"])) == own.parts
     assert parse_inputs(str(words["inputs"])) == own.inputs
 
 

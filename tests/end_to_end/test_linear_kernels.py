@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import ktc
 from ktc import twin
 from ktc.compiler import analyse
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.stored_linear import StoredLinear
 from ktc.model.peft_glue import read_lora_config
 from ktc.plan import Plan
@@ -37,10 +37,10 @@ def test_a_model_decodes_by_the_kernel_and_says_what_pytorch_does(tmp_path: Path
     (tmp_path / "decode.ktr").write_text(PROGRAM)
     out = ktc.compile("tiny:qwen3_moe", tmp_path / "decode.ktr", tmp_path / "decoding_twin")
     model = get_peft_model(ktc.load(out), read_lora_config(out)).eval()
-    linears = [module for module in model.modules() if isinstance(module, KTLinear)]
+    linears = [module for module in model.modules() if isinstance(module, FusedLinear)]
     assert len(linears) > 4
     head = model.get_output_embeddings()
-    assert isinstance(head, KTLinear) and head.decode is not None  # it is outside every block
+    assert isinstance(head, FusedLinear) and head.decode_kernel is not None  # it is outside every block
     ids = torch.randint(3, model.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = model(input_ids=ids).logits[:, -1].float()  # 12 rows: PyTorch's product
@@ -55,7 +55,7 @@ def test_a_program_may_ask_for_linear_kernels_alone(tmp_path: Path) -> None:
     (tmp_path / "decode.ktr").write_text('rule decode { match linear at "**.self_attn.*" => kt_linear(gemv) }\n')
     out = ktc.compile("tiny:qwen3_moe", tmp_path / "decode.ktr", tmp_path / "attention_twin")
     model = ktc.load(out).eval()
-    assert {module.decode is not None for module in model.modules() if isinstance(module, KTLinear)} == {True}
+    assert {module.decode_kernel is not None for module in model.modules() if isinstance(module, FusedLinear)} == {True}
     ids = torch.full((1, 1), 5)
     with torch.no_grad():
         ours, stock = (each(input_ids=ids).logits.float() for each in (model, ktc.load(out, reference=True)))
@@ -71,7 +71,7 @@ def test_a_head_that_is_tied_to_the_embeddings_takes_the_kernel_and_stays_tied(t
     (tmp_path / "head.ktr").write_text('rule head { match linear at "lm_head" => kt_linear(gemv) }\n')
     loaded = ktc.load(ktc.compile(tmp_path / "tied", tmp_path / "head.ktr", tmp_path / "out"))
     head = loaded.get_output_embeddings()
-    assert isinstance(head, KTLinear) and head.decode is not None
+    assert isinstance(head, FusedLinear) and head.decode_kernel is not None
     assert head.weight is loaded.get_input_embeddings().weight
     with torch.no_grad():
         ours, stock = (each(input_ids=torch.full((1, 1), 5)).logits.float() for each in (loaded, model))

@@ -25,14 +25,14 @@ def test_the_reference_computes_what_gpt_oss_does() -> None:
         torch.nn.init.normal_(weight, std=3.0, generator=generator)  # large, so that the limit is met
     x = torch.randn(9, 16, generator=generator, dtype=torch.float64)
     weights, index = torch.rand(9, 4, generator=generator, dtype=torch.float64).topk(2)
-    tensors = (stock.gate_up_proj, stock.down_proj, GPT_OSS, stock.gate_up_proj_bias, stock.down_proj_bias)
-    assert torch.allclose(fused_moe_reference(x, index, weights, *tensors), stock(x, index, weights))
+    tensors = (stock.gate_up_proj, stock.down_proj, stock.gate_up_proj_bias, stock.down_proj_bias)
+    assert torch.allclose(fused_moe_reference(x, index, weights, tensors, GPT_OSS), stock(x, index, weights))
 
 
 def test_an_expert_without_a_gate_applies_its_function_to_up_alone() -> None:
     layer = random_layer(16, 12, 2, 1, 5, form="relu2 ungated")
     up, down = layer.stock["up_proj"], layer.stock["down_proj"]
-    out = fused_moe_reference(layer.x, layer.index, layer.weights, up, down, layer.form)
+    out = fused_moe_reference(layer.x, layer.index, layer.weights, (up, down), layer.form)
     for token, (expert,) in enumerate(layer.index.tolist()):
         alone = F.relu(layer.x[token] @ up[expert].T).square() @ down[expert].T
         assert torch.allclose(out[token], alone * layer.weights[token])
@@ -42,9 +42,7 @@ def test_an_expert_without_a_gate_applies_its_function_to_up_alone() -> None:
 def test_the_reference_is_differentiable_in_every_float_input(form: str) -> None:
     layer = random_layer(5, 4, 3, 2, 4, form=form)
     inputs = [tensor.clone().requires_grad_() for tensor in (layer.x, layer.weights, *layer.stock.values())]
-    assert torch.autograd.gradcheck(
-        lambda x, w, first, down, *biases: fused_moe_reference(x, layer.index, w, first, down, form, *biases), inputs
-    )
+    assert torch.autograd.gradcheck(lambda x, w, *stock: fused_moe_reference(x, layer.index, w, stock, form), inputs)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -64,11 +62,11 @@ def test_another_spelling_is_refused(text: str) -> None:
 
 def test_biases_and_form_must_agree() -> None:
     layer = random_layer(16, 12, 2, 1, 5)
-    inputs = (layer.x, layer.index, layer.weights, *layer.stock.values())
+    inputs, stock = (layer.x, layer.index, layer.weights), (*layer.stock.values(),)
     with pytest.raises(ValueError, match="need both biases"):
-        fused_moe_reference(*inputs, "silu biased")
+        fused_moe_reference(*inputs, stock, "silu biased")
     with pytest.raises(ValueError, match="take no bias"):
-        fused_moe_reference(*inputs, "silu", torch.zeros(2, 24), torch.zeros(2, 16))
+        fused_moe_reference(*inputs, (*stock, torch.zeros(2, 24), torch.zeros(2, 16)), "silu")
 
 
 @pytest.mark.parametrize("with_kernel", [True, False])

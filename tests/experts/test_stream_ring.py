@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
-from ktc.experts.saved_on_host import Parked, SavedOnHost
+from ktc.experts.saved_on_host import HostOffloaded, SavedOnHost
 from ktc.experts.stream_ring import Ring, StreamSource, ring_of, rings
 
 CPU = torch.device("cpu")
@@ -132,10 +132,10 @@ def test_saved_tensors_come_back_and_parked_ones_carry_gradients(device: str) ->
     for tensor, each in reversed(list(zip(tensors, saved, strict=True))):
         assert torch.equal(each.back(), tensor)
         assert torch.equal(each.back(), tensor)
-    twice = Parked(tensors[0] * 3, uses=2)
+    twice = HostOffloaded(tensors[0] * 3, uses=2)
     for _ in range(4):  # two uses forward, two when both are recomputed
         assert torch.equal(twice.values(twice.placeholder), tensors[0] * 3)
-    parked = [Parked(tensor * 2) for tensor in tensors]
+    parked = [HostOffloaded(tensor * 2) for tensor in tensors]
     for _ in range(2):  # forward, and again when it is recomputed
         values = [each.values(each.placeholder) for each in parked]
         for value, tensor in zip(values, tensors, strict=True):

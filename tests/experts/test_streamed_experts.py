@@ -21,7 +21,7 @@ from ktc.experts.lora import ExpertsLora
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed_layout import Matrices
 from ktc.experts.page_lock import page_lock
-from ktc.experts.resident_backend import ResidentFew
+from ktc.experts.resident_backend import GpuResidentDecode
 from ktc.experts.stock_layout import canonical_parts
 from ktc.experts.streamed_backend import compute
 from ktc.formats import BLOCKS, FORMATS, Codes
@@ -168,9 +168,12 @@ def test_autocasting_does_not_change_the_dtype_of_the_experts() -> None:
     gate_up, down = torch.randn(64, 64), torch.randn(64, 32)
     matrices = Matrices(gate_up[None], down[None], None, None)
     stream: Any = SimpleNamespace(
-        share=range(1), device=torch.device("cpu"), chunks=lambda wanted: [(range(1), matrices)]
+        share=range(1),
+        device=torch.device("cpu"),
+        form=parse_form("silu"),
+        chunks=lambda wanted: [(range(1), matrices)],
     )
-    arguments = (stream,), parse_form("silu"), layer.x.float(), layer.index, layer.weights.float(), ExpertsLora()
+    arguments = (stream,), layer.x.float(), layer.index, layer.weights.float(), ExpertsLora()
     expected = compute(*arguments)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(compute(*arguments), expected)
@@ -278,7 +281,7 @@ def test_few_tokens_of_resident_experts_are_those_of_the_kernel(load: Load, form
     with torch.no_grad():
         wanted = module(x, layer.index, weights)
         module.offload = replace(CPU, min_tokens=1000, resident=True)
-        assert isinstance(module.backend(3, plain=True), ResidentFew)
+        assert isinstance(module.backend(3, plain=True), GpuResidentDecode)
         assert error(module(x, layer.index, weights), wanted) <= 1e-12 if form in EXACT else 0.01
         assert isinstance(module.backend(5, plain=True), CpuKernel)  # ten experts of eight
     assert isinstance(module.backend(3), CpuKernel)

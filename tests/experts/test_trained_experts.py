@@ -44,8 +44,7 @@ def reference_of(layer: Layer) -> tuple[Tensor, ...]:
     """Output, then gradients of hidden states, routing weights and stock tensors, in float64."""
     x, weights = layer.x.clone().requires_grad_(), layer.weights.clone().requires_grad_()
     stock = [tensor.clone().requires_grad_() for tensor in layer.stock.values()]
-    first, down, *biases = stock
-    out = fused_moe_reference(x, layer.index, weights, first, down, layer.form, *biases)
+    out = fused_moe_reference(x, layer.index, weights, stock, layer.form)
     return with_gradients(out, layer.grad, (x, weights, *stock))
 
 

@@ -72,10 +72,8 @@ def emulated(layer: Layer, lora: ExpertsLora | None = None) -> tuple[Tensor, Ten
     """Output, rounded as a kernel rounds it, and gradients of hidden states and routing weights."""
 
     def computed(x: Tensor, weights: Tensor, products: Products) -> Tensor:
-        first, down, *biases = layer.stock.values()
-        return fused_moe_reference(
-            x, layer.index, weights, first, down, layer.form, *biases, lora=lora, products=products
-        )
+        stock = [*layer.stock.values()]
+        return fused_moe_reference(x, layer.index, weights, stock, layer.form, lora=lora, products=products)
 
     out = computed(layer.x, layer.weights, INT8_FORWARD).bfloat16()
     x, weights = layer.x.clone().requires_grad_(), layer.weights.clone().requires_grad_()
@@ -197,7 +195,7 @@ def test_lora_reads_the_rows_as_they_were(make: Make, isa: Isa, ranks: tuple[int
     of_factors = [each for each in exact.factors if each is not None]
 
     def computed(products: Products) -> Tensor:
-        stock = (reference[0], layer.index, reference[1], first, down, layer.form)
+        stock = (reference[0], layer.index, reference[1], (first, down), layer.form)
         return fused_moe_reference(*stock, lora=exact, products=products)
 
     assert error(out.detach(), computed(INT8_FORWARD).detach()) <= 4e-3  # low-rank values are rounded to bf16

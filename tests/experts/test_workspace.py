@@ -89,7 +89,7 @@ def compare(
         experts.forward(x, index, weights, save=keep, lora=lora)
 
     def backward() -> None:
-        experts.backward(layer.grad.bfloat16(), index, weights, saved=saved, x_TH=x, lora=lora)
+        experts.backward(layer.grad.bfloat16(), (index, weights), saved=saved, x_TH=x, lora=lora)
 
     for call, is_backward in ((forward, False), (backward, True)):
         found = reserved_by(call, lambda: experts._engine.workspace_bytes)

@@ -16,7 +16,7 @@ import ktc
 from ktc import twin
 from ktc.experts.called_module import CalledExperts
 from ktc.experts.module import FusedMoe
-from ktc.experts.own_module import parse_held, parse_inputs
+from ktc.experts.own_module import parse_inputs, parse_layouts
 from ktc.experts.quantised_reference import dequantise, quantise
 from ktc.fidelity.experts import Experts, chosen, roles_of, routed_rows
 from ktc.fidelity.probe import answers, make_probe
@@ -80,7 +80,7 @@ def recorded(family: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 def arguments(family: str, module: nn.Module) -> dict[str, Any]:
     about = FAMILIES[family][1]
-    down = dict(module.named_parameters())[parse_held(about["parts"])["down"].name]
+    down = dict(module.named_parameters())[parse_layouts(about["parts"])["down"].name]
     hidden = small(family).config.get_text_config().hidden_size
     count = 16
     return {**about, "num_experts": count, "hidden": hidden, "intermediate": down.numel() // count // hidden}
@@ -138,7 +138,7 @@ def test_the_tensors_of_own_experts_go_through_a_format(family: str) -> None:
     """Compare with compiled experts whose weights went through the same reference."""
     module, args, kwargs = recorded(family)
     kept = {name: p.detach().clone() for name, p in module.named_parameters()}
-    ours, parts = compiled(family, module), parse_held(FAMILIES[family][1]["parts"])
+    ours, parts = compiled(family, module), parse_layouts(FAMILIES[family][1]["parts"])
     for expert in range(16):
         for part in ("gate", "up", "down"):
             matrix = dequantise(*quantise(ours.expert(expert, part).float(), "int4", 16), 16).float()

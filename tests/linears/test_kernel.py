@@ -17,7 +17,7 @@ from ktc.codegen.render import KernelSource, render
 from ktc.diagnostics import KtcError
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.linears.gemv import DTYPES, ROWS, Gemv, linear_arguments
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.plan.linear_spec import LinearSpec
 
 SPECS, QUICK = LINEARS, QUICK_LINEARS
@@ -163,7 +163,7 @@ def test_a_layer_takes_the_kernel_for_few_rows_without_gradients_only(library: K
 
 def test_a_layer_in_training_is_pytorchs_and_its_gradients_too(library: KernelLibrary) -> None:
     stock = torch.nn.Linear(70, 37, dtype=torch.bfloat16)
-    ours = KTLinear.from_linear(stock, gemv(library, SPECS[0]))
+    ours = FusedLinear.from_linear(stock, gemv(library, SPECS[0]))
     x = torch.randn(4, 70).bfloat16().requires_grad_()
     assert torch.equal(ours(x), functional.linear(x, stock.weight, stock.bias))
     (ours_grad,) = torch.autograd.grad(ours(x).sum(), x)
@@ -179,7 +179,7 @@ def test_a_layer_in_training_is_pytorchs_and_its_gradients_too(library: KernelLi
 
 
 def test_a_compiled_layer_is_traced_as_pytorchs(library: KernelLibrary) -> None:
-    ours = KTLinear.from_linear(torch.nn.Linear(70, 37, dtype=torch.bfloat16), gemv(library, SPECS[0])).eval()
+    ours = FusedLinear.from_linear(torch.nn.Linear(70, 37, dtype=torch.bfloat16), gemv(library, SPECS[0])).eval()
     x = torch.randn(2, 70).bfloat16()
     with torch.no_grad():
         program = torch.export.export(ours, (x,))

@@ -1,4 +1,4 @@
-"""`KTLinear` under PEFT: every kind of adapter gives what it gives on a stock layer, and decoding takes the kernel.
+"""`FusedLinear` under PEFT: every kind of adapter gives what it gives on a stock layer, and decoding takes the kernel.
 
 The kernel is a stand-in here, which counts its calls: what it computes is the business of tests/linears/test_kernel.py.
 """
@@ -24,7 +24,7 @@ from ktc.diagnostics import InputRefused
 from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.host import Gpu
 from ktc.linears.gemv import Gemv
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.rewrite import recipe, rewrite
 
 CALLS: list[int] = []
@@ -54,12 +54,12 @@ def _no_calls_yet() -> None:
 
 
 def pair() -> tuple[Two, Two]:
-    """A stock model in bf16, and the same of `KTLinear`s that decode by the stand-in."""
+    """A stock model in bf16, and the same of `FusedLinear`s that decode by the stand-in."""
     torch.manual_seed(5)
     stock = Two().bfloat16().eval()
     ours = copy.deepcopy(stock)
     decode = StandIn(Kernel(KernelLibrary(Path("none"), "", ()), "Linear_bf16_scalar", "bf16"), 1)
-    ours.q_proj, ours.o_proj = (KTLinear.from_linear(each, decode) for each in (ours.q_proj, ours.o_proj))
+    ours.q_proj, ours.o_proj = (FusedLinear.from_linear(each, decode) for each in (ours.q_proj, ours.o_proj))
     return stock, ours
 
 
@@ -172,7 +172,7 @@ def test_the_kernel_sees_what_is_merged_into_the_weights() -> None:
             assert_the_same(stock, ours)
             assert CALLS
         merged = ours.merge_and_unload()
-        assert isinstance(merged.q_proj, KTLinear)
+        assert isinstance(merged.q_proj, FusedLinear)
         assert_the_same(stock.merge_and_unload(), merged)
 
 
@@ -244,7 +244,7 @@ def test_a_replaced_forward_of_linear_layers_runs_instead_of_the_kernel(monkeypa
         def __call__(self, x: Tensor, *_: object) -> Tensor:
             return torch.zeros_like(x)
 
-    layer = KTLinear.from_linear(nn.Linear(3, 3), Zeros()).eval()  # type: ignore[arg-type]
+    layer = FusedLinear.from_linear(nn.Linear(3, 3), Zeros()).eval()  # type: ignore[arg-type]
     x = torch.ones(1, 3)
     assert torch.equal(layer(x), torch.zeros(1, 3))
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x * 2)

@@ -21,7 +21,7 @@ from ktc.experts.kernel_calls import recorded
 from ktc.linears import choice, many_rows
 from ktc.linears.choice import Choice
 from ktc.linears.gemv import DTYPES
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.many_rows import ManyRows
 from ktc.plan.linear_spec import LinearSpec
 from ktc.targets.linear_module import linear_of_model
@@ -98,10 +98,10 @@ def test_weights_need_no_alignment() -> None:
         assert torch.equal(*both)
 
 
-def frozen(bias: bool = False, size: int = 256) -> KTLinear:
+def frozen(bias: bool = False, size: int = 256) -> FusedLinear:
     torch.manual_seed(0)
     stock = nn.Linear(size, size, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
-    return KTLinear.from_linear(stock, many=product(SPECS[0]))
+    return FusedLinear.from_linear(stock, prefill_kernel=product(SPECS[0]))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -206,8 +206,8 @@ def test_the_faster_product_is_taken_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     calls, ours, x = counted(monkeypatch), frozen(), torch.randn(12, 256).bfloat16()
-    assert ours.many is not None
-    ours.many = replace(ours.many, product="auto")
+    assert ours.prefill_kernel is not None
+    ours.prefill_kernel = replace(ours.prefill_kernel, product="auto")
     for speeds, expected in (((30.0, 120.0), 1), ((100.0, 110.0), 0), ((400.0, 120.0), 0)):
         many_rows._choice.cache_clear()
         monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / str(speeds[0])))

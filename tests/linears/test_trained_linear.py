@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ktc.checkpoint.int4 import Int4Grid
 from ktc.diagnostics import InputRefused
 from ktc.experts.weight_training import WeightTraining
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.linears.trained_linear import Factors, TrainedLinear
 from ktc.model import peft_glue
 
@@ -37,7 +37,7 @@ def assert_near(found: list[Tensor], expected: list[Tensor], bound: float) -> No
 
 def test_a_frozen_weight_is_rounded_once_to_the_canonical_values() -> None:
     stock = linear()
-    made = KTLinear.from_linear(stock, grid=GRID)
+    made = FusedLinear.from_linear(stock, grid=GRID)
     made.round_weight()
     assert torch.equal(made.weight, GRID.coded(stock.weight).weight(torch.bfloat16))
     assert "int4 32" in repr(made)
@@ -174,7 +174,7 @@ def test_weights_that_cannot_be_rounded_are_refused_with_their_name() -> None:
 
 
 def test_a_frozen_layer_puts_weights_that_it_loads_on_its_grid() -> None:
-    made = KTLinear.from_linear(linear(), grid=GRID)
+    made = FusedLinear.from_linear(linear(), grid=GRID)
     stock = torch.randn(48, 64).bfloat16()
     made.load_state_dict({"weight": stock, "bias": made.bias.detach().clone()})
     assert torch.equal(made.weight, GRID.rounded(stock))

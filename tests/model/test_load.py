@@ -22,7 +22,7 @@ from ktc import twin
 from ktc.diagnostics import InputRefused
 from ktc.experts.module import FusedMoe
 from ktc.experts.packed import PackedExperts
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from ktc.link import Package, link
 from ktc.model.compiled_model import compiled_class
 from ktc.model.load import load
@@ -64,7 +64,7 @@ def test_the_module_tree_is_the_stock_one_with_the_recipe_in_it(compiled: Path, 
     model = load(compiled)
     assert not model.training
     assert isinstance(model.model.layers[1].mlp.experts, FusedMoe)
-    assert isinstance(model.model.layers[0].self_attn.q_proj, KTLinear)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, FusedLinear)
     theirs = stock(checkpoint, torch.bfloat16)
     assert [name for name, _ in model.named_modules()] == [
         name for name, _ in theirs.named_modules() if not name.endswith("mlp.experts.act_fn")

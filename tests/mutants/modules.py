@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktc.experts.module import FusedMoe
-from ktc.linears.lora_linear import KTLinear
+from ktc.linears.lora_linear import FusedLinear
 from mutants.mutant import Mutant
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,13 +45,13 @@ def loaded(change: Callable[[FusedMoe], None], last: bool = False) -> Change:
     return _each(FusedMoe, change, last)
 
 
-def linear(change: Callable[[KTLinear, Tensor], Tensor], last: bool = False) -> Change:
+def linear(change: Callable[[FusedLinear, Tensor], Tensor], last: bool = False) -> Change:
     """Return the change of what linear layers compute from their input."""
 
-    def broken(module: KTLinear) -> None:
+    def broken(module: FusedLinear) -> None:
         module.forward = lambda x: change(module, x)  # type: ignore[method-assign]
 
-    return _each(KTLinear, broken, last)
+    return _each(FusedLinear, broken, last)
 
 
 def _each(kind: type[M], broken: Callable[[M], None], last: bool) -> Change:

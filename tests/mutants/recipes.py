@@ -82,7 +82,7 @@ def to_layer(old: str, new: str) -> Change:
 FIRST, LAST = slice(0, 1), slice(-1, None)
 _ANY_K = "experts compute any number of choices per token; `top_k` is the kernel's preferred one"
 _NO_KERNEL = "it says how a kernel runs, and the same numbers come out"
-_SAME = "`KTLinear` computes what the stock layer computes: only where PEFT puts adapters changes"
+_SAME = "`FusedLinear` computes what the stock layer computes: only where PEFT puts adapters changes"
 _ROWS: tuple[tuple[str, str, Change, str], ...] = (
     ("activation silu -> gelu", "deepseek_v2", form("silu", "gelu"), ""),
     ("activation silu -> relu in the last layer alone", "deepseek_v3", form("silu", "relu", LAST), ""),

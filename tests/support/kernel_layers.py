@@ -125,8 +125,7 @@ class Layer:
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, d hidden states, d routing weights of the reference in float64."""
         x, weights = self.x.clone().requires_grad_(), self.weights.clone().requires_grad_()
-        first, down, *biases = self.stock.values()
-        out = fused_moe_reference(x, self.index, weights, first, down, self.form, *biases)
+        out = fused_moe_reference(x, self.index, weights, [*self.stock.values()], self.form)
         return (out.detach(), *torch.autograd.grad(out, (x, weights), self.grad))
 
 

@@ -22,10 +22,9 @@ class Adapted:
 
     def reference(self) -> tuple[Tensor, ...]:
         """Output, then the gradients of hidden states, routing weights and factors."""
-        first, down, *biases = self.layer.stock.values()
         x, weights, lora = trained(self, torch.float64, torch.float64)
-        stock = (first, down, self.layer.form, *biases)
-        out = fused_moe_reference(x, self.layer.index, weights, *stock, lora=lora)
+        stock = [*self.layer.stock.values()]
+        out = fused_moe_reference(x, self.layer.index, weights, stock, self.layer.form, lora=lora)
         return with_gradients(out, self.layer.grad, (x, weights, *lora.factors))
 
 
