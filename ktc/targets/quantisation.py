@@ -1,7 +1,7 @@
 """`Quantisation`: the part that `fake_quant` and `quantize` share, weights on a grid in linear layers and experts.
 
 A linear layer becomes `FusedLinear` or `TrainedLinear` at its FQN. Routed experts are quantised in the node of the
-target that runs them. Where another rule gives a linear layer a kernel, the weights of that kernel's module are rounded.
+target that runs them. Where another rule gives a linear layer a kernel, that kernel's module is rounded.
 """
 
 from __future__ import annotations
