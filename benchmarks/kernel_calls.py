@@ -25,7 +25,7 @@ from ktc import host
 from ktc.attention.decode import DecodeAttention, KVCacheView
 from ktc.codegen.build import build
 from ktc.codegen.render import render
-from ktc.experts.form import parse_form
+from ktc.experts.form import ExpertsSizes, parse_form
 from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.packed import PackedExperts
 from ktc.linears.gemv import Gemv
@@ -46,7 +46,7 @@ def candidates() -> dict[str, Callable[[], object]]:
     )
     library = build(render((attention, linear, moe), {}), host.detect())
     decode, gemv = DecodeAttention(library.kernel(attention.entry), 1), Gemv(library.kernel(linear.entry), 1)
-    experts = PackedExperts(library.kernel(moe.entry), 1, 2, 32, 32, 1)
+    experts = PackedExperts(library.kernel(moe.entry), 1, ExpertsSizes(2, 32, 32, 1))
     kv = KVCacheView(torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8))
     query, mask = torch.randn(1, 1, 1, 8), torch.ones(1, 1, 1, 4, dtype=torch.bool)
     x, weight = torch.randn(1, 32), torch.randn(32, 32)

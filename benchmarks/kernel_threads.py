@@ -24,8 +24,10 @@ from ktc import host
 from ktc.codegen.build import build
 from ktc.codegen.render import render
 from ktc.experts import openmp
-from ktc.experts.form import parse_form
+from ktc.experts.form import ExpertsSizes, parse_form
 from ktc.experts.module import FusedMoe
+from ktc.experts.packed import PackedExperts
+from ktc.experts.weights import ExpertsWeights
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, LAYERS = 64, 2048, 1408, 6, 2
@@ -41,7 +43,9 @@ def layers(threads: int) -> list[FusedMoe]:
     values = torch.randn(INTERMEDIATE, HIDDEN).mul(0.02).bfloat16()
     for _ in range(LAYERS):
         kernel = library.kernel(spec.entry)
-        made.append(FusedMoe(EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, form, kernel=kernel, threads=threads))
+        sizes_of_layer = ExpertsSizes(EXPERTS, HIDDEN, INTERMEDIATE, TOP_K)
+        packed = PackedExperts(kernel, threads, sizes_of_layer)
+        made.append(FusedMoe(ExpertsWeights(form, sizes_of_layer, torch.bfloat16, packed)))
         for expert in range(EXPERTS):
             for part, matrix in (("gate", values), ("up", values), ("down", values.T.contiguous())):
                 made[-1].load_expert(expert, part, matrix)

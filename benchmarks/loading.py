@@ -183,7 +183,10 @@ def layer_speed(shape: str) -> dict[str, float]:
 
     from ktc import host
     from ktc.codegen import build, render
+    from ktc.experts.form import ExpertsSizes, parse_form
     from ktc.experts.module import FusedMoe
+    from ktc.experts.packed import PackedExperts
+    from ktc.experts.weights import ExpertsWeights
     from ktc.model import packed_file
     from ktc.model.packed_file import Header, Origin
     from ktc.plan.kernel_spec import KernelSpec
@@ -192,7 +195,10 @@ def layer_speed(shape: str) -> dict[str, float]:
     isa = host.detect().isas[0]
     spec = KernelSpec("fused_moe", hidden, inner, num_experts, top_k, "bf16", "bf16", "bf16", isa)
     kernel = build.build(render.render([spec], {spec: "benchmark"}), host.detect()).kernel(spec.entry)
-    read, mapped = (FusedMoe(num_experts, hidden, inner, top_k, kernel=kernel) for _ in range(2))
+    form, sizes = parse_form("silu"), ExpertsSizes(num_experts, hidden, inner, top_k)
+    read, mapped = (
+        FusedMoe(ExpertsWeights(form, sizes, torch.bfloat16, PackedExperts(kernel, 1, sizes))) for _ in range(2)
+    )
     read.take_packed()
     storage = read.packed_storage
     torch.frombuffer(storage, dtype=torch.bfloat16).normal_(std=0.02)

@@ -17,9 +17,11 @@ from ktc.bench.inputs import Weights, lora_factors
 from ktc.bench.request import Request, Shape
 from ktc.codegen import build, render
 from ktc.experts.block_reference import random_blocks
-from ktc.experts.form import ExpertPart
+from ktc.experts.form import ExpertPart, ExpertsSizes, parse_form
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
+from ktc.experts.packed import PackedExperts
+from ktc.experts.weights import ExpertsWeights
 from ktc.formats import BLOCKS, CODES, FORMATS, WeightFormat
 from ktc.isa import Isa
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
@@ -72,8 +74,9 @@ def spec_of(request: Request, isa: Isa, weight_format: WeightFormat) -> KernelSp
 
 def _packed(request: Request, spec: KernelSpec, library: KernelLibrary, weights: Weights) -> FusedMoe:
     shape = request.shape
-    sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
-    module = FusedMoe(*sizes, kernel=library.kernel(spec.entry), threads=request.threads)
+    sizes = ExpertsSizes(shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
+    packed = PackedExperts(library.kernel(spec.entry), request.threads, sizes)
+    module = FusedMoe(ExpertsWeights(parse_form("silu"), sizes, torch.bfloat16, packed))
     if spec.format_down in BLOCKS:
         _load_blocks(module, shape, spec.format_down)
         return module

@@ -23,8 +23,11 @@ from ktc.bench.request import Request
 from ktc.codegen import build, render
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.experts.backend import Offload
+from ktc.experts.form import ExpertsSizes, parse_form
 from ktc.experts.module import FusedMoe
+from ktc.experts.packed import PackedExperts
 from ktc.experts.random_experts import RandomExperts
+from ktc.experts.weights import ExpertsWeights
 from ktc.plan.packed_size import packed_bytes
 from ktc.plan.placement import gib
 
@@ -100,8 +103,9 @@ def _module(request: Request, device: torch.device) -> FusedMoe:
     ((_, spec),) = ours.asked(request)
     library = build.build(render.render([spec], {spec: "ktc bench stream"}), host.detect())
     shape = request.shape
-    sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
-    return FusedMoe(*sizes, kernel=library.kernel(spec.entry), numa="none", offload=Offload((device,), 1))
+    sizes = ExpertsSizes(shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
+    packed = PackedExperts(library.kernel(spec.entry), 1, sizes, "none")
+    return FusedMoe(ExpertsWeights(parse_form("silu"), sizes, torch.bfloat16, packed), offload=Offload((device,), 1))
 
 
 class Bus:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.experts.block_reference import dequantise_blocks, quantise_blocks, random_blocks
-from ktc.experts.form import ExpertsForm
+from ktc.experts.form import ExpertsForm, ExpertsSizes
 from ktc.experts.kernel_library import Kernel
 from ktc.experts.packed import PackedExperts
 from ktc.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise
@@ -39,7 +39,7 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute what the reference computes, forward or backward."""
     sizes = {name: getattr(spec, name) or size for name, size in _odd_sizes(spec).items()}
     num_experts, hidden = sizes["num_experts"], sizes["hidden"]
-    experts = PackedExperts(kernel, 1, num_experts, hidden, sizes["intermediate"], sizes["top_k"])
+    experts = PackedExperts(kernel, 1, ExpertsSizes(num_experts, hidden, sizes["intermediate"], sizes["top_k"]))
     generator = torch.Generator().manual_seed(20)
     used = sorted({0, sizes["num_experts"] // 2, sizes["num_experts"] - 1})[:_MAX_EXPERTS]
     form = ExpertsForm(spec.activation, spec.gated, spec.biased)

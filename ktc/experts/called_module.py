@@ -15,6 +15,7 @@ from ktc.experts.lora import ExpertsLora
 from ktc.experts.module import FusedMoe
 from ktc.experts.own_module import Called, Role, call_routed
 from ktc.experts.tracing import never_traced
+from ktc.experts.weights import ExpertsWeights
 
 
 class CalledExperts(FusedMoe):
@@ -25,8 +26,8 @@ class CalledExperts(FusedMoe):
         called: what it means by them.
     """
 
-    def __init__(self, *args: Any, inputs: Mapping[str, Role], called: Called, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, weights: ExpertsWeights, inputs: Mapping[str, Role], called: Called, **settings: Any) -> None:
+        super().__init__(weights, **settings)
         self.inputs = dict(inputs)
         self.called: Called = called
 

@@ -19,13 +19,10 @@ from torch import Tensor, nn
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.backend import ExpertsBackend, Offload, choose
 from ktc.experts.cpu_backend import Activations
-from ktc.experts.form import ExpertPart, ExpertsForm, ExpertsSizes, parse_form
-from ktc.experts.kernel_library import Kernel
+from ktc.experts.form import ExpertPart, ExpertsForm
 from ktc.experts.load_state import LoadState
 from ktc.experts.lora import ExpertsLora
-from ktc.experts.packed import Numa, PackedExperts
 from ktc.experts.stock_layout import stock_names
-from ktc.experts.weight_training import FROZEN, WeightTraining
 from ktc.experts.weights import ExpertsWeights
 
 
@@ -50,41 +47,20 @@ class FusedMoe(nn.Module):
     K may differ from `top_k`. Copies share weights that are frozen.
 
     Args:
-        form: what the experts compute and how their stock tensors are stored, or the spelling of it.
-        kernel: an entry of the kernel library, or `None` for the PyTorch reference.
-        threads: workers of the kernel's engine.
-        dtype: that of the stock tensors, which the reference stores and computes in.
+        weights: the layer's weights, with the kernel that reads them or the tensors of the PyTorch reference.
         activations: `keep` saves gate and up of every slot for backward, `recompute` computes them again.
-        numa: `shard` cuts packed weights for the NUMA nodes that the process may run on, `none` does not.
         offload: the number of tokens from which a kernel's experts are streamed to a device, and that device.
-        training: whether weights are rounded to a grid, trained, or merged with the adapter.
     """
 
     def __init__(
-        self,
-        num_experts: int,
-        hidden: int,
-        intermediate: int,
-        top_k: int,
-        form: str | ExpertsForm = "silu",
-        *,
-        kernel: Kernel | None = None,
-        threads: int = 1,
-        dtype: torch.dtype = torch.bfloat16,
-        activations: Activations = "keep",
-        numa: Numa = "shard",
-        offload: Offload | None = None,
-        training: WeightTraining = FROZEN,
+        self, weights: ExpertsWeights, *, activations: Activations = "keep", offload: Offload | None = None
     ) -> None:
         super().__init__()
-        self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
+        self.num_experts, self.hidden, self.intermediate, self.top_k = weights.sizes
         self.activations: Activations = activations
         self.offload = offload
         self.watch: Check | None = None  # of the loader
-        sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
-        packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
-        of_form = parse_form(form) if isinstance(form, str) else form
-        self.weights = ExpertsWeights(of_form, sizes, dtype, packed, training)
+        self.weights = weights
         self._show()
 
     def _show(self) -> None:

@@ -71,19 +71,10 @@ class PackedExperts:
     `dtype` is that of hidden states and packed weights, `weight_dtype` that of routing weights.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        threads: int,
-        num_experts: int,
-        hidden: int,
-        intermediate: int,
-        top_k: int,
-        numa: Numa = "shard",
-    ) -> None:
+    def __init__(self, kernel: Kernel, threads: int, sizes: ExpertsSizes, numa: Numa = "shard") -> None:
         threads = permitted_threads(threads)
         nodes = nodes_for(threads) if numa == "shard" else ()
-        self._bind(kernel, threads, ExpertsSizes(num_experts, hidden, intermediate, top_k), nodes)
+        self._bind(kernel, threads, sizes, nodes)
         self._hold(huge_pages(self._native.packed_bytes))
         if nodes:
             self._native.bind(self._packed, [node.number for node in nodes])

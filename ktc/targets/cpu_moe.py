@@ -5,7 +5,6 @@ LoRA on the experts and their quantisation are carried out in the same node.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast
@@ -71,14 +70,16 @@ class CpuMoe(ModuleTarget):
         """Return `FusedMoe` without weights and kernel: its PyTorch reference, which proofs run."""
         import torch
 
+        from ktc.experts.form import ExpertsSizes, parse_form
         from ktc.experts.module import FusedMoe
+        from ktc.experts.weights import ExpertsWeights
         from ktc.graph import ops
 
         assert action.kernel is not None, "the plan chooses a kernel for all experts on the CPU"
         about, top_k = ops.attributes(node), int(ops.shape_of(node.args[1])[-1])
-        sizes = (int(about["num_experts"]), int(about["hidden"]), int(about["inter"]))
+        sizes = ExpertsSizes(int(about["num_experts"]), int(about["hidden"]), int(about["inter"]), top_k)
         with torch.device("meta"):
-            return FusedMoe(*sizes, top_k, str(about["form"]), dtype=node.meta["val"].dtype)
+            return FusedMoe(ExpertsWeights(parse_form(str(about["form"])), sizes, node.meta["val"].dtype, None))
 
     def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
         """Return the arguments of `FusedMoe` in the loaded model."""
@@ -110,18 +111,20 @@ class CpuMoe(ModuleTarget):
 
         from ktc.experts.backend import Offload
         from ktc.experts.called_module import CalledExperts
-        from ktc.experts.form import parse_form
+        from ktc.experts.form import ExpertsSizes, parse_form
         from ktc.experts.module import FusedMoe
         from ktc.experts.own_module import StockExperts
+        from ktc.experts.packed import PackedExperts
         from ktc.experts.stock_layout import stock_names, stock_shape
         from ktc.experts.weight_training import WeightTraining
+        from ktc.experts.weights import ExpertsWeights
 
         training = WeightTraining.parse(arguments["grid"], arguments["masters"], arguments["merged"])
         form = parse_form(arguments["form"])
-        sizes = (arguments["num_experts"], arguments["hidden"], arguments["intermediate"])
+        sizes = ExpertsSizes(*(arguments[name] for name in ("num_experts", "hidden", "intermediate", "top_k")))
         stacked: dict[StockTensor, Tensor] = {}
         for name in stock_names(form):
-            tensor, wanted = getattr(old, name, None), stock_shape(form, name, *sizes)
+            tensor, wanted = getattr(old, name, None), stock_shape(form, name, *sizes[:3])
             if not isinstance(tensor, torch.Tensor):
                 raise WrongModule(f"a `{type(old).__name__}` without `{name}`")
             if tuple(tensor.shape) != wanted:
@@ -130,20 +133,18 @@ class CpuMoe(ModuleTarget):
             stacked[name] = tensor
         devices = tuple(torch.device(name) for name in arguments["prefill"].split(",") if name)
         tokens, resident = arguments["prefill_tokens"], arguments["streamed"] == "resident"
-        own = isinstance(old, StockExperts)
-        make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if own else FusedMoe
-        made = make(
-            *sizes,
-            arguments["top_k"],
-            form,
-            kernel=kernel,
-            threads=arguments["threads"],
-            dtype=stacked["down_proj"].dtype,
-            activations=arguments["activations"],
-            numa=arguments["numa"],
-            offload=Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
-            training=training,
-        )
+        packed = None
+        if kernel is not None:
+            packed = PackedExperts(kernel, arguments["threads"], sizes, arguments["numa"])
+        weights = ExpertsWeights(form, sizes, stacked["down_proj"].dtype, packed, training)
+        settings = {
+            "activations": arguments["activations"],
+            "offload": Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
+        }
+        if isinstance(old, StockExperts):
+            made = CalledExperts(weights, old.inputs, old.called, **settings)
+        else:
+            made = FusedMoe(weights, **settings)
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)
         return made.train(old.training)

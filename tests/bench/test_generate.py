@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_layers import SPECS, built
+from kernel_layers import SPECS, built, experts_of
 from places import CONFIGS
 
 from ktc.bench.generate import run as run_file
@@ -18,7 +18,6 @@ from ktc.bench.generate.report import LeftOut, Row
 from ktc.bench.generate.run import experts_bytes
 from ktc.cli import app as cli
 from ktc.experts.backend import Offload
-from ktc.experts.module import FusedMoe
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -69,16 +68,16 @@ def test_invalid_options_are_refused(options: tuple[str, ...], fault: str, run: 
 
 
 def test_a_step_reads_the_experts_that_even_choices_hit() -> None:
-    module = FusedMoe(8, 64, 32, 2)
+    module = experts_of(8, 64, 32, 2)
     assert experts_bytes(module, 1) == 0  # a reference packs nothing
-    packed = FusedMoe(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry))
+    packed = experts_of(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry))
     assert experts_bytes(packed, 1) == packed.packed_bytes * 2 / 8
     assert experts_bytes(packed, 2) == packed.packed_bytes * (1 - 0.75**2)
 
 
 def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu() -> None:
     resident = Offload((torch.device("cuda:0"),), 0, resident=True)
-    assert experts_bytes(FusedMoe(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry), offload=resident), 1) == 0
+    assert experts_bytes(experts_of(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry), offload=resident), 1) == 0
 
 
 def test_a_row_without_memory_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from kernel_layers import experts_of
 from quantised_twins import FP8_CONFIG, Tensors, by_element, config_of, fp8, random, twin_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -36,7 +37,6 @@ from ktc.checkpoint.values import read_blocks
 from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
 from ktc.experts.block_reference import dequantise_blocks
-from ktc.experts.module import FusedMoe
 from ktc.model import weight_store
 
 
@@ -241,7 +241,7 @@ def test_quantised_experts_go_into_the_module_that_packs_them(tmp_path: Path) ->
     stored, worth = in_fp8(tensors)
     fqn = "model.layers.1.mlp.experts"
     experts, hidden, inner = model.get_submodule(fqn).get_parameter("down_proj").shape
-    bank = FusedMoe(experts, hidden, inner, 2)
+    bank = experts_of(experts, hidden, inner, 2)
     model.set_submodule(fqn, bank)
     model.config.quantization_config = FP8_CONFIG
     stock = twin_of("deepseek_v3", tmp_path)[0]

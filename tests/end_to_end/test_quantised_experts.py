@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_layers import experts_of
 from quantised_twins import FP8_CONFIG, by_element, config_of, fp8, twin_of
 from safetensors.torch import save_file
 from torch import Tensor
@@ -145,7 +146,7 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
     sources = map_weights(model, index).sources
     for layer in (1, 2):
         sizes_of_layer = (found.num_experts, found.hidden, found.intermediate, found.top_k)
-        experts = FusedMoe(*(size or 0 for size in sizes_of_layer), kernel=kernel)
+        experts = experts_of(*(size or 0 for size in sizes_of_layer), kernel=kernel)
         model.get_submodule(f"model.layers.{layer}.mlp").experts = experts
     weight_store.fill(model, [s for s in sources if ".experts." in s.target], index, {})
     module = model.get_submodule(EXPERTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernel_layers import SLOW_SPECS, SPECS, Layer, Load, built
+from kernel_layers import SLOW_SPECS, SPECS, Layer, Load, built, experts_of
 
 from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.module import FusedMoe
@@ -19,7 +19,7 @@ def load(kernels: KernelLibrary) -> Load:
         return (kernels if spec in SPECS else built(SLOW_SPECS)).kernel(spec.entry)
 
     def make(layer: Layer, spec: KernelSpec | None, **options: object) -> FusedMoe:
-        module = FusedMoe(
+        module = experts_of(
             layer.num_experts,
             layer.hidden,
             layer.intermediate,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_layers import EXACT_FORMS, ISAS, Load, error, random_layer, run, spec_of
+from kernel_layers import EXACT_FORMS, ISAS, Load, error, experts_of, random_layer, run, spec_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,7 +168,7 @@ def test_tensors_of_another_shape_are_refused(load: Load) -> None:
 
 
 def test_a_layer_that_is_not_loaded_does_not_run() -> None:
-    module = FusedMoe(2, 8, 8, 1)
+    module = experts_of(2, 8, 8, 1)
     module.load_expert(0, "up", torch.zeros(8, 8))
     assert module.missing() == ((0, "gate"), (0, "down"), (1, "gate"), (1, "up"), (1, "down"))
     with pytest.raises(RuntimeError, match=r"5 expert weights were never loaded, the first is \(0, 'gate'\)"):

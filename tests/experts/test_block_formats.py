@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from kernel_layers import CODE_ROWS, ISAS, Layer, built, error, random_layer, run, spec_of
+from kernel_layers import CODE_ROWS, ISAS, Layer, built, error, experts_of, random_layer, run, spec_of
 from lora_layers import adapt, assert_close, run_adapted
 from refresh_cycle import assert_cycle
 from torch import Tensor
@@ -82,7 +82,7 @@ def module_for(library: Library, spec: KernelSpec, layer: Layer, **options: obje
     """Experts of random blocks; the layer's weights become what a few rows are multiplied with."""
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
     kernel = library(spec).kernel(spec.entry)
-    module = FusedMoe(*sizes, layer.form, kernel=kernel, **options)  # type: ignore[arg-type]
+    module = experts_of(*sizes, layer.form, kernel=kernel, **options)  # type: ignore[arg-type]
     fill(module, spec, layer)
     return module
 
@@ -371,4 +371,4 @@ def test_rows_that_are_no_whole_blocks_are_refused_by_name(
 ) -> None:
     kernel = library(QUICK[0]).kernel(QUICK[0].entry)
     with pytest.raises(ValueError, match=what):
-        FusedMoe(2, hidden, inter, 1, kernel=kernel)
+        experts_of(2, hidden, inter, 1, kernel=kernel)

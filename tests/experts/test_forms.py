@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_layers import FORMS, ISAS, Load, random_layer, run, spec_of
+from kernel_layers import FORMS, ISAS, Load, experts_of, random_layer, run, spec_of
 from torch.nn import functional as F
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from ktc.experts.form import Activation, ExpertsForm, parse_form
-from ktc.experts.module import FusedMoe
 from ktc.experts.reference import fused_moe_reference
 from ktc.plan.kernel_spec import KernelSpec
 
@@ -83,7 +82,7 @@ def test_a_module_shows_the_tensors_of_its_stock_module(load: Load, with_kernel:
 
 
 def test_every_part_of_the_form_must_be_loaded() -> None:
-    module = FusedMoe(1, 8, 4, 1, "silu ungated biased")
+    module = experts_of(1, 8, 4, 1, "silu ungated biased")
     assert module.missing() == ((0, "up"), (0, "down"), (0, "up_bias"), (0, "down_bias"))
     with pytest.raises(ValueError, match="have no `gate`, only up, down, up_bias, down_bias"):
         module.load_expert(0, "gate", torch.zeros(4, 8))

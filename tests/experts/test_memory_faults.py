@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from kernel_layers import ISAS, random_layer, spec_of
+from kernel_layers import ISAS, experts_of, random_layer, spec_of
 from lora_layers import adapt, run_adapted
 
 from ktc import memory_faults
 from ktc.diagnostics import Diagnostic
 from ktc.experts.kernel_library import KernelLibrary
-from ktc.experts.module import FusedMoe
 from ktc.experts.stock_layout import canonical_parts
 
 SPEC = spec_of(ISAS[0])
@@ -55,7 +54,7 @@ def observations(library: KernelLibrary) -> None:
     """Assert in a process of its own, whose address space is limited."""
     adapted = adapt(random_layer(64, 96, 4, 2, 9), 5)
     layer = adapted.layer
-    module = FusedMoe(4, 64, 96, 2, layer.form, kernel=library.kernel(SPEC.entry))
+    module = experts_of(4, 64, 96, 2, layer.form, kernel=library.kernel(SPEC.entry))
     for name, tensor in layer.stock.items():
         for expert in range(4):
             for part, values in canonical_parts(layer.form, name, tensor[expert]):
@@ -92,7 +91,7 @@ def observations(library: KernelLibrary) -> None:
         assert small_calls_are_right()
     assert torch.equal(torch.autograd.grad(forward().sum(), x)[0], wanted), "the step can be repeated"
     with room(8 * MEBIBYTE):
-        assert "for weights" in str(error_of(lambda: FusedMoe(64, 1024, 1024, 2, kernel=library.kernel(SPEC.entry))))
+        assert "for weights" in str(error_of(lambda: experts_of(64, 1024, 1024, 2, kernel=library.kernel(SPEC.entry))))
 
 
 def test_a_call_without_memory_is_an_error_and_the_next_call_is_right(kernels: KernelLibrary) -> None:

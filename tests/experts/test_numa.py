@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from kernel_layers import FORMS, ISAS, Layer, Load, random_layer, run, spec_of
+from kernel_layers import FORMS, ISAS, Layer, Load, experts_of, random_layer, run, spec_of
 
 from ktc import host
 from ktc.experts.kernel_library import nodes_for
@@ -102,7 +102,7 @@ def test_a_packed_store_is_good_for_any_number_of_nodes(load: Load, nodes: int) 
 
     def empty(**options: object) -> FusedMoe:
         kernel = whole.weights.packed._kernel  # type: ignore[union-attr]
-        return FusedMoe(5, 70, 90, 2, layer.form, kernel=kernel, **options)  # type: ignore[arg-type]
+        return experts_of(5, 70, 90, 2, layer.form, kernel=kernel, **options)  # type: ignore[arg-type]
 
     def fill(target: memoryview) -> None:
         target[:] = stored

@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 import torch
-from kernel_layers import CODE_ROWS, ISAS, Layer, built, random_layer, spec_of
+from kernel_layers import CODE_ROWS, ISAS, Layer, built, experts_of, random_layer, spec_of
 from lora_layers import Adapted, adapt, run_adapted
 from torch import Tensor
 
@@ -97,7 +97,7 @@ def matrices(layer: Layer) -> Iterator[tuple[int, ExpertPart, Tensor]]:
 
 def module_for(library: KernelLibrary, spec: KernelSpec, layer: Layer, **options: object) -> FusedMoe:
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
-    module = FusedMoe(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
+    module = experts_of(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
     for expert, part, values in matrices(layer):
         module.load_expert(expert, part, values)
     return module

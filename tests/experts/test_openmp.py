@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_layers import ISAS, random_layer, spec_of
+from kernel_layers import ISAS, experts_of, random_layer, spec_of
 
 from ktc import host
 from ktc.experts import openmp
@@ -32,7 +32,7 @@ def observations(library: KernelLibrary) -> None:
     x, index, weights = layer.x.bfloat16(), layer.index, layer.weights.float()
 
     def loaded(threads: int) -> FusedMoe:
-        module = FusedMoe(4, 64, 96, 2, layer.form, kernel=library.kernel(SPEC.entry), threads=threads)
+        module = experts_of(4, 64, 96, 2, layer.form, kernel=library.kernel(SPEC.entry), threads=threads)
         for name, tensor in layer.stock.items():
             for expert in range(4):
                 for part, values in canonical_parts(layer.form, name, tensor[expert]):

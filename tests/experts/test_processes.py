@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_layers import ISAS, Layer, Load, random_layer, spec_of
+from kernel_layers import ISAS, Layer, Load, experts_of, random_layer, spec_of
 from lora_layers import adapt, run_adapted
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -99,7 +99,7 @@ def succeeded(child: int) -> bool:
 
 
 def loaded(library: KernelLibrary, layer: Layer, threads: int) -> FusedMoe:
-    module = FusedMoe(4, 64, 96, 2, layer.form, kernel=library.kernel(SPEC.entry), threads=threads)
+    module = experts_of(4, 64, 96, 2, layer.form, kernel=library.kernel(SPEC.entry), threads=threads)
     for name, tensor in layer.stock.items():
         for expert in range(4):
             for part, values in canonical_parts(layer.form, name, tensor[expert]):

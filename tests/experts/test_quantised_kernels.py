@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import CODE_ROWS, ISAS, Layer, built, error, quick_or_slow, random_layer, run, spec_of
+from kernel_layers import CODE_ROWS, ISAS, Layer, built, error, experts_of, quick_or_slow, random_layer, run, spec_of
 from lora_layers import adapt, assert_close, run_adapted
 from refresh_cycle import assert_cycle
 from torch import Tensor
@@ -70,7 +70,7 @@ def matrices(layer: Layer) -> Iterator[tuple[int, ExpertPart, Tensor]]:
 
 def module_for(library: KernelLibrary, spec: KernelSpec, layer: Layer, **options: object) -> FusedMoe:
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
-    module = FusedMoe(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
+    module = experts_of(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
     fill(module, layer)
     return module
 
@@ -184,7 +184,7 @@ def test_rows_that_are_no_whole_groups_are_refused_by_name(library: KernelLibrar
     kernel, group = library.kernel(int4.entry), int4.group_size
     sizes = {"hidden": 2 * group, "intermediate": 2 * group, name: group + 8}
     with pytest.raises(ValueError, match=f"int4 weights in groups of {group}: {name} = {group + 8}"):
-        FusedMoe(2, sizes["hidden"], sizes["intermediate"], 1, kernel=kernel)
+        experts_of(2, sizes["hidden"], sizes["intermediate"], 1, kernel=kernel)
 
 
 def test_the_plan_knows_the_packed_bytes(library: KernelLibrary, spec: KernelSpec) -> None:

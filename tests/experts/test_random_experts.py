@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kernel_layers import FORMS, ISAS, built, quick_or_slow, spec_of
+from kernel_layers import FORMS, ISAS, built, experts_of, quick_or_slow, spec_of
 
 from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.module import FusedMoe
@@ -30,7 +30,7 @@ def made(spec: KernelSpec, seed: int = 3) -> FusedMoe:
 
 
 def filled(kernel: Kernel | None, form: str = "silu", seed: int = 3) -> FusedMoe:
-    module = FusedMoe(EXPERTS, 256, 512, 2, form, kernel=kernel)
+    module = experts_of(EXPERTS, 256, 512, 2, form, kernel=kernel)
     RandomExperts(seed).fill(module, 0, lambda size: None)
     return module
 
@@ -62,7 +62,7 @@ def test_experts_of_other_forms_and_without_a_kernel_too(kernels: KernelLibrary,
 
 def test_consecutive_layers_differ_and_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = QUICK[1]
-    layers = [FusedMoe(EXPERTS, 256, 512, 2, kernel=built((spec,)).kernel(spec.entry)) for _ in range(2)]
+    layers = [experts_of(EXPERTS, 256, 512, 2, kernel=built((spec,)).kernel(spec.entry)) for _ in range(2)]
     sizes: list[int] = []
     random = RandomExperts(0)
     random.fill(layers[0], 0, sizes.append)

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_layers import EXACT, EXACT_FORMS, FORMS, ISAS, Load, built, error, quick_or_slow, random_layer, run, spec_of
+from kernel_layers import (
+    EXACT,
+    EXACT_FORMS,
+    FORMS,
+    ISAS,
+    Load,
+    built,
+    error,
+    experts_of,
+    quick_or_slow,
+    random_layer,
+    run,
+    spec_of,
+)
 from lora_layers import adapt, run_adapted
 from refresh_cycle import assert_cycle
 
@@ -56,7 +69,7 @@ def test_every_format_is_decoded_to_the_kernels_bits(spec: KernelSpec) -> None:
         sizes[name] = -(-max(sizes[name], 300 if isinstance(row, Codes) else 160) // whole) * whole
     layer = random_layer(**sizes, num_experts=3, top_k=2, tokens=1)
     kernel = built((spec,)).kernel(spec.entry)
-    module = FusedMoe(3, layer.hidden, layer.intermediate, 2, layer.form, kernel=kernel)
+    module = experts_of(3, layer.hidden, layer.intermediate, 2, layer.form, kernel=kernel)
     generator = torch.Generator().manual_seed(5)
     for name, tensor in layer.stock.items():
         for expert in range(3):

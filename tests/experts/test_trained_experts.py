@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import EXACT_FORMS, ISAS, Layer, Load, built, error, isas_with, random_layer, spec_of
+from kernel_layers import EXACT_FORMS, ISAS, Layer, Load, built, error, experts_of, isas_with, random_layer, spec_of
 from lora_layers import Adapted, adapt, trained, with_gradients
 from torch import Tensor
 from torch.func import functional_call
@@ -129,7 +129,7 @@ def _rounded(matrix: Tensor, layer: Layer, grid: Int4Grid) -> Tensor:
 def test_trained_experts_are_rounded_and_their_gradient_passes_the_rounding(group: int, form: str) -> None:
     layer, grid = random_layer(256, 128, 4, 2, 40, form=form), Int4Grid(group)
     training = WeightTraining(grid, torch.float32)
-    module = FusedMoe(4, 256, 128, 2, layer.form, kernel=int4_kernel(form), training=training)
+    module = experts_of(4, 256, 128, 2, layer.form, kernel=int4_kernel(form), training=training)
     load_into(module, layer)
     assert_close(run_trained(module, layer), reference_of(rounded(layer, grid)), 8e-3)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_frozen_experts_hold_the_weights_of_the_canonical_quantiser(load: Load, 
     if grid.scale_mode == "slime":
         module = load(layer, spec_of(ISAS[0]), training=WeightTraining(grid))
     else:
-        module = FusedMoe(3, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(grid))
+        module = experts_of(3, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(grid))
         load_into(module, layer)
     reference = load(layer, None, training=WeightTraining(grid))
     for expert in range(3):
@@ -168,7 +168,7 @@ def test_frozen_experts_hold_the_weights_of_the_canonical_quantiser(load: Load, 
 def test_a_merged_adapter_is_rounded_with_the_weights(load: Load, ranks: tuple[int, int], form: str) -> None:
     adapted = adapt(random_layer(256, 128, 4, 2, 40, form=form), ranks)
     training = WeightTraining(Int4Grid(128), merged=True)
-    module = FusedMoe(4, 256, 128, 2, adapted.layer.form, kernel=int4_kernel(form), training=training)
+    module = experts_of(4, 256, 128, 2, adapted.layer.form, kernel=int4_kernel(form), training=training)
     load_into(module, adapted.layer)
     found, expected = (
         run_merged(module, adapted),
@@ -189,7 +189,7 @@ def run_merged(module: FusedMoe, adapted: Adapted) -> tuple[Tensor, ...]:
 
 def test_weights_are_packed_once_per_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer(256, 128, 4, 2, 8)
-    module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
+    module = experts_of(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
     load_into(module, layer)
     packed: list[int] = []
     load = PackedExperts.load
@@ -213,7 +213,7 @@ def test_weights_are_packed_once_per_optimizer_step(monkeypatch: pytest.MonkeyPa
 
 def test_a_step_between_forward_and_backward_is_an_error() -> None:
     layer = random_layer(256, 128, 4, 2, 8)
-    module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
+    module = experts_of(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
     load_into(module, layer)
     out = module(layer.x.bfloat16(), layer.index, layer.weights.float())
     with torch.no_grad():
@@ -226,7 +226,7 @@ def test_a_step_between_forward_and_backward_is_an_error() -> None:
 def test_parameters_that_pytorch_puts_in_their_place_are_the_ones_that_count() -> None:
     layer = random_layer(256, 128, 4, 2, 8)
     sizes, training = (4, 256, 128, 2), WeightTraining(Int4Grid(128), torch.float32)
-    module = FusedMoe(*sizes, kernel=int4_kernel(), training=training)
+    module = experts_of(*sizes, kernel=int4_kernel(), training=training)
     load_into(module, layer)
     inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
     before = module(*inputs)
@@ -234,14 +234,14 @@ def test_parameters_that_pytorch_puts_in_their_place_are_the_ones_that_count() -
     other = functional_call(module, doubled, inputs)
     assert not torch.equal(other, before)
     assert torch.equal(module(*inputs), before)
-    fresh = FusedMoe(*sizes, kernel=int4_kernel(), training=training)
+    fresh = experts_of(*sizes, kernel=int4_kernel(), training=training)
     fresh.load_state_dict(doubled, assign=True)
     assert torch.equal(fresh(*inputs), other)
 
 
 def test_weights_that_cannot_be_rounded_are_named() -> None:
     layer = random_layer(256, 128, 4, 2, 8)
-    module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
+    module = experts_of(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
     load_into(module, layer)
     inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
     before = module(*inputs)
@@ -257,7 +257,7 @@ def test_weights_that_cannot_be_rounded_are_named() -> None:
 def test_a_merged_adapter_counts_with_its_scale_and_all_that_are_active() -> None:
     adapted = adapt(random_layer(256, 128, 3, 2, 9), 8)
     training = WeightTraining(Int4Grid(128), merged=True)
-    module = FusedMoe(3, 256, 128, 2, kernel=int4_kernel(), training=training)
+    module = experts_of(3, 256, 128, 2, kernel=int4_kernel(), training=training)
     load_into(module, adapted.layer)
     inputs = adapted.layer.x.bfloat16(), adapted.layer.index, adapted.layer.weights.float()
     gate_up = adapted.lora.gate_up
@@ -279,7 +279,7 @@ def test_a_merged_adapter_counts_with_its_scale_and_all_that_are_active() -> Non
 
 def test_copies_of_trained_experts_train_alone() -> None:
     layer = random_layer(256, 128, 4, 2, 8)
-    module = FusedMoe(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
+    module = experts_of(4, 256, 128, 2, kernel=int4_kernel(), training=WeightTraining(Int4Grid(128), torch.float32))
     load_into(module, layer)
     inputs = layer.x.bfloat16(), layer.index, layer.weights.float()
     before = module(*inputs)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import ISAS, Layer, built, error, random_layer, run, spec_of
+from kernel_layers import ISAS, Layer, built, error, experts_of, random_layer, run, spec_of
 from torch import Tensor
 
 from ktc import host
@@ -48,7 +48,7 @@ def library() -> KernelLibrary:
 def make(library: KernelLibrary) -> Make:
     def module_of(layer: Layer, spec: KernelSpec, **options: object) -> FusedMoe:
         sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
-        module = FusedMoe(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
+        module = experts_of(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
         for expert, part, values in matrices(layer):
             module.load_expert(expert, part, values)
         return module
@@ -223,7 +223,7 @@ def test_codes_are_packed_as_they_are_stored(make: Make) -> None:
 def test_rows_whose_sums_could_overflow_are_refused(library: KernelLibrary) -> None:
     kernel = library.kernel(GATED[ISAS[0]].entry)
     with pytest.raises(ValueError, match=r"int8 products: intermediate = 65537 is more than 65536"):
-        FusedMoe(1, 32, 65537, 1, kernel=kernel)
+        experts_of(1, 32, 65537, 1, kernel=kernel)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry[17:])

@@ -15,6 +15,7 @@ from torch import Tensor
 from ktc import host
 from ktc.codegen.build import build
 from ktc.codegen.render import render
+from ktc.experts.form import ExpertsSizes
 from ktc.experts.lora import ExpertsLora, Lora
 from ktc.experts.packed import PackedExperts
 from ktc.formats import WeightFormat
@@ -70,7 +71,7 @@ def test_quantised_weights_take_scratch_of_their_own(
     library = build(render([spec], {spec: "tests/experts/test_workspace.py:1:1"}), host.detect(), tmp_path)
     layer = random_layer(*SIZES.values(), TOKENS)
     for threads in (1, 3):
-        experts = PackedExperts(library.kernel(spec.entry), threads, 8, 512, 352, 4)
+        experts = PackedExperts(library.kernel(spec.entry), threads, ExpertsSizes(8, 512, 352, 4))
         for ranks in ((0, 0), (8, 5)):
             for keep in (True, False):
                 compare(experts, layer, spec, ranks, threads, keep)

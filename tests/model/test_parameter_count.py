@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kernel_layers import experts_of
 from torch import nn
 
-from ktc.experts.module import FusedMoe
 from ktc.model.compiled_model import CompiledModel
 from ktc.training import report
 
@@ -19,7 +19,7 @@ class Stock(nn.Module):
     def __init__(self, form: str) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 7, bias=False)
-        self.experts = FusedMoe(EXPERTS, HIDDEN, INNER, 2, form)
+        self.experts = experts_of(EXPERTS, HIDDEN, INNER, 2, form)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         return sum(each.numel() for each in self.parameters() if each.requires_grad or not only_trainable)

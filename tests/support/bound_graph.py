@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernel_layers import experts_of
 from torch import fx, nn
 
 from ktc.capture import ExpertList
@@ -18,7 +19,7 @@ def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None 
         if isinstance(module, FusedMoe):
             sizes = (module.num_experts, module.hidden, module.intermediate, module.top_k)
             dtype = next(p.dtype for p in original.parameters() if p.is_floating_point())
-            replacement = FusedMoe(*sizes, str(module.form), dtype=dtype)
+            replacement = experts_of(*sizes, str(module.form), dtype=dtype)
             load_experts(replacement, replaced(original, name), experts)
             graph.set_submodule(name, replacement)
     tensors = {**dict(original.named_parameters()), **dict(original.named_buffers())}

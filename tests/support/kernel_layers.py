@@ -15,11 +15,14 @@ from torch import Tensor
 from ktc import host
 from ktc.codegen.build import build
 from ktc.codegen.render import render
-from ktc.experts.form import ExpertsForm, parse_form
-from ktc.experts.kernel_library import KernelLibrary
+from ktc.experts.form import ExpertsForm, ExpertsSizes, parse_form
+from ktc.experts.kernel_library import Kernel, KernelLibrary
 from ktc.experts.module import FusedMoe
+from ktc.experts.packed import Numa, PackedExperts
 from ktc.experts.reference import fused_moe_reference
 from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.experts.weight_training import FROZEN, WeightTraining
+from ktc.experts.weights import ExpertsWeights
 from ktc.formats import WeightFormat
 from ktc.isa import Isa
 from ktc.plan.kernel_spec import KERNELS, KernelSpec
@@ -62,6 +65,22 @@ def spec_of(
     stored, group = codes or (dtype, 0)
     settings = {"gated": asked.gated, "biased": asked.biased, "group_size": group}
     return KernelSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
+
+
+def experts_of(  # with `sizes` experts, hidden, intermediate and experts per token, and the form behind them
+    *sizes: Any,
+    kernel: Kernel | None = None,
+    threads: int = 1,
+    numa: Numa = "shard",
+    dtype: torch.dtype = torch.bfloat16,
+    training: WeightTraining = FROZEN,
+    **settings: Any,
+) -> FusedMoe:
+    *numbers, form = sizes if len(sizes) > 4 else (*sizes, "silu")
+    of_layer = ExpertsSizes(*numbers)
+    packed = None if kernel is None else PackedExperts(kernel, threads, of_layer, numa)
+    asked = parse_form(form) if isinstance(form, str) else form
+    return FusedMoe(ExpertsWeights(asked, of_layer, dtype, packed, training), **settings)
 
 
 def is_quick(isa: Isa, form: str) -> bool:
