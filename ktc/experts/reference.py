@@ -80,7 +80,7 @@ def _expert_output(
     products: Products | None,
 ) -> Tensor:  # fmt: skip
     """Compute one expert's outputs, (T, H) -> (T, H), before routing weights; `expert` is its index in `lora`."""
-    gate_up, down, gate_up_bias, down_bias = (*stock, None, None)[:4]
+    (gate_up, down), (gate_up_bias, down_bias) = stock[:2], stock[2:] or (None, None)
     of_gate_up, of_down = products or (None, None)
     inner = _linear(form, x, gate_up, gate_up_bias, of_gate_up)
     if lora and lora.gate_up:
