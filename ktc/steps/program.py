@@ -29,7 +29,7 @@ _NATIVE: Final = "native"
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """Operations that run together: a range of the native program, or one `call` of PyTorch."""
 
     name: str
@@ -43,24 +43,24 @@ class StepProgram:
     """The operations of a step. `foreign` names those that PyTorch computes; `nbytes` is the memory between them."""
 
     native: NativeProgram
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     nbytes: int
     kept: tuple[object, ...]
 
     @property
     def foreign(self) -> tuple[str, ...]:
         """The operations without a native form, in order."""
-        return tuple(each.name for each in self.stretches if each.call is not None)
+        return tuple(each.name for each in self.segments if each.call is not None)
 
     def run(self) -> None:
         """Compute the step. Raises what a kernel raises."""
-        for stretch in self.stretches:
-            if stretch.call is None:
+        for segment in self.segments:
+            if segment.call is None:
                 with KERNEL_LOCK:
-                    self.native.run(stretch.begin, stretch.end)
+                    self.native.run(segment.begin, segment.end)
             else:
                 with torch.inference_mode(mode=False), torch.no_grad():
-                    stretch.call()
+                    segment.call()
 
 
 def record_program(
@@ -81,13 +81,13 @@ def record_program(
         return recording.output, program, tuple(arena[each] for each in kept)
 
 
-def _appended(operation: Operation, arena: Arena, builder: Builder) -> Stretch:
+def _appended(operation: Operation, arena: Arena, builder: Builder) -> Segment:
     begin = len(builder.program)
     if operation.call is not None:
         bound = _bound(operation, arena)
         builder.kept.append(bound)
         builder.program.call(bound.native)
-        return Stretch(_NATIVE, begin, len(builder.program))
+        return Segment(_NATIVE, begin, len(builder.program))
     of: Any = operation.function
 
     def placed(value: Any) -> Any:
@@ -97,7 +97,7 @@ def _appended(operation: Operation, arena: Arena, builder: Builder) -> Stretch:
     outs = tuple(arena[each] for each in operation.writes)
     name = str(of.__name__).partition(".")[0]
     if of.namespace == "aten" and builder.add(name, args, _without_defaults(kwargs), outs):
-        return Stretch(_NATIVE, begin, len(builder.program))
+        return Segment(_NATIVE, begin, len(builder.program))
     begin = len(builder.program)  # what was appended before a part without a native form was met is never run
 
     def call() -> None:
@@ -106,7 +106,7 @@ def _appended(operation: Operation, arena: Arena, builder: Builder) -> Stretch:
             if out.data_ptr() != value.data_ptr():
                 out.copy_(value)
 
-    return Stretch(operation.name, begin, begin, call)
+    return Segment(operation.name, begin, begin, call)
 
 
 def _bound(operation: Operation, arena: Arena) -> HostCall:
@@ -122,18 +122,18 @@ def _without_defaults(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in stored}
 
 
-def _joined(parts: Sequence[Stretch]) -> tuple[Stretch, ...]:
-    joined: list[Stretch] = []
+def _joined(parts: Sequence[Segment]) -> tuple[Segment, ...]:
+    joined: list[Segment] = []
     for part in parts:
         if joined and part.call is None and joined[-1].call is None:
-            joined[-1] = Stretch(_NATIVE, joined[-1].begin, part.end)
+            joined[-1] = Segment(_NATIVE, joined[-1].begin, part.end)
         else:
             joined.append(part)
     return tuple(joined)
 
 
 # The comparison with the recording -------------------------------------------------------------------------------
-def _compare(recording: Recording, arena: Arena, parts: Sequence[Stretch], native: NativeProgram) -> None:
+def _compare(recording: Recording, arena: Arena, parts: Sequence[Segment], native: NativeProgram) -> None:
     """Run every operation on the recorded values, and raise `ValueError` where it computes others.
 
     Memory that is written twice has lost the values of the first time: it keeps what the program wrote.

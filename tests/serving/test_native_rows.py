@@ -189,7 +189,7 @@ def test_the_engine_keeps_programs_from_one_request_to_the_next(model: Any, prog
         assert answers.wait(str(number))[0] == alone(model, (5, 9, 33, number + 7), config, 12)
     engine.change(engine.forget, idle=True)
     engine.stop()
-    own = [each for each in programs if len(each.stretches) == len(programs[0].stretches)]
+    own = [each for each in programs if len(each.segments) == len(programs[0].segments)]
     assert len(set(map(id, own))) < len(own) / 4
 
 

@@ -1,5 +1,5 @@
-// What kernels of decode attention have in common: their interface, how a call is cut into stretches of positions,
-// which scores are seen, and how the results of stretches are put together.
+// What kernels of decode attention have in common: their interface, how a call is cut into splits of positions,
+// which scores are seen, and how the results of splits are combined.
 #pragma once
 
 #include <algorithm>
@@ -39,14 +39,14 @@ struct AttentionPlan {
   static constexpr std::int64_t kBlock = 128;
   static_assert(kBlock == kPagePositions);
   static constexpr std::int64_t kMostRows = 64;  // that one worker computes together
-  static constexpr std::int64_t kMostStretches = 64;
+  static constexpr std::int64_t kMostSplits = 64;
   static constexpr float kUnseen = -1e30f;
   // Weights of less than exp of this, 2^-99.5 times the greatest, are zero. Near 2^-126 products with values would be
   // denormal numbers: processors of Intel took 12 times as long, where scores differ as much as those of random
   // latents.
   static constexpr float kLeastExponent = -69.0f;
 
-  // Of one row and stretch: the greatest score, and the sum of exp(score - greatest).
+  // Of one row and split: the greatest score, and the sum of exp(score - greatest).
   struct Sums {
     float greatest;
     float total;
@@ -66,8 +66,8 @@ struct AttentionPlan {
         all_rows(a.batch * a.key_heads * rows),
         row_groups((rows + kMostRows - 1) / kMostRows),
         shortest(kBlock * std::clamp<std::int64_t>(a.key_heads / 2, 1, 4)),
-        stretches(std::min(kMostStretches, (a.positions + shortest - 1) / shortest)),
-        items(a.batch * a.key_heads * stretches * row_groups) {}
+        splits(std::min(kMostSplits, (a.positions + shortest - 1) / shortest)),
+        items(a.batch * a.key_heads * splits * row_groups) {}
 
   std::int64_t first_width;  // of a query, its parts filled up
   std::int64_t query_width;
@@ -75,31 +75,31 @@ struct AttentionPlan {
   std::int64_t rows;  // of a key head
   std::int64_t all_rows;
   std::int64_t row_groups;
-  std::int64_t shortest;   // positions of a stretch
-  std::int64_t stretches;  // at most, of a sequence
+  std::int64_t shortest;  // positions of a split
+  std::int64_t splits;    // at most, of a sequence
   std::int64_t items;
 
-  // The positions of a stretch of a sequence of this length: other sequences change no bit.
-  std::int64_t stretch_of(std::int64_t length) const {
-    return std::max(shortest, round_up((length + kMostStretches - 1) / kMostStretches, kBlock));
+  // The positions of a split of a sequence of this length: other sequences change no bit.
+  std::int64_t split_of(std::int64_t length) const {
+    return std::max(shortest, round_up((length + kMostSplits - 1) / kMostSplits, kBlock));
   }
 
-  // One stretch of positions for up to kMostRows rows of a key head.
+  // One split of positions for up to kMostRows rows of a key head.
   struct Item {
     Item(std::int64_t item, const AttentionPlan& plan, const AttentionArguments& a)
-        : stretch(item / plan.row_groups % plan.stretches),
-          head(item / (plan.row_groups * plan.stretches)),
+        : split(item / plan.row_groups % plan.splits),
+          head(item / (plan.row_groups * plan.splits)),
           first(item % plan.row_groups * kMostRows),
           count(std::min(kMostRows, plan.rows - first)) {
-      const std::int64_t whole = length_of(a, head / a.key_heads), length = plan.stretch_of(whole);
-      begin = stretch * length;
+      const std::int64_t whole = length_of(a, head / a.key_heads), length = plan.split_of(whole);
+      begin = split * length;
       end = std::min(begin + length, whole);
     }
 
     // Whether the sequence ends before.
     bool is_empty() const { return begin >= end; }
 
-    std::int64_t stretch;
+    std::int64_t split;
     std::int64_t head;   // of all sequences
     std::int64_t first;  // row of the key head
     std::int64_t count;
@@ -107,8 +107,8 @@ struct AttentionPlan {
     std::int64_t end;
   };
 
-  // The first of an item's rows, among those of all stretches.
-  std::int64_t row_of(const Item& item) const { return item.stretch * all_rows + item.head * rows + item.first; }
+  // The first of an item's rows, among those of all splits.
+  std::int64_t row_of(const Item& item) const { return item.split * all_rows + item.head * rows + item.first; }
 
   // The keys and values of one of all sequences' heads, of numbers of this type.
   template <class Stored>
@@ -127,10 +127,10 @@ struct AttentionPlan {
             a.pages == nullptr ? nullptr : a.pages + number * a.pages_of_sequence};
   }
 
-  // Calls `body` with stretches until `take` has none left, whose keys and values `ahead` gets before: the next one
+  // Calls `body` with splits until `take` has none left, whose keys and values `ahead` gets before: the next one
   // is taken early, so that its first rows are fetched.
   template <class Stored, class Take, class Ahead, class Body>
-  void for_each_stretch(const AttentionArguments& a, const Take& take, Ahead& ahead, const Body& body) const {
+  void for_each_split(const AttentionArguments& a, const Take& take, Ahead& ahead, const Body& body) const {
     const auto taken = [&] {
       std::int64_t found = take();
       while (found < items && Item(found, *this, a).is_empty()) found = take();
@@ -228,34 +228,34 @@ struct AttentionPlan {
     sum.total += total.sum();
   }
 
-  // The stretches of every row that no other thread has taken; `place(column)` is where a column of the values was
+  // The splits of every row that no other thread has taken; `place(column)` is where a column of the values was
   // added.
   template <class Element, class Place>
-  void put_together(const AttentionArguments& a, const Sums* sums, float* values, std::atomic<std::int64_t>& next_row,
-                    const Place& place) const {
+  void combine(const AttentionArguments& a, const Sums* sums, float* values, std::atomic<std::int64_t>& next_row,
+               const Place& place) const {
     for (;;) {
       const std::int64_t row = next_row.fetch_add(1, std::memory_order_relaxed);
       if (row >= all_rows) return;
-      put_together_row<Element>(a, sums, values, row, place);
+      combine_row<Element>(a, sums, values, row, place);
     }
   }
 
  private:
-  // The stretches of one row, in their order.
+  // The splits of one row, in their order.
   template <class Element, class Place>
-  void put_together_row(const AttentionArguments& a, const Sums* sums, float* values, std::int64_t row,
-                        const Place& place) const {
+  void combine_row(const AttentionArguments& a, const Sums* sums, float* values, std::int64_t row,
+                   const Place& place) const {
     const std::int64_t head = row / rows, of_head = row % rows;
     const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
-    const std::int64_t whole_length = length_of(a, head / a.key_heads), length = stretch_of(whole_length);
-    const std::int64_t own = (whole_length + length - 1) / length;  // stretches of the sequence
+    const std::int64_t whole_length = length_of(a, head / a.key_heads), length = split_of(whole_length);
+    const std::int64_t own = (whole_length + length - 1) / length;  // splits of the sequence
     float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];
     for (std::int64_t each = 0; each < own; ++each) {
       greatest = std::max(greatest, sums[each * all_rows + row].greatest);
     }
     float total = a.sinks == nullptr ? 0.0f : std::exp(a.sinks[query_head] - greatest);
-    float* whole = values + row * value_width;              // of the first stretch
-    const std::int64_t following = all_rows * value_width;  // from a stretch to the next
+    float* whole = values + row * value_width;              // of the first split
+    const std::int64_t following = all_rows * value_width;  // from a split to the next
     for (std::int64_t each = 0; each < own; ++each) {
       const Sums& sum = sums[each * all_rows + row];
       const float factor = weight_of(sum.greatest, greatest);
@@ -264,7 +264,7 @@ struct AttentionPlan {
       const float* from = whole + each * following;
       const std::int64_t ahead = each + 1 < own ? following : 0;
       for (std::int64_t column = 0; column < value_width; column += kHalfPanel) {
-        __builtin_prefetch(from + column + ahead);  // the next stretch is in the cache of another core
+        __builtin_prefetch(from + column + ahead);  // the next split is in the cache of another core
         const Lanes scaled = Lanes::load(from + column) * scale;
         (each == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
       }

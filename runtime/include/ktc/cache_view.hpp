@@ -83,7 +83,7 @@ class CacheOrder {
     return joint_ || strides_.rope_keys.width > 0 ? whole : whole * 3 / 8;
   }
 
-  // Positions [begin, end) of a key head are read after those given so far, of which at most one stretch has some left.
+  // Positions [begin, end) of a key head are read after those given so far, of which at most one split has some left.
   void follow(const HeadViews& head, std::int64_t begin, std::int64_t end) { next_ = {head, begin, end}; }
 
   // The pieces that are next; none where nothing follows. Not inlined: it is called once for all of a part's pieces.
@@ -106,7 +106,7 @@ class CacheOrder {
   static constexpr std::int64_t kPiece = 4 * kCacheLine;
   enum class Part { kKeys, kRopeKeys, kValues };
 
-  struct Stretch {
+  struct Split {
     HeadViews head{};
     std::int64_t block = 0;  // where the block begins whose pieces are next
     std::int64_t end = 0;
@@ -137,8 +137,8 @@ class CacheOrder {
   HeadViews strides_;
   bool joint_;
   Part part_ = Part::kKeys;  // that is next
-  Stretch now_;
-  Stretch next_;
+  Split now_;
+  Split next_;
 };
 
 // Fetches keys and values in the order in which attention reads them, a piece at a time, evenly over the computation.

@@ -1,6 +1,6 @@
 // Attention of a few new tokens over a cache: out = softmax(scale q K^T) V, without a tensor of scores or of expanded
-// keys in memory. Positions are cut into stretches, each of which keeps its own greatest score, sum and weighted sum of
-// values (Flash-Decoding, Dao et al. 2023); they are put together in their order. A stretch's length depends on the
+// keys in memory. Positions are cut into splits, each of which keeps its own greatest score, sum and weighted sum of
+// values (Flash-Decoding, Dao et al. 2023); they are combined in their order. A split's length depends on the
 // numbers of positions and of key heads alone, so the number of threads changes no bit.
 //
 // Keys may be in two parts, and values may be the first of them: latent attention (MLA) reads latents once for both,
@@ -47,8 +47,8 @@ class DecodeAttention final : public AttentionKernel {
     const Plan plan(arguments);
     exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<Query> queries(plan.all_rows * plan.query_width);
-      Region<Sums> sums(plan.all_rows * plan.stretches);
-      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Sums> sums(plan.all_rows * plan.splits);
+      Region<float> values(plan.all_rows * plan.splits * plan.value_width);
       Region<float> scores(team.threads() * kMostRows * kBlock);
       workspace.lay_out(queries, sums, values, scores);
       widen(arguments, plan, queries.data());
@@ -59,12 +59,12 @@ class DecodeAttention final : public AttentionKernel {
         float* own = scores.data() + worker.index * kMostRows * kBlock;
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
         if (arguments.chosen == nullptr) {
-          call.stretches(take, own);
+          call.splits(take, own);
         } else {
-          call.chosen_stretches(take, own);
+          call.chosen_splits(take, own);
         }
         worker.barrier.arrive_and_wait();
-        plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
+        plan.template combine<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
       });
     });
   }
@@ -133,7 +133,7 @@ class DecodeAttention final : public AttentionKernel {
     RowsOf values;
   };
 
-  // The queries of an item's rows, and what its stretch has added for each of them.
+  // The queries of an item's rows, and what its split has added for each of them.
   struct Rows {
     const Query* queries;
     std::int64_t count;
@@ -149,13 +149,13 @@ class DecodeAttention final : public AttentionKernel {
     float* values;
 
     template <class Take>
-    void stretches(const Take& take, float* scores) const {
+    void splits(const Take& take, float* scores) const {
       typename Ahead::Order order(Plan::template head_views<Element>(a, 0));
       Ahead ahead(order);
-      plan.template for_each_stretch<Element>(a, take, ahead, [&](const Item& item) { stretch(item, scores, ahead); });
+      plan.template for_each_split<Element>(a, take, ahead, [&](const Item& item) { split(item, scores, ahead); });
     }
 
-    void stretch(const Item& item, float* scores, Ahead& ahead) const {
+    void split(const Item& item, float* scores, Ahead& ahead) const {
       const HeadViews views = Plan::template head_views<Element>(a, item.head);
       const Rows rows = started(item);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
@@ -172,14 +172,15 @@ class DecodeAttention final : public AttentionKernel {
 
     // The same of chosen positions.
     template <class Take>
-    void chosen_stretches(const Take& take, float* scores) const {
+    void chosen_splits(const Take& take, float* scores) const {
       for (std::int64_t item = take(); item < plan.items; item = take()) {
-        chosen_stretch(Item(item, plan, a), scores);
+        chosen_split(Item(item, plan, a), scores);
       }
     }
 
     HeadViews views_of_chosen(std::int64_t head) const {
-      const std::int64_t sequence = head / a.key_heads / a.sequences, own = head % a.key_heads / a.selectors_per_kv_head;
+      const std::int64_t sequence = head / a.key_heads / a.sequences,
+                         own = head % a.key_heads / a.selectors_per_kv_head;
       const auto of_head = [&](CacheView view) {
         if (view.data != nullptr) {
           view.data = static_cast<const Element*>(view.data) + sequence * view.batch + own * view.head;
@@ -189,7 +190,7 @@ class DecodeAttention final : public AttentionKernel {
       return {of_head(a.keys), of_head(a.rope_keys), of_head(a.values)};
     }
 
-    void chosen_stretch(const Item& item, float* scores) const {
+    void chosen_split(const Item& item, float* scores) const {
       const HeadViews cache = views_of_chosen(item.head);
       const std::int32_t* list = a.chosen + item.head * a.positions;
       const std::int64_t count = a.counts[item.head], end = std::min(item.end, count);
@@ -205,7 +206,7 @@ class DecodeAttention final : public AttentionKernel {
       }
     }
 
-    // Adds a block to what its stretch has for some rows. `hide` marks the scores of a row that do not count.
+    // Adds a block to what its split has for some rows. `hide` marks the scores of a row that do not count.
     template <class RowsOf, class AnyAhead, class Hide>
     void attend(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores, AnyAhead& ahead,
                 const Hide& hide) const {
@@ -218,9 +219,9 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     Rows started(const Item& item) const {
-      const std::int64_t row = item.head * plan.rows + item.first, of_stretch = plan.row_of(item);
-      const Rows rows{queries + row * plan.query_width, item.count, sums + of_stretch,
-                      values + of_stretch * plan.value_width};
+      const std::int64_t row = item.head * plan.rows + item.first, of_split = plan.row_of(item);
+      const Rows rows{queries + row * plan.query_width, item.count, sums + of_split,
+                      values + of_split * plan.value_width};
       std::fill(rows.sums, rows.sums + rows.count, Sums{Plan::kUnseen, 0.0f});
       std::fill(rows.added, rows.added + rows.count * plan.value_width, 0.0f);
       return rows;

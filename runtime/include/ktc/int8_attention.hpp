@@ -5,7 +5,7 @@
 // integers; the scale of a key is applied to its score. Weights of a block, each times the scale of its value, become
 // words of the largest of them, and their products with codes are sums of integers too. So the only errors beside the
 // cache's own are 2^-15 of a query's largest number and 2^-16 of a block's largest weight, and the sums are those of
-// every instruction set. Stretches are those of `decode_attention.hpp`.
+// every instruction set. Splits are those of `decode_attention.hpp`.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +51,8 @@ class Int8Attention final : public Int8AttentionKernel {
       Region<std::int16_t> queries(plan.all_rows * plan.query_width);
       Region<float> factors(plan.all_rows * 2);
       Region<float> numbers(plan.query_width);
-      Region<Sums> sums(plan.all_rows * plan.stretches);
-      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Sums> sums(plan.all_rows * plan.splits);
+      Region<float> values(plan.all_rows * plan.splits * plan.value_width);
       Region<Scratch> scratch(team.threads());
       workspace.lay_out(queries, factors, numbers, sums, values, scratch);
       encode_queries(arguments, plan, numbers.data(), queries.data(), factors.data());
@@ -64,11 +64,11 @@ class Int8Attention final : public Int8AttentionKernel {
         typename Ahead::Order order(Plan::template head_views<std::int8_t>(arguments, 0));
         Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
-        plan.template for_each_stretch<std::int8_t>(arguments, take, ahead,
-                                                    [&](const Item& item) { call.stretch(item, own, ahead); });
+        plan.template for_each_split<std::int8_t>(arguments, take, ahead,
+                                                  [&](const Item& item) { call.split(item, own, ahead); });
         worker.barrier.arrive_and_wait();
-        plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row,
-                                            [](std::int64_t column) { return Products::place(column); });
+        plan.template combine<Element>(arguments, sums.data(), values.data(), next_row,
+                                       [](std::int64_t column) { return Products::place(column); });
       });
     });
   }
@@ -188,7 +188,7 @@ class Int8Attention final : public Int8AttentionKernel {
     Sums* sums;
     float* values;
 
-    void stretch(const Item& item, Scratch& own, Ahead& ahead) const {
+    void split(const Item& item, Scratch& own, Ahead& ahead) const {
       const HeadViews views = Plan::template head_views<std::int8_t>(a, item.head);
       const std::int64_t first = item.head * plan.rows + item.first;
       Sums* const of_rows = sums + plan.row_of(item);

@@ -40,7 +40,7 @@ class KeyChoice {
       Region<float> numbers(team.threads() * width);
       Region<float> samples(a.shared ? sizes.together * sizes.rows * sizes.sampled.blocks() * kKeysTogether : 0);
       Region<bf16> weights(a.shared ? sizes.together * sizes.padded * sizes.rows : 0);
-      Region<float> sums(a.shared ? sizes.together * sizes.rows * sizes.stretches * kKeysTogether : 0);
+      Region<float> sums(a.shared ? sizes.together * sizes.rows * sizes.splits * kKeysTogether : 0);
       Region<std::int32_t> scores(sizes.together * sizes.lists * sizes.stride);
       Region<std::int32_t> scratch(team.threads() * Top::scratch(a.length));
       workspace.lay_out(codes, tables, rows, bounds, numbers, samples, weights, sums, scores, scratch);
@@ -60,8 +60,8 @@ class KeyChoice {
   }
 
  private:
-  static constexpr std::int64_t kStretch = 64;  // blocks that one worker estimates
-  static constexpr std::int64_t kRun = 8;       // blocks whose products are in L1 at a time
+  static constexpr std::int64_t kSplit = 64;  // blocks that one worker estimates
+  static constexpr std::int64_t kRun = 8;     // blocks whose products are in L1 at a time
   static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
   // Of one query: the factor of its scores, and 16 times the part of its products that comes from codes being unsigned.
@@ -89,7 +89,7 @@ class KeyChoice {
           all_rows(heads * rows),
           lists(a.shared ? a.tokens : rows),
           blocks((a.length + kKeysTogether - 1) / kKeysTogether),
-          stretches((blocks + kStretch - 1) / kStretch),
+          splits((blocks + kSplit - 1) / kSplit),
           padded(blocks * kKeysTogether),
           stride(padded + 5 * kKeysTogether),
           together(std::min<std::int64_t>(heads, threads)),
@@ -109,7 +109,7 @@ class KeyChoice {
     std::int64_t all_rows;
     std::int64_t lists;  // of a key head
     std::int64_t blocks;
-    std::int64_t stretches;
+    std::int64_t splits;
     std::int64_t padded;    // positions
     std::int64_t stride;    // of rows; as a power of two it would map all rows to one set of a cache
     std::int64_t together;  // key heads whose scores are in memory at a time
@@ -140,7 +140,7 @@ class KeyChoice {
     Bounds* bounds;
     float* samples;  // (key heads together, rows, sampled blocks, 16)
     bf16* weights;   // (key heads together, blocks, rows, 16): written in order
-    float* sums;     // (key heads together, stretches, rows, 16): of weights
+    float* sums;     // (key heads together, splits, rows, 16): of weights
     std::int32_t* scores;
 
     // Codes of the queries, and what each token sees.
@@ -194,33 +194,32 @@ class KeyChoice {
           Row& found = rows[(head + place) * sizes.rows + row];
           found.shift = Shared::shift(samples + (place * sizes.rows + row) * of_row, of_row);
         });
-        each_of(sizes.stretches, [&](std::int64_t place, std::int64_t stretch) { weigh(head, place, stretch); });
+        each_of(sizes.splits, [&](std::int64_t place, std::int64_t split) { weigh(head, place, split); });
         each_of(sizes.rows, [&](std::int64_t place, std::int64_t row) {
           Row& found = rows[(head + place) * sizes.rows + row];
-          found.inverse = Shared::inverse(sums_of(place, row, 0), sizes.stretches, sizes.rows * kKeysTogether);
+          found.inverse = Shared::inverse(sums_of(place, row, 0), sizes.splits, sizes.rows * kKeysTogether);
         });
-        each_of(a.tokens * sizes.stretches, [&](std::int64_t place, std::int64_t each) {
-          add_heads(head, place, each / sizes.stretches, each % sizes.stretches);
+        each_of(a.tokens * sizes.splits, [&](std::int64_t place, std::int64_t each) {
+          add_heads(head, place, each / sizes.splits, each % sizes.splits);
         });
       } else {
-        each_of(sizes.stretches, [&](std::int64_t place, std::int64_t stretch) { estimate(head, place, stretch); });
+        each_of(sizes.splits, [&](std::int64_t place, std::int64_t split) { estimate(head, place, split); });
       }
       for (std::int64_t item = worker.index; item < count * sizes.lists; item += worker.count) {
         write(head + item / sizes.lists, item % sizes.lists, scores + item * sizes.stride, scratch);
       }
     }
 
-    // Calls `body` for the runs of blocks of one stretch.
+    // Calls `body` for the runs of blocks of one split.
     template <class Body>
-    void by_runs(std::int64_t stretch, const Body& body) const {
-      const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
-      for (std::int64_t block = stretch * kStretch; block < end; block += kRun)
-        body(block, std::min(kRun, end - block));
+    void by_runs(std::int64_t split, const Body& body) const {
+      const std::int64_t end = std::min((split + 1) * kSplit, sizes.blocks);
+      for (std::int64_t block = split * kSplit; block < end; block += kRun) body(block, std::min(kRun, end - block));
     }
 
-    // Scores of one stretch of positions, of the `place`-th key head from `head` on, for all of its rows.
-    void estimate(std::int64_t head, std::int64_t place, std::int64_t stretch) const {
-      by_runs(stretch, [&](std::int64_t first, std::int64_t count) {
+    // Scores of one split of positions, of the `place`-th key head from `head` on, for all of its rows.
+    void estimate(std::int64_t head, std::int64_t place, std::int64_t split) const {
+      by_runs(split, [&](std::int64_t first, std::int64_t count) {
         const std::int64_t position = first * kKeysTogether;
         const bool all = seen_by_all(position, count);
         estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& found) {
@@ -233,8 +232,8 @@ class KeyChoice {
       });
     }
 
-    float* sums_of(std::int64_t place, std::int64_t row, std::int64_t stretch) const {
-      return sums + ((place * sizes.stretches + stretch) * sizes.rows + row) * kKeysTogether;
+    float* sums_of(std::int64_t place, std::int64_t row, std::int64_t split) const {
+      return sums + ((place * sizes.splits + split) * sizes.rows + row) * kKeysTogether;
     }
 
     bf16* weights_of(std::int64_t place, std::int64_t block, std::int64_t row) const {
@@ -251,14 +250,14 @@ class KeyChoice {
       });
     }
 
-    // The weights of one stretch for all rows of a key head, and their sums.
-    void weigh(std::int64_t head, std::int64_t place, std::int64_t stretch) const {
-      for (std::int64_t row = 0; row < sizes.rows; ++row) Lanes(0.0f).store(sums_of(place, row, stretch));
-      by_runs(stretch, [&](std::int64_t first, std::int64_t count) {
+    // The weights of one split for all rows of a key head, and their sums.
+    void weigh(std::int64_t head, std::int64_t place, std::int64_t split) const {
+      for (std::int64_t row = 0; row < sizes.rows; ++row) Lanes(0.0f).store(sums_of(place, row, split));
+      by_runs(split, [&](std::int64_t first, std::int64_t count) {
         const bool all = seen_by_all(first * kKeysTogether, count);
         estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& found) {
           const Lanes parts(Shared::kPartsOfE), shift(of_row.shift);
-          Lanes sum = Lanes::load(sums_of(place, row, stretch));
+          Lanes sum = Lanes::load(sums_of(place, row, split));
           bf16* to = weights_of(place, first, row);
           for (std::int64_t block = 0; block < count; ++block, to += sizes.rows * kKeysTogether) {
             Lanes weight = of_bits(found(block) * parts + shift);
@@ -271,16 +270,16 @@ class KeyChoice {
             sum = sum + weight;
             Shared::narrow(weight, to);
           }
-          sum.store(sums_of(place, row, stretch));
+          sum.store(sums_of(place, row, split));
         });
       });
     }
 
-    // Scores of one stretch that the query heads of a key head share: the sum of their softmax.
-    void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t stretch) const {
+    // Scores of one split that the query heads of a key head share: the sum of their softmax.
+    void add_heads(std::int64_t head, std::int64_t place, std::int64_t token, std::int64_t split) const {
       const Row* of_head = rows + (head + place) * sizes.rows;
-      const std::int64_t end = std::min((stretch + 1) * kStretch, sizes.blocks);
-      for (std::int64_t block = stretch * kStretch; block < end; ++block) {
+      const std::int64_t end = std::min((split + 1) * kSplit, sizes.blocks);
+      for (std::int64_t block = split * kSplit; block < end; ++block) {
         const bf16* of_block = weights_of(place, block, 0);
         Lanes total(0.0f);
         for (std::int64_t row = token; row < sizes.rows; row += a.tokens) {

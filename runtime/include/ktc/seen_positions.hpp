@@ -85,7 +85,8 @@ inline void require_pages(const AttentionArguments& arguments) {
       throw std::out_of_range("a length that a sequence in pages cannot have");
     }
     for (std::int64_t each = 0; each < count; ++each) {
-      if (pages[each] < 0 || pages[each] >= arguments.num_pages) throw std::out_of_range("a page that the cache does not have");
+      if (pages[each] < 0 || pages[each] >= arguments.num_pages)
+        throw std::out_of_range("a page that the cache does not have");
     }
   }
 }

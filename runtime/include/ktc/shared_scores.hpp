@@ -52,10 +52,10 @@ struct SharedScores {
     return kOne - std::min(*std::max_element(found, found + kKeysTogether), kMost);
   }
 
-  // One over the sum of a query's weights, which are summed lane by lane in each stretch; those are `stride` apart.
-  static float inverse(const float* sums, std::int64_t stretches, std::int64_t stride) {
+  // One over the sum of a query's weights, which are summed lane by lane in each split; those are `stride` apart.
+  static float inverse(const float* sums, std::int64_t splits, std::int64_t stride) {
     Lanes all(0.0f);
-    for (std::int64_t each = 0; each < stretches; ++each) all = all + Lanes::load(sums + each * stride);
+    for (std::int64_t each = 0; each < splits; ++each) all = all + Lanes::load(sums + each * stride);
     float lanes[kKeysTogether], total = 0.0f;
     all.store(lanes);
     for (const float lane : lanes) total += lane;

@@ -74,30 +74,23 @@ struct Fields<ktc::QuantiseArguments> {
 template <>
 struct Fields<ktc::KeyLayout> {
   using Of = ktc::KeyLayout;
-  static constexpr Field<Of> all[] = {required<&Of::format>("format"),
-                                      required<&Of::width>("width")};
+  static constexpr Field<Of> all[] = {required<&Of::format>("format"), required<&Of::width>("width")};
 };
 
 template <>
 struct Fields<ktc::IndexView> {
   using Of = ktc::IndexView;
-  static constexpr Field<Of> all[] = {required<&Of::blocks>("blocks"),
-                                      required<&Of::scales>("scales"),
-                                      required<&Of::mean>("mean"),
-                                      required<&Of::signs>("signs"),
-                                      required<&Of::capacity>("capacity"),
-                                      required<&Of::layout>("layout")};
+  static constexpr Field<Of> all[] = {required<&Of::blocks>("blocks"),     required<&Of::scales>("scales"),
+                                      required<&Of::mean>("mean"),         required<&Of::signs>("signs"),
+                                      required<&Of::capacity>("capacity"), required<&Of::layout>("layout")};
 };
 
 template <>
 struct Fields<ktc::EncodeArguments> {
   using Of = ktc::EncodeArguments;
-  static constexpr Field<Of> all[] = {required<&Of::keys>("keys"),
-                                      required<&Of::index>("index"),
-                                      required<&Of::batch>("batch"),
-                                      required<&Of::key_heads>("key_heads"),
-                                      required<&Of::begin>("begin"),
-                                      required<&Of::end>("end"),
+  static constexpr Field<Of> all[] = {required<&Of::keys>("keys"),          required<&Of::index>("index"),
+                                      required<&Of::batch>("batch"),        required<&Of::key_heads>("key_heads"),
+                                      required<&Of::begin>("begin"),        required<&Of::end>("end"),
                                       optional<&Of::rope_keys>("rope_keys")};
 };
 

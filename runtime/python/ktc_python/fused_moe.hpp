@@ -45,8 +45,7 @@ inline SourceType source_type(const std::string& name) {
 template <>
 struct Fields<ktc::FactorStrides> {
   using Of = ktc::FactorStrides;
-  static constexpr Field<Of> all[] = {required<&Of::expert>("expert"),
-                                      required<&Of::output>("output"),
+  static constexpr Field<Of> all[] = {required<&Of::expert>("expert"), required<&Of::output>("output"),
                                       required<&Of::rank>("rank")};
 };
 
@@ -81,8 +80,7 @@ struct Fields<ktc::ForwardArguments> {
 template <>
 struct Fields<ktc::WeightGradientRows> {
   using Of = ktc::WeightGradientRows;
-  static constexpr Field<Of> all[] = {required<&Of::d_first>("d_first"),
-                                      required<&Of::activated>("activated")};
+  static constexpr Field<Of> all[] = {required<&Of::d_first>("d_first"), required<&Of::activated>("activated")};
 };
 
 template <>
@@ -105,10 +103,8 @@ struct Fields<ktc::BackwardArguments> {
 template <>
 struct Fields<ktc::ExpertMatrix> {
   using Of = ktc::ExpertMatrix;
-  static constexpr Field<Of> all[] = {required<&Of::packed>("packed"),
-                                      required<&Of::expert>("expert"),
-                                      required<&Of::part>("part"),
-                                      required<&Of::rows>("rows"),
+  static constexpr Field<Of> all[] = {required<&Of::packed>("packed"), required<&Of::expert>("expert"),
+                                      required<&Of::part>("part"), required<&Of::rows>("rows"),
                                       required<&Of::columns>("columns")};
 };
 
@@ -165,8 +161,8 @@ inline void add_fused_moe(py::module_& library) {
       .def("blocks", &blocks)
       .def("saved_bytes", &MoeKernel::saved_bytes, py::arg("tokens"), py::arg("first_rank") = 0,
            py::arg("down_rank") = 0)
-      .def("bind", [](const MoeKernel& moe, Address packed,
-                      const std::vector<int>& nodes) { moe.bind(at(packed), nodes); })
+      .def("bind",
+           [](const MoeKernel& moe, Address packed, const std::vector<int>& nodes) { moe.bind(at(packed), nodes); })
       .def("shard", &shard)
       .def("join", &join)
       .def("pack", &pack)

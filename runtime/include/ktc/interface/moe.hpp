@@ -130,8 +130,8 @@ class MoeKernel {
   // where the format has no codes, a scale of its own kind cannot hold `scales` exactly, or a code is out of range.
   virtual void pack_codes(const ExpertMatrix& to, const std::uint8_t* codes, const float* scales,
                           std::int64_t groups) const = 0;
-  // From whole blocks as a GGUF file stores them; the columns are the bytes of a row. Throws std::invalid_argument where
-  // the part is not stored in blocks of that type, named as `blocks` names it, or is of another shape.
+  // From whole blocks as a GGUF file stores them; the columns are the bytes of a row. Throws std::invalid_argument
+  // where the part is not stored in blocks of that type, named as `blocks` names it, or is of another shape.
   virtual void pack_blocks(const ExpertMatrix& to, const std::uint8_t* blocks, std::string_view type) const = 0;
   // The inverse, in the kernel's element type; biases in its accumulator type.
   virtual void unpack(const ExpertMatrix& from, void* target) const = 0;
