@@ -1,4 +1,4 @@
-"""What a call of a kernel costs beside the kernel: one token, tiny sizes, one thread.
+"""The cost of a call of a kernel beside the kernel: one token, tiny sizes, one thread.
 
     taskset -c 0 python benchmarks/kernel_calls.py [--against OTHER_CHECKOUT] [--turns 5] [--calls 20000]
 
@@ -63,9 +63,9 @@ def candidates() -> dict[str, Callable[[], object]]:
 
 def measured(calls: int) -> dict[str, float]:
     """Return microseconds per call."""
-    found: dict[str, float] = {}
+    calls_by_name, found = candidates(), dict[str, float]()
     with torch.no_grad():
-        for name, call in candidates().items():
+        for name, call in calls_by_name.items():
             batches: list[float] = []
             for _ in range(_BATCHES):
                 began = time.perf_counter()

@@ -1,8 +1,8 @@
 // Argument structs of `ktc/interface/` from dictionaries, whose keys are the names of fields.
 //
-// `Fields<Struct>` lists them. A binding takes `const Arguments<Struct>&`, for which Python gives a dictionary: a call
-// is told once, as the struct. Pointers are addresses, and a struct within a struct is a dictionary too. An instance of
-// a Python class per call would take longer to make than all of its fields.
+// `Fields<Struct>` lists them. A binding takes `const Arguments<Struct>&`, for which Python gives a dictionary, so the
+// struct alone describes a call. Pointers are addresses, and a struct within a struct is a dictionary too. An instance
+// of a Python class per call would take longer to make than all of its fields.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -31,7 +31,7 @@ struct Field {
 template <class Struct>
 struct Fields;
 
-// Throws py::type_error for a name that is no field, and where a required field is missing.
+// Throws py::type_error for an unknown name, and where a required field is missing.
 template <class Struct>
 void fill(Struct& arguments, PyObject* named);
 
