@@ -131,7 +131,7 @@ class DecodeAttention:
 
 
 def threads_for(nbytes: int, threads: int) -> int:
-    """Return how many of `threads` a call takes that reads so many bytes."""
+    """Return how many of `threads` a call of `nbytes` takes."""
     return min(threads, max(1, nbytes // _BYTES_PER_THREAD))
 
 

@@ -5,6 +5,7 @@ LoRA on the experts and their quantisation are carried out in the same node.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast
@@ -137,14 +138,13 @@ class CpuMoe(ModuleTarget):
         if kernel is not None:
             packed = PackedExperts(kernel, arguments["threads"], sizes, arguments["numa"])
         weights = ExpertsWeights(form, sizes, stacked["down_proj"].dtype, packed, training)
-        settings = {
-            "activations": arguments["activations"],
-            "offload": Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
-        }
-        if isinstance(old, StockExperts):
-            made = CalledExperts(weights, old.inputs, old.called, **settings)
-        else:
-            made = FusedMoe(weights, **settings)
+        own = isinstance(old, StockExperts)
+        make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if own else FusedMoe
+        made = make(
+            weights,
+            activations=arguments["activations"],
+            offload=Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
+        )
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)
         return made.train(old.training)
