@@ -6,7 +6,6 @@ differentiable, and takes the calls that `serves` accepts.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -18,7 +17,7 @@ from ktc.attention.chosen import Chosen
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import PagedTensor, PageTable, memory_of
 from ktc.experts.kernel_calls import Bind, bind_later, record_call
-from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeForward, permitted_threads
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Kernel
 from ktc.linears.gemv import DTYPES, is_plain, is_traced
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
@@ -93,16 +92,13 @@ class DecodeAttention:
         plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and not is_traced()
         return plain and query.shape[2] <= MOST_TOKENS
 
-    def _opened(self, nbytes: int) -> tuple[NativeForward, Engine]:
-        return _opened(self.kernel, threads_for(nbytes, self.threads))
-
     def _forward(
         self, query: Tensor, kv: KVCacheView, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
         sizes: Arguments, nbytes: int,
     ) -> tuple[Bind, tuple[Tensor | None, ...]]:  # fmt: skip
         """Fill `out`. Return how to call the kernel again, and the tensors that it read."""
         sinks = None if sinks is None else sinks.detach().float().contiguous()
-        native, engine = self._opened(nbytes)
+        native, engine = self.kernel.opened(threads_for(nbytes, self.threads))
         table = table_of(kv.keys)
         element_bytes = 1 if isinstance(kv.keys, Int8Tensor) else query.element_size()
 
@@ -184,9 +180,3 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def mask_view(seen: Tensor) -> Arguments:
     """Return the fields of a mask (B, T, L)."""
     return {"mask": seen.data_ptr(), "mask_batch": seen.stride(0), "mask_token": seen.stride(1)}
-
-
-@functools.cache
-def _opened(kernel: Kernel, threads: int) -> tuple[NativeForward, Engine]:
-    """Return a kernel, and the engine of its calls with at most this number of threads."""
-    return kernel.attention(), kernel.engine(permitted_threads(threads))

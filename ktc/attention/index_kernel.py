@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from ktc.attention.decode import KVCacheView, mask_view, seen_by_kernel, threads
 from ktc.attention.key_codes import signs
 from ktc.attention.key_index import KeyIndex
 from ktc.attention.sparsity import FORMATS, Sparsity
-from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeSparseAttention, permitted_threads
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeSparseAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class IndexKernel:
         index.reserve(positions)
         B, K, _, width = kv.keys.shape
         new = B * K * (positions - index.covered) * width * kv.keys.itemsize
-        native, engine = _opened(self.kernel, threads_for(new, self.threads))
+        native, engine = self._opened(new)
         arguments: Arguments = {
             "keys": view(kv.keys), "index": _index(index), "batch": B, "key_heads": K, "begin": index.covered,
             "end": positions,
@@ -50,7 +49,7 @@ class IndexKernel:
         counts = torch.empty(positions.shape[:3], dtype=torch.int32)
         query, seen = query.detach().contiguous(), seen_by_kernel(mask, B, T, L)
         nbytes = index.codes.blocks.nbytes + index.codes.scales.nbytes
-        native, engine = _opened(self.kernel, threads_for(nbytes, self.threads))
+        native, engine = self._opened(nbytes)
         arguments: Arguments = {
             "query": query.data_ptr(), "index": _index(index), "positions": positions.data_ptr(),
             "counts": counts.data_ptr(), "batch": B, "key_heads": K, "group": H // K, "tokens": T, "length": L,
@@ -61,6 +60,9 @@ class IndexKernel:
             native.select(engine, arguments)
         return Chosen(positions, counts)
 
+    def _opened(self, nbytes: int) -> tuple[NativeSparseAttention, Engine]:
+        return self.kernel.opened(threads_for(nbytes, self.threads))
+
 
 def _index(index: KeyIndex) -> Arguments:
     """Return the fields of `IndexView`."""
@@ -70,9 +72,3 @@ def _index(index: KeyIndex) -> Arguments:
         "signs": signs(width).data_ptr(), "capacity": blocks.shape[2],
         "layout": {"format": FORMATS.index(index.format), "width": width},
     }  # fmt: skip
-
-
-@functools.cache
-def _opened(kernel: Kernel, threads: int) -> tuple[NativeSparseAttention, Engine]:
-    """Return a kernel, and the engine of its calls with at most this number of threads."""
-    return kernel.sparse_attention(), kernel.engine(permitted_threads(threads))

@@ -7,15 +7,13 @@ sums of integers (`int8_attention.hpp`). The kernel also makes the codes of new 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, KVCacheView, is_seen_mask, table_of, threads_for, view
+from ktc.attention.decode import DecodeAttention, KVCacheView, is_seen_mask, table_of, view
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import memory_of
-from ktc.experts.kernel_library import Engine, Kernel, NativeInt8Attention, permitted_threads
+from ktc.experts.kernel_library import Kernel, NativeInt8Attention
 from ktc.linears.gemv import DTYPES, is_plain, is_traced
 
 
@@ -34,9 +32,6 @@ class Int8DecodeAttention(DecodeAttention):
             for each in kv.tensors
         )
 
-    def _opened(self, nbytes: int) -> tuple[NativeInt8Attention, Engine]:
-        return _opened(self.kernel, threads_for(nbytes, self.threads))
-
 
 def decoder(kernel: Kernel, threads: int, kv: str) -> DecodeAttention:
     """Return the decode attention of a kernel over a cache of `kv`: `int8` codes, or numbers of the model's dtype."""
@@ -53,16 +48,10 @@ def quantised(kernel: Kernel, numbers: Tensor) -> Int8Tensor:
     codes = torch.empty((B, K, T, width), dtype=torch.int8)
     scales = torch.empty((B, K, T, 1), dtype=torch.float32)
     made = Int8Tensor(codes, scales, numbers.dtype)
-    native, _ = _opened(kernel, 1)
+    native: NativeInt8Attention = kernel.opened(1)[0]
     batch, head, token, _ = numbers.stride()
     native.quantise({
         "rows": numbers.data_ptr(), "batch_stride": batch, "head_stride": head, "token_stride": token,
         "codes": view(made), "batch": B, "heads": K, "tokens": T,
     })  # fmt: skip
     return made
-
-
-@functools.cache
-def _opened(kernel: Kernel, threads: int) -> tuple[NativeInt8Attention, Engine]:
-    """Return a kernel, and the engine of its calls with at most this number of threads."""
-    return kernel.int8_attention(), kernel.engine(permitted_threads(threads))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.experts.block_reference import dequantise_blocks, random_blocks
-from ktc.experts.kernel_library import Kernel
+from ktc.experts.kernel_library import Kernel, NativePackedLinear
 from ktc.experts.packed import huge_pages
 from ktc.formats import BLOCKS
 from ktc.linears.stored_linear import packed_arguments
@@ -27,7 +27,7 @@ _ROWS: Final = (1, 3, 40)
 def self_test_packed_linear(kernel: Kernel, spec: PackedLinearSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute x W^T + b."""
     generator = torch.Generator().manual_seed(21)
-    native = kernel.packed_linear()
+    native: NativePackedLinear = kernel.native()
     for outputs, num_blocks in _SHAPES:
         inputs = num_blocks * max(32, BLOCKS[spec.weight_format].weights)
         blocks = random_blocks(outputs, inputs, spec.weight_format, 0.05, generator)
@@ -50,7 +50,7 @@ def self_test_packed_linear(kernel: Kernel, spec: PackedLinearSpec) -> None:
 
 def _product(kernel: Kernel, x: Tensor, packed: Tensor, bias: Tensor, threads: int = 1) -> Tensor:
     out = x.new_empty((x.shape[0], bias.shape[0]))
-    kernel.packed_linear().forward(kernel.engine(threads), packed_arguments(x, packed, bias, out))
+    kernel.native().forward(kernel.engine(threads), packed_arguments(x, packed, bias, out))
     return out
 
 

@@ -153,34 +153,15 @@ class Kernel:
 
         Raises `ValueError` for a size other than the one it was built for.
         """
-        return cast("NativeKernel", self._made(num_experts, hidden, intermediate, top_k, nodes))
+        return cast("NativeKernel", self.native(num_experts, hidden, intermediate, top_k, nodes))
 
-    def linear(self) -> NativeLinear:
-        """Return the kernel for linear layers of any size; the entry must be one."""
-        return cast("NativeLinear", self._made())
-
-    def packed_linear(self) -> NativePackedLinear:
-        """Return the kernel for linear layers of any size in blocks; the entry must be one."""
-        return cast("NativePackedLinear", self._made())
-
-    def attention(self) -> NativeForward:
-        """Return the kernel for attention of any sizes; the entry must be one."""
-        return self._made()
-
-    def int8_attention(self) -> NativeInt8Attention:
-        """Return the kernel for attention of any sizes over int8 codes; the entry must be one."""
-        return cast("NativeInt8Attention", self._made())
-
-    def sparse_attention(self) -> NativeSparseAttention:
-        """Return the kernel for sparse attention of any sizes; the entry must be one."""
-        return cast("NativeSparseAttention", self._made())
-
-    def step(self) -> NativeStep:
-        """Return the kernel for decoding steps; the entry must be one."""
-        return self._made()
-
-    def _made(self, *sizes: int) -> Any:
+    def native(self, *sizes: int) -> Any:
+        """Return the kernel as the protocol of its kind; only one for experts takes sizes."""
         return getattr(_opened(self.library.path, self.library.digest), self.entry)(*sizes)
+
+    def opened(self, threads: int) -> tuple[Any, Engine]:
+        """Return the kernel, and the engine of its calls with at most this number of threads; each is made once."""
+        return _with_engine(self, threads)
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = (), *, own: bool = False) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads.
@@ -314,6 +295,11 @@ def _opened(path: Path, digest: str) -> _Module:
         message = f"the kernel library `{path}` was built by another version of ktc: its functions have other arguments"
         raise InputRefused(Diagnostic("L412", message, hint="compile the model again"))
     return cast("_Module", module)
+
+
+@functools.cache
+def _with_engine(kernel: Kernel, threads: int) -> tuple[Any, Engine]:
+    return kernel.native(), kernel.engine(permitted_threads(threads))
 
 
 @functools.cache

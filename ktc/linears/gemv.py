@@ -6,7 +6,6 @@ differentiable. It replaces F.linear for the calls that `serves` accepts.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktc.experts.kernel_calls import bind_later, record_call
-from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeLinear, permitted_threads
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Kernel
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The fewest and most rows for which it was faster than F.linear (docs/kernels.md). For one fp32 row F.linear reads at
@@ -47,7 +46,7 @@ class Gemv:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         x = x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        native, engine = opened(self.kernel, self._threads(weight))
+        native, engine = self.kernel.opened(self._threads(weight))
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
         with KERNEL_LOCK:
             native.forward(engine, linear_arguments(x, weight, bias, out))
@@ -56,12 +55,6 @@ class Gemv:
 
     def _threads(self, weight: Tensor) -> int:
         return min(self.threads, max(1, weight.numel() * weight.element_size() // _BYTES_PER_THREAD))
-
-
-@functools.cache
-def opened(kernel: Kernel, threads: int) -> tuple[NativeLinear, Engine]:
-    """Return a kernel, and the engine of its calls with at most this number of threads."""
-    return kernel.linear(), kernel.engine(permitted_threads(threads))
 
 
 def linear_arguments(

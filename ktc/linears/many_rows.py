@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ktc.experts.kernel_calls import bind_later, record_call
-from ktc.experts.kernel_library import KERNEL_LOCK, Kernel
+from ktc.experts.kernel_library import KERNEL_LOCK, Engine, Kernel, NativeLinear
 from ktc.linears.choice import Choice, kept_choice, measured_choice
-from ktc.linears.gemv import DTYPES, is_plain, is_traced, linear_arguments, opened
+from ktc.linears.gemv import DTYPES, is_plain, is_traced, linear_arguments
 
 Product = Literal["packed", "auto"]
 # Below, packing the weights takes longer than the product (docs/kernels.md).
@@ -69,7 +69,7 @@ class ManyRows:
         """Return x (..., inputs) W^T + b, or with `transposed` x (..., outputs) W, without gradients."""
         (outputs, inputs), x = weight.shape, x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], inputs if transposed else outputs))
-        native, engine = opened(self.kernel, self.threads)
+        native, engine = cast("tuple[NativeLinear, Engine]", self.kernel.opened(self.threads))
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
         arguments = functools.partial(linear_arguments, transposed=transposed)
         with KERNEL_LOCK:

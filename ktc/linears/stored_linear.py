@@ -8,7 +8,6 @@ Refused: blocks of another type or size (ValueError), input of another dtype or 
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NoReturn, cast
 
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.kernel_calls import bind_later, record_call
-from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativePackedLinear, permitted_threads
+from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
 from ktc.experts.load_state import Loads
 from ktc.experts.packed import huge_pages
 from ktc.experts.tracing import never_traced
@@ -53,17 +52,15 @@ class StoredLinear(nn.Linear):
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed weight."""
-        native, _ = _opened(self.kernel, 1)
-        return native.packed_bytes(self.in_features, self.out_features)
+        return self._native.packed_bytes(self.in_features, self.out_features)
 
     def load_blocks(self, blocks: Tensor) -> None:
         """Pack the whole weight: uint8 (out_features, bytes of a row), as the file stores it."""
-        native, _ = _opened(self.kernel, 1)
         packed = huge_pages(self.packed_bytes) if self.packed is None else self.packed
         blocks = blocks.contiguous()
         if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[0] != self.out_features:
             raise ValueError(f"expected blocks of {self.out_features} rows, found {tuple(blocks.shape)}")
-        native.pack(packed.data_ptr(), blocks.data_ptr(), *blocks.shape)
+        self._native.pack(packed.data_ptr(), blocks.data_ptr(), *blocks.shape)
         self.packed = packed
         self.loads.loaded("weight")
 
@@ -84,8 +81,7 @@ class StoredLinear(nn.Linear):
     def dequantised(self) -> Tensor:
         """Return the weight (out_features, in_features), each value rounded to bf16."""
         weight = torch.empty(self.out_features, self.in_features, dtype=torch.bfloat16)
-        native, _ = _opened(self.kernel, 1)
-        native.unpack(self._loaded().data_ptr(), weight.data_ptr(), self.in_features, self.out_features)
+        self._native.unpack(self._loaded().data_ptr(), weight.data_ptr(), self.in_features, self.out_features)
         return weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -108,13 +104,17 @@ class StoredLinear(nn.Linear):
         out = x.new_empty((*x.shape[:-1], self.out_features))
         packed = self._loaded()
         bias = cast("Tensor | None", self.bias)
-        native, engine = _opened(self.kernel, self._num_threads())
+        native, engine = self.kernel.opened(self._num_threads())
         # held until it was read; `.to(device)` of the model moves it
         bias = None if bias is None else bias.detach().to("cpu", torch.bfloat16).contiguous()
         with KERNEL_LOCK:
             native.forward(engine, packed_arguments(x, packed, bias, out))
         record_call(bind_later(native.call, engine, packed_arguments), (x, packed, bias), out)
         return out
+
+    @property
+    def _native(self) -> NativePackedLinear:
+        return self.kernel.opened(1)[0]
 
     def _loaded(self) -> Tensor:
         self.loads.require_processed(self.loads.generation)
@@ -141,11 +141,6 @@ def packed_arguments(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor
         "x": x.data_ptr(), "packed": packed.data_ptr(), "bias": address(bias), "out": out.data_ptr(),
         "rows": math.prod(x.shape[:-1]), "inputs": x.shape[-1], "outputs": out.shape[-1],
     }  # fmt: skip
-
-
-@functools.cache
-def _opened(kernel: Kernel, threads: int) -> tuple[NativePackedLinear, Engine]:
-    return kernel.packed_linear(), kernel.engine(threads)
 
 
 class _Frozen(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from ktc.experts.kernel_calls import HostCall
-from ktc.experts.kernel_library import KERNEL_LOCK, Kernel, NativeProgram
+from ktc.experts.kernel_library import KERNEL_LOCK, Kernel, NativeProgram, NativeStep
 from ktc.steps.arena import Arena
 from ktc.steps.lowering import Builder
 from ktc.steps.recording import Operation, Recording, record, storage
@@ -72,7 +72,7 @@ def record_program(
     kept = tuple(results(recording.output))
     with torch.inference_mode(mode=False), torch.no_grad():
         arena = Arena(recording, kept)
-        step = kernel.step()
+        step: NativeStep = kernel.native()
         builder = Builder(step, step.program(), kernel.engine(threads))
         parts = [_appended(operation, arena, builder) for operation in recording.operations]
         program = StepProgram(builder.program, _joined(parts), arena.nbytes, (recording.held, arena, builder, parts))

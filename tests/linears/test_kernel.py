@@ -65,7 +65,7 @@ def test_the_output_is_that_of_the_product_in_fp64(
 
 def test_a_kernel_takes_its_arguments_by_name(library: KernelLibrary) -> None:
     kernel, (x, weight, _) = library.kernel(QUICK[0].entry), layer(QUICK[0], 2, 5, 3)
-    native, engine, out = kernel.linear(), kernel.engine(1), torch.zeros(2, 5, dtype=x.dtype)
+    native, engine, out = kernel.native(), kernel.engine(1), torch.zeros(2, 5, dtype=x.dtype)
     arguments = linear_arguments(x, weight, None, out)
     native.forward(engine, dict(reversed(arguments.items())))
     assert torch.equal(out, gemv(library, QUICK[0])(x, weight, None))
