@@ -14,7 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.diagnostics import Diagnostic, KtcError
+from ktc.codegen.wrong_kernel import relative_error, wrong
+from ktc.diagnostics import KtcError
 from ktc.experts.block_reference import dequantise_blocks, quantise_blocks, random_blocks
 from ktc.experts.form import ExpertsForm, ExpertsSizes
 from ktc.experts.kernel_library import Kernel
@@ -113,8 +114,7 @@ def _quantised(
         expected = dequantise(*quantise(values, weight_format, group), group)
     packed = experts.unpack(expert, part, tuple(values.shape))
     if not torch.equal(packed, expected):
-        message = f"the built kernel `{spec.entry}` is wrong: it packs other weights than its reference"
-        raise KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))
+        raise wrong(spec, "it packs other weights than its reference")
     return values if row.integer_products else packed
 
 
@@ -151,7 +151,7 @@ def _compare(spec: KernelSpec, results: Sequence[tuple[tuple[Tensor, ...], tuple
     """Check the error over all token counts: the few gradients of one token's weights may cancel to rounding errors."""
     for place, name in enumerate(_RESULTS):
         ours, theirs = (torch.cat([result[side][place].double() for result in results]) for side in (0, 1))
-        error = _norm(ours - theirs) / _norm(theirs)
+        error = relative_error(ours, theirs)
         if not error <= _TOLERANCE[spec.dtype]:
             allowed = _TOLERANCE[spec.dtype]
             what = f"{name} differs from the reference by {error:.1e}, allowed are {allowed:.0e}"
@@ -167,14 +167,5 @@ def _require_same_bits(
 
 
 def _wrong(spec: KernelSpec, tokens: str, what: str) -> KtcError:
-    return KtcError(
-        Diagnostic(
-            "H225",
-            f"the built kernel `{spec.entry}` is wrong: at {tokens} tokens its {what}",
-            hint="try another instruction set with `--isa`, or another compiler with `CXX`",
-        )
-    )
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.square().sum().sqrt())
+    hint = "try another instruction set with `--isa`, or another compiler with `CXX`"
+    return wrong(spec, f"at {tokens} tokens its {what}", hint)

@@ -20,8 +20,8 @@ from ktc.attention.key_codes import estimates
 from ktc.attention.key_index import KeyIndex
 from ktc.attention.selection import attend_chosen, choose, visible_positions
 from ktc.attention.sparsity import FORMATS, Sparsity
-from ktc.codegen.self_test_linear import TOLERANCE, norm
-from ktc.diagnostics import Diagnostic, KtcError
+from ktc.codegen.self_test_linear import TOLERANCE
+from ktc.codegen.wrong_kernel import relative_error, wrong_output
 from ktc.experts.kernel_library import Kernel
 from ktc.linears.gemv import DTYPES
 from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
@@ -48,7 +48,7 @@ def self_test_int8_attention(kernel: Kernel, spec: Int8AttentionSpec) -> None:
         coded = [quantised(kernel, each) for each in heads if each is not None]
         for found, expected in zip(coded, (Int8Tensor.of(each) for each in heads if each is not None), strict=True):
             if not torch.equal(found.codes, expected.codes) or not torch.equal(found.scales, expected.scales):
-                raise _wrong(spec, "has other codes of keys and values")
+                raise wrong_output(spec, "has other codes of keys and values")
         held, decoded = KVCacheView(*coded), KVCacheView(*(each.codes.double() * each.scales for each in coded))
         _compare(spec, [Int8DecodeAttention(kernel, threads)(query, held, scale=scale) for threads in (1, 3)],
                  _attention(query, decoded, scale))  # fmt: skip
@@ -71,13 +71,13 @@ def _compare(
     spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec, found: list[Tensor], expected: Tensor
 ) -> None:
     """Raise `KtcError` (H225) unless the outputs of one thread and of three are the expected one."""
-    error, most = norm(found[0].double() - expected) / norm(expected), TOLERANCE[spec.dtype]
+    error, most = relative_error(found[0], expected), TOLERANCE[spec.dtype]
     if isinstance(spec, Int8AttentionSpec):
         most = max(most, _INT8_TOLERANCE)
     if not error <= most:
-        raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {most:.0e}")
+        raise wrong_output(spec, f"differs from the reference by {error:.1e}, allowed are {most:.0e}")
     if not torch.equal(*found):
-        raise _wrong(spec, "has other bits with three threads")
+        raise wrong_output(spec, "has other bits with three threads")
 
 
 def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> None:
@@ -94,7 +94,7 @@ def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> Non
         native = IndexKernel(kernel, 3)
         native.extend(found, heads, 300)
         if not torch.equal(found.codes.blocks[:, :, :18], wanted.codes.blocks[:, :, :18]):
-            raise _wrong(spec, f"has other codes of keys in {index}")
+            raise wrong_output(spec, f"has other codes of keys in {index}")
         sparsity = Sparsity(70, 4, 9, index, shared=False)
         chosen = choose(
             estimates(query, wanted.codes, index, 300, 0.2),
@@ -104,13 +104,13 @@ def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> Non
         )
         selected = native.select(found, query, None, sparsity, 0.2)
         if not torch.equal(selected.positions, chosen.positions):
-            raise _wrong(spec, f"chooses other positions by {index}")
+            raise wrong_output(spec, f"chooses other positions by {index}")
         output = DecodeAttention(kernel, 3).of_chosen(query, heads, selected, scale=0.2)
         wide = KVCacheView(heads.keys.double(), heads.values.double())
         expected = attend_chosen(query.double(), wide, chosen, scale=0.2)
-        error = norm(output.double() - expected) / norm(expected)
+        error = relative_error(output, expected)
         if not error <= TOLERANCE[spec.dtype]:
-            raise _wrong(spec, f"over chosen positions differs from the reference by {error:.1e}")
+            raise wrong_output(spec, f"over chosen positions differs from the reference by {error:.1e}")
 
 
 def _attention(query: Tensor, heads: KVCacheView, scale: float) -> Tensor:
@@ -123,8 +123,3 @@ def _attention(query: Tensor, heads: KVCacheView, scale: float) -> Tensor:
     new, positions = scores.shape[-2:]
     seen = torch.ones(new, positions, dtype=torch.bool).tril(positions - new)
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(1, 2)
-
-
-def _wrong(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec, what: str) -> KtcError:
-    message = f"the built kernel `{spec.entry}` is wrong: its output {what}"
-    return KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))

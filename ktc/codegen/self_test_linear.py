@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.diagnostics import Diagnostic, KtcError
+from ktc.codegen.wrong_kernel import relative_error, wrong_output
 from ktc.experts.kernel_library import Kernel
 from ktc.linears.gemv import DTYPES, linear_arguments
 from ktc.plan.linear_spec import LinearSpec
@@ -30,24 +30,17 @@ def self_test_linear(kernel: Kernel, spec: LinearSpec) -> None:
         x, weight, bias = (torch.randn(size, generator=generator).to(DTYPES[spec.dtype]) for size in sizes)
         expected: Tensor = x.double() @ weight.double().T + bias.double()
         whole = _product(kernel, x, weight, bias)
-        error = norm(whole.double() - expected) / norm(expected)
+        error = relative_error(whole, expected)
         if not error <= TOLERANCE[spec.dtype]:
-            raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {TOLERANCE[spec.dtype]:.0e}")
+            raise wrong_output(
+                spec, f"differs from the reference by {error:.1e}, allowed are {TOLERANCE[spec.dtype]:.0e}"
+            )
         for rows in _ROWS:
             if not torch.equal(_product(kernel, x[:rows], weight, bias, threads=3), whole[:rows]):
-                raise _wrong(spec, f"has other bits for {rows} rows with three threads")
+                raise wrong_output(spec, f"has other bits for {rows} rows with three threads")
 
 
 def _product(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor, threads: int = 1) -> Tensor:
     out = x.new_empty((x.shape[0], weight.shape[0]))
     kernel.native().forward(kernel.engine(threads), linear_arguments(x, weight, bias, out))
     return out
-
-
-def norm(tensor: Tensor) -> float:
-    return float(tensor.square().sum().sqrt())
-
-
-def _wrong(spec: LinearSpec, what: str) -> KtcError:
-    message = f"the built kernel `{spec.entry}` is wrong: its output {what}"
-    return KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))

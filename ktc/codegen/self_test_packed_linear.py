@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.diagnostics import Diagnostic, KtcError
+from ktc.codegen.wrong_kernel import relative_error, wrong_output
 from ktc.experts.block_reference import dequantise_blocks, random_blocks
 from ktc.experts.kernel_library import Kernel, NativePackedLinear
 from ktc.experts.packed import huge_pages
@@ -36,28 +36,19 @@ def self_test_packed_linear(kernel: Kernel, spec: PackedLinearSpec) -> None:
         weight = torch.empty(outputs, inputs, dtype=torch.bfloat16)
         native.unpack(packed.data_ptr(), weight.data_ptr(), inputs, outputs)
         if not torch.equal(weight, dequantise_blocks(blocks, spec.weight_format).bfloat16()):
-            raise _wrong(spec, "has other weights than the blocks")
+            raise wrong_output(spec, "has other weights than the blocks")
         x, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((max(_ROWS), inputs), (outputs,)))
         expected = x.double() @ weight.double().T + bias.double()
         for rows in _ROWS:
             found = _product(kernel, x[:rows], packed, bias)
-            error = _norm(found.double() - expected[:rows]) / _norm(expected[:rows])
+            error = relative_error(found, expected[:rows])
             if not error <= _TOLERANCE:
-                raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {_TOLERANCE:.0e}")
+                raise wrong_output(spec, f"differs from the reference by {error:.1e}, allowed are {_TOLERANCE:.0e}")
             if not torch.equal(_product(kernel, x[:rows], packed, bias, threads=3), found):
-                raise _wrong(spec, f"has other bits for {rows} rows with three threads")
+                raise wrong_output(spec, f"has other bits for {rows} rows with three threads")
 
 
 def _product(kernel: Kernel, x: Tensor, packed: Tensor, bias: Tensor, threads: int = 1) -> Tensor:
     out = x.new_empty((x.shape[0], bias.shape[0]))
     kernel.native().forward(kernel.engine(threads), packed_arguments(x, packed, bias, out))
     return out
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.square().sum().sqrt())
-
-
-def _wrong(spec: PackedLinearSpec, what: str) -> KtcError:
-    message = f"the built kernel `{spec.entry}` is wrong: its output {what}"
-    return KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))

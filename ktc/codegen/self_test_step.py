@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ktc.diagnostics import Diagnostic, KtcError
+from ktc.codegen.wrong_kernel import norm, wrong
 from ktc.experts.kernel_library import Kernel
 from ktc.plan.step_spec import StepSpec
 from ktc.steps.program import StepProgram, record_program
@@ -31,15 +31,15 @@ def self_test_step(kernel: Kernel, spec: StepSpec) -> None:
         try:
             programs = [_program(kernel, inputs, threads) for threads in (1, 3)]
         except ValueError as error:
-            raise _wrong(spec, f"{error}, in {dtype}") from error
+            raise wrong(spec, f"{error}, in {dtype}") from error
         for tensor, other in zip(inputs, _inputs(dtype, seed=31), strict=True):
             tensor.copy_(other)
         expected = _computed(*inputs)
         found = [_results(program, results) for program, results in programs]
         if not all(_agree(one, other) for one, other in zip(found[0], expected, strict=True)):
-            raise _wrong(spec, f"a second run computes other values, in {dtype}")
+            raise wrong(spec, f"a second run computes other values, in {dtype}")
         if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*found, strict=True)):
-            raise _wrong(spec, f"three threads compute other bits, in {dtype}")
+            raise wrong(spec, f"three threads compute other bits, in {dtype}")
 
 
 def _inputs(dtype: torch.dtype, seed: int) -> tuple[Tensor, ...]:
@@ -108,12 +108,5 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
     """Return whether results are those of PyTorch, up to the few roundings between the inputs and them."""
     if not expected.is_floating_point():
         return torch.equal(found, expected)
-    error, size = (
-        float(each.double().square().sum().sqrt()) for each in (found.double() - expected.double(), expected)
-    )
-    return error <= _ROUNDINGS[expected.dtype] * size
-
-
-def _wrong(spec: StepSpec, what: str) -> KtcError:
-    message = f"the built kernel `{spec.entry}` is wrong: {what}"
-    return KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))
+    wide = expected.double()
+    return norm(found.double() - wide) <= _ROUNDINGS[expected.dtype] * norm(wide)
