@@ -6,7 +6,7 @@ differentiable, and takes the calls that `serves` accepts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ktc.attention.chosen import Chosen
 from ktc.attention.int8_tensor import Int8Tensor
 from ktc.attention.paged_tensor import PagedTensor, PageTable, memory_of
-from ktc.experts.kernel_calls import Bind, bind_later, record_call
+from ktc.experts.kernel_calls import record_call
 from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Kernel
 from ktc.linears.gemv import DTYPES, is_plain, is_traced
 
@@ -95,8 +95,8 @@ class DecodeAttention:
     def _forward(
         self, query: Tensor, kv: KVCacheView, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
         sizes: Arguments, nbytes: int,
-    ) -> tuple[Bind, tuple[Tensor | None, ...]]:  # fmt: skip
-        """Fill `out`. Return how to call the kernel again, and the tensors that it read."""
+    ) -> tuple[Any, Any, Callable[..., Arguments], tuple[Tensor | None, ...]]:  # fmt: skip
+        """Fill `out`. Return the call for later, its engine, what makes its arguments, and the tensors that it read."""
         sinks = None if sinks is None else sinks.detach().float().contiguous()
         native, engine = self.kernel.opened(threads_for(nbytes, self.threads))
         table = table_of(kv.keys)
@@ -123,7 +123,7 @@ class DecodeAttention:
         reads = (query, *memories, seen, sinks, *of_table)
         with KERNEL_LOCK:
             native.forward(engine, arguments(*reads, out))
-        return bind_later(native.call, engine, arguments), reads
+        return native.call, engine, arguments, reads
 
 
 def threads_for(nbytes: int, threads: int) -> int:

@@ -79,10 +79,13 @@ def recorded(record: Callable[[KernelCall], None]) -> Generator[None]:
         _CURRENT.record = before
 
 
-def record_call(bind: Bind, reads: tuple[Tensor | None, ...], out: Tensor) -> None:
+def record_call(
+    call: Callable[[Engine, Arguments], NativeHostCall], engine: Engine, arguments: Callable[..., Arguments],
+    reads: tuple[Tensor | None, ...], out: Tensor,
+) -> None:  # fmt: skip
     """Hand the recorder, if there is one, a call that read tensors and wrote `out`."""
     if _CURRENT.record is not None:
-        _CURRENT.record(KernelCall(bind, reads, out))
+        _CURRENT.record(KernelCall(bind_later(call, engine, arguments), reads, out))
 
 
 def recording() -> bool:

@@ -161,7 +161,10 @@ class Kernel:
 
     def opened(self, threads: int) -> tuple[Any, Engine]:
         """Return the kernel, and the engine of its calls with at most this number of threads; each is made once."""
-        return _with_engine(self, threads)
+        key = self.library.digest, self.entry, threads
+        if key not in _OPENED:
+            _OPENED[key] = self.native(), self.engine(permitted_threads(threads))
+        return _OPENED[key]
 
     def engine(self, threads: int, nodes: tuple[NumaNode, ...] = (), *, own: bool = False) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads.
@@ -185,6 +188,9 @@ class KernelLibrary:
         if entry not in dtypes:
             raise KeyError(f"the kernel library `{self.path.name}` has no entry `{entry}`; it has {', '.join(dtypes)}")
         return Kernel(self, entry, dtypes[entry])
+
+
+_OPENED: Final[dict[tuple[str, str, int], tuple[Any, Engine]]] = {}  # by digest: the hash of a `Kernel` takes 1 us
 
 
 def permitted_threads(threads: int) -> int:
@@ -295,11 +301,6 @@ def _opened(path: Path, digest: str) -> _Module:
         message = f"the kernel library `{path}` was built by another version of ktc: its functions have other arguments"
         raise InputRefused(Diagnostic("L412", message, hint="compile the model again"))
     return cast("_Module", module)
-
-
-@functools.cache
-def _with_engine(kernel: Kernel, threads: int) -> tuple[Any, Engine]:
-    return kernel.native(), kernel.engine(permitted_threads(threads))
 
 
 @functools.cache

@@ -148,13 +148,13 @@ def lora_arguments(lora: ExpertsLora, gradients: ExpertsLora | None = None, *, i
 
     Both must be in the kernel's dtype (`Lora.to`, `Lora.zeros`) and must outlive the call.
     """
-    names = ("lora_first", "lora_down")
-    totals = (None, None) if gradients is None else gradients.products
-    return {
-        name: _factors(factors, total, interleaved=interleaved)
-        for name, factors, total in zip(names, lora.products, totals, strict=True)
-        if factors is not None
-    }
+    first, down = (None, None) if gradients is None else gradients.products
+    found: Arguments = {}
+    if lora.gate_up is not None:
+        found["lora_first"] = _factors(lora.gate_up, first, interleaved=interleaved)
+    if lora.down is not None:
+        found["lora_down"] = _factors(lora.down, down, interleaved=interleaved)
+    return found
 
 
 def _factors(lora: Lora, gradients: Lora | None, *, interleaved: bool) -> Arguments:
@@ -173,4 +173,5 @@ def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> Lora | None:
 
 
 def _strides(b: Tensor) -> Arguments:
-    return dict(zip(("expert", "output", "rank"), b.stride(), strict=True))
+    expert, output, rank = b.stride()
+    return {"expert": expert, "output": output, "rank": rank}

@@ -273,7 +273,7 @@ class PackedExperts:
         with KERNEL_LOCK, kernel_clock.timed("forward", tokens, self._sizes, ranks):
             self._native.forward(self._engine, arguments(x_TH, index_TK, weights_TK, out_TH))
         if saved is None:
-            record_call(bind_later(self._native.call, self._engine, arguments), (x_TH, index_TK, weights_TK), out_TH)
+            record_call(self._native.call, self._engine, arguments, (x_TH, index_TK, weights_TK), out_TH)
         return out_TH, saved
 
     def host_call(

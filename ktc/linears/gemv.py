@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.experts.kernel_calls import bind_later, record_call
+from ktc.experts.kernel_calls import record_call
 from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Kernel
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -50,7 +50,7 @@ class Gemv:
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
         with KERNEL_LOCK:
             native.forward(engine, linear_arguments(x, weight, bias, out))
-        record_call(bind_later(native.call, engine, linear_arguments), (x, weight, bias), out)
+        record_call(native.call, engine, linear_arguments, (x, weight, bias), out)
         return out
 
     def _threads(self, weight: Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktc.experts.kernel_calls import bind_later, record_call
+from ktc.experts.kernel_calls import record_call
 from ktc.experts.kernel_library import KERNEL_LOCK, Engine, Kernel, NativeLinear
 from ktc.linears.choice import Choice, kept_choice, measured_choice
 from ktc.linears.gemv import DTYPES, is_plain, is_traced, linear_arguments
@@ -74,7 +74,7 @@ class ManyRows:
         arguments = functools.partial(linear_arguments, transposed=transposed)
         with KERNEL_LOCK:
             native.multiply(engine, arguments(x, weight, bias, out))
-        record_call(bind_later(native.multiply_call, engine, arguments), (x, weight, bias), out)
+        record_call(native.multiply_call, engine, arguments, (x, weight, bias), out)
         return out
 
 

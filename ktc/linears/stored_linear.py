@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.experts.kernel_calls import bind_later, record_call
+from ktc.experts.kernel_calls import record_call
 from ktc.experts.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
 from ktc.experts.load_state import Loads
 from ktc.experts.packed import huge_pages
@@ -109,7 +109,7 @@ class StoredLinear(nn.Linear):
         bias = None if bias is None else bias.detach().to("cpu", torch.bfloat16).contiguous()
         with KERNEL_LOCK:
             native.forward(engine, packed_arguments(x, packed, bias, out))
-        record_call(bind_later(native.call, engine, packed_arguments), (x, packed, bias), out)
+        record_call(native.call, engine, packed_arguments, (x, packed, bias), out)
         return out
 
     @property
