@@ -21,17 +21,17 @@ from typing import Final
 
 import torch
 
-from ktc import host
-from ktc.attention.decode import DecodeAttention, KVCacheView
-from ktc.codegen.build import build
-from ktc.codegen.render import render
-from ktc.experts.form import ExpertsSizes, parse_form
-from ktc.experts.lora import ExpertsLora, Lora
-from ktc.experts.packed import PackedExperts
-from ktc.linears.gemv import Gemv
-from ktc.plan.attention_spec import AttentionSpec
-from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.linear_spec import LinearSpec
+from ktc.foundation import host
+from ktc.model.attention.decode import DecodeAttention, KVCacheView
+from ktc.model.experts.lora import ExpertsLora, Lora
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.kernels.attention_spec import AttentionSpec
+from ktc.model.kernels.form import ExpertsSizes, parse_form
+from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.linear_spec import LinearSpec
+from ktc.model.linears.gemv import Gemv
+from ktc.stages.codegen.build import build
+from ktc.stages.codegen.render import render
 
 _BATCHES: Final = 200
 _ROOT: Final = Path(__file__).parent.parent

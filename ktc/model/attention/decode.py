@@ -1,0 +1,182 @@
+"""`DecodeAttention`: attention of few new tokens over a cache in host memory, by a kernel.
+
+In: queries and what the cache holds, of the kernel's dtype. Out: attention's output, rounded once. It is not
+differentiable, and takes the calls that `serves` accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ktc.model.attention.chosen import Chosen
+from ktc.model.attention.int8_tensor import Int8Tensor
+from ktc.model.attention.paged_tensor import PagedTensor, PageTable, memory_of
+from ktc.model.kernels.kernel_calls import record_call
+from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel
+from ktc.model.linears.gemv import DTYPES, is_plain, is_traced
+
+MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
+_BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
+
+
+class KVCacheView(NamedTuple):
+    """Keys (B, K, L, k) and values (B, K, L, v) of a cache. Latent attention has rotary keys (B, K, L, r) too."""
+
+    keys: Tensor
+    values: Tensor
+    rope_keys: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that the cache has."""
+        return [each for each in self if each is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """A kernel, and the most threads it may use."""
+
+    kernel: Kernel
+    threads: int
+
+    def serves(self, query: Tensor, kv: KVCacheView, mask: Tensor | None) -> bool:
+        """Return whether the kernel takes this call: few tokens, under `no_grad`, plain CPU tensors of its dtype."""
+        if not self._is_few(query) or not is_seen_mask(mask):
+            return False
+        tensors = [query, *map(memory_of, kv.tensors)]
+        dtype = DTYPES[self.kernel.dtype]
+        if not all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors):
+            return False
+        return len(set(map(table_of, kv.tensors))) == 1 and all(each.stride(-1) == 1 for each in tensors[1:])
+
+    def __call__(
+        self, query: Tensor, kv: KVCacheView, *, scale: float, mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute query (B, H, T, k + r) -> (B, T, H, v). Without a `mask` new tokens are the last positions.
+
+        `mask` is bool, (B or 1, 1, T, L); `sinks` (H,) are further scores without a value.
+        """
+        B, H, T, _ = query.shape
+        K, L = kv.keys.shape[1:3]
+        out = query.new_empty((B, T, H, kv.values.shape[-1]))
+        sizes = {"batch": B, "key_heads": K, "group": H // K, "tokens": T, "positions": L, "scale": scale}
+        seen = seen_by_kernel(mask, B, T, L)
+        nbytes = sum(each.nbytes for each in kv.tensors)
+        record_call(*self._forward(query.detach().contiguous(), kv, seen, sinks, out, sizes, nbytes), out)
+        return out
+
+    def of_chosen(
+        self, query: Tensor, kv: KVCacheView, chosen: Chosen, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute query (B, H, T, k + r) -> (B, T, H, v) over the chosen positions alone."""
+        B, H, T, width = query.shape
+        selectors, most = chosen.positions.shape[2:]
+        rows = query.detach().transpose(1, 2).reshape(B * T, H, 1, width).contiguous()
+        out = query.new_empty((B, T, H, kv.values.shape[-1]))
+        sizes = {
+            "batch": B * T, "key_heads": selectors, "group": H // selectors, "tokens": 1, "positions": most,
+            "scale": scale, "chosen": chosen.positions.data_ptr(), "counts": chosen.counts.data_ptr(), "sequences": T,
+            "selectors_per_kv_head": selectors // kv.keys.shape[1],
+        }  # fmt: skip
+        nbytes = chosen.positions.numel() * sum(each.shape[-1] * each.itemsize for each in kv.tensors)
+        self._forward(rows, kv, None, sinks, out, sizes, nbytes)
+        return out
+
+    def _is_few(self, query: Tensor) -> bool:
+        plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and not is_traced()
+        return plain and query.shape[2] <= MOST_TOKENS
+
+    def _forward(
+        self, query: Tensor, kv: KVCacheView, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
+        sizes: Arguments, nbytes: int,
+    ) -> tuple[Any, Any, Callable[..., Arguments], tuple[Tensor | None, ...]]:  # fmt: skip
+        """Fill `out`. Return the call for later, its engine, what makes its arguments, and the tensors that it read."""
+        sinks = None if sinks is None else sinks.detach().float().contiguous()
+        native, engine = self.kernel.opened(threads_for(nbytes, self.threads))
+        table = table_of(kv.keys)
+        element_bytes = 1 if isinstance(kv.keys, Int8Tensor) else query.element_size()
+
+        def arguments(*tensors: Any) -> Arguments:
+            query, keys, values, rope_keys, seen, sinks, pages, lengths, out = tensors
+            found = sizes | {
+                "query": query.data_ptr(), "keys": view(keys), "values": view(values), "out": out.data_ptr(),
+                "element_bytes": element_bytes,
+            }  # fmt: skip
+            if rope_keys is not None:
+                found["rope_keys"] = view(rope_keys)
+            if seen is not None:
+                found |= mask_view(seen)
+            if sinks is not None:
+                found["sinks"] = sinks.data_ptr()
+            if pages is not None:
+                found |= _pages_view(pages, lengths, (keys, values, rope_keys))
+            return found
+
+        memories = (None if each is None else memory_of(each) for each in kv)
+        of_table = (None, None) if table is None else (table.pages, table.lengths)
+        reads = (query, *memories, seen, sinks, *of_table)
+        with KERNEL_LOCK:
+            native.forward(engine, arguments(*reads, out))
+        return native.call, engine, arguments, reads
+
+
+def threads_for(nbytes: int, threads: int) -> int:
+    """Return how many of `threads` a call of `nbytes` takes."""
+    return min(threads, max(1, nbytes // _BYTES_PER_THREAD))
+
+
+def seen_by_kernel(mask: Tensor | None, batch: int, tokens: int, positions: int) -> Tensor | None:
+    """Return a bool mask (B or 1, 1, T, L) as (B, T, L) whose positions are neighbours."""
+    seen = None if mask is None else mask[:, 0, :, :positions].expand(batch, tokens, positions)
+    return seen if seen is None or seen.stride(-1) == 1 else seen.contiguous()
+
+
+def is_seen_mask(mask: Tensor | None) -> bool:
+    """Return whether kernels take a mask: none, or a bool (B or 1, 1, T, L)."""
+    return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
+
+
+def view(tensor: Tensor) -> Arguments:
+    """Return the fields of `CacheView` for keys or values (B, K, L, k)."""
+    if isinstance(tensor, Int8Tensor):
+        scales = memory_of(tensor.scales)
+        batch, head, position, _ = scales.stride()
+        of_scales = {
+            "scales": scales.data_ptr(), "scale_batch": batch, "scale_head": head, "scale_position": position
+        }  # fmt: skip
+        return view(memory_of(tensor.codes)) | of_scales
+    batch, head, position, _ = tensor.stride()
+    return {
+        "data": tensor.data_ptr(), "batch": batch, "head": head, "position": position, "width": tensor.shape[-1]
+    }  # fmt: skip
+
+
+def table_of(tensor: Tensor) -> PageTable | None:
+    """Return where the sequences of keys or values in pages are; None where they are not in pages."""
+    held = tensor.codes if isinstance(tensor, Int8Tensor) else tensor
+    return held.table if isinstance(held, PagedTensor) else None
+
+
+def _pages_view(pages: Tensor, lengths: Tensor, memories: Sequence[Tensor | None]) -> Arguments:
+    """Return the fields of `AttentionArguments` for a cache in pages, whose sequences have `lengths`."""
+    parts = [part for each in memories if each is not None for part in _parts(each)]
+    return {
+        "lengths": lengths.data_ptr(), "pages": pages.data_ptr(), "pages_of_sequence": pages.stride(0),
+        "most_pages": pages.shape[1], "num_pages": min(each.shape[0] for each in parts),
+    }  # fmt: skip
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    coded = isinstance(tensor, Int8Tensor)
+    return (memory_of(tensor.codes), memory_of(tensor.scales)) if coded else (memory_of(tensor),)
+
+
+def mask_view(seen: Tensor) -> Arguments:
+    """Return the fields of a mask (B, T, L)."""
+    return {"mask": seen.data_ptr(), "mask_batch": seen.stride(0), "mask_token": seen.stride(1)}
