@@ -35,7 +35,7 @@ NOT_WITH_OLDEST = (
     "tests/end_to_end/test_compiled_model.py::"
     "test_in_reference_mode_losses_equal_and_the_adapter_works_in_the_stock_model[deepseek_v2]"
 )
-SHOW = "from ktc import versions; print(*(f'{n} {versions.installed(n)}' for n in versions.SUPPORTED), sep=', ')"
+SHOW = "from ktc.foundation import versions as v; print(*(f'{n} {v.installed(n)}' for n in v.SUPPORTED), sep=', ')"
 
 
 def requirements(end: str) -> list[str]:

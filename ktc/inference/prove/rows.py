@@ -62,7 +62,7 @@ def rows_of(
     for each in experts:
         if each.asked is not None:
             row = compare_experts(
-                each.path, ktc.model.experts[each.path], own.experts[each.path], wanted.experts[each.path], each.asked
+                each.path, ktc.experts[each.path], own.experts[each.path], wanted.experts[each.path], each.asked
             )
             rows.append(replace(row, note=each.format))
         else:
