@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ktc.attention.decode import DecodeAttention
 from ktc.attention.paged_tensor import PAGE
-from ktc.serving.band import ROOM
+from ktc.serving.contiguous_kv import ROOM
 from ktc.serving.pages import LayerRow, Page, PagePool
 from ktc.serving.row_layers import PagedLayer, RowLayer, SlidingRowLayer
 from ktc.serving.row_table import RowTable
