@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+from census.twins import compare_twins
+from census.types import TwinProof
 from ktc import dsl
 from ktc.capture import CapturedModel
-from ktc.census.twins import compare_twins
-from ktc.census.types import TwinProof
 from ktc.diagnostics import KtcError
 from ktc.dsl import RuleSet
 from ktc.host import Host
