@@ -50,7 +50,7 @@ class KeyIndex:
         return self.codes.blocks.nbytes + self.codes.scales.nbytes + self.mean.nbytes
 
     def reserve(self, positions: int) -> None:
-        """Make room for the codes of `positions` keys."""
+        """Make room for the codes of `positions` positions."""
         blocks, scales = self.codes.blocks, self.codes.scales
         needed, held = -(-positions // TOKENS), blocks.shape[2]
         if needed <= held:
