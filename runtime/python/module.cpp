@@ -43,7 +43,7 @@ void ktc_python::expose(py::module_& library, const sparse_attention::Entry& ent
   library.def(entry.name, entry.make);
 }
 
-// A digest of the interface that these functions have (`interface_digest` of `ktc/experts/kernel_library.py`).
+// A digest of the interface that these functions have (`interface_digest` of `ktc/model/kernels/kernel_library.py`).
 #ifndef KTC_INTERFACE
 #error "define KTC_INTERFACE, the digest of the interface"
 #endif
