@@ -199,8 +199,8 @@ def layer_speed(shape: str) -> dict[str, float]:
     read, mapped = (
         FusedMoe(ExpertsWeights(form, sizes, torch.bfloat16, PackedExperts(kernel, 1, sizes))) for _ in range(2)
     )
-    read.take_packed()
-    storage = read.packed_storage
+    read.weights.take_packed()
+    storage = read.weights.packed_storage
     torch.frombuffer(storage, dtype=torch.bfloat16).normal_(std=0.02)
 
     def header(content: str) -> Header:
@@ -210,7 +210,7 @@ def layer_speed(shape: str) -> dict[str, float]:
         path = Path(folder) / "layer.packed"
         packed_file.write(path, header, storage, lambda _: None)
         mapping = packed_file.map_read_only(path, len(storage))
-    mapped.take_packed(mapping)
+    mapped.weights.take_packed(mapping)
     for begin in range(0, len(storage), 4096):  # touch every page
         mapping[begin]
     x = torch.randn(1, hidden).bfloat16()

@@ -94,12 +94,12 @@ def packed(change: Callable[[FusedMoe], None]) -> Damage:
     def damaged(out: Path) -> None:
         experts = ktc.load(out).get_submodule(EXPERTS)
         assert isinstance(experts, FusedMoe)
-        before = bytes(experts.packed_storage)
+        before = bytes(experts.weights.packed_storage)
         change(experts)
-        assert bytes(experts.packed_storage) != before, "the damage changes a byte"
+        assert bytes(experts.weights.packed_storage) != before, "the damage changes a byte"
         with (out / "packed" / packed_store.file_name(EXPERTS)).open("r+b") as file:
             file.seek(packed_file.DATA)
-            file.write(experts.packed_storage)
+            file.write(experts.weights.packed_storage)
 
     return damaged
 
@@ -139,7 +139,7 @@ def neurons_moved(m: FusedMoe) -> None:
 
 def bytes_exchanged(m: FusedMoe) -> None:
     """Exchange 64 bytes of the store with those 4 KiB later."""
-    storage = m.packed_storage
+    storage = m.weights.packed_storage
     one, other = bytes(storage[:64]), bytes(storage[4096:4160])
     storage[:64], storage[4096:4160] = other, one
 

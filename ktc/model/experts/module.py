@@ -8,7 +8,6 @@ Refused: tensors of another shape than the layer's, an unknown form, a forward b
 
 from __future__ import annotations
 
-import mmap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol, cast
@@ -160,35 +159,6 @@ class FusedMoe(nn.Module):
         Any float dtype. Raises `ValueError` for another shape, or a part that experts of this form lack.
         """
         self.weights.load(expert, part, tensor)
-
-    def takes_codes(self, part: ExpertPart, method: str, group: int) -> bool:
-        """Return whether `load_codes` can store such codes of a part."""
-        return self.weights.takes_codes(part, method, group)
-
-    def load_codes(self, expert: int, part: ExpertPart, codes: Tensor, scales: Tensor) -> None:
-        """Store one part of one expert from codes without rounding. See `ExpertsWeights.load_codes`."""
-        self.weights.load_codes(expert, part, codes, scales)
-
-    def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
-        """Return whether `load_blocks` can store a part in GGUF blocks of this type."""
-        return self.weights.takes_blocks(part, type_name)
-
-    def load_blocks(self, expert: int, part: ExpertPart, blocks: Tensor) -> None:
-        """Store one part of one expert from uint8 rows of whole GGUF blocks. See `ExpertsWeights.load_blocks`."""
-        self.weights.load_blocks(expert, part, blocks)
-
-    @property
-    def packed_storage(self) -> memoryview:
-        """The packed bytes of all experts in order. Raises `ValueError` without a kernel."""
-        return self.weights.packed_storage
-
-    def fill_packed(self, fill: Callable[[memoryview], None]) -> None:
-        """Load all experts from the bytes that `fill` writes, in the order of `packed_storage`."""
-        self.weights.fill_packed(fill)
-
-    def take_packed(self, mapping: mmap.mmap) -> None:
-        """Compute from a read-only mapping of bytes in the order of `packed_storage`."""
-        self.weights.take_packed(mapping)
 
     def expert(self, expert: int, part: ExpertPart) -> Tensor:
         """Return a copy of one part of one expert, in the dtype it is computed in."""

@@ -44,7 +44,7 @@ class RandomExperts:
             _load_values(experts, self._seed + _SEED_OF_LAYER * layer)
             return
         some = self._packed(packed, experts.form)
-        experts.fill_packed(lambda target: _repeat(some, layer, target, copied))
+        experts.weights.fill_packed(lambda target: _repeat(some, layer, target, copied))
 
     def _packed(self, packed: PackedExperts, form: ExpertsForm) -> Tensor:
         """Return the bytes of some experts: uint8 (N, bytes of one)."""
@@ -64,7 +64,7 @@ def _pack(empty: PackedExperts, form: ExpertsForm, generator: torch.Generator) -
                 empty.load(expert, part, torch.zeros(rows))
             elif (kind := empty.blocks(part)) is not None:
                 blocks = random_blocks(rows, columns, STORED[kind].name, STD, generator)
-                empty.load_blocks(expert, part, blocks)
+                empty.weights.load_blocks(expert, part, blocks)
             else:
                 empty.load(expert, part, _values((rows, columns), generator))
     each = empty.nbytes // number

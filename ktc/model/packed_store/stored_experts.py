@@ -62,12 +62,12 @@ def stored_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool)
         return None
     row = _StoredRow(experts, source, leaf, allow_nonfinite)
     codes, blocks = source.plain_codes, source.plain_blocks
-    if codes is not None and all(experts.takes_codes(part, *codes) for part in row.parts):
+    if codes is not None and all(experts.weights.takes_codes(part, *codes) for part in row.parts):
         return row.load_codes
     in_order = bool(source.steps) == experts.form.transposed
     if blocks is None or not in_order:
         return None
-    return row.load_blocks if all(experts.takes_blocks(part, blocks) for part in row.parts) else None
+    return row.load_blocks if all(experts.weights.takes_blocks(part, blocks) for part in row.parts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,14 @@ class _StoredRow:
         number = self._checked(is_finite(scales) and are_numbers(codes), expert)
         pieces = (by_part(self.source, self.experts.form, self.leaf, tensor) for tensor in (codes, scales))
         for (part, piece), (_, scale) in zip(*pieces, strict=True):
-            self.experts.load_codes(number, part, piece, scale)
+            self.experts.weights.load_codes(number, part, piece, scale)
 
     def load_blocks(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> None:
         blocks = read_blocks(reader, index, self.source, expert)
         number = self._checked(gguf_values.are_finite(blocks, self.source.plain_blocks or ""), expert)
         as_rows = replace(self.experts.form, transposed=False)  # blocks are read as rows of outputs
         for part, piece in by_part(self.source, as_rows, self.leaf, blocks):
-            self.experts.load_blocks(number, part, piece)
+            self.experts.weights.load_blocks(number, part, piece)
 
     def _checked(self, finite: bool, expert: int | None) -> int:
         assert expert is not None, f"the row of `{self.source.target}` names no expert"

@@ -91,7 +91,7 @@ def _map_experts(model: nn.Module, store: PackedStore) -> None:
             mapped = packed_file.map_read_only(path, header.packed_bytes)
         except (OSError, ValueError) as error:  # `mmap` says with the latter that the file is too short
             raise InputRefused(packed_store.damaged(store.folder.parent, path, str(error))) from error
-        module.take_packed(mapped)
+        module.weights.take_packed(mapped)
 
 
 def _read_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
@@ -99,7 +99,7 @@ def _read_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
     for fqn in store.headers:
         module, path = _experts(model, store, fqn), store.path(fqn)
         try:
-            module.fill_packed(functools.partial(_read_file, path, tally))
+            module.weights.fill_packed(functools.partial(_read_file, path, tally))
         except (Damaged, OSError) as error:
             raise InputRefused(packed_store.damaged(store.folder.parent, path, str(error))) from error
 

@@ -103,7 +103,7 @@ def pack_in_memory(
 
     def digest(layer: Layer) -> str:
         with skeleton.packed(layer, opened.index, Tally(0, None)) as module:
-            return packed_file.digest_of(module.packed_storage)
+            return packed_file.digest_of(module.weights.packed_storage)
 
     for layer in packed_store.layers(opened.manifest, opened.rows, opened.index):
         yield layer.step.fqn, digest(layer)
@@ -257,7 +257,7 @@ def _write(store: Path, layer: Layer, module: FusedMoe, tally: Tally) -> Header:
     def header(content: str) -> Header:
         return Header(packed_file.SCHEMA, fqn, kernel, module.num_experts, size, origin, content)
 
-    return packed_file.write(store / packed_store.file_name(fqn), header, module.packed_storage, tally.add)
+    return packed_file.write(store / packed_store.file_name(fqn), header, module.weights.packed_storage, tally.add)
 
 
 def _check_space(store: Path, needed: int) -> None:

@@ -100,7 +100,7 @@ def _load_blocks(module: FusedMoe, shape: Shape, weight_format: WeightFormat) ->
     for part, (rows, columns) in sizes.items():
         blocks = random_blocks(rows, columns, weight_format, _BLOCK_SCALE, generator)
         for expert in range(shape.num_experts):
-            module.load_blocks(expert, part, blocks.roll(expert, 0))
+            module.weights.load_blocks(expert, part, blocks.roll(expert, 0))
 
 
 def _layer(module: FusedMoe, request: Request, rank: int) -> Layer:

@@ -63,7 +63,7 @@ def repack(folder: Path, damage: Damage, fqn: str = EXPERTS) -> None:
     path = folder / "packed" / packed_store.file_name(fqn)
     with path.open("r+b") as file:
         file.seek(packed_file.DATA)
-        file.write(experts.packed_storage)
+        file.write(experts.weights.packed_storage)
 
 
 def change_rows(folder: Path, change: Callable[[list[Any]], list[Any]]) -> None:

@@ -93,7 +93,7 @@ def fill(module: FusedMoe, spec: KernelSpec, layer: Layer) -> None:
         weight_format = spec.format_of(part)
         rows, columns = values.shape
         blocks = random_blocks(rows, columns, weight_format, columns**-0.5, generator)
-        module.load_blocks(expert, part, blocks)
+        module.weights.load_blocks(expert, part, blocks)
         exact = dequantise_blocks(blocks, weight_format)
         rounded = weight_format == "fp16" and spec.isa not in WIDE_ROWS
         values.copy_(exact.bfloat16() if rounded else exact)
@@ -195,7 +195,7 @@ def test_any_bytes_are_kept_as_they_are(library: Library, spec: KernelSpec) -> N
         form = BLOCKS[spec.format_of(part)]
         size = values.shape[1] // form.weights * form.block_bytes
         blocks = torch.randint(256, (values.shape[0], size), dtype=torch.uint8, generator=generator)
-        module.load_blocks(expert, part, blocks)
+        module.weights.load_blocks(expert, part, blocks)
         assert same(module.expert(expert, part), dequantise_blocks(blocks, spec.format_of(part)).bfloat16())
     sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "num_experts": 2, "top_k": 1}
     assert module.packed_bytes == packed_bytes(replace(spec, **sizes))  # type: ignore[arg-type]
@@ -330,9 +330,9 @@ def test_weights_of_other_formats_are_quantised_as_the_reference_does(library: L
     spec = spec_for(ISAS[0], MADE)
     layer = layer_for(spec, (3, 2, 2, 1, 1, 2))
     module = module_for(library, spec, layer)
-    assert module.takes_blocks("gate", "q8_0")
-    assert module.takes_blocks("down", "q4_0")
-    assert not module.takes_blocks("down", "q8_0")
+    assert module.weights.takes_blocks("gate", "q8_0")
+    assert module.weights.takes_blocks("down", "q4_0")
+    assert not module.weights.takes_blocks("down", "q8_0")
     for expert, part, values in matrices(layer):
         weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(6))
         module.load_expert(expert, part, weights)
@@ -350,17 +350,17 @@ def test_what_is_no_such_block_is_refused(library: Library) -> None:
     layer = layer_for(spec, (1, 1, 1, 1, 1, 1))
     module = module_for(library, spec, layer)
     blocks = torch.zeros(256, 144, dtype=torch.uint8)
-    assert module.takes_blocks("up", "q4_k")
+    assert module.weights.takes_blocks("up", "q4_k")
     with pytest.raises(ValueError, match="q4_k weights are taken only as a file stores them"):
         module.load_expert(0, "up", torch.zeros(256, 256))
     with pytest.raises(ValueError, match=r"`up` is stored in blocks of q4_k; found torch\.int8"):
-        module.load_blocks(0, "up", blocks.view(torch.int8))
+        module.weights.load_blocks(0, "up", blocks.view(torch.int8))
     with pytest.raises(ValueError, match="expected a matrix of 256 x 256, found 255 x 256"):
-        module.load_blocks(0, "up", blocks[1:])
+        module.weights.load_blocks(0, "up", blocks[1:])
     with pytest.raises(ValueError, match="expected a matrix of 256 x 256, found 256 x -1"):
-        module.load_blocks(0, "up", blocks[:, 1:])
+        module.weights.load_blocks(0, "up", blocks[:, 1:])
     with pytest.raises(ValueError, match="not stored in codes"):
-        module.load_codes(0, "up", torch.zeros(256, 256, dtype=torch.int8), torch.ones(256, 1))
+        module.weights.load_codes(0, "up", torch.zeros(256, 256, dtype=torch.int8), torch.ones(256, 1))
 
 
 @pytest.mark.parametrize(("hidden", "inter", "what"), [

@@ -59,7 +59,7 @@ def test_any_number_of_nodes_gives_the_same_bits(load: Load, form: str, nodes: i
         for expert in range(layer.num_experts):
             for part in parts_of(layer.form):
                 assert torch.equal(module.expert(expert, part), whole.expert(expert, part))
-        assert bytes(module.packed_storage) == bytes(whole.packed_storage)
+        assert bytes(module.weights.packed_storage) == bytes(whole.weights.packed_storage)
 
 
 @pytest.mark.parametrize("nodes", [2], indirect=True)
@@ -98,7 +98,7 @@ def test_gradients_of_lora_are_the_same_bits(load: Load, nodes: int) -> None:
 def test_a_packed_store_is_good_for_any_number_of_nodes(load: Load, nodes: int) -> None:
     layer = random_layer(70, 90, 5, 2, 29)
     whole = load(layer, SPEC, numa="none")
-    stored, expected = bytes(whole.packed_storage), run(whole, layer)
+    stored, expected = bytes(whole.weights.packed_storage), run(whole, layer)
 
     def empty(**options: object) -> FusedMoe:
         kernel = whole.weights.packed._kernel  # type: ignore[union-attr]
@@ -110,13 +110,13 @@ def test_a_packed_store_is_good_for_any_number_of_nodes(load: Load, nodes: int) 
     for options in ({"threads": nodes}, {"threads": 1}, {"threads": 4, "numa": "none"}):
         read = empty(**options)
         assert read.packed_bytes == len(stored)
-        read.fill_packed(fill)
+        read.weights.fill_packed(fill)
         assert is_cut(read) == (options == {"threads": nodes})
         assert all(map(torch.equal, run(read, layer), expected))
     mapping = mmap.mmap(-1, len(stored))
     mapping[:] = stored
     mapped = empty(threads=nodes)
-    mapped.take_packed(mapping)
+    mapped.weights.take_packed(mapping)
     assert not is_cut(mapped)
     assert all(map(torch.equal, run(mapped, layer), expected))
 

@@ -161,9 +161,9 @@ def test_an_expert_that_does_not_exist_is_refused_in_a_compiled_model_too(load: 
 def test_a_compiled_model_reads_mapped_experts(load: Load) -> None:
     layer = random_layer(64, 48, 4, 2, 9)
     stored, mapped = load(layer, SPEC), load(layer, SPEC)
-    content = mmap.mmap(-1, len(stored.packed_storage))
-    content[:] = stored.packed_storage
-    mapped.take_packed(content)
+    content = mmap.mmap(-1, len(stored.weights.packed_storage))
+    content[:] = stored.weights.packed_storage
+    mapped.weights.take_packed(content)
     inputs = (layer.x.bfloat16().requires_grad_(), layer.index, layer.weights.float())
     compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*inputs), stored(*inputs))

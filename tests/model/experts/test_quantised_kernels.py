@@ -146,8 +146,8 @@ def test_codes_are_packed_as_they_are_stored(library: KernelLibrary, spec: Kerne
     module = module_for(library, spec, layer)
     generator = torch.Generator().manual_seed(4)
     for part in ("up", "down"):
-        assert module.takes_codes(part, spec.format_down, spec.group_size)
-        assert not module.takes_codes(part, spec.format_down, spec.group_size + 32)
+        assert module.weights.takes_codes(part, spec.format_down, spec.group_size)
+        assert not module.weights.takes_codes(part, spec.format_down, spec.group_size + 32)
     for expert, part, values in matrices(layer):
         if part.endswith("_bias"):
             continue
@@ -156,7 +156,7 @@ def test_codes_are_packed_as_they_are_stored(library: KernelLibrary, spec: Kerne
         codes = torch.randint(low, high, values.shape, generator=generator, dtype=kind)
         groups = -(-values.shape[1] // (spec.group_size or values.shape[1]))
         scales = torch.rand(values.shape[0], groups, generator=generator).bfloat16().float()
-        module.load_codes(expert, part, codes, scales)
+        module.weights.load_codes(expert, part, codes, scales)
         assert torch.equal(module.expert(expert, part), dequantise(codes, scales, spec.group_size))
 
 
@@ -167,13 +167,13 @@ def test_what_the_format_cannot_hold_is_refused(library: KernelLibrary) -> None:
     codes = torch.zeros(layer.intermediate, layer.hidden, dtype=torch.int8)
     scales = torch.ones(layer.intermediate, 2)
     with pytest.raises(ValueError, match="a scale is not exact"):
-        module.load_codes(0, "up", codes, scales + 1e-6)
+        module.weights.load_codes(0, "up", codes, scales + 1e-6)
     with pytest.raises(ValueError, match="an int4 code must be -8 to 7"):
-        module.load_codes(0, "up", codes + 8, scales)
+        module.weights.load_codes(0, "up", codes + 8, scales)
     with pytest.raises(ValueError, match="expected scales of"):
-        module.load_codes(0, "up", codes, scales[:, :1])
+        module.weights.load_codes(0, "up", codes, scales[:, :1])
     with pytest.raises(ValueError, match="expected shape"):
-        module.load_codes(0, "up", codes[:, :32], scales)
+        module.weights.load_codes(0, "up", codes[:, :32], scales)
     with pytest.raises(ValueError, match="not finite"):
         module.load_expert(0, "up", torch.full((layer.intermediate, layer.hidden), torch.inf))
 

@@ -50,8 +50,8 @@ def assert_random(module: FusedMoe) -> None:
 def test_experts_of_every_format_are_finite_and_the_same_for_a_seed(spec: KernelSpec) -> None:
     module = made(spec)
     assert_random(module)
-    assert bytes(made(spec).packed_storage) == bytes(module.packed_storage)
-    assert bytes(made(spec, seed=4).packed_storage) != bytes(module.packed_storage)
+    assert bytes(made(spec).weights.packed_storage) == bytes(module.weights.packed_storage)
+    assert bytes(made(spec, seed=4).weights.packed_storage) != bytes(module.weights.packed_storage)
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
@@ -70,6 +70,8 @@ def test_consecutive_layers_differ_and_are_packed_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(packed, "load", lambda *_: pytest.fail("packed again"))
     random.fill(layers[1], 1, sizes.append)
     assert sum(sizes) == 2 * layers[0].packed_bytes
-    one, other = (torch.frombuffer(layer.packed_storage, dtype=torch.uint8).view(EXPERTS, -1) for layer in layers)
+    one, other = (
+        torch.frombuffer(layer.weights.packed_storage, dtype=torch.uint8).view(EXPERTS, -1) for layer in layers
+    )
     assert not any(torch.equal(*pair) for pair in zip(one, other, strict=True))
     assert torch.equal(one[1], other[0])

@@ -76,7 +76,7 @@ def test_every_format_is_decoded_to_the_kernels_bits(spec: KernelSpec) -> None:
             for part, values in canonical_parts(layer.form, name, tensor[expert]):
                 stored = spec.format_of(part)
                 if stored in BLOCKS:
-                    module.load_blocks(expert, part, random_blocks(*values.shape, stored, 0.1, generator))
+                    module.weights.load_blocks(expert, part, random_blocks(*values.shape, stored, 0.1, generator))
                 else:
                     module.load_expert(expert, part, values)
     assert_matrices_are_the_kernels(module)

@@ -208,15 +208,15 @@ def test_codes_are_packed_as_they_are_stored(make: Make) -> None:
     layer = layer_of((70, 37, 2, 1, 9, 2))
     module = make(layer, GATED[ISAS[0]])
     generator = torch.Generator().manual_seed(4)
-    assert module.takes_codes("up", "int8", 0)
-    assert not module.takes_codes("up", "int8", 32)
+    assert module.weights.takes_codes("up", "int8", 0)
+    assert not module.weights.takes_codes("up", "int8", 32)
     for expert, part, values in matrices(layer):
         codes = torch.randint(-128, 128, values.shape, generator=generator, dtype=torch.int8)
         scales = torch.rand(values.shape[0], 1, generator=generator) * 0.01
-        module.load_codes(expert, part, codes, scales)
+        module.weights.load_codes(expert, part, codes, scales)
         assert torch.equal(module.expert(expert, part), dequantise(codes, scales, 0))
         codes, scales = quantise(values, "int8", 0)
-        module.load_codes(expert, part, codes, scales)
+        module.weights.load_codes(expert, part, codes, scales)
     assert all(map(torch.equal, run(module, layer), run(make(layer, GATED[ISAS[0]]), layer)))
 
 

@@ -20,6 +20,7 @@ from ktc.foundation.formats import BLOCKS
 from ktc.model.checkpoint import BLOCK_TYPES, gguf_values, open_index, read_sources, values, write_sources
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertPart, parse_form
 from ktc.model.loading.load import load
 from ktc.model.loading.realise import realise
@@ -273,7 +274,7 @@ def test_scales_tell_whether_blocks_are_numbers(kind: str) -> None:
         assert gguf_values.are_finite(row, kind) == finite
 
 
-class TakesBlocks(FusedMoe):
+class TakesBlocks(ExpertsWeights):
     """Experts that take blocks of every type, and say what they took."""
 
     taken: dict[tuple[int, str], str]
@@ -286,7 +287,7 @@ class TakesBlocks(FusedMoe):
     def load_blocks(self, expert: int, part: ExpertPart, blocks: torch.Tensor) -> None:
         kind = self.__dict__["kind"]
         self.taken[expert, part] = kind
-        self.load_expert(expert, part, gguf_values.dequantised(blocks, kind))
+        self.load(expert, part, gguf_values.dequantised(blocks, kind))
 
 
 def filled_with_blocks(folder: Path) -> PreTrainedModel:
@@ -295,7 +296,7 @@ def filled_with_blocks(folder: Path) -> PreTrainedModel:
     realise(model, recipe(model), None)
     for module in model.modules():
         if isinstance(module, FusedMoe):
-            module.__class__ = TakesBlocks
+            module.weights.__class__ = TakesBlocks
     index = open_index(folder)
     weight_store.fill(model, map_weights(meta(folder), index).sources, index, {})
     return model
@@ -305,11 +306,12 @@ def filled_with_blocks(folder: Path) -> PreTrainedModel:
 def test_a_kernel_that_takes_blocks_gets_them_part_by_part(tmp_path: Path, family: str, kind: Type) -> None:
     written = gguf_twins.write(family, tmp_path / "model", experts=kind)
     model = filled_with_blocks(written.folder)
-    banks = {name: module for name, module in model.named_modules() if isinstance(module, TakesBlocks)}
+    banks = {name: module for name, module in model.named_modules() if isinstance(module, FusedMoe)}
     assert len(banks) == 2
     for name, bank in banks.items():
         every = {(expert, part) for expert in range(16) for part in ("gate", "up", "down")}
-        assert bank.taken == dict.fromkeys(every, kind.name.lower())
+        assert isinstance(bank.weights, TakesBlocks)
+        assert bank.weights.taken == dict.fromkeys(every, kind.name.lower())
         assert not bank.missing()
         stock = written.model.get_submodule(name)
         assert torch.equal(bank.gate_up_proj, stock.gate_up_proj)
