@@ -16,25 +16,20 @@ from ktc.model.experts.any_top_k import per_token, rows_of
 from ktc.model.experts.autograd_op import fused_moe
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
-from ktc.model.experts.staging import on_host
+from ktc.model.experts.staging import HostBackend, on_host
 from ktc.model.kernels.form import ExpertsForm
 
 Activations = Literal["keep", "recompute"]  # whether gate and up of every slot are saved for backward
 
 
 @dataclass(frozen=True, slots=True)
-class CpuKernel:
+class CpuKernel(HostBackend):
     """The kernel of `packed`; `dtype` is that of the model's hidden states."""
 
     packed: PackedExperts
     form: ExpertsForm
     dtype: torch.dtype
     activations: Activations
-
-    @property
-    def device(self) -> torch.device:
-        """The host."""
-        return torch.device("cpu")
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`."""
@@ -58,9 +53,6 @@ class CpuKernel:
         else:
             out_TH, _ = packed.forward(x, index, weights, save=False, lora=lora, interleaved=interleaved)
         return out_TH.to(x_TH.dtype)
-
-    def prepare(self) -> None:
-        """Do nothing: the weights are already there."""
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Count the input, the low-rank values, and gate and up where they are kept."""

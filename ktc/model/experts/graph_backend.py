@@ -7,28 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ktc.model.experts.any_top_k import per_token, rows_of
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.staging import HostBackend
 from ktc.model.kernels.form import ExpertsForm
 
 
 @dataclass(frozen=True, slots=True)
-class HostNode:
+class HostNode(HostBackend):
     """The kernel of `packed`, called by the stream of a GPU."""
 
     packed: PackedExperts
     form: ExpertsForm
     nodes: HostNodes
-
-    @property
-    def device(self) -> torch.device:
-        """The host."""
-        return torch.device("cpu")
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`."""
@@ -41,9 +36,6 @@ class HostNode:
             interleaved=self.form.interleaved,
         )  # fmt: skip
         return (out if fits else per_token(out, tokens)).to(dtype)
-
-    def prepare(self) -> None:
-        """Do nothing: the weights are already there."""
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Return 0: there is no backward."""

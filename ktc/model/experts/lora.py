@@ -94,7 +94,7 @@ class ExpertsLora:
 
     @property
     def products(self) -> tuple[Lora | None, Lora | None]:
-        """Of gate_up and of down."""
+        """The factors of gate_up and of down."""
         return self.gate_up, self.down
 
     @property
@@ -111,13 +111,13 @@ class ExpertsLora:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """Of gate_up and of down, 1 without LoRA."""
+        """The scales of gate_up and of down, 1 without LoRA."""
         gate_up, down = (1.0 if lora is None else lora.scale for lora in self.products)
         return gate_up, down
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Of gate_up and of down, 0 without LoRA."""
+        """The ranks of gate_up and of down, 0 without LoRA."""
         gate_up, down = (0 if lora is None else int(lora.rank) for lora in self.products)
         return gate_up, down
 

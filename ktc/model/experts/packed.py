@@ -149,7 +149,7 @@ class PackedExperts:
 
     @property
     def num_nodes(self) -> int:
-        """Of NUMA: into how many shards the weights are cut."""
+        """The number of NUMA nodes, for each of which the weights have a shard."""
         return max(1, len(self._nodes))
 
     def coding(self, part: ExpertPart) -> tuple[str, int] | None:

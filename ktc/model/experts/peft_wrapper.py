@@ -39,7 +39,7 @@ class AskedTargets:
 
     @classmethod
     def of(cls, config: LoraConfig) -> AskedTargets:
-        """Of a config that was just made."""
+        """Return the targets of a config that was just made."""
         modules = config.target_modules
         return cls(
             modules if isinstance(modules, str) else frozenset(modules or ()), frozenset(config.target_parameters or ())

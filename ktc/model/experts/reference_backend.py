@@ -9,21 +9,16 @@ from torch import Tensor
 
 from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.reference import fused_moe_reference
-from ktc.model.experts.staging import on_host
+from ktc.model.experts.staging import HostBackend, on_host
 from ktc.model.experts.tracing import never_traced
 from ktc.model.experts.weights import ExpertsWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(HostBackend):
     """`fused_moe_reference` on the stock tensors of a layer."""
 
     weights: ExpertsWeights
-
-    @property
-    def device(self) -> torch.device:
-        """The host."""
-        return torch.device("cpu")
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`."""
@@ -36,9 +31,6 @@ class Reference:
         if self.weights.training.merged:
             lora = NO_LORA
         return fused_moe_reference(x_TH, index_TK, weights_TK, stock, self.weights.form, lora=lora)
-
-    def prepare(self) -> None:
-        """Do nothing: the weights are already there."""
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Estimate the bytes that autograd saves: the input, and five values per unit of a chosen expert."""

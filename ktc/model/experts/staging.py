@@ -18,6 +18,20 @@ from ktc.model.experts.lora import ExpertsLora
 Compute = Callable[[Tensor, Tensor, Tensor, ExpertsLora], Tensor]
 
 
+class HostBackend:
+    """The members that all backends on the host share."""
+
+    __slots__ = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The host."""
+        return torch.device("cpu")
+
+    def prepare(self) -> None:
+        """Do nothing: the weights are already there."""
+
+
 def on_host(compute: Compute, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
     """Call `compute` with tensors in host memory and return its output on the device of hidden states.
 

@@ -22,7 +22,7 @@ from ktc.model.experts.any_top_k import per_token, rows_of
 from ktc.model.experts.cpu_backend import Activations
 from ktc.model.experts.lora import NO_LORA, ExpertsLora, Lora
 from ktc.model.experts.packed import PackedExperts, SlotRows
-from ktc.model.experts.staging import on_host
+from ktc.model.experts.staging import HostBackend, on_host
 from ktc.model.experts.tracing import never_traced
 from ktc.model.experts.weight_training import State
 from ktc.model.experts.weights import ExpertsWeights
@@ -30,16 +30,11 @@ from ktc.model.kernels.form import ExpertsForm
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class Trained(HostBackend):
     """The kernel on the weights of a layer as they are now."""
 
     weights: ExpertsWeights
     activations: Activations
-
-    @property
-    def device(self) -> torch.device:
-        """The host."""
-        return torch.device("cpu")
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`; differentiable in weights that train too."""
@@ -68,9 +63,6 @@ class Trained:
             interleaved = self.weights.form.interleaved
             out_TH, _ = packed.forward(x, index, weights, save=False, lora=beside, interleaved=interleaved)
         return out_TH.to(x_TH.dtype)
-
-    def prepare(self) -> None:
-        """Do nothing: the weights are already there."""
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Count the input, the low-rank values, and gate and up where they are kept."""
