@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ktc.experts import host_node
 from ktc.experts.cpu_backend import Activations, CpuKernel
 from ktc.experts.form import ExpertsSizes
 from ktc.experts.graph_backend import HostNode
@@ -20,6 +19,7 @@ from ktc.experts.grouped_products import described
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.reference_backend import Reference
 from ktc.experts.resident_backend import ResidentFew
+from ktc.experts.step_context import StepContext
 from ktc.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.experts.streamed_backend import Streamed
 from ktc.experts.trained_backend import Trained
@@ -74,18 +74,24 @@ class Offload:
 
 
 def choose(
-    weights: ExpertsWeights, tokens: int, *, activations: Activations, offload: Offload | None, plain: bool = False
-) -> ExpertsBackend:
-    """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""
+    weights: ExpertsWeights, tokens: int, context: StepContext, *, activations: Activations, offload: Offload | None,
+    plain: bool = False,
+) -> ExpertsBackend:  # fmt: skip
+    """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA.
+
+    `context` is that of the module's model.
+    """
     packed, form = weights.packed, weights.form
     if packed is None:
         return Reference(weights)
     if weights.training.repacks:
-        return Trained(weights, activations)
+        return Trained(weights, activations, context)
     if plain and offload is not None and offload.has_room_for_copies(tokens, packed.sizes):
         return ResidentFew(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:
         return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
-    if not torch.compiler.is_compiling() and (nodes := host_node.current()) is not None:
-        return HostNode(packed, form, nodes)
-    return CpuKernel(packed, form, weights.dtype, activations)
+    if torch.compiler.is_compiling():
+        return CpuKernel(packed, form, weights.dtype, activations)
+    if context.host_nodes is not None:
+        return HostNode(packed, form, context.host_nodes)
+    return CpuKernel(packed, form, weights.dtype, activations, context)

@@ -24,6 +24,7 @@ from ktc.experts.kernel_library import Kernel
 from ktc.experts.load_state import LoadState
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import Numa, PackedExperts
+from ktc.experts.step_context import StepContext
 from ktc.experts.stock_layout import stock_names
 from ktc.experts.weight_training import FROZEN, WeightTraining
 from ktc.experts.weights import ExpertsWeights
@@ -81,6 +82,7 @@ class FusedMoe(nn.Module):
         self.activations: Activations = activations
         self.offload = offload
         self.watch: Check | None = None  # of the loader
+        self.step_context = StepContext()  # of the model, which gives its own
         sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
         packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
         of_form = parse_form(form) if isinstance(form, str) else form
@@ -237,7 +239,9 @@ class FusedMoe(nn.Module):
 
     def backend(self, tokens: int, *, plain: bool = False) -> ExpertsBackend:
         """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""
-        return choose(self.weights, tokens, activations=self.activations, offload=self.offload, plain=plain)
+        return choose(
+            self.weights, tokens, self.step_context, activations=self.activations, offload=self.offload, plain=plain
+        )
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None

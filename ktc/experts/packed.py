@@ -25,7 +25,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts import kernel_clock
 from ktc.experts.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.experts.form import ExpertPart, ExpertsSizes
-from ktc.experts.kernel_calls import HostCall, announce
+from ktc.experts.kernel_calls import HostCall
 from ktc.experts.kernel_library import (
     TURNS,
     Engine,
@@ -36,6 +36,7 @@ from ktc.experts.kernel_library import (
 )
 from ktc.experts.lora import NO_LORA, ExpertsLora, native_argument
 from ktc.experts.saved_buffers import SavedBuffers
+from ktc.experts.step_context import StepContext
 from ktc.formats import STORED, WeightFormat
 from ktc.host import NumaNode
 
@@ -267,10 +268,12 @@ class PackedExperts:
         save: bool,
         lora: ExpertsLora = NO_LORA,
         interleaved: bool = False,
+        context: StepContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer's output, and if `save` the bytes that backward needs beside the inputs.
 
-        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up.
+        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up. A call that saves nothing is
+        handed to the recorder of `context`.
         """
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)
@@ -288,8 +291,8 @@ class PackedExperts:
                 tokens,
                 *(native_argument(each, None, interleaved=interleaved) for each in read.products),
             )
-        if saved is None:
-            announce(
+        if saved is None and context is not None:
+            context.record_call(
                 lambda tensors, out: self._call(self._engine, tensors, out, read, interleaved=interleaved),
                 (x_TH, index_TK, weights_TK),
                 out_TH,

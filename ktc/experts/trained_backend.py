@@ -24,6 +24,7 @@ from ktc.experts.form import ExpertsForm
 from ktc.experts.lora import NO_LORA, ExpertsLora, Lora
 from ktc.experts.packed import PackedExperts, SlotRows
 from ktc.experts.staging import on_host
+from ktc.experts.step_context import StepContext
 from ktc.experts.tracing import never_traced
 from ktc.experts.weight_training import State
 from ktc.experts.weights import ExpertsWeights
@@ -35,6 +36,7 @@ class Trained:
 
     weights: ExpertsWeights
     activations: Activations
+    context: StepContext
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +68,9 @@ class Trained:
         else:
             beside = NO_LORA if self.weights.training.merged else lora
             interleaved = self.weights.form.interleaved
-            out_TH, _ = packed.forward(x, index, weights, save=False, lora=beside, interleaved=interleaved)
+            out_TH, _ = packed.forward(
+                x, index, weights, save=False, lora=beside, interleaved=interleaved, context=self.context
+            )
         return out_TH.to(x_TH.dtype)
 
     def prepare(self) -> None:

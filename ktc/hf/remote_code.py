@@ -20,6 +20,7 @@ from transformers.models.auto import auto_factory
 from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.hf.foreign_errors import raised_by
+from ktc.hf.patching import Patch
 from ktc.regular_files import read_regular
 
 _MODEL = "AutoModelForCausalLM"
@@ -119,6 +120,5 @@ def _as_auto_model_does(model_class: type[PreTrainedModel]) -> type[PreTrainedMo
 
 
 def _of_a_class_of_its_own(config: PreTrainedConfig) -> PreTrainedConfig:
-    stock = type(config)
-    config.__class__ = type(stock.__name__, (stock,), {"__module__": stock.__module__})
-    return config
+    own: type[Patch] = type("OwnConfig", (Patch,), {})
+    return own.put_on(config)

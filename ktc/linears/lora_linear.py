@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.checkpoint.int4 import Int4Grid
+from ktc.experts.step_context import StepContext
 from ktc.linears.gemv import Gemv
 from ktc.linears.many_rows import ManyRows
 
@@ -29,6 +30,7 @@ class KTLinear(nn.Linear):
     decode: Gemv | None = None
     many: ManyRows | None = None
     grid: Int4Grid | None = None
+    step_context: StepContext | None = None
 
     @classmethod
     def from_linear(
@@ -43,6 +45,7 @@ class KTLinear(nn.Linear):
         made.weight = linear.weight
         made.register_parameter("bias", linear.bias)
         made.decode, made.many, made.grid = decode, many, grid
+        made.step_context = None if decode is None and many is None else StepContext()
         return made.train(linear.training)
 
     def round_weight(self, *, in_place: bool = False) -> None:
@@ -73,9 +76,9 @@ class KTLinear(nn.Linear):
         # In training mode reentrant checkpointing runs a forward without gradients and repeats it with them.
         decode = None if self.training else self.decode
         if decode is not None and decode.serves(input, self.weight, self.bias):
-            return decode(input, self.weight, self.bias)
+            return decode(input, self.weight, self.bias, self.step_context)
         if self.many is not None and self.many.serves(input, self.weight, self.bias):
-            return self.many(input, self.weight, self.bias)
+            return self.many(input, self.weight, self.bias, self.step_context)
         return super().forward(input)
 
     def extra_repr(self) -> str:

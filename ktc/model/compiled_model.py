@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, Pr
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.experts.load_state import LoadState
 from ktc.experts.module import FusedMoe
+from ktc.experts.step_context import StepContext
 from ktc.hf import remote_code
 from ktc.linears.stored_linear import StoredLinear
 from ktc.model import refresh
@@ -46,8 +46,6 @@ _DECIDED = frozenset({
     "device_map", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder", "offload_state_dict",
     "tp_plan", "tp_size",
 })  # fmt: skip
-
-_READS_PROMPT: ContextVar[bool] = ContextVar("generate reads the prompt", default=False)
 
 
 class _Empty:
@@ -209,15 +207,13 @@ class CompiledModel:
 
         `torch.compile`, which stock code would use with a static cache, fails for kernels of experts.
         """
-        return self.decode_graphs is not None and not generation_config.disable_compile and not _READS_PROMPT.get()
+        reads_prompt = StepContext.of(cast("nn.Module", self)).reads_prompt
+        return self.decode_graphs is not None and not generation_config.disable_compile and not reads_prompt
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         """Read the prompt as stock code does: its chunks (`prefill_chunk_size`) are not decoding steps."""
-        token = _READS_PROMPT.set(True)
-        try:
+        with StepContext.of(cast("nn.Module", self)).entered(reads_prompt=True):
             return cast("Any", super())._prefill(*args, **kwargs)
-        finally:
-            _READS_PROMPT.reset(token)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Choose tokens as stock code does; a GPU computes a step while stock code prepares the choice after it.
@@ -227,13 +223,13 @@ class CompiledModel:
         sample: Any = cast("Any", super())._sample
         graphs, criteria, config = self.decode_graphs, kwargs.get("stopping_criteria"), kwargs.get("generation_config")
         ahead: StepAhead | None = None
-        if graphs is not None and graphs.means.ahead and criteria is not None and kwargs.get("streamer") is None:
-            ahead = StepAhead(graphs)
+        if graphs is not None and graphs.recorder.ahead and criteria is not None and kwargs.get("streamer") is None:
+            ahead = StepAhead()
             kwargs["stopping_criteria"] = StoppingCriteriaList([BeforeReading(ahead), *criteria])
             if config is None or config.do_sample:
                 processors = kwargs.get("logits_processor") or ()
                 kwargs["logits_processor"] = LogitsProcessorList([*processors, BeforeSampling(ahead)])
-        with waited_for_by(ahead):
+        with waited_for_by(ahead, StepContext.of(cast("nn.Module", self))):
             return sample(*args, **kwargs)
 
     def get_compiled_call(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from ktc import environment, host
 from ktc.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.experts.kernel_library import KernelLibrary, on_torch_threads
+from ktc.experts.step_context import StepContext
 from ktc.files import file_digest
 from ktc.hf import generation_config, remote_code, stock_model
 from ktc.linears.lora_linear import KTLinear
@@ -129,6 +130,7 @@ def completed(
             module.round_weight()
         if isinstance(module, StreamedLinear) and not reference:
             module.begin()
+    StepContext.given_to(model)
     watch(model, manifest.rewrites, remembered, folder)
     if manifest.cuda_graph and not reference:
         fuse_norms(model)

@@ -24,7 +24,7 @@ from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.kernel_library import KernelLibrary
 from ktc.experts.module import FusedMoe
-from ktc.files import sweep
+from ktc.files import remove_stale_temp
 from ktc.machine_faults import failed, fault_in
 from ktc.model import load, load_as, packed_file, packed_store, weight_store
 from ktc.model.compiled_model import compiled_class
@@ -142,7 +142,7 @@ def _sole_writer(store: Path) -> Generator[None]:
             message = f"another process is packing into `{store}`"
             raise InputRefused(Diagnostic("L445", message, hint="wait for it to end")) from error
         with _told_of_writes(store):
-            sweep(store)
+            remove_stale_temp(store)
             yield
     finally:
         os.close(lock)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ktc.experts.kernel_calls import HostCall
 from ktc.experts.kernel_library import TURNS, Kernel, NativeProgram
+from ktc.experts.step_context import StepContext
 from ktc.steps.arena import Arena
 from ktc.steps.lowering import Builder
 from ktc.steps.recording import Operation, Recording, record, storage
@@ -65,10 +66,13 @@ class StepProgram:
 
 def record_program(
     compute: Callable[[], Any], changing: Iterable[Tensor], kernel: Kernel, threads: int,
-    results: Callable[[Any], Sequence[Tensor]],
+    results: Callable[[Any], Sequence[Tensor]], context: StepContext,
 ) -> tuple[Any, StepProgram, tuple[Tensor, ...]]:  # fmt: skip
-    """Record `compute`. Return its output, the program, and the tensors that stand for `results(output)` in it."""
-    recording = record(compute, changing)
+    """Record `compute`, whose kernels are those of a model with this context.
+
+    Return its output, the program, and the tensors that stand for `results(output)` in it.
+    """
+    recording = record(compute, changing, context)
     kept = tuple(results(recording.output))
     with torch.inference_mode(mode=False), torch.no_grad():
         arena = Arena(recording, kept)

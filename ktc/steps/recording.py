@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ktc.experts.kernel_calls import KernelCall, recorded
+from ktc.experts.kernel_calls import KernelCall
+from ktc.experts.step_context import StepContext
 
 _ALLOCATING: Final = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 _SEEDED: Final = torch.Tag.nondeterministic_seeded
@@ -51,10 +52,14 @@ class Recording:
     output: Any
 
 
-def record(compute: Callable[[], Any], changing: Iterable[Tensor]) -> Recording:
-    """Run `compute` without gradients and return what it did. `changing` are tensors with other values in each run."""
+def record(compute: Callable[[], Any], changing: Iterable[Tensor], context: StepContext) -> Recording:
+    """Run `compute` without gradients and return what it did. `changing` are tensors with other values in each run.
+
+    `context` is that of the model whose kernels `compute` calls.
+    """
     recorder = _Recorder()
-    with torch.inference_mode(mode=False), torch.no_grad(), _NoValues(), recorder, recorded(recorder.kernel):
+    recorded = context.entered(recorder=recorder.kernel)
+    with torch.inference_mode(mode=False), torch.no_grad(), _NoValues(), recorder, recorded:
         output = compute()
     outside = {storage(each) for each in changing}
     outside |= {storage(each) for one in recorder.operations for each in one.writes} - recorder.allocated

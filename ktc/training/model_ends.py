@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktc.hf.patching import with_attributes
 from ktc.training.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.layer_calls import ModelCall, finished, record
-from ktc.training.private_api import prepared_inputs, with_attribute
+from ktc.training.private_api import prepared_inputs
 from ktc.training.split_layer import CannotStack, SplitLayer
 
 Inputs = Mapping[str, Any]
@@ -53,7 +54,7 @@ class ModelEnds:
         def train(mode: bool = True) -> nn.Module:
             return model if mode and model.training else walk(mode)
 
-        with with_attribute(model, "train", train):
+        with with_attributes(model, train=train):
             yield
 
     def record(self, inputs: Inputs, num_items: Any) -> ModelCall:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ktc.experts.kernel_library import Kernel
+from ktc.experts.step_context import StepContext
 from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
 from ktc.plan.step_spec import StepSpec
 from ktc.steps import lowering
@@ -29,7 +30,7 @@ def kernel() -> Kernel:
 def programmed(
     kernel: Kernel, compute: Callable[[], Any], *changing: Tensor
 ) -> tuple[StepProgram, tuple[Tensor, ...]]:  # fmt: skip
-    _, program, results = record_program(compute, changing, kernel, 1, lambda out: out)
+    _, program, results = record_program(compute, changing, kernel, 1, lambda out: out, StepContext())
     return program, results
 
 
