@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT))
 from ktc import versions  # noqa: E402 - the script runs without ktc installed
 
 TESTS = (
-    "tests/test_versions.py", "tests/test_private_names.py", "tests/capture/test_capture.py",
+    "tests/test_versions.py", "tests/test_private_names.py", "tests/experts/test_private_api.py",
+    "tests/hf", "tests/capture/test_private_api.py", "tests/serving/test_private_api.py",
+    "tests/capture/test_capture.py",
     "tests/match/test_match.py", "tests/rewrite",
     "tests/prove", "tests/model/test_load.py", "tests/end_to_end/test_compiled_model.py", "tests/experts/test_peft.py",
     "tests/linears/test_lora_linear.py", "tests/training", "tests/tune", "tests/adapters", "tests/generate",

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.step_context import StepContext
 from ktc.hf.patching import Patch, stock_class
+from ktc.hf.private_api import ATTENTION, attention_of
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 _INNER: Final = ("sdpa", "eager")  # implementations that take keys, values and a mask
@@ -39,18 +40,18 @@ class AnsweredAttention(Patch):
 def answer(module: nn.Module, name: str, function: Attention, patch: type[AnsweredAttention]) -> None:
     """Put `patch` on `module` and make it call `function`. Raises ValueError for a module without a config."""
     made = cast("Any", module)
-    if getattr(getattr(made, "config", None), "_attn_implementation", None) is None:
+    if attention_of(getattr(made, "config", None)) is None:
         raise ValueError(f"`{type(module).__name__}` has no config that names its attention function")
     AttentionInterface.register(name, function)
     made.stock_config, made.step_context = made.config, StepContext()
     made.config = copy.copy(made.config)
-    made.config._attn_implementation_internal = name
+    setattr(made.config, ATTENTION, name)
     patch.put_on(module)
 
 
 def implementation_of(module: Any) -> str:
     """Return the implementation that the model's config names now."""
-    return str(module.stock_config._attn_implementation)
+    return str(attention_of(module.stock_config))
 
 
 def stock_function(module: Any) -> Attention:
@@ -72,7 +73,7 @@ def unknown_function(module: nn.Module) -> str:
     ktc knows transformers' functions for `sdpa` and `eager`. The model may choose another, or register one of its own
     under their names.
     """
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    implementation = attention_of(getattr(module, "config", None))
     if implementation is None:
         return ""  # a class that looks no function up: `answer` has the last word
     if implementation not in _INNER:

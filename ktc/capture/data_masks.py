@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from ktc.capture.forwards import replaced_forwards
 from ktc.capture.reasons import NO_DATA
+from ktc.experts.private_api import pytree
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
 

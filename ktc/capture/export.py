@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
 from ktc.capture.markers import semantic_function
 from ktc.capture.own_markers import STOCK
 from ktc.capture.size_guards import violated_guard
+from ktc.experts.private_api import pytree
 from ktc.graph.typed import nodes_in, owner_of
 
 # Two sizes that differ from all model dimensions; their product is the number of tokens.

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
@@ -22,6 +21,7 @@ from ktc.capture.reasons import first_line
 from ktc.capture.record import Call
 from ktc.capture.trace import plain_settings, traced
 from ktc.capture.unrolled import routed_anyhow
+from ktc.experts.private_api import pytree
 from ktc.graph.typed import named_modules
 
 LONG = 1021  # tokens of a sequence in the second trace: more than limits on the length of a call that authors write

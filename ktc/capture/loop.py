@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from ktc.capture.canonical import NoExperts, canonicalise, same_computation
 from ktc.capture.circumstances import Inside, dependence
@@ -28,6 +27,7 @@ from ktc.capture.states import Given
 from ktc.capture.trace import MODES, traced, without_sizes
 from ktc.capture.types import ExpertList
 from ktc.capture.unrolled import routed_anyhow
+from ktc.experts.private_api import pytree
 from ktc.graph.typed import nodes_of
 from ktc.linears.plain import has_hooks
 

@@ -21,6 +21,7 @@ from ktc.checkpoint import CheckpointIndex, Part, Quantised, Span, Step, StoredW
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 from ktc.hf.missing import why_missing
+from ktc.hf.private_api import unexpected_keys
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 _MOST_SHOWN = 20
@@ -275,7 +276,7 @@ def _shortened(problems: Sequence[Diagnostic]) -> Sequence[Diagnostic]:
 
 
 def _unexpected(model: PreTrainedModel, unused: Sequence[str]) -> tuple[Diagnostic, ...]:
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored = [re.compile(pattern) for pattern in unexpected_keys(model)]
     names = [name for name in unused if not any(pattern.search(name) for pattern in ignored)]
     if not names:
         return ()

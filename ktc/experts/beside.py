@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from ktc.experts.private_api import TorchDispatchMode, tree_iter
 
 Work = Callable[[], object]
 _VIEWS: Final = frozenset({

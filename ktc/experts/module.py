@@ -24,6 +24,7 @@ from ktc.experts.kernel_library import Kernel
 from ktc.experts.load_state import LoadState
 from ktc.experts.lora import ExpertsLora
 from ktc.experts.packed import Numa, PackedExperts
+from ktc.experts.private_api import ConversionHook, LoadHooks
 from ktc.experts.step_context import StepContext
 from ktc.experts.stock_layout import stock_names
 from ktc.experts.weight_training import FROZEN, WeightTraining
@@ -38,7 +39,7 @@ class Check(Protocol):
         ...
 
 
-class FusedMoe(nn.Module):
+class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     """Routed experts; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
     PEFT needs the tensors of the stock module (`stock_names`: `gate_up_proj` or, without a gate, `up_proj`;
@@ -134,11 +135,12 @@ class FusedMoe(nn.Module):
         """Count weights and biases, as the stock module has them."""
         return sum(tensor.numel() for tensor in self.weights.stock.values())
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:
+    def converts(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Change the dtype of the weights as `fn` would. Those that train are then converted."""
         wanted = fn(torch.empty(1, dtype=self.weights.dtype)).dtype
         if wanted != self.weights.dtype:
             self._become(wanted)
-        return self if self.weights.training.trains else super()._apply(fn, recurse)
+        return not self.weights.training.trains
 
     def _become(self, dtype: torch.dtype) -> None:
         if self.weights.packed:
@@ -149,14 +151,16 @@ class FusedMoe(nn.Module):
         self.weights.become(dtype)
         self._show()
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def before_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Refuse weights of experts (L436). A load that is not strict would drop them without a word."""
         found = next((name for name in state_dict if name.startswith(prefix)), None)
         if found is not None and not self.weights.training.trains:
             message = f"`{found}` cannot be loaded into a compiled model: the weights of its experts are fixed"
             hint = "leave the experts out of the state dict, or load the checkpoint: `ktc.load(OUT, weights=FOLDER)`"
             raise InputRefused(Diagnostic("L436", message, hint=hint))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def after_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Count weights that train as loaded."""
         if all(f"{prefix}{name}" in state_dict for name in self.weights.stock):
             self.weights.loaded_all()
 

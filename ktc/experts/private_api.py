@@ -24,8 +24,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the names of an operator's arguments, and which of them it changes."""
-    return operator._schema
+    """Return the names of an operator's arguments, and which of them it changes; None for another function."""
+    return getattr(operator, "_schema", None)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -33,9 +33,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def wrapper_tensor(of: type[Of], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor without memory that PyTorch takes for one of this shape, in which `of` keeps others."""
-    return Tensor._make_wrapper_subclass(of, shape, dtype=dtype, device=device)
+def wrapper_tensor(
+    of: type[Of], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout: Any
+) -> Any:
+    """Return a tensor without memory that PyTorch takes for one of this shape, in which `of` keeps others.
+
+    `layout` are strides and the offset in the storage.
+    """
+    return Tensor._make_wrapper_subclass(of, shape, dtype=dtype, device=device, **layout)
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:

@@ -17,6 +17,7 @@ from ktc.fidelity.compiled import Opened
 from ktc.fidelity.layers import list_of_layers
 from ktc.fidelity.stock import StockModel, own_dtypes
 from ktc.hf import remote_code
+from ktc.hf.private_api import EXPERTS
 from ktc.hf.stock_model import vocabulary_of
 from ktc.model.load_as import build_on_meta
 from ktc.model.manifest import Manifest
@@ -64,7 +65,7 @@ def _in_their_own_loop(model: PreTrainedModel, manifest: Manifest) -> None:
         experts = cast("Any", model.get_submodule(step.fqn))
         if step.module == "fused_moe" and isinstance(getattr(experts, "config", None), PreTrainedConfig):
             experts.config = copy.copy(experts.config)
-            experts.config._experts_implementation_internal = "eager"
+            setattr(experts.config, EXPERTS, "eager")
 
 
 def _config(opened: Opened) -> PreTrainedConfig:

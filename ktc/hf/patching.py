@@ -27,9 +27,10 @@ class Patch:
 
     @classmethod
     def put_on(cls, target: Of) -> Of:
-        """Return `target` itself, whose class is now preceded by this one."""
+        """Return `target` itself, whose class is now preceded by this one, once."""
         stock, patches = _parts(type(target))
-        target.__class__ = _patched_class(stock, (cls, *patches))
+        if cls not in patches:
+            target.__class__ = _patched_class(stock, (cls, *patches))
         return target
 
     @classmethod
@@ -96,12 +97,14 @@ def called_as(module: nn.Module, replacement: Callable[..., Any]) -> Generator[N
     Replacing `forward` would run the hooks, and replacing the module would change the tree that PEFT and the layer's
     code look into.
     """
+    within_another = isinstance(module, _CalledAs)
     _CalledAs.put_on(module)
     try:
         with with_attributes(module, **{_REPLACEMENT: replacement}):
             yield
     finally:
-        _CalledAs.remove_from(module)
+        if not within_another:
+            _CalledAs.remove_from(module)
 
 
 def call_stock(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,12 +7,14 @@ Under `fake_quant` with a frozen base, the loader rounds the weight to the grid 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktc.checkpoint.int4 import Int4Grid
+from ktc.experts.private_api import LoadHooks
 from ktc.experts.step_context import StepContext
 from ktc.linears.gemv import Gemv
 from ktc.linears.many_rows import ManyRows
@@ -21,7 +23,7 @@ _STOCK_FORWARD = nn.Linear.forward  # KTLinear runs a replacement of it too
 _BAND = 1 << 22  # weights that are rounded at once: 16 MB as fp32
 
 
-class KTLinear(nn.Linear):
+class KTLinear(LoadHooks, nn.Linear):
     """An `nn.Linear` that a rule claimed; `ktc graph` and `print(model)` show it by this name.
 
     `decode` and `many` multiply the bytes of `weight` itself, so a PEFT merge into `weight` takes effect there too.
@@ -63,9 +65,8 @@ class KTLinear(nn.Linear):
         if not in_place:
             self.weight = nn.Parameter(rounded, requires_grad=self.weight.requires_grad)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load as any layer, and put the weight on the grid again."""
-        super()._load_from_state_dict(*args, **kwargs)
+    def after_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Put the weight on the grid again."""
         if not self.weight.is_meta:
             self.round_weight(in_place=True)
 

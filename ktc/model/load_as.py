@@ -27,6 +27,7 @@ from ktc.experts.kernel_library import KernelLibrary, on_torch_threads
 from ktc.experts.step_context import StepContext
 from ktc.files import file_digest
 from ktc.hf import generation_config, remote_code, stock_model
+from ktc.hf.private_api import kept_in_fp32
 from ktc.linears.lora_linear import KTLinear
 from ktc.linears.streamed_linear import StreamedLinear
 from ktc.model import assumptions, peft_glue, process_gpu, weight_store, weights_stage
@@ -307,9 +308,7 @@ def build_on_meta(
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Some tensors (a router's correction bias) stay fp32 in a model of half precision: the class names them."""
-    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = kept_in_fp32(model, half=dtype == torch.float16)
     if not kept or dtype not in (torch.float16, torch.bfloat16):
         return
     tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)

@@ -19,6 +19,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.experts.module import FusedMoe
 from ktc.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
 from ktc.hf.lora_values import value_faults
+from ktc.hf.private_api import register_layers
 from ktc.linears.merged_lora import MergedLoraLinear
 from ktc.linears.trained_linear import TrainedLinear
 from ktc.model import all_linear
@@ -44,7 +45,7 @@ def install() -> None:
         original(self)
         if self.base_model_name_or_path is None:  # an adapter that is read names its base, and was checked when made
             setattr(self, ASKED, AskedTargets.of(self))
-        cast("Any", self)._register_custom_module({FusedMoe: ExpertsParamWrapper, TrainedLinear: MergedLoraLinear})
+        register_layers(self, {FusedMoe: ExpertsParamWrapper, TrainedLinear: MergedLoraLinear})
 
     setattr(with_modules, _INSTALLED, True)
     cast("Any", LoraConfig).__post_init__ = with_modules

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, listing, render
 from ktc.experts.module import FusedMoe
+from ktc.experts.private_api import HOOKS
 from ktc.model.code_facts import functions_of
 from ktc.model.manifest import Rewrite
 from ktc.model.stock_facts import Region, class_name, config_path, regions, settings, spelled
@@ -31,7 +32,6 @@ from ktc.regular_files import read_regular
 
 log = logging.getLogger(__name__)
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HELD = ("_modules", "_parameters")  # of a module, in its `__dict__`
 _SETTING = "`{what}.{name}` is now {now}, and the compiled code has {before}"
 _UNCALLED = "`{what}.{name}` was replaced, and the compiled code does not call it"

@@ -25,6 +25,7 @@ from ktc.files import temporary_folder
 from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
 from ktc.hf.foreign_errors import raised_by
+from ktc.hf.private_api import experts_of
 from ktc.host import Host
 from ktc.model.realise import realise
 from ktc.plan import BlockRewrite
@@ -89,7 +90,7 @@ def witness_of(captured: CapturedModel) -> Witness:
             model = twin.build(captured.source.config, SEED, torch.float32, "cpu")
     except Exception as error:  # foreign code on an unusual config raises anything
         raise ProofFailed(does_not_run(error)) from error
-    stock = str(getattr(model.config, "_experts_implementation", None) or "eager")
+    stock = experts_of(model.config) or "eager"
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # attention with sinks has only eager code

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from ktc.experts.kernel_library import Engine, NativeProgram, NativeStep, NativeView
+from ktc.experts.private_api import tree_iter
 
 TYPES: Final = {
     torch.bool: 0, torch.int32: 1, torch.int64: 2, torch.float16: 3, torch.bfloat16: 4, torch.float32: 5,

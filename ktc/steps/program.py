@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
 
 from ktc.experts.kernel_calls import HostCall
 from ktc.experts.kernel_library import TURNS, Kernel, NativeProgram
+from ktc.experts.private_api import tree_iter, tree_map
 from ktc.experts.step_context import StepContext
 from ktc.steps.arena import Arena
 from ktc.steps.lowering import Builder

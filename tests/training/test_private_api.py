@@ -190,13 +190,13 @@ def test_a_layer_says_whether_it_is_checkpointed() -> None:
 
 
 # accelerate -----------------------------------------------------------------------------------------------------------
-def test_an_accelerator_kept_in_place_neither_moves_nor_wraps() -> None:
+def test_an_accelerator_kept_in_place_neither_moves_nor_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
     assert {"device_placement", "evaluation_mode"} <= inspect.signature(accelerator.prepare_model).parameters.keys()
     model.hf_device_map = {"a": "cuda:0", "b": "cuda:1"}
     assert accelerator.verify_device_map(model), "what it refuses in several processes"
     given = dict[str, Any]()
-    accelerator.prepare_model = lambda model, **named: given.update(named) or model
+    monkeypatch.setattr(Accelerator, "prepare_model", lambda _, model, **named: given.update(named) or model)
     private_api.keep_in_place(accelerator)
     assert not accelerator.verify_device_map(model)
     assert accelerator.prepare_model(model, device_placement=True) is model
