@@ -1,0 +1,51 @@
+"""The stock model of a config as `AutoModelForCausalLM` makes it: from the part of the config that its class takes.
+
+Input: a config, and where it is known the model's class, which may be derived from the stock one. Output: the model on
+meta tensors. Compiling and loading build it here, so both have the same modules by the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ktc.model.hf.private_api import model_of_config
+
+
+def build_on_meta(
+    config: PreTrainedConfig, dtype: torch.dtype, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Return the model of `config` without storage, in evaluation mode: of the class that transformers finds, or of
+    `model_class`.
+
+    `options` are those of `from_config`. Raises what the model's code raises on its config.
+    """
+    with torch.device("meta"):
+        if model_class is None:
+            made = cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype, **options)
+        else:
+            made = model_of_config(model_class, part_of(model_class, config), dtype=dtype, **options)
+    return cast("PreTrainedModel", made).eval()
+
+
+def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config that `AutoModelForCausalLM` gives to `model_class`: all of it, or its part for text.
+
+    The config of a model with images or sound has a part for each; a class that takes the text's alone is given that.
+    """
+    wanted = cast("dict[str, Any]", config.sub_configs).get("text_config")
+    if wanted is None or getattr(model_class, "config_class", None) is not wanted:
+        return config
+    part = config.get_text_config()
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        part.quantization_config = quantised
+    return part
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Return the number of tokens: of the config, or of the embedding where the config has a part of another name."""
+    told = getattr(model.config.get_text_config(), "vocab_size", None)
+    return told if isinstance(told, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])

@@ -1,0 +1,48 @@
+"""Calls of kernels as values: what a CUDA graph or the program of a decoding step calls again.
+
+In: a kernel's call on tensors. Out: `HostCall`, a C function on what these tensors hold when it is called.
+`KernelCall` is what the recorder of a step receives (`StepContext`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ktc.model.kernels.kernel_library import NativeHostCall
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """A C function and its argument. `kept` is what the call reads and writes."""
+
+    native: NativeHostCall
+    kept: tuple[object, ...]
+
+    @property
+    def function(self) -> int:
+        """The address of the function, which takes a pointer, throws nothing and calls nothing of CUDA."""
+        return self.native.function
+
+    @property
+    def address(self) -> int:
+        """The argument of the function."""
+        return self.native.address
+
+    def rethrow(self) -> None:
+        """Raise what the first failed call since the last `rethrow` has thrown."""
+        self.native.rethrow()
+
+
+Bind = Callable[[tuple[Tensor | None, ...], Tensor], HostCall]  # of the tensors that a call reads, and its output
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A call that has been computed. `bind` makes one for other tensors in the places of `reads` and `out`."""
+
+    bind: Bind
+    reads: tuple[Tensor | None, ...]
+    out: Tensor
