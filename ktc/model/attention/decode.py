@@ -17,7 +17,6 @@ from torch import Tensor
 from ktc.model.attention.chosen import Chosen
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import PagedTensor, PageTable, memory_of
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_calls import Bind, HostCall
 from ktc.model.kernels.kernel_library import (
     TURNS,
@@ -28,6 +27,7 @@ from ktc.model.kernels.kernel_library import (
     NativePages,
     permitted_threads,
 )
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import DTYPES, address, is_plain, is_traced
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
@@ -133,7 +133,7 @@ class DecodeAttention:
 
 
 def threads_for(nbytes: int, threads: int) -> int:
-    """Return how many of `threads` a call takes that reads so many bytes."""
+    """Return how many of `threads` a call takes that reads `nbytes`."""
     return min(threads, max(1, nbytes // _BYTES_PER_THREAD))
 
 

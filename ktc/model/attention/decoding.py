@@ -16,7 +16,7 @@ from ktc.model.attention.int8_tensor import plain
 from ktc.model.attention.interface import AnsweredAttention, answer, chosen, stock_function
 from ktc.model.attention.sparse import Sparse, follows_cache
 from ktc.model.attention.sparsity import Traffic
-from ktc.model.experts.step_context import StepContext
+from ktc.model.kernels.step_context import StepContext
 
 NAME: Final = "ktc_decode"  # of the attention function in transformers' register
 _BEYOND: Final = ("softcap", "position_bias")  # arguments of calls that the kernel does not compute

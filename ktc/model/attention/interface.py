@@ -20,9 +20,9 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.step_context import StepContext
 from ktc.model.hf.patching import Patch, stock_class
 from ktc.model.hf.private_api import ATTENTION, attention_of
+from ktc.model.kernels.step_context import StepContext
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 _INNER: Final = ("sdpa", "eager")  # implementations that take keys, values and a mask

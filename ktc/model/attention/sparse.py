@@ -25,8 +25,8 @@ from ktc.model.attention.key_index import KeyIndex, index_of, is_followed, keep_
 from ktc.model.attention.row_indices import RowIndices, every_position, joined, row_lengths, row_of
 from ktc.model.attention.selection import attend_chosen, choose, visible_positions
 from ktc.model.attention.sparsity import Sparsity, Traffic
-from ktc.model.experts.step_context import StepContext
 from ktc.model.hf.patching import Patch
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import is_traced
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class FollowedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """What a module does sparsely. `decode` is a kernel of both kinds; without one, PyTorch computes.
+    """The sparse attention of a module. `decode` is a kernel of both kinds; without one, PyTorch computes.
 
     `indexer` says that the model's own indexer chooses.
     """

@@ -34,7 +34,7 @@ from ktc.model.experts.beside import SideStream, StreamOrder
 from ktc.model.experts.host_node import HostNodes, Launch, on_current_stream
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed import PackedExperts
-from ktc.model.experts.step_context import StepContext
+from ktc.model.kernels.step_context import StepContext
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Replay, StepRecorder, Wait
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_library import Kernel, permitted_threads
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.steps.program import StepProgram, record_program
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
-from ktc.model.experts.step_context import StepContext
+from ktc.model.kernels.step_context import StepContext
 
 Work = Callable[[], None]
 

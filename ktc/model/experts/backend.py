@@ -18,12 +18,12 @@ from ktc.model.experts.grouped_products import described
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.reference_backend import Reference
 from ktc.model.experts.resident_backend import ResidentFew
-from ktc.model.experts.step_context import StepContext
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.model.experts.streamed_backend import Streamed
 from ktc.model.experts.trained_backend import Trained
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsSizes
+from ktc.model.kernels.step_context import StepContext
 
 
 class ExpertsBackend(Protocol):

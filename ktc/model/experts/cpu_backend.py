@@ -17,8 +17,8 @@ from ktc.model.experts.autograd_op import fused_moe
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.staging import on_host
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.form import ExpertsForm
+from ktc.model.kernels.step_context import StepContext
 
 Activations = Literal["keep", "recompute"]  # whether gate and up of every slot are saved for backward
 

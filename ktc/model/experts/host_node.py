@@ -23,8 +23,8 @@ from ktc.model.experts.beside import Beside, SideStream, StreamOrder
 from ktc.model.experts.call_memory import CallMemory
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_calls import HostCall
+from ktc.model.kernels.step_context import StepContext
 
 Launch = Callable[[int, int], None]  # the addresses of a C function and of its argument
 

@@ -23,12 +23,12 @@ from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import Numa, PackedExperts
 from ktc.model.experts.private_api import ConversionHook, LoadHooks
-from ktc.model.experts.step_context import StepContext
 from ktc.model.experts.stock_layout import stock_names
 from ktc.model.experts.weight_training import FROZEN, WeightTraining
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertPart, ExpertsForm, ExpertsSizes, parse_form
 from ktc.model.kernels.kernel_library import Kernel
+from ktc.model.kernels.step_context import StepContext
 
 
 class Check(Protocol):

@@ -27,7 +27,6 @@ from ktc.foundation.host import NumaNode
 from ktc.model.experts.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.model.experts.lora import NO_LORA, ExpertsLora, native_argument
 from ktc.model.experts.saved_buffers import SavedBuffers
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels import kernel_clock
 from ktc.model.kernels.form import ExpertPart, ExpertsSizes
 from ktc.model.kernels.kernel_calls import HostCall
@@ -39,6 +38,7 @@ from ktc.model.kernels.kernel_library import (
     nodes_for,
     permitted_threads,
 )
+from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}

@@ -23,11 +23,11 @@ from ktc.model.experts.cpu_backend import Activations
 from ktc.model.experts.lora import NO_LORA, ExpertsLora, Lora
 from ktc.model.experts.packed import PackedExperts, SlotRows
 from ktc.model.experts.staging import on_host
-from ktc.model.experts.step_context import StepContext
 from ktc.model.experts.tracing import never_traced
 from ktc.model.experts.weight_training import State
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsForm
+from ktc.model.kernels.step_context import StepContext
 
 
 @dataclass(frozen=True, slots=True)

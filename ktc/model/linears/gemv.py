@@ -15,9 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import TURNS, Engine, Kernel, NativeLinear, permitted_threads
+from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The fewest and most rows for which it was faster than F.linear (docs/kernels.md). For one fp32 row F.linear reads at

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ktc.model.checkpoint.int4 import Int4Grid
 from ktc.model.experts.private_api import LoadHooks
-from ktc.model.experts.step_context import StepContext
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import Gemv
 from ktc.model.linears.many_rows import ManyRows
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import TURNS, Kernel
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.choice import Choice, kept_choice, measured_choice
 from ktc.model.linears.gemv import DTYPES, address, is_plain, is_traced, opened
 

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.load_state import Loads
 from ktc.model.experts.packed import huge_pages
-from ktc.model.experts.step_context import StepContext
 from ktc.model.experts.tracing import never_traced
 from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import TURNS, Engine, Kernel, NativePackedLinear, permitted_threads
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.absent_weight import AbsentWeight
 from ktc.model.linears.gemv import address
 

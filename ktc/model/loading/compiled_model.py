@@ -24,9 +24,9 @@ from ktc.model.decode_steps.int8_cache import as_int8, int8_kernels
 from ktc.model.decode_steps.step_ahead import BeforeReading, BeforeSampling, StepAhead, waited_for_by
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.step_context import StepContext
 from ktc.model.hf import remote_code
 from ktc.model.hf.private_api import GenerationHooks
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.loading import refresh
 from ktc.model.loading.load_as import load_as

@@ -29,10 +29,10 @@ from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index, read
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 from ktc.model.decode_steps.gpu_norms import fuse_norms
 from ktc.model.decode_steps.native_step import native_steps
-from ktc.model.experts.step_context import StepContext
 from ktc.model.hf import generation_config, remote_code, stock_model
 from ktc.model.hf.private_api import kept_in_fp32
 from ktc.model.kernels.kernel_library import KernelLibrary, on_torch_threads
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.lora_linear import KTLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.loading import peft_glue

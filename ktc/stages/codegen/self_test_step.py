@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ktc.diagnostics import Diagnostic, KtcError
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_library import Kernel
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.kernels.step_spec import StepSpec
 from ktc.model.steps.program import StepProgram, record_program
 

@@ -1,4 +1,4 @@
-"""The private names of transformers and peft that `ktc/model/hf/private_api.py` holds are there, and as ktc takes them."""
+"""The private names of transformers and peft that `ktc/model/hf/private_api.py` holds are there, as ktc takes them."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from kernel_layers import ISAS, built, quick_or_slow
 from torch import Tensor
 from torch.nn import functional
 
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_library import Kernel
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.kernels.step_spec import StepSpec
 from ktc.model.steps import lowering
 from ktc.model.steps.program import StepProgram, close, record_program

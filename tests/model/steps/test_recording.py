@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktc.model.experts.step_context import StepContext
 from ktc.model.kernels.kernel_calls import HostCall
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.steps.recording import record
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ktc
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
-from ktc.model.experts.step_context import StepContext
+from ktc.model.kernels.step_context import StepContext
 
 
 @pytest.fixture
