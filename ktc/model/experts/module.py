@@ -82,7 +82,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
         self.activations: Activations = activations
         self.offload = offload
-        self.watch: Check | None = None  # of the loader
+        self.guard: Check | None = None  # of the loader
         self.step_context = StepContext()  # of the model, which gives its own
         sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
         packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
@@ -105,7 +105,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, in place of a stock tensor too: kernels do not read it, and the watch says so."""
+        """Register a parameter, in place of a stock tensor too: kernels do not read it, and the guard says so."""
         if name in self.weights.stock:
             self._parameters[name] = param
         else:
@@ -263,8 +263,8 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     ) -> Tensor:
         lora = lora or ExpertsLora()
         self.weights.require_loaded()
-        if self.watch is not None and not torch.compiler.is_compiling():
-            self.watch.check()
+        if self.guard is not None and not torch.compiler.is_compiling():
+            self.guard.check()
         self._check(hidden_states, top_k_index, top_k_weights)
         self._check_lora(lora)
         if hidden_states.is_meta:  # shapes alone, differentiable as the values would be

@@ -40,8 +40,8 @@ from ktc.model.loading.buffers import compute_buffers
 from ktc.model.loading.realise import realise
 from ktc.model.manifest import assumptions
 from ktc.model.manifest.manifest import Manifest, Versions, check_sealed, read_manifest
+from ktc.model.manifest.stale_change_guard import Remembered, guard, remember
 from ktc.model.manifest.stock_facts import assumptions_of
-from ktc.model.manifest.watch import Remembered, remember, watch
 from ktc.model.packed_store import process_gpu, weight_store, weights_stage
 from ktc.model.packed_store.memory import check_bytes
 from ktc.model.packed_store.packed_store import PackedStore
@@ -134,7 +134,7 @@ def completed(
         if isinstance(module, StreamedLinear) and not reference:
             module.begin()
     StepContext.given_to(model)
-    watch(model, manifest.rewrites, remembered, folder)
+    guard(model, manifest.rewrites, remembered, folder)
     if manifest.cuda_graph and not reference:
         fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()

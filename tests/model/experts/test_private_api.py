@@ -20,7 +20,7 @@ from ktc.model.experts.private_api import (
 
 
 def test_a_module_has_its_children_parameters_and_hooks_in_its_dictionary() -> None:
-    """`ktc/model/manifest/watch.py` reads them there, and `before_load` receives the keys of one module."""
+    """`stale_change_guard.py` reads them there, and `before_load` receives the keys of one module."""
     received = list[tuple[list[str], str]]()
 
     class Asked(LoadHooks, nn.Linear):

@@ -25,8 +25,8 @@ Inputs = Mapping[str, Any]
 TrainingStep = Callable[..., Tensor]
 
 
-class ModelEnds:
-    """The ends of one trainer's model during one optimizer step.
+class EmbedAndHead:
+    """The code of one trainer's model before and after its layers, during one optimizer step.
 
     `whole_loss` says why the loss needs all logits of a micro-batch at once, "" if it does not. It may change once,
     at the first loss.
