@@ -2,7 +2,8 @@
 
 In: the stock model before the recipe is realised (`remember`) and the compiled one after (`guard`).
 Out: a `StaleChangeGuard` in each module of experts, and before each block whose code is a graph. It compares snapshots
-with the objects that users change: settings of replaced modules, their code, config values that the code reads, and modules that nothing calls.
+with the objects that users change: settings of replaced modules, their code, config values that the code reads, and
+modules that nothing calls.
 Tensors are not compared, and nothing is compared under `torch.compile`.
 """
 
