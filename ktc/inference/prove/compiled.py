@@ -84,7 +84,8 @@ class CompiledLayers:
     def load(self, group: str) -> None:
         """Give the tensors of a group their values. Raises what the loader raises."""
         rows, store = self._rows_of(group), self._store_of(group)
-        weights_stage.fill_weights(self.model, rows, self._opened.index, self._placement, store, map=False)
+        stored = weights_stage.StoredWeights(rows, self._opened.index, store)
+        weights_stage.fill_weights(self.model, stored, self._placement, map=False)
         if group == OUTSIDE:
             self.model.tie_weights()
             empty = [leaf for _, owner, leaf in tensors_of(self.model, self._layers, group) if _is_empty(owner, leaf)]

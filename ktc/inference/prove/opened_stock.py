@@ -17,6 +17,7 @@ from ktc.inference.prove.compiled import Opened
 from ktc.inference.prove.layers import list_of_layers
 from ktc.inference.prove.stock import StockModel, own_dtypes
 from ktc.model.hf import remote_code
+from ktc.model.hf.private_api import EXPERTS
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.loading.load_as import build_on_meta
 from ktc.model.manifest.manifest import Manifest
@@ -64,7 +65,7 @@ def _in_their_own_loop(model: PreTrainedModel, manifest: Manifest) -> None:
         experts = cast("Any", model.get_submodule(step.fqn))
         if step.module == "fused_moe" and isinstance(getattr(experts, "config", None), PreTrainedConfig):
             experts.config = copy.copy(experts.config)
-            experts.config._experts_implementation_internal = "eager"
+            setattr(experts.config, EXPERTS, "eager")
 
 
 def _config(opened: Opened) -> PreTrainedConfig:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ktc.model.attention.chosen import Chosen
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import PagedTensor, PageTable, memory_of
-from ktc.model.kernels.kernel_calls import record_call
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import DTYPES, is_plain, is_traced
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
@@ -56,7 +56,7 @@ class DecodeAttention:
 
     def __call__(
         self, query: Tensor, kv: KVCacheView, *, scale: float, mask: Tensor | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, context: StepContext | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute query (B, H, T, k + r) -> (B, T, H, v). Without a `mask` new tokens are the last positions.
 
@@ -68,7 +68,9 @@ class DecodeAttention:
         sizes = {"batch": B, "key_heads": K, "group": H // K, "tokens": T, "positions": L, "scale": scale}
         seen = seen_by_kernel(mask, B, T, L)
         nbytes = sum(each.nbytes for each in kv.tensors)
-        record_call(*self._forward(query.detach().contiguous(), kv, seen, sinks, out, sizes, nbytes), out)
+        call = self._forward(query.detach().contiguous(), kv, seen, sinks, out, sizes, nbytes)
+        if context is not None:
+            context.record_call(*call, out)
         return out
 
     def of_chosen(

@@ -29,7 +29,7 @@ from ktc.model.experts.lora import NO_LORA, ExpertsLora, lora_arguments
 from ktc.model.experts.saved_buffers import SavedBuffers
 from ktc.model.kernels import kernel_clock
 from ktc.model.kernels.form import ExpertPart, ExpertsSizes
-from ktc.model.kernels.kernel_calls import HostCall, bind_later, record_call
+from ktc.model.kernels.kernel_calls import HostCall, bind_later
 from ktc.model.kernels.kernel_library import (
     KERNEL_LOCK,
     Arguments,
@@ -39,6 +39,7 @@ from ktc.model.kernels.kernel_library import (
     nodes_for,
     permitted_threads,
 )
+from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -260,10 +261,12 @@ class PackedExperts:
         save: bool,
         lora: ExpertsLora = NO_LORA,
         interleaved: bool = False,
+        context: StepContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer's output, and if `save` the bytes that backward needs beside the inputs.
 
-        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up.
+        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up. A call that saves nothing is
+        handed to the recorder of `context`.
         """
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)
@@ -272,8 +275,8 @@ class PackedExperts:
         arguments = self._arguments(read, saved, interleaved=interleaved)
         with KERNEL_LOCK, kernel_clock.timed("forward", tokens, self._sizes, ranks):
             self._native.forward(self._engine, arguments(x_TH, index_TK, weights_TK, out_TH))
-        if saved is None:
-            record_call(self._native.call, self._engine, arguments, (x_TH, index_TK, weights_TK), out_TH)
+        if saved is None and context is not None:
+            context.record_call(self._native.call, self._engine, arguments, (x_TH, index_TK, weights_TK), out_TH)
         return out_TH, saved
 
     def host_call(

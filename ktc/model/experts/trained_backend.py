@@ -27,6 +27,7 @@ from ktc.model.experts.tracing import never_traced
 from ktc.model.experts.weight_training import State
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsForm
+from ktc.model.kernels.step_context import StepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Trained(HostBackend):
 
     weights: ExpertsWeights
     activations: Activations
+    context: StepContext
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`; differentiable in weights that train too."""
@@ -61,7 +63,9 @@ class Trained(HostBackend):
         else:
             beside = NO_LORA if self.weights.training.merged else lora
             interleaved = self.weights.form.interleaved
-            out_TH, _ = packed.forward(x, index, weights, save=False, lora=beside, interleaved=interleaved)
+            out_TH, _ = packed.forward(
+                x, index, weights, save=False, lora=beside, interleaved=interleaved, context=self.context
+            )
         return out_TH.to(x_TH.dtype)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:

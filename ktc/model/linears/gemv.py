@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.model.kernels.kernel_calls import record_call
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel
+from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The fewest and most rows for which it was faster than F.linear (docs/kernels.md). For one fp32 row F.linear reads at
@@ -42,7 +42,7 @@ class Gemv:
         plain = all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors)
         return plain and weight.is_contiguous() and not is_traced() and not torch.is_autocast_enabled("cpu")
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, context: StepContext | None = None) -> Tensor:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         x = x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -50,7 +50,8 @@ class Gemv:
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
         with KERNEL_LOCK:
             native.forward(engine, linear_arguments(x, weight, bias, out))
-        record_call(native.call, engine, linear_arguments, (x, weight, bias), out)
+        if context is not None:
+            context.record_call(native.call, engine, linear_arguments, (x, weight, bias), out)
         return out
 
     def _threads(self, weight: Tensor) -> int:

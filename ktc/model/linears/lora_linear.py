@@ -7,12 +7,14 @@ Under `fake_quant` with a frozen base, the loader rounds the weight to the grid 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import Gemv
 from ktc.model.linears.many_rows import ManyRows
 
@@ -29,6 +31,7 @@ class FusedLinear(nn.Linear):
     decode_kernel: Gemv | None = None
     prefill_kernel: ManyRows | None = None
     grid: Int4Grid | None = None
+    step_context: StepContext | None = None
 
     @classmethod
     def from_linear(
@@ -43,6 +46,7 @@ class FusedLinear(nn.Linear):
         made.weight = linear.weight
         made.register_parameter("bias", linear.bias)
         made.decode_kernel, made.prefill_kernel, made.grid = decode_kernel, prefill_kernel, grid
+        made.step_context = None if decode_kernel is None and prefill_kernel is None else StepContext()
         return made.train(linear.training)
 
     def round_weight(self, *, in_place: bool = False) -> None:
@@ -60,9 +64,8 @@ class FusedLinear(nn.Linear):
         if not in_place:
             self.weight = nn.Parameter(rounded, requires_grad=self.weight.requires_grad)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load as any layer, and put the weight on the grid again."""
-        super()._load_from_state_dict(*args, **kwargs)
+    def after_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Put the weight on the grid again."""
         if not self.weight.is_meta:
             self.round_weight(in_place=True)
 
@@ -73,10 +76,10 @@ class FusedLinear(nn.Linear):
         # In training mode reentrant checkpointing runs a forward without gradients and repeats it with them.
         decode = None if self.training else self.decode_kernel
         if decode is not None and decode.serves(input, self.weight, self.bias):
-            return decode(input, self.weight, self.bias)
+            return decode(input, self.weight, self.bias, self.step_context)
         prefill = self.prefill_kernel
         if prefill is not None and prefill.serves(input, self.weight, self.bias):
-            return prefill(input, self.weight, self.bias)
+            return prefill(input, self.weight, self.bias, self.step_context)
         return super().forward(input)
 
     def extra_repr(self) -> str:

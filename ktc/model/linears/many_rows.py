@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktc.model.kernels.kernel_calls import record_call
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Engine, Kernel, NativeLinear
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.choice import Choice, kept_choice, measured_choice
 from ktc.model.linears.gemv import DTYPES, is_plain, is_traced, linear_arguments
 
@@ -50,11 +50,11 @@ class ManyRows:
             return False
         return self.product == "packed" or self.choice().packed
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, context: StepContext | None = None) -> Tensor:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         x = x.to(weight.dtype)
         if not torch.is_grad_enabled():  # also in a step that is recorded: it has no operations of autograd
-            return self.multiply(x, weight, bias)
+            return self.multiply(x, weight, bias, context)
         return cast("Tensor", _Frozen.apply(x, weight, bias, self))
 
     def choice(self) -> Choice:
@@ -65,7 +65,10 @@ class ManyRows:
         """Describe the choice, for a report."""
         return str(self.choice()) if self.product == "auto" else "packed, as the rules request"
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+    def multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, context: StepContext | None = None,
+        *, transposed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return x (..., inputs) W^T + b, or with `transposed` x (..., outputs) W, without gradients."""
         (outputs, inputs), x = weight.shape, x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], inputs if transposed else outputs))
@@ -74,7 +77,8 @@ class ManyRows:
         arguments = functools.partial(linear_arguments, transposed=transposed)
         with KERNEL_LOCK:
             native.multiply(engine, arguments(x, weight, bias, out))
-        record_call(native.multiply_call, engine, arguments, (x, weight, bias), out)
+        if context is not None:
+            context.record_call(native.multiply_call, engine, arguments, (x, weight, bias), out)
         return out
 
 

@@ -19,8 +19,8 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.load_state import Loads
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.tracing import never_traced
-from ktc.model.kernels.kernel_calls import record_call
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.absent_weight import AbsentWeight
 from ktc.model.linears.gemv import address
 
@@ -35,6 +35,7 @@ class StoredLinear(nn.Linear):
     threads: int
     packed: Tensor | None
     loads: Loads[str]
+    step_context: StepContext
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, kernel: Kernel, weight_format: str, threads: int) -> StoredLinear:
@@ -46,7 +47,7 @@ class StoredLinear(nn.Linear):
         made.register_parameter("bias", linear.bias)
         made.kernel, made.format, made.packed = kernel, weight_format, None
         made.loads = Loads(["weight"])
-        made.threads = permitted_threads(threads)
+        made.threads, made.step_context = permitted_threads(threads), StepContext()
         return made.train(linear.training)
 
     @property
@@ -109,7 +110,7 @@ class StoredLinear(nn.Linear):
         bias = None if bias is None else bias.detach().to("cpu", torch.bfloat16).contiguous()
         with KERNEL_LOCK:
             native.forward(engine, packed_arguments(x, packed, bias, out))
-        record_call(native.call, engine, packed_arguments, (x, packed, bias), out)
+        self.step_context.record_call(native.call, engine, packed_arguments, (x, packed, bias), out)
         return out
 
     @property

@@ -27,6 +27,7 @@ from ktc.foundation.progress import Progress
 from ktc.model.checkpoint import open_index
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.private_api import unsaved_buffers
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
@@ -229,7 +230,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers of a module alone; those of packed experts have no values."""
     if isinstance(module, FusedMoe):
         return
-    absent = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    absent = unsaved_buffers(module)
     yield from module.named_parameters(recurse=False)
     yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in absent)
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.files import sweep
+from ktc.foundation.files import remove_stale_temp
 from ktc.foundation.machine_faults import failed, fault_in
 from ktc.foundation.progress import Progress, Tally
 from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
@@ -143,7 +143,7 @@ def _sole_writer(store: Path) -> Generator[None]:
             message = f"another process is packing into `{store}`"
             raise InputRefused(Diagnostic("L445", message, hint="wait for it to end")) from error
         with _told_of_writes(store):
-            sweep(store)
+            remove_stale_temp(store)
             yield
     finally:
         os.close(lock)

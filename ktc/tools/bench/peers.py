@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ktc.model.hf.private_api import EXPERTS
 from ktc.tools.bench.candidate import Experts, Layer, LocalCandidate
 from ktc.tools.bench.inputs import Weights
 from ktc.tools.bench.request import Pass, Request, Shape
@@ -81,7 +82,7 @@ def _experts(shape: Shape, weights: Weights, implementation: str) -> nn.Module:
         num_experts_per_tok=shape.top_k,
         hidden_act="silu",
     )
-    cast("Any", config)._experts_implementation = implementation
+    setattr(config, EXPERTS, implementation)
     with torch.device("meta"):
         module = cast("Any", modeling_qwen3_moe).Qwen3MoeExperts(config)
     module.gate_up_proj, module.down_proj = (nn.Parameter(each, requires_grad=False) for each in weights.stacked)
