@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "ktc/cache_view.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/attention.hpp"
 #include "ktc/linear.hpp"
@@ -30,7 +31,7 @@ std::unique_ptr<AttentionKernel> make_attention() {
 }
 
 // Widths are filled up to multiples of `kUnit`.
-template <class Isa, std::int64_t kUnit>
+template <InstructionSet Isa, std::int64_t kUnit>
 struct AttentionPlan {
   using Lanes = typename Isa::Lanes;
 

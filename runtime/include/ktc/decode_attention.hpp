@@ -17,6 +17,7 @@
 
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_view.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/lane_dots.hpp"
 #include "ktc/linear.hpp"
@@ -28,11 +29,11 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class DecodeAttention final : public AttentionKernel {
   using Lanes = typename Isa::Lanes;
   // Products of bf16 as it is stored, where the instruction set has them; otherwise products of fp32.
-  using Query = typename QueryDots<Isa, Element, 1, 1>::Query;
+  using Query = typename Isa::template DotSums<Element, 1, 1>::Query;
   static constexpr bool kPaired = std::is_same_v<Query, bf16>;
   using Weight = Query;
   static constexpr std::int64_t kUnit = kPaired ? 32 : kHalfPanel;  // to which widths are filled up
@@ -267,7 +268,7 @@ class DecodeAttention final : public AttentionKernel {
     template <int kCount, int kPositions, class RowsOf>
     [[gnu::noinline]] void tile(const Block<RowsOf>& block, const Query* query, std::int64_t position,
                                 float* scores) const {
-      typename QueryDots<Isa, Element, kCount, kPositions>::Sums sums;
+      typename Isa::template DotSums<Element, kCount, kPositions> sums;
       sums.add(query, plan.query_width, block.keys.from(position), a.keys.width);
       if (a.more_keys.width > 0) {
         sums.add(query + plan.first_width, plan.query_width, block.more_keys.from(position), a.more_keys.width);

@@ -8,6 +8,7 @@
 
 #include "ktc/code_products.hpp"
 #include "ktc/coded_panels.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/routing.hpp"
@@ -23,7 +24,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class PanelType>
+template <InstructionSet Isa, WeightPanel PanelType>
 class DecodedPanels : public CodedPanels<Isa, PanelType> {
   using Base = CodedPanels<Isa, PanelType>;
 
@@ -33,6 +34,7 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
   using Products = CodeProducts<Isa, Panel>;
   static constexpr int kStreamRows = Products::kRows;
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
+  static constexpr bool kReadsWords = false;
 
   // `scratch` holds `scratch_size(contraction)` elements.
   DecodedPanels(const PanelPlaces& places, std::int64_t contraction, Element* scratch)
@@ -100,13 +102,14 @@ class FetchBlocksAhead {
 };
 
 // The same matrices transposed: one block of each stored panel is decoded into L1 and transposed into the scratch.
-template <class Isa, class Panel>
+template <InstructionSet Isa, WeightPanel Panel>
 class DecodedTransposedPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = FetchBlocksAhead;
   static constexpr int kStreamRows = 0;
   static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kReadsWords = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
   DecodedTransposedPanels(const CodedPanels<Isa, Panel>& stored, std::int64_t num_panels, Element* scratch)
@@ -145,22 +148,19 @@ class DecodedTransposedPanels {
   Element* scratch_;
 };
 
-// Panels of codes beside scales, of any format.
-template <class Panel>
-concept Decoded = requires { Panel::scales_at(0); };
-
 // The panel source of products with panels of one type.
-template <class Isa, class Panel>
+template <InstructionSet Isa, WeightPanel Panel>
 struct PanelSources {
   using Stored = StoredPanels<Isa>;
   using Transposed = TransposedPanels<Isa>;
 };
-template <class Isa, Decoded Panel>
+template <InstructionSet Isa, WeightPanel Panel>
+  requires(Panel::kDecoded && !MultipliedAsWords<Isa, Panel>)
 struct PanelSources<Isa, Panel> {
   using Stored = DecodedPanels<Isa, Panel>;
   using Transposed = DecodedTransposedPanels<Isa, Panel>;
 };
-template <class Isa, Decoded Panel>
+template <InstructionSet Isa, WeightPanel Panel>
   requires MultipliedAsWords<Isa, Panel>
 struct PanelSources<Isa, Panel> {
   using Stored = WordPanels<Isa, Panel>;

@@ -19,6 +19,7 @@
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_code_products.hpp"
 #include "ktc/cache_view.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
@@ -33,7 +34,7 @@ std::unique_ptr<Int8AttentionKernel> make_int8_attention() {
   return std::make_unique<Kernel>();
 }
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class Int8Attention final : public Int8AttentionKernel {
   using Lanes = typename Isa::Lanes;
   using Products = CacheCodeProducts<Isa>;

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/forward_products.hpp"
 #include "ktc/integer_panels.hpp"
 #include "ktc/isa/integer.hpp"
@@ -23,7 +24,7 @@
 namespace ktc::inline KTC_UNIT {
 
 // Turns a tile of integer sums into one of accumulators for the epilogue inside.
-template <class Layer, class Inner>
+template <class Layer, SweepEpilogue<typename Layer::Isa> Inner>
 class ScaledSums {
  public:
   using Accumulator = typename Layer::Accumulator;
@@ -35,9 +36,7 @@ class ScaledSums {
   ScaledSums(const Panels& panels, const float* scale_S, Accumulator* tile, const Inner& inner)
       : panels_(panels), scale_S_(scale_S), tile_(tile), inner_(inner) {}
 
-  void begin(PanelPart part) const {
-    if constexpr (requires { inner_.begin(part); }) inner_.begin(part);
-  }
+  void begin(PanelPart part) const { inner_.begin(part); }
   void prefetch(const SlotGroup& group, PanelPart part) const { inner_.prefetch(group, part); }
   void complete(IntegerIsa& isa, const SlotGroup& group, PanelPart part, const std::int32_t* sums) const {
     const float* scales = panels_.scales(part);
@@ -53,9 +52,7 @@ class ScaledSums {
     inner_.complete(isa.elements(), group, part, tile_);
   }
   void operator()(const SlotGroup& group, PanelPart part, const std::int32_t*) const { inner_(group, part, tile_); }
-  void end(PanelPart part) const {
-    if constexpr (requires { inner_.end(part); }) inner_.end(part);
-  }
+  void end(PanelPart part) const { inner_.end(part); }
 
  private:
   Panels panels_;

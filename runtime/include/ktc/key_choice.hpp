@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/key_codes.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/linear.hpp"
@@ -20,7 +21,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class KeyChoice {
   using Lanes = typename Isa::Lanes;
   using Codes = KeyCodes;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/key_choice.hpp"
 #include "ktc/key_codes.hpp"
 #include "ktc/shape.hpp"
@@ -15,7 +16,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class KeyIndex {
   using Codes = KeyCodes;
 

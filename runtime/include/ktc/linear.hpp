@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/linear.hpp"
 #include "ktc/linear_panels.hpp"
@@ -37,12 +38,8 @@ template <class Lanes, class Element>
 [[gnu::always_inline]] inline Lanes widened(const Element* source) {
   if constexpr (std::is_same_v<Element, float>) {
     return Lanes::load(source);
-  } else if constexpr (requires { Lanes::from_elements(source); }) {
-    return Lanes::from_elements(source);
   } else {
-    float values[kHalfPanel];
-    for (int lane = 0; lane < kHalfPanel; ++lane) values[lane] = static_cast<float>(source[lane]);
-    return Lanes::load(values);
+    return Lanes::from_elements(source);
   }
 }
 
@@ -55,7 +52,7 @@ Element narrowed(float value) {
     return Element(value);
 }
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class Linear final : public LinearKernel {
   using Lanes = typename Isa::Lanes;
 

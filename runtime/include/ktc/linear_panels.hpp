@@ -16,8 +16,9 @@
 #include <cstdint>
 #include <utility>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
-#include "ktc/moe_sweep.hpp"
+#include "ktc/packed_slots.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/team.hpp"
 #include "ktc/tensor_view.hpp"
@@ -70,7 +71,7 @@ class WidenedRows {
   }
 };
 
-template <class Isa>
+template <InstructionSet Isa>
 class PanelProduct {
   using Lanes = typename Isa::Lanes;
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/lora.hpp"
 #include "ktc/moe_layer.hpp"
 #include "ktc/unit.hpp"
@@ -53,7 +54,7 @@ class LoraScratch {
 };
 
 // Adds `values` times the panel that `pack(product, expert, panel, scratch)` makes to each tile, then calls `inner`.
-template <class Layer, class Pack, class Inner>
+template <class Layer, class Pack, TileEpilogue<typename Layer::Accumulator> Inner>
 class WithLora {
  public:
   using Isa = typename Layer::Isa;
@@ -67,7 +68,7 @@ class WithLora {
 
   void begin(PanelPart part) const {
     if (product_.active()) pack_(product_, part.expert, part.panel, scratch_);
-    if constexpr (requires { inner_.begin(part); }) inner_.begin(part);
+    inner_.begin(part);
   }
   void prefetch(const SlotGroup& group, PanelPart part) const { inner_.prefetch(group, part); }
   void complete(Isa& isa, const SlotGroup& group, PanelPart, Accumulator* tile) const {
@@ -82,9 +83,7 @@ class WithLora {
     }
   }
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const { inner_(group, part, tile); }
-  void end(PanelPart part) const {
-    if constexpr (requires { inner_.end(part); }) inner_.end(part);
-  }
+  void end(PanelPart part) const { inner_.end(part); }
 
  private:
   const LoraProduct<Layer>& product_;
@@ -224,7 +223,7 @@ class LoraColumnGradients {
 
 // Gradients from a panel of 32 hidden columns: of A of the first product, from the hidden states, and of down's B, from
 // the gradient of the output. An epilogue around that of the last product of backward.
-template <class Layer, class Inner>
+template <class Layer, TileEpilogue<typename Layer::Accumulator> Inner>
 class LoraHiddenGradients {
  public:
   using Element = typename Layer::Element;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "ktc/concepts.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
@@ -18,23 +19,15 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// A panel, or of its contraction the stretch [first_k, first_k + size_k), whole blocks.
-struct PanelPart {
-  std::int64_t expert;
-  std::int64_t panel;
-  std::int64_t first_k;
-  std::int64_t size_k;
-};
-
 // One matrix per expert, as it is packed.
-template <class Isa>
+template <InstructionSet Isa>
 class StoredPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = FetchAhead<Isa>;
-  // So few rows of an expert are multiplied while read from memory.
   static constexpr int kStreamRows = Isa::kStreamRows;
   static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kReadsWords = false;
 
   // No scratch is needed; quantised weights take one.
   StoredPanels(const PanelPlaces& places, std::int64_t contraction, Element*)
@@ -68,7 +61,7 @@ class StoredPanels {
 //
 // Blocks are fetched a few at a time. Stored panels are often a multiple of 64 KB apart, so that the blocks of one
 // transposed panel share 32 sets of L2, which hold 16 of them.
-template <class Isa>
+template <InstructionSet Isa>
 class TransposeAhead {
  public:
   using Element = typename Isa::Element;
@@ -152,13 +145,14 @@ class TransposeAhead {
 };
 
 // The same matrices transposed, in two scratch panels that stay in L2: one is read, the other written.
-template <class Isa>
+template <InstructionSet Isa>
 class TransposedPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = TransposeAhead<Isa>;
   static constexpr int kStreamRows = 0;
   static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kReadsWords = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
   TransposedPanels(const StoredPanels<Isa>& stored, std::int64_t num_panels, Element* scratch)

@@ -7,13 +7,14 @@
 #include <cstdint>
 #include <limits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/unit.hpp"
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa>
+template <InstructionSet Isa>
 struct SharedScores {
   using Lanes = typename Isa::Lanes;
 

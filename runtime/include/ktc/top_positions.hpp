@@ -16,9 +16,12 @@ namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int32_t kHidden = std::numeric_limits<std::int32_t>::min();  // a position that is not chosen
 
-// What is done with 16 scores at a time. The header of an instruction set may have its own.
+// What is done with 16 scores at a time; the header `ktc/isa/NAME_key_dots.hpp` chooses it.
 template <class Isa>
-struct ScoreLanes {
+struct ScoreLanes;
+
+// In plain C++.
+struct PlainScoreLanes {
   // Integers in the order of scores in fp32, of which a NaN is greater than any number.
   [[gnu::always_inline]] static void order(const float* scores, std::int32_t* ordered) {
     std::int32_t bits[kHalfPanel];

@@ -24,9 +24,6 @@
 
 namespace ktc::amx::inline KTC_UNIT {
 
-// For fewer rows than fill a tile: a type of its own, since it is compiled with other flags.
-struct FewRows : avx512_bf16::Isa {};
-
 // Transposes a matrix of 16 x 16 numbers of 32 bits.
 [[gnu::always_inline]] inline void transpose(__m512i (&rows)[16]) {
   __m512i pairs[16];
@@ -433,7 +430,7 @@ class Attention final : public AttentionKernel {
     }
   };
 
-  DecodeAttention<FewRows, bf16> few_rows_;
+  DecodeAttention<avx512_bf16::Isa, bf16> few_rows_;
 };
 
 }  // namespace ktc::amx::inline KTC_UNIT

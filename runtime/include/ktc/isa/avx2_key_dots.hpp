@@ -158,7 +158,7 @@ struct KeyProducts {
 };
 
 // By the bits of a mask: few scores reach a bound.
-struct ScoreLanes : ktc::ScoreLanes<void> {
+struct ScoreLanes : PlainScoreLanes {
   [[gnu::always_inline]] static std::int64_t append(const std::int32_t* scores, std::int32_t bound, std::int64_t first,
                                                     std::int32_t* positions) {
     const __m256i below = _mm256_set1_epi32(bound - 1);

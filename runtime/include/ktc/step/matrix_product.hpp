@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "ktc/concepts.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/step/view.hpp"
@@ -20,7 +21,7 @@ namespace ktc::step::inline KTC_UNIT {
 
 // out (B, M, N) = a (B, M, K) b (B, K, N) + bias (B, M, N), which may have no data, summed in fp32 (fp64 for doubles)
 // and rounded once. An output is one sum in an order that the sizes decide, so the number of threads changes no bit.
-template <class Isa>
+template <InstructionSet Isa>
 class MatrixProduct {
   using Lanes = typename Isa::Lanes;
 

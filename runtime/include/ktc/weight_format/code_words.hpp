@@ -59,7 +59,7 @@ struct IntegerCodes<Panel> {
   };
   // Where blocks of a span share values that are computed once.
   template <class Words>
-    requires requires { typename Format::Span; }
+    requires(!std::is_void_v<typename Format::Span>)
   class Scales<Words> {
    public:
     Scales(const std::byte* panel, std::int64_t first_block) : span_(panel + Panel::scales_at(first_block)) {}
