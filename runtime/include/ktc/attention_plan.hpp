@@ -114,13 +114,13 @@ struct AttentionPlan {
   // The keys and values of one of all sequences' heads, of numbers of this type.
   template <class Stored>
   static HeadViews head_views(const AttentionArguments& a, std::int64_t head) {
-    const std::int64_t own = head % a.key_heads, number = head / a.key_heads;
+    const std::int64_t key_head = head % a.key_heads, number = head / a.key_heads;
     const std::int64_t sequence = a.pages == nullptr ? number : 0;
     const std::int64_t first = a.pages == nullptr ? a.positions - length_of(a, number) : 0;
     const auto of_head = [&](CacheView view) {
       if (view.data != nullptr) {
-        view.data = static_cast<const Stored*>(view.data) + sequence * view.batch + own * view.head;
-        if (view.scales != nullptr) view.scales += sequence * view.scale_batch + own * view.scale_head;
+        view.data = static_cast<const Stored*>(view.data) + sequence * view.batch + key_head * view.head;
+        if (view.scales != nullptr) view.scales += sequence * view.scale_batch + key_head * view.scale_head;
       }
       return view_from<Stored>(view, nullptr, first);
     };
@@ -133,13 +133,13 @@ struct AttentionPlan {
   template <class Stored, class Take, class Ahead, class Body>
   void for_each_stretch(const AttentionArguments& a, const Take& take, Ahead& ahead, const Body& body) const {
     const auto taken = [&] {
-      std::int64_t found = take();
-      while (found < items && Item(found, *this, a).is_empty()) found = take();
-      if (found < items) {
-        const Item item(found, *this, a);
+      std::int64_t index = take();
+      while (index < items && Item(index, *this, a).is_empty()) index = take();
+      if (index < items) {
+        const Item item(index, *this, a);
         ahead.follow(head_views<Stored>(a, item.head), item.begin, item.end);
       }
-      return found;
+      return index;
     };
     for (std::int64_t item = taken(); item < items;) {
       const std::int64_t following = taken();
@@ -161,20 +161,21 @@ struct AttentionPlan {
     if (a.mask != nullptr) {
       const std::uint8_t* seen =
           a.mask + sequence * a.mask_batch + token * a.mask_token + (a.positions - whole + block);
-      for (std::int64_t each = 0; each < length; ++each) scores[each] = seen[each] != 0 ? scores[each] : kUnseen;
+      for (std::int64_t position = 0; position < length; ++position)
+        scores[position] = seen[position] != 0 ? scores[position] : kUnseen;
       return;
     }
     const std::int64_t last = whole - a.tokens + token;
-    for (std::int64_t each = std::max<std::int64_t>(0, last + 1 - block); each < length; ++each) {
-      scores[each] = kUnseen;
+    for (std::int64_t position = std::max<std::int64_t>(0, last + 1 - block); position < length; ++position) {
+      scores[position] = kUnseen;
     }
   }
 
   // Of scores up to whole lanes.
   static float greatest_of(const float* scores, std::int64_t length) {
-    Lanes found(kUnseen);
-    for (std::int64_t each = 0; each < length; each += kHalfPanel) found = larger(found, Lanes::load(scores + each));
-    return found.largest();
+    Lanes greatest(kUnseen);
+    for (std::int64_t at = 0; at < length; at += kHalfPanel) greatest = larger(greatest, Lanes::load(scores + at));
+    return greatest.largest();
   }
 
   // exp(score - greatest). A NaN stays one.
@@ -199,7 +200,7 @@ struct AttentionPlan {
         const float factor = weight_of(sum.greatest, greatest);
         sum.total *= factor;
         const Lanes scale(factor);
-        for (std::int64_t each = 0; each < value_width; each += kHalfPanel, added.data += added.next) {
+        for (std::int64_t column = 0; column < value_width; column += kHalfPanel, added.data += added.next) {
           (Lanes::load(added.data) * scale).store(added.data);
         }
       }
@@ -215,14 +216,14 @@ struct AttentionPlan {
     const float greatest = raise(scores, length, sum, added), zero = without_weight(greatest);
     const Lanes shift(greatest);
     Lanes total(0.0f);
-    for (std::int64_t each = 0; each < length; each += kHalfPanel) {
+    for (std::int64_t at = 0; at < length; at += kHalfPanel) {
       step();
-      const Lanes score = Lanes::load(scores + each);
+      const Lanes score = Lanes::load(scores + at);
       const Lanes weight = zero_up_to(zero, score, exp(score - shift));
       if constexpr (std::is_same_v<Weight, bf16>) {
-        weight.to_elements(reinterpret_cast<bf16*>(scores) + each);  // over scores that were read
+        weight.to_elements(reinterpret_cast<bf16*>(scores) + at);  // over scores that were read
       } else {
-        weight.store(scores + each);
+        weight.store(scores + at);
       }
       total = total + weight;
     }
@@ -249,25 +250,25 @@ struct AttentionPlan {
     const std::int64_t head = row / rows, of_head = row % rows;
     const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
     const std::int64_t whole_length = length_of(a, head / a.key_heads), length = stretch_of(whole_length);
-    const std::int64_t own = (whole_length + length - 1) / length;  // stretches of the sequence
+    const std::int64_t num_stretches = (whole_length + length - 1) / length;  // stretches of the sequence
     float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];
-    for (std::int64_t each = 0; each < own; ++each) {
-      greatest = std::max(greatest, sums[each * all_rows + row].greatest);
+    for (std::int64_t stretch = 0; stretch < num_stretches; ++stretch) {
+      greatest = std::max(greatest, sums[stretch * all_rows + row].greatest);
     }
     float total = a.sinks == nullptr ? 0.0f : std::exp(a.sinks[query_head] - greatest);
     float* whole = values + row * value_width;              // of the first stretch
     const std::int64_t following = all_rows * value_width;  // from a stretch to the next
-    for (std::int64_t each = 0; each < own; ++each) {
-      const Sums& sum = sums[each * all_rows + row];
+    for (std::int64_t stretch = 0; stretch < num_stretches; ++stretch) {
+      const Sums& sum = sums[stretch * all_rows + row];
       const float factor = weight_of(sum.greatest, greatest);
       const Lanes scale(factor);
       total += sum.total * factor;
-      const float* from = whole + each * following;
-      const std::int64_t ahead = each + 1 < own ? following : 0;
+      const float* from = whole + stretch * following;
+      const std::int64_t ahead = stretch + 1 < num_stretches ? following : 0;
       for (std::int64_t column = 0; column < value_width; column += kHalfPanel) {
         __builtin_prefetch(from + column + ahead);  // the next stretch is in the cache of another core
         const Lanes scaled = Lanes::load(from + column) * scale;
-        (each == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
+        (stretch == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
       }
     }
     const float inverse = total == 0.0f ? 0.0f : 1.0f / total;

@@ -30,8 +30,8 @@ struct PlainCodeProducts {
 
   // codes[count] = numbers[count] * factor, rounded to nearest even; `count` is a multiple of kHalfPanel.
   static void to_codes(const float* numbers, float factor, std::int64_t count, std::int16_t* codes) {
-    for (std::int64_t each = 0; each < count; ++each) {
-      codes[each] = static_cast<std::int16_t>(std::nearbyint(numbers[each] * factor));
+    for (std::int64_t at = 0; at < count; ++at) {
+      codes[at] = static_cast<std::int16_t>(std::nearbyint(numbers[at] * factor));
     }
   }
 

@@ -57,12 +57,12 @@ class DecodeAttention final : public AttentionKernel {
       std::atomic<std::int64_t> next{0};
       std::atomic<std::int64_t> next_row{0};
       team.run([&](const Worker& worker) {
-        float* own = scores.data() + worker.index * kMostRows * kBlock;
+        float* scores_of_worker = scores.data() + worker.index * kMostRows * kBlock;
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
         if (arguments.chosen == nullptr) {
-          call.stretches(take, own);
+          call.stretches(take, scores_of_worker);
         } else {
-          call.chosen_stretches(take, own);
+          call.chosen_stretches(take, scores_of_worker);
         }
         worker.barrier.arrive_and_wait();
         plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
@@ -92,15 +92,15 @@ class DecodeAttention final : public AttentionKernel {
   // Calls `body` for runs of rows, each of the largest number that has sums in registers and is left.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
-    std::int64_t each = 0;
-    for (; each + kRows <= count; each += kRows) body(each, RowTile<kRows>{});
+    std::int64_t row = 0;
+    for (; row + kRows <= count; row += kRows) body(row, RowTile<kRows>{});
     if constexpr (kRows > 4) {
-      for (; each + 4 <= count; each += 4) body(each, RowTile<4>{});
+      for (; row + 4 <= count; row += 4) body(row, RowTile<4>{});
     }
     if constexpr (kRows > 2) {
-      for (; each + 2 <= count; each += 2) body(each, RowTile<2>{});
+      for (; row + 2 <= count; row += 2) body(row, RowTile<2>{});
     }
-    for (; each < count; ++each) body(each, RowTile<1>{});
+    for (; row < count; ++row) body(row, RowTile<1>{});
   }
 
   using Ahead = CacheAhead<Element, kBlock>;
@@ -163,9 +163,10 @@ class DecodeAttention final : public AttentionKernel {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews of_block = views.of_block<Element>(block);
         using Near = AdjoiningRows<Element>;
-        const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.more_keys), Near::of(of_block.values)};
+        const Block<Near> rows_of_block{Near::of(of_block.keys), Near::of(of_block.more_keys),
+                                        Near::of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
-        attend(own, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
+        attend(rows_of_block, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
           Plan::hide(a, item.head, item.first + row, block, length, of_row);
         });
       }
@@ -180,10 +181,10 @@ class DecodeAttention final : public AttentionKernel {
     }
 
     HeadViews views_of_chosen(std::int64_t head) const {
-      const std::int64_t sequence = head / a.key_heads / a.sequences, own = head % a.key_heads / a.choosers;
+      const std::int64_t sequence = head / a.key_heads / a.sequences, key_head = head % a.key_heads / a.choosers;
       const auto of_head = [&](CacheView view) {
         if (view.data != nullptr) {
-          view.data = static_cast<const Element*>(view.data) + sequence * view.batch + own * view.head;
+          view.data = static_cast<const Element*>(view.data) + sequence * view.batch + key_head * view.head;
         }
         return view;
       };
@@ -201,8 +202,9 @@ class DecodeAttention final : public AttentionKernel {
         const auto rows_of = [&](const CacheView& view) {
           return Chosen{static_cast<const Element*>(view.data), view.position, list + block, count - block};
         };
-        const Block<Chosen> own{rows_of(cache.keys), rows_of(cache.more_keys), rows_of(cache.values)};
-        attend(own, rows, length, scores, ahead, [&](std::int64_t, float* of_row) { Plan::fill_up(length, of_row); });
+        const Block<Chosen> rows_of_block{rows_of(cache.keys), rows_of(cache.more_keys), rows_of(cache.values)};
+        attend(rows_of_block, rows, length, scores, ahead,
+               [&](std::int64_t, float* of_row) { Plan::fill_up(length, of_row); });
       }
     }
 
@@ -211,9 +213,9 @@ class DecodeAttention final : public AttentionKernel {
     void attend(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores, AnyAhead& ahead,
                 const Hide& hide) const {
       score(block, rows, length, scores, ahead);
-      for (std::int64_t each = 0; each < rows.count; ++each) {
-        hide(each, scores + each * kBlock);
-        exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
+      for (std::int64_t row = 0; row < rows.count; ++row) {
+        hide(row, scores + row * kBlock);
+        exponentiate(length, scores + row * kBlock, rows.sums[row], rows.added + row * plan.value_width, ahead);
       }
       add_values(block, rows, length, scores, ahead);
     }
@@ -242,9 +244,9 @@ class DecodeAttention final : public AttentionKernel {
     template <class RowsOf, class AnyAhead>
     void score(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores,
                AnyAhead& ahead) const {
-      by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        ahead.from_memory(each == 0);
-        row_tile<kCount>(block, rows.queries + each * plan.query_width, length, scores + each * kBlock, ahead);
+      by_rows(rows.count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+        ahead.from_memory(row == 0);
+        row_tile<kCount>(block, rows.queries + row * plan.query_width, length, scores + row * kBlock, ahead);
       });
     }
 
@@ -292,9 +294,9 @@ class DecodeAttention final : public AttentionKernel {
     template <class RowsOf, class AnyAhead>
     void add_values(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, const float* weights,
                     AnyAhead& ahead) const {
-      by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        ahead.from_memory(each == 0 && block.values.data != block.keys.data);
-        value_rows<kCount>(block.values, length, weights + each * kBlock, rows.added + each * plan.value_width, ahead);
+      by_rows(rows.count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+        ahead.from_memory(row == 0 && block.values.data != block.keys.data);
+        value_rows<kCount>(block.values, length, weights + row * kBlock, rows.added + row * plan.value_width, ahead);
       });
     }
 
@@ -323,12 +325,12 @@ class DecodeAttention final : public AttentionKernel {
                                        const bf16* weights, float* added, AnyAhead& ahead) const {
       constexpr std::int64_t kWeightStride = kBlock * sizeof(float) / sizeof(bf16);
       typename Isa::template WeightedSums<kCount, kUnits> sum(added, plan.value_width);
-      AnyAhead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
+      AnyAhead local_ahead = ahead;  // by value: the address of a caller's object would keep its numbers in memory
       sum.add(weights, kWeightStride, of_values, length, column, a.values.width - column, [&](std::int64_t position) {
-        own.step(2 * value_work(kCount, kUnits));
-        own.template fetch<2>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
+        local_ahead.step(2 * value_work(kCount, kUnits));
+        local_ahead.template fetch<2>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
       });
-      ahead = own;
+      ahead = local_ahead;
       sum.store(added, plan.value_width);
     }
 
@@ -351,32 +353,32 @@ class DecodeAttention final : public AttentionKernel {
 #pragma GCC unroll 3
       for (int unit = 0; unit < kUnits; ++unit) {
 #pragma GCC unroll 8
-        for (int each = 0; each < kCount; ++each) {
-          sum[unit][each].value = Lanes::load(added + each * plan.value_width + unit * kHalfPanel);
+        for (int row = 0; row < kCount; ++row) {
+          sum[unit][row].value = Lanes::load(added + row * plan.value_width + unit * kHalfPanel);
         }
       }
       const std::int64_t left = a.values.width - column;
-      AnyAhead own = ahead;
+      AnyAhead local_ahead = ahead;
       for (std::int64_t position = 0; position < length; ++position) {
         const Element* value = of_values[position] + column;
-        own.step(value_work(kCount, kUnits));
-        own.template fetch<1>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
+        local_ahead.step(value_work(kCount, kUnits));
+        local_ahead.template fetch<1>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
 #pragma GCC unroll 3
         for (int unit = 0; unit < kUnits; ++unit) {
           const Lanes values_of = kWhole ? widened<Lanes>(value + unit * kHalfPanel) : cut(value, unit, left);
 #pragma GCC unroll 8
-          for (int each = 0; each < kCount; ++each) {
-            Lanes& total = sum[unit][each].value;
-            total = fused_multiply_add(values_of, Lanes(weights[each * kBlock + position]), total);
+          for (int row = 0; row < kCount; ++row) {
+            Lanes& total = sum[unit][row].value;
+            total = fused_multiply_add(values_of, Lanes(weights[row * kBlock + position]), total);
           }
         }
       }
-      ahead = own;
+      ahead = local_ahead;
 #pragma GCC unroll 3
       for (int unit = 0; unit < kUnits; ++unit) {
 #pragma GCC unroll 8
-        for (int each = 0; each < kCount; ++each) {
-          sum[unit][each].value.store(added + each * plan.value_width + unit * kHalfPanel);
+        for (int row = 0; row < kCount; ++row) {
+          sum[unit][row].value.store(added + row * plan.value_width + unit * kHalfPanel);
         }
       }
     }

@@ -86,13 +86,13 @@ struct KeyCodes {
 
   // A NaN counts as greater than any number.
   static float greatest(const float* numbers, std::int64_t width) {
-    float found = 0.0f, invalid = 0.0f;
+    float greatest_number = 0.0f, invalid = 0.0f;
     for (std::int64_t k = 0; k < width; ++k) {
       const float magnitude = std::abs(numbers[k]);
-      found = magnitude > found ? magnitude : found;
+      greatest_number = magnitude > greatest_number ? magnitude : greatest_number;
       invalid = numbers[k] != numbers[k] ? numbers[k] : invalid;
     }
-    return invalid != invalid ? invalid : found;
+    return invalid != invalid ? invalid : greatest_number;
   }
 
   // To nearest even, at most `largest`; NaN becomes 0.

@@ -197,19 +197,19 @@ class Linear final : public LinearKernel {
       Sum sums[kRows][kChains];
       const auto for_each_sum = [&](auto&& body) {
 #pragma GCC unroll 4
-        for (int each = 0; each < kRows; ++each) {
+        for (int of_x = 0; of_x < kRows; ++of_x) {
 #pragma GCC unroll 4
           for (int chain = 0; chain < kChains; ++chain) {
-            body(sums[each][chain].lanes, unfinished + each * kStep + chain * kHalfPanel);
+            body(sums[of_x][chain].lanes, unfinished + of_x * kStep + chain * kHalfPanel);
           }
         }
       };
       const auto add = [&](int chain, const Element* at, std::int64_t column) {
         const Lanes weights = widened<Lanes>(at);
 #pragma GCC unroll 4
-        for (int each = 0; each < kRows; ++each) {
-          Lanes& sum = sums[each][chain].lanes;
-          sum = fused_multiply_add(weights, Lanes::load(values + each * padded + column), sum);
+        for (int of_x = 0; of_x < kRows; ++of_x) {
+          Lanes& sum = sums[of_x][chain].lanes;
+          sum = fused_multiply_add(weights, Lanes::load(values + of_x * padded + column), sum);
         }
       };
       if (columns.begin > 0) for_each_sum([](Lanes& sum, const float* at) { sum = Lanes::load(at); });
@@ -230,12 +230,12 @@ class Linear final : public LinearKernel {
         add(0, rest, whole);
       }
 #pragma GCC unroll 4
-      for (int each = 0; each < kRows; ++each) {
+      for (int of_x = 0; of_x < kRows; ++of_x) {
 #pragma GCC unroll 4
         for (int chain = 1; chain < kChains; ++chain) {
-          sums[each][0].lanes = sums[each][0].lanes + sums[each][chain].lanes;
+          sums[of_x][0].lanes = sums[of_x][0].lanes + sums[of_x][chain].lanes;
         }
-        put(row + each, output, sums[each][0].lanes.sum());
+        put(row + of_x, output, sums[of_x][0].lanes.sum());
       }
     }
 

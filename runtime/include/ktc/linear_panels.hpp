@@ -93,11 +93,11 @@ class PanelProduct {
         team.run([&](const Worker& worker) {
           product.pack_rows(Range::share(product.groups_, worker.index, worker.count));
           worker.barrier.arrive_and_wait();
-          float* own = scratch.data() + worker.index * kScratch;
+          float* scratch_of_worker = scratch.data() + worker.index * kScratch;
           for (;;) {
             const std::int64_t task = next.fetch_add(1, std::memory_order_relaxed);
             if (task >= product.panels_ * product.parts_) return;
-            product.compute(task / product.parts_, task % product.parts_, own);
+            product.compute(task / product.parts_, task % product.parts_, scratch_of_worker);
           }
         });
       }

@@ -88,10 +88,10 @@ class PackedLinear final : public PackedLinearKernel {
         gather_slots<Isa>(routing, x, padded, groups, rows.data());
         rows_to_words<Panels>(routing, groups, padded, rows.data(), words.data());
         worker.barrier.arrive_and_wait();
-        Panels own(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded));
-        if constexpr (Panels::kReadsWords) own.read(words.data());
-        sweep<Isa>(routing, queues.of(worker.index), own, rows.data(), sums.data() + worker.index * sums_at_hand<Isa>(),
-                   Output{arguments});
+        Panels panels_of_worker(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded));
+        if constexpr (Panels::kReadsWords) panels_of_worker.read(words.data());
+        sweep<Isa>(routing, queues.of(worker.index), panels_of_worker, rows.data(),
+                   sums.data() + worker.index * sums_at_hand<Isa>(), Output{arguments});
       });
     });
   }

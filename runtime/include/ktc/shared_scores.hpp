@@ -25,7 +25,7 @@ struct SharedScores {
         : stride_(std::max<std::int64_t>(1, blocks / kLeast)), blocks_((blocks + stride_ - 1) / stride_) {}
 
     std::int64_t blocks() const { return blocks_; }
-    std::int64_t at(std::int64_t each) const { return each * stride_; }
+    std::int64_t at(std::int64_t index) const { return index * stride_; }
 
    private:
     static constexpr std::int64_t kLeast = 64;
@@ -43,20 +43,20 @@ struct SharedScores {
   // samples becomes 1. A sample that is not seen is -infinity; a NaN is not greater than any.
   static float shift(const float* samples, std::int64_t count) {
     constexpr float kMost = std::numeric_limits<float>::max();
-    float found[kKeysTogether];
-    std::fill(found, found + kKeysTogether, -kMost);
-    for (std::int64_t each = 0; each < count; each += kKeysTogether) {
+    float greatest[kKeysTogether];
+    std::fill(greatest, greatest + kKeysTogether, -kMost);
+    for (std::int64_t at = 0; at < count; at += kKeysTogether) {
       for (std::int64_t lane = 0; lane < kKeysTogether; ++lane) {
-        found[lane] = found[lane] < samples[each + lane] ? samples[each + lane] : found[lane];
+        greatest[lane] = greatest[lane] < samples[at + lane] ? samples[at + lane] : greatest[lane];
       }
     }
-    return kOne - std::min(*std::max_element(found, found + kKeysTogether), kMost);
+    return kOne - std::min(*std::max_element(greatest, greatest + kKeysTogether), kMost);
   }
 
   // One over the sum of a query's weights, which are summed lane by lane in each stretch; those are `stride` apart.
   static float inverse(const float* sums, std::int64_t stretches, std::int64_t stride) {
     Lanes all(0.0f);
-    for (std::int64_t each = 0; each < stretches; ++each) all = all + Lanes::load(sums + each * stride);
+    for (std::int64_t stretch = 0; stretch < stretches; ++stretch) all = all + Lanes::load(sums + stretch * stride);
     float lanes[kKeysTogether], total = 0.0f;
     all.store(lanes);
     for (const float lane : lanes) total += lane;

@@ -160,7 +160,7 @@ class Packed {
     const MatrixView all(static_cast<Element*>(target), rows, columns);
     with_panel(part, [&]<class Panel>(Panel) {
       for_shards(const_cast<std::byte*>(packed), expert, part,
-                 [&](const PartLanes& lanes, Range own) { Panel::unpack(lanes, rows_of(all, own)); });
+                 [&](const PartLanes& lanes, Range rows) { Panel::unpack(lanes, rows_of(all, rows)); });
     });
   }
 
