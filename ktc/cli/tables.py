@@ -17,11 +17,11 @@ from ktc.cli.amounts import count, size
 
 if TYPE_CHECKING:
     from ktc.cli.doctor import Finding
-    from ktc.dsl import RuleSet
-    from ktc.match import Matches
-    from ktc.model.verify import Finding as VerifyFinding
-    from ktc.plan import LoraPlan, Plan
-    from ktc.prove import Proof
+    from ktc.language.dsl import RuleSet
+    from ktc.model.packing.verify import Finding as VerifyFinding
+    from ktc.stages.match import Matches
+    from ktc.stages.plan import LoraPlan, Plan
+    from ktc.stages.proof import Proof
 
 _KINDS = {
     "attention": "attention", "experts": "experts, packed", "mlp": "dense, shared, router",
