@@ -23,6 +23,7 @@ from ktc.stages.capture.weights import map_weights
 from ktc.stages.codegen.build import build
 from ktc.stages.codegen.render import render
 from ktc.stages.link import KernelFile, Package, adapter_json
+from ktc.stages.plan import LoraPlan
 
 ADAPTED = ("q_a_proj", "q_b_proj", "q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 GPT_OSS = "silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed interleaved"
@@ -91,7 +92,7 @@ def package(checkpoint: Path, kernel: tuple[KernelFile, KernelLibrary] | None = 
         rewrites=rewrites,
         assumptions=assumptions_of(model, rewrites),
         placement={"model": "cpu", "lm_head": "cpu"},
-        lora=adapter_json(targets, 8, 32, 0.0, {}, {}),
+        lora=adapter_json(LoraPlan(tuple(targets), (), 8, 32, 0.0, {}, {}, 0)),
         graphs={"captured": "{}"},
     )
 

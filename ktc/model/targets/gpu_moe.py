@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from ktc.model.targets.fake_quant import FakeQuant
 from ktc.model.targets.lora_experts import LoraExperts
 from ktc.model.targets.quantize import Quantize
-from ktc.model.targets.settings import Words
+from ktc.model.targets.settings import EnumName
 from ktc.model.targets.target import Target
 from ktc.model.targets.train import Train
 
@@ -20,7 +20,7 @@ from ktc.model.targets.train import Train
 class GpuMoe(Target):
     """`kernel` names the product of all experts."""
 
-    kernel: Annotated[Literal["torch", "grouped_mm"], Words("moe_kernel")]
+    kernel: Annotated[Literal["torch", "grouped_mm"], EnumName("moe_kernel")]
 
     name: ClassVar = "gpu_moe"
     fills: ClassVar = "kernel"

@@ -1,7 +1,7 @@
 """`sparse_attention`: few new tokens over a long cache read the positions with the best estimated scores alone.
 
-The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.sparse` chooses the positions. On
-latent attention it is `mla_absorbed` as well.
+The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.sparse` chooses the
+positions. On latent attention it is `mla_absorbed` as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ktc.model.targets.fused_attention import FusedAttention
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.mla_absorbed import MlaAbsorbed
 from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.model.targets.settings import FLASH_DECODE, Bounds, Count, Positive, Words
+from ktc.model.targets.settings import FLASH_DECODE, Bounds, Count, EnumName, Positive
 from ktc.model.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class SparseAttention(ModuleTarget):
     sink: Count = 64
     local: Count = 256
     dense_layers: Annotated[int, Bounds(0, 4096)] = 2
-    index: Annotated[Literal["int4", "sign"], Words("key_index")] = "int4"
-    choice: Annotated[Literal["auto", "head", "group"], Words("choice")] = "auto"
+    index: Annotated[Literal["int4", "sign"], EnumName("key_index")] = "int4"
+    choice: Annotated[Literal["auto", "head", "group"], EnumName("choice")] = "auto"
 
     name: ClassVar = "sparse_attention"
     fills: ClassVar = "kernel"

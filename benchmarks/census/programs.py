@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+from census.twins import compare_twins
+from census.types import TwinProof
 from ktc.diagnostics import KtcError
 from ktc.foundation.host import Host
 from ktc.language import dsl
@@ -18,8 +20,6 @@ from ktc.stages.match import Matches, match
 from ktc.stages.plan import Plan, make_plan
 from ktc.stages.proof import Witness, carried_over, realised
 from ktc.stages.rewrite import RewrittenBlock, rewrite
-from ktc.tools.census.twins import compare_twins
-from ktc.tools.census.types import TwinProof
 
 PROGRAMS = ("moe-lora", "moe-experts-lora")
 SETTINGS = {"format": "bf16"}
@@ -56,10 +56,7 @@ def _twin_proof(captured: CapturedModel, witness: Witness, program: str) -> Twin
         if not blocks or plan.unavailable:
             why = f"not built: {plan.unavailable[0].message}" if plan.unavailable else "it rewrites nothing"
             return TwinProof(program, failure=why)
-        adapter = plan.lora and adapter_json(
-            plan.lora.targets, plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout, plan.lora.rank_pattern,
-            plan.lora.alpha_pattern, plan.lora.parameters,
-        )  # fmt: skip
+        adapter = plan.lora and adapter_json(plan.lora)
     except KtcError as error:
         return TwinProof(program, failure=f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
     carried = [carried_over(captured, block, witness) for block in blocks]
