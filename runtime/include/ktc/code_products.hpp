@@ -1,10 +1,10 @@
-// Products of a few rows with a panel's codes as they are stored: memory limits an expert with so few tokens, and
-// decoded weights would be written and read again. Each ISA has one way for each type of panel, or none.
+// Products of a few rows with a panel's codes as they are stored: memory limits the speed of an expert with so few
+// tokens, and decoded weights would be written and read again. An instruction set has one way for a type of panel, or
+// none.
 //
-//   kRows       the most rows of an expert, in any number of groups; 0 where codes are always decoded.
-//   multiply    one group with a whole panel, [k / 2][rows][2] x [k][32]; `scratch` has 32 elements for each of
-//               `contraction`.
-//   forget      the scratch was overwritten: `multiply` must not read what it left there.
+//   kRows       the most rows of an expert, in any number of groups; 0: codes are always decoded.
+//   multiply    one group, [k / 2][rows][2], with a whole panel; `scratch` has 32 elements for each k.
+//   forget      must be called when the scratch was overwritten.
 #pragma once
 
 #include <array>
@@ -40,8 +40,8 @@ class CodeProducts {
   void forget() {}
 };
 
-// Up to `kMostRows` rows in another form, made once for all panels of an expert. `Rows` knows the bytes of a number of
-// rows, converts them, and multiplies with them if they could be converted; `Isa` multiplies them otherwise.
+// Rows in another form, converted once for all panels of an expert. `Rows` has the bytes of a number of rows, converts
+// them, and multiplies with them. Rows that cannot be converted are multiplied by `Isa`.
 template <InstructionSet Isa, WeightPanel Panel, class Rows, int kMostRows>
 class ConvertedRows {
  public:
@@ -69,7 +69,7 @@ class ConvertedRows {
     bool exact = false;
   };
 
-  // Convert a group into the scratch, where one expert's have space: those of others are then forgotten.
+  // Converts a group into the scratch. It has room for the rows of one expert: those of others are then forgotten.
   std::size_t add(int rows, std::int64_t contraction, const bf16* a, bf16* scratch) {
     if (num_groups_ == groups_.size() || num_rows_ + rows > kRows) forget();
     std::byte* converted = reinterpret_cast<std::byte*>(scratch) + Rows::bytes(num_rows_, contraction);

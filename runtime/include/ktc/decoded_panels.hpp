@@ -1,5 +1,5 @@
-// Panels of quantised weights: decoded into a scratch that stays in L2, as stored or transposed, and then multiplied
-// like all others. Each is decoded at once, so computation limits the speed.
+// Panels of quantised weights, decoded into a scratch that stays in L2, as stored or transposed, and then multiplied
+// like unquantised ones. A panel is decoded as a whole, not piece by piece beside products.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
 
   const Element* current(PanelPart part) {
     const std::int64_t block = part.first_k / kPanelWidth;
-    products_.forget();  // what it has was in the scratch
+    products_.forget();  // converted rows were in the scratch
     weight_format::decode_blocks<typename Isa::Lanes, Panel>(this->panel(part.expert, part.panel), block,
                                                              block + part.size_k / kPanelWidth, scratch_);
     return scratch_;
@@ -60,7 +60,7 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
   Products products_;
 };
 
-// Fetches one block from each of several panels, line by line, evenly over `calls` of `step`: a block at once would
+// Fetches one block from each of several panels, line by line, evenly over `calls` of `step`. A block at once would
 // fill a core's queue of misses.
 class FetchBlocksAhead {
  public:

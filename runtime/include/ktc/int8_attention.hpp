@@ -2,10 +2,10 @@
 // codes of new keys and values. A number is code * scale.
 //
 // Nothing is decoded. A query becomes words, round(q * 16383 / largest), and its products with codes are sums of
-// integers; the scale of a key is applied to its score. Weights of a block, each times the scale of its value, become
-// words of the largest of them, and their products with codes are sums of integers too. So the only errors beside the
-// cache's own are 2^-15 of a query's largest number and 2^-16 of a block's largest weight, and the sums are those of
-// every instruction set. Stretches are those of `decode_attention.hpp`.
+// integers; the scale of a key is applied to its score. The weights of a block, times the scales of their values, are
+// rounded to 15 bits of the largest, and their products with codes are sums of integers too. So the errors beyond those
+// of the cache are 2^-15 of a query's largest number and 2^-16 of a block's largest weight. Every instruction set
+// computes the same sums. Splits are those of `decode_attention.hpp`.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +52,8 @@ class Int8Attention final : public Int8AttentionKernel {
       Region<std::int16_t> queries(plan.all_rows * plan.query_width);
       Region<float> factors(plan.all_rows * 2);
       Region<float> numbers(plan.query_width);
-      Region<Sums> sums(plan.all_rows * plan.stretches);
-      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Sums> sums(plan.all_rows * plan.splits);
+      Region<float> values(plan.all_rows * plan.splits * plan.value_width);
       Region<Scratch> scratch(team.threads());
       workspace.lay_out(queries, factors, numbers, sums, values, scratch);
       encode_queries(arguments, plan, numbers.data(), queries.data(), factors.data());
@@ -65,11 +65,11 @@ class Int8Attention final : public Int8AttentionKernel {
         typename Ahead::Order order(Plan::template head_views<std::int8_t>(arguments, 0));
         Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
-        plan.template for_each_stretch<std::int8_t>(
-            arguments, take, ahead, [&](const Item& item) { call.stretch(item, scratch_of_worker, ahead); });
+        plan.template for_each_split<std::int8_t>(
+            arguments, take, ahead, [&](const Item& item) { call.split(item, scratch_of_worker, ahead); });
         worker.barrier.arrive_and_wait();
-        plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row,
-                                            [](std::int64_t column) { return Products::place(column); });
+        plan.template combine<Element>(arguments, sums.data(), values.data(), next_row,
+                                       [](std::int64_t column) { return Products::place(column); });
       });
     });
   }
@@ -103,7 +103,7 @@ class Int8Attention final : public Int8AttentionKernel {
   using Ahead = CacheAhead<std::int8_t, kBlock>;
   static constexpr float kLeast = 0x1p-100f;
 
-  // Of one worker.
+  // The memory of one worker.
   struct Scratch {
     float scores[kMostRows][kBlock];
     float more_scores[kMostRows][kBlock];
@@ -122,7 +122,7 @@ class Int8Attention final : public Int8AttentionKernel {
     return largest.greatest();
   }
 
-  // `numbers` has zeros behind a row.
+  // Zeros follow the row in `numbers`.
   static float quantised(const std::vector<float>& numbers, std::vector<std::uint8_t>& shifted) {
     const auto count = static_cast<std::int64_t>(numbers.size());
     const float largest = largest_of(numbers.data(), count);
@@ -149,7 +149,7 @@ class Int8Attention final : public Int8AttentionKernel {
     }
   }
 
-  // Returns what the products of a part of a query with codes are multiplied by.
+  // Encodes a part of a query as words, and returns the factor that its products with codes are multiplied by.
   static float encode(const Element* from, std::int64_t width, float scale, float* numbers, std::int16_t* codes) {
     const std::int64_t whole = round_up(width, Products::kUnit);
     std::transform(from, from + width, numbers, [](Element value) { return static_cast<float>(value); });
@@ -170,7 +170,7 @@ class Int8Attention final : public Int8AttentionKernel {
   template <int kUnits>
   struct WideTile {};
 
-  // Calls `body` for runs of rows, each of the largest number that has sums in registers and is left.
+  // Calls `body` for groups of rows, as large as the registers and the rows that are left allow.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
     std::int64_t row = 0;
@@ -189,7 +189,7 @@ class Int8Attention final : public Int8AttentionKernel {
     Sums* sums;
     float* values;
 
-    void stretch(const Item& item, Scratch& scratch, Ahead& ahead) const {
+    void split(const Item& item, Scratch& scratch, Ahead& ahead) const {
       const HeadViews views = Plan::template head_views<std::int8_t>(a, item.head);
       const std::int64_t first = item.head * plan.rows + item.first;
       Sums* const of_rows = sums + plan.row_of(item);
@@ -214,7 +214,7 @@ class Int8Attention final : public Int8AttentionKernel {
       }
     }
 
-    // Work in instructions, roughly.
+    // Estimates of work in instructions.
     std::int64_t tile_work(std::int64_t rows, std::int64_t positions, std::int64_t width) const {
       return rows * positions * (width / Products::kUnit * 3 / 2 + 6);
     }
@@ -263,7 +263,7 @@ class Int8Attention final : public Int8AttentionKernel {
       });
     }
 
-    // Turns the products of a row into scores.
+    // Scales the products of a row to scores.
     // `query` is the row among those of all heads.
     void scale(std::int64_t query, std::int64_t length, Scratch& scratch, std::int64_t row) const {
       const Lanes factor(query_factors[2 * query]), more_factor(query_factors[2 * query + 1]);

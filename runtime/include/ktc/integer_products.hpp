@@ -23,7 +23,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// Turns a tile of integer sums into one of accumulators for the epilogue inside.
+// Scales a tile of integer sums to accumulators for the epilogue inside.
 template <class Layer, SweepEpilogue<typename Layer::Isa> Inner>
 class ScaledSums {
  public:
@@ -103,7 +103,7 @@ class IntegerProducts {
     visit(tile_W_);
   }
 
-  // `hidden_S`, the elements themselves, is written where it is not null: LoRA reads them.
+  // Writes the elements to `hidden_S` unless it is null: LoRA reads them.
   void read_hidden(Worker worker, Range groups, const Tokens& hidden_TH, Element* hidden_S) const {
     const std::int64_t contraction = first_.contraction();
     const Range tokens = Range::share(tokens_, worker.index, worker.count);
@@ -158,7 +158,7 @@ class IntegerProducts {
   // The two products' rows share their memory: those of the first are no longer needed when the others are written.
   std::int64_t row_size() const { return std::max(first_.contraction(), down_.contraction()); }
 
-  // Codes have half the size of elements and another padding, so the choice of experts multiplied in blocks differs.
+  // Codes have half the size of elements and another padding, so other experts may be multiplied in blocks.
   PanelQueues<Isa> queues(PanelSet set, const Panels& panels) const {
     set.contraction = panels.contraction();
     set.run_rows = run_rows<Panels>();

@@ -1,6 +1,6 @@
 // The positions that an index estimates to have the greatest scores: of each query head, or of the query heads of a key
-// head together. Every step rounds as in `ktc/attention/key_codes.py` and `selection.py`, so the choice is equal on
-// every machine, for any number of threads.
+// head together. Every step rounds as in `ktc/model/attention/key_codes.py` and `selection.py`, so the choice is equal
+// on every machine, for any number of threads.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,6 @@
 // Keys as codes of few bits: centred, rotated by Hadamard matrices with fixed signs, and rounded to 4 bits with a scale
-// or to their signs. Every step rounds as in `ktc/attention/key_codes.py`, so the codes are equal on every machine.
+// or to their signs. Every step rounds as in `ktc/model/attention/key_codes.py`, so the codes are equal on every
+// machine.
 #pragma once
 
 #include <algorithm>

@@ -88,12 +88,12 @@ class Linear final : public LinearKernel {
 
  private:
   static constexpr std::int64_t kAtATime = 16;  // outputs that a worker takes together
-  // Sums of an output, side by side: a single chain of additions would wait for its own latency, not for memory.
+  // Independent sums of an output: a single chain of additions would be limited by its latency, not by memory.
   static constexpr int kChains = Isa::kMaxRows >= 12 ? 4 : 2;
   static constexpr std::int64_t kStep = kChains * kHalfPanel;
-  // Rows of x, for which a row of W is loaded once. Sums of four fill all registers of AVX2 and would be spilled.
+  // Rows of x that share a load of a row of W. Sums of four rows would fill all registers of AVX2.
   static constexpr int kRowsTogether = kChains == 4 ? 4 : 3;
-  // Of x, at most, for a stretch. An L1 of 32 KB has space beside it for the lines that are fetched meanwhile.
+  // The most bytes of x in a stretch. An L1 of 32 KB has space beside them for the lines that are fetched meanwhile.
   static constexpr std::int64_t kStretchBytes = 16384;
   static constexpr std::int64_t kBytesAhead = 8192;  // of W in L1; with 4 KB, four rows read 23 GB/s instead of 28
 
@@ -113,7 +113,7 @@ class Linear final : public LinearKernel {
     });
   }
 
-  // As fp32, each row followed by zeros up to whole lanes.
+  // Widens x to fp32, with zeros after each row up to whole lanes.
   static void widen_rows(const LinearArguments& arguments, float* x, std::int64_t padded) {
     const auto* from = static_cast<const Element*>(arguments.x);
     for (std::int64_t row = 0; row < arguments.rows; ++row, from += arguments.inputs, x += padded) {

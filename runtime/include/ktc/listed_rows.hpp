@@ -32,7 +32,7 @@ class ListedAhead {
   explicit ListedAhead(std::int64_t width)
       : rows_(std::max<std::int64_t>(kLeast, kBytes / (width * static_cast<std::int64_t>(sizeof(Element))))) {}
 
-  // Whether the rows that are read next come from memory: not those that another tile has read.
+  // Whether the rows that are read next come from memory. Those that another tile has read do not.
   void from_memory(bool whether) { active_ = whether; }
 
   // Columns [begin, end) of kRows rows from `row` on are read next.

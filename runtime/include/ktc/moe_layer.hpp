@@ -28,7 +28,7 @@ struct MoeLayer {
   using Lanes = typename Isa::Lanes;
   using FirstSources = PanelSources<Isa, typename Format::FirstPanel>;
   using DownSources = PanelSources<Isa, typename Format::DownPanel>;
-  // Forward multiplies the codes with rows quantised to integers; backward and LoRA still compute in elements.
+  // Forward multiplies codes with rows quantised to integers. Backward and LoRA compute in elements.
   static constexpr bool kIntegerProducts = Format::FirstPanel::kIntegerProducts;
   static_assert(kIntegerProducts == Format::DownPanel::kIntegerProducts, "both products or none");
   static constexpr bool kBiased = kHasBiases;
@@ -57,7 +57,7 @@ struct MoeLayer {
   }
   // Outputs of the first product, padded: of gate and up, or of up alone.
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }
-  // `scratch` is `panel_scratch()` elements of a worker's own.
+  // `scratch` is `panel_scratch()` elements of one worker.
   auto first_panels(const std::byte* packed, Element* scratch) const {
     return typename FirstSources::Stored(format.first_places(packed), format.first_contraction(), scratch);
   }

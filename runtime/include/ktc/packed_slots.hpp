@@ -28,8 +28,8 @@ void with_row_depth(int rows, Function&& function) {
   function(std::integral_constant<int, ElementTraits<typename Kernel::Element>::kDepth>{});
 }
 
-// Write 16 elements of a row to its places from `target` on, in a packed group of `num_rows`. Unrolled by hand: the
-// compiler would turn a loop into scatters, which take four times as long as the stores they replace.
+// Writes 16 elements of a row to their places from `target` on, in a packed group of `num_rows`. Unrolled by hand: GCC
+// makes scatters of a loop, which take four times as long as these stores.
 template <int kRowDepth, class Element>
 [[gnu::always_inline]] inline void interleave_row(const Element* row, int num_rows, Element* target) {
   constexpr std::int64_t kCopied = std::min<std::int64_t>(kRowDepth, kHalfPanel);
@@ -39,8 +39,8 @@ template <int kRowDepth, class Element>
   }(std::make_index_sequence<kHalfPanel / kCopied>{});
 }
 
-// Write the stretch [first_k, last_k) of each row, whole half panels that begin at `rows[row]`, into the packed group
-// at `target`.
+// Writes k from first_k to last_k of each row into the packed group at `target`. `rows[row]` points to first_k of a
+// row; the range is whole half panels.
 template <int kRowDepth, class Element>
 void interleave(const Element* const* rows, int num_rows, std::int64_t first_k, std::int64_t last_k, Element* target) {
   constexpr std::int64_t kChunk = std::max<std::int64_t>(kHalfPanel, 64 / sizeof(Element));  // a cache line of each row
@@ -55,8 +55,8 @@ void interleave(const Element* const* rows, int num_rows, std::int64_t first_k, 
   }
 }
 
-// Copy the row `row_of(slot)`, of `columns` elements, of each slot of a group into packed slots of `padded` elements;
-// the padding becomes zero.
+// Copies the row `row_of(slot)` of `columns` elements of each slot of a group into packed slots of `padded` elements,
+// and fills the padding with zeros.
 template <MicroKernel Kernel, class RowOf>
 void pack_group(const SlotGroup& group, const RowOf& row_of, std::int64_t columns, std::int64_t padded,
                 typename Kernel::Element* target) {
@@ -78,7 +78,7 @@ void pack_group(const SlotGroup& group, const RowOf& row_of, std::int64_t column
   });
 }
 
-// The same of each slot's token from `tokens` (T, K).
+// The same for all slots of some groups, from the rows of their tokens in `tokens` (T, K).
 template <MicroKernel Kernel>
 void gather_slots(const Routing& routing, const MatrixView<const typename Kernel::Element>& tokens, std::int64_t padded,
                   Range groups, typename Kernel::Element* target) {

@@ -1,5 +1,4 @@
-// Work beside a product, a little at each of the micro-kernel's steps, so that the next product finds its data in a
-// cache.
+// Prefetches: what the next product reads, a few lines at each step of the current one, and what this one reads later.
 #pragma once
 
 #include <cpuid.h>
@@ -21,8 +20,8 @@ inline constexpr std::int64_t kCodesAhead = 8192;
 // Where a stream read in order enters a page of 4 KB, touch the last line of the next page, so that its address is
 // known before it is read: the processor fetches lines ahead only within a page. `bytes` are read from `at` on before
 // the next call. Without huge pages a Zen 4 read one row of bf16 weights at 25 GB/s so, and at 21 without. The line
-// goes into L2. Into L1 it is better without huge pages (29), but worse with them (28 instead of 31): the processor
-// then takes it for a stream of its own.
+// goes into L2. L1 is better without huge pages (29), but worse with them (28 instead of 31): the processor then takes
+// it for another stream.
 [[gnu::always_inline]] inline void translate_next_page(const std::byte* at, std::int64_t bytes) {
   constexpr std::uintptr_t kPage = 4096;
   const auto address = reinterpret_cast<std::uintptr_t>(at);

@@ -1,6 +1,6 @@
 // Scores of positions that the query heads of a key head share: the sum of their softmax, with powers of two that are
 // linear between whole exponents, and in bf16 where they are added up. Every step rounds as in
-// `ktc/attention/shared_scores.py`.
+// `ktc/model/attention/shared_scores.py`.
 #pragma once
 
 #include <algorithm>
@@ -34,13 +34,12 @@ struct SharedScores {
     std::int64_t blocks_;
   };
 
-  // Scores in nats times this are in parts, of which a doubling of the weight has 2^23. So they are the bits of weights
-  // but for a shift.
+  // Scores in nats times this are exponents in units of 2^-23. Up to a shift, they are the bits of the weights.
   static constexpr float kPartsOfE = 12102203.0f;
   static constexpr float kOne = 127.0f * 8388608.0f;  // the bits of 1.0f
 
-  // What is added to the scores of a query, in parts, to make them the bits of its weights: the greatest of the `count`
-  // samples becomes 1. A sample that is not seen is -infinity; a NaN is not greater than any.
+  // The shift that makes the scores of a query the bits of its weights: the greatest of the `count` samples becomes 1.
+  // A masked sample is -infinity; a NaN is not greater than any number.
   static float shift(const float* samples, std::int64_t count) {
     constexpr float kMost = std::numeric_limits<float>::max();
     float greatest[kKeysTogether];
@@ -53,7 +52,7 @@ struct SharedScores {
     return kOne - std::min(*std::max_element(greatest, greatest + kKeysTogether), kMost);
   }
 
-  // One over the sum of a query's weights, which are summed lane by lane in each stretch; those are `stride` apart.
+  // One over the sum of a query's weights. `sums` has partial sums, lane by lane, of stretches that are `stride` apart.
   static float inverse(const float* sums, std::int64_t stretches, std::int64_t stride) {
     Lanes all(0.0f);
     for (std::int64_t stretch = 0; stretch < stretches; ++stretch) all = all + Lanes::load(sums + stretch * stride);

@@ -33,17 +33,16 @@ bool multiplied_in_blocks([[maybe_unused]] const Routing& routing, [[maybe_unuse
   return false;
 }
 
-// Panels of few rows are multiplied in runs, and their results used after a run. Between two panels, lines are read
-// that the panels have evicted from L1, and the processor's prefetches then fall behind for some pages: gate and
-// up of one token in q4_k read 19 GB/s of codes from memory on one thread, 23 in runs of 16, and 28 without anything
-// between the panels. Short runs are no better than none where a panel leaves room in L1.
+// Panels that few rows are multiplied with are taken in runs, whose results are used after the run. The work between
+// two panels reads lines that the panels have evicted from L1, and the prefetches of the processor then fall behind for
+// some pages. Gate and up of one token in q4_k, on one thread, read 19 GB/s of codes panel by panel, 23 in runs of 16,
+// and 28 without any work between panels. Where a panel leaves room in L1, short runs are no better than none.
 inline constexpr std::int64_t kLeastOfRun = 8;
 inline constexpr std::int64_t kMostOfRun = 16;
 inline constexpr std::int64_t kRunRows = 4;
 
-// The panels of a product, to be divided among workers: their contraction, whether they have turns, the number that
-// must stay together because they share cache lines that one worker must write, and up to how many rows an expert is
-// multiplied by runs of panels (`run_rows`).
+// The panels of a product, to be divided among workers. `together` of them share cache lines of results, which one
+// worker must write. An expert of up to `run_rows` rows is multiplied by runs of panels.
 struct PanelSet {
   std::int64_t num_panels;
   std::int64_t contraction;
@@ -52,19 +51,19 @@ struct PanelSet {
   std::int64_t run_rows = 0;
 };
 
-// For how many rows `Panels` are multiplied in runs.
+// Up to how many rows of an expert `Panels` are multiplied in runs.
 template <class Panels>
 constexpr std::int64_t run_rows() {
   return std::min<std::int64_t>(Panels::kStreamRows, kRunRows);
 }
 
-// The panels of a product: a queue for all workers, or with several NUMA nodes one for each, so that workers read
-// weights from the memory beside them. Fewer workers than nodes share one.
+// The panels of a product: one queue for all workers, or one per NUMA node, so that workers read weights from their own
+// node. Fewer workers than nodes share one queue.
 //
 // Blocks need many panels at a time, because their rows come from L3 once for all of these. But every worker should
-// take dozens of times, so that they end at nearly the same time; half as often where it takes runs. Of panels with
-// turns, an expert should have enough for the current and the next takes of every worker, so that a fast worker does
-// not wait for a slow one.
+// take panels dozens of times, so that workers end at nearly the same time; half as often where it takes runs. Where
+// panels have turns, an expert should have enough of them for the current and the next takes of every worker. A fast
+// worker then does not wait for a slow one.
 template <MicroKernel Kernel>
 class PanelQueues {
  public:
@@ -102,7 +101,7 @@ class PanelQueues {
   static constexpr std::int64_t kTakes = 32;
   static constexpr std::int64_t kTakesOfExpert = 3;
 
-  // The sums of several groups would need more memory at hand.
+  // Only one group: the sums of several would need more memory at hand.
   static bool is_multiplied_by_runs(const Routing& routing, const ActiveExpert& active, std::int64_t run_rows) {
     return active.last_group - active.first_group == 1 && routing.groups()[active.first_group].rows <= run_rows;
   }
@@ -113,8 +112,8 @@ class PanelQueues {
 };
 
 // The parts of panels that a worker multiplies, in order: take by take from the queue, and block by block in a take. In
-// a block all panels get the first stretch of the contraction, then all the next. Without blocking the order is panel
-// by panel.
+// a block, all panels are multiplied over the first values of k, then all over the next. Without blocking the order is
+// panel by panel.
 template <MicroKernel Kernel>
 class SweepOrder {
  public:
@@ -135,7 +134,7 @@ class SweepOrder {
   const SlotGroup* end() const { return routing_->groups().data() + last_group(); }
   std::int64_t num_groups() const { return last_group() - first_group_; }
   std::int64_t num_panels_of_take() const { return panels_.end - panel_; }  // this one and those that follow
-  // The place of the first group's sums among the accumulators; those of the other groups follow.
+  // Where the first group's sums begin among the accumulators, in tiles. Those of the other groups follow.
   std::int64_t first_sum() const { return keeps_sums() ? (panel_ - panels_.begin) * num_groups() : 0; }
   bool keeps_sums() const { return !(ends_sum() && begins_sum()); }
 
@@ -182,7 +181,7 @@ class SweepOrder {
   std::int64_t first_k_ = 0;
 };
 
-// The current part of a worker and, if requested, the next two, which are then taken from the queue.
+// The current part of a worker, and the next two once they are requested, which takes them from the queue.
 template <MicroKernel Kernel>
 class SweepWindow {
  public:
@@ -202,7 +201,7 @@ class SweepWindow {
     --known_;
   }
 
-  // The work beside the products of this part: prepare the next one, and nothing after the last.
+  // The work beside the products of this part: to prepare the next one. None after the last.
   template <class Panels>
   typename Panels::Ahead work_ahead(Panels& panels, std::int64_t calls) {
     if (next(1).done()) return {};

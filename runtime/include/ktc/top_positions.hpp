@@ -49,8 +49,8 @@ struct PlainScoreLanes {
     return count;
   }
 
-  // Of 16 scores and their positions those that reach a bound: written from the first on, which may be where they are
-  // or before. Returns their number.
+  // Copies the scores that reach a bound, of 16, and their positions to `reaching` and `kept`, which may overlap the
+  // source from the front. Returns their number.
   [[gnu::always_inline]] static std::int64_t keep(const std::int32_t* scores, std::int32_t bound,
                                                   const std::int32_t* positions, std::int32_t* kept,
                                                   std::int32_t* reaching) {
@@ -68,7 +68,7 @@ struct PlainScoreLanes {
 template <class Isa>
 class TopPositions {
  public:
-  // The numbers of a call's scratch memory, for up to `positions`.
+  // The size of a call's scratch memory, for up to `positions`.
   static std::int64_t scratch(std::int64_t positions) { return 2 * room(positions); }
 
   // Writes the positions in [begin, end) of the k greatest scores, and returns their number. Fewer than k only where
@@ -153,7 +153,7 @@ class TopPositions {
     return k;
   }
 
-  // Leaves out the last ones of those with this score.
+  // Drops the last `excess` positions among those with this score.
   static void drop_ties(std::int32_t* positions, const std::int32_t* scores, std::int64_t count, std::int64_t excess,
                         std::int32_t value) {
     std::int64_t left = std::count(scores, scores + count, value) - excess, kept = 0;

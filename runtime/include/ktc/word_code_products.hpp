@@ -120,10 +120,10 @@ struct WordCodeProducts {
 #pragma GCC unroll 2
       for (int unit = 0; unit < kUnits; ++unit) low[row][unit] = high[row][unit] = Sums{};
     }
-    Ahead local_ahead = ahead;  // by value: the address of a caller's object would keep its numbers in memory
+    Ahead local_ahead = ahead;  // a copy: the caller's object has an address, which would keep its members in memory
     for (std::int64_t k = 0; k < count; k += 2, values += 2 * stride) {
       local_ahead.step(work);
-      // Behind an odd number of rows is a weight of 0: the last row is multiplied by it.
+      // After an odd number of rows follows a weight of 0, by which the last row is multiplied again.
       const std::int8_t* following = values + (k + 1 < count ? stride : 0);
       Vector low_pairs[kUnits], high_pairs[kUnits];
 #pragma GCC unroll 2

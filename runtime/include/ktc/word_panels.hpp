@@ -1,6 +1,6 @@
-// Panels of a file's blocks multiplied as integers, for ISAs without bf16 products: of few rows as they are stored, of
-// more as words that are decoded once into a scratch. Rows are read as 16-bit fixed point, which `rows_to_words`
-// writes once for all panels and workers.
+// Panels of a file's blocks multiplied as integers, for instruction sets without bf16 products: with few rows as they
+// are stored, with more rows as words, which are decoded once into a scratch. Rows are 16-bit fixed point, which
+// `rows_to_words` writes once for all panels and workers.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// Blocks whose codes are integers. Codes of other formats are decoded: int4 as well, whose weights are by definition
-// code x scale rounded to bf16 (training quantises to these values).
+// Blocks whose codes are integers. Codes of other formats are decoded, int4 too: its weights are by definition code x
+// scale rounded to bf16, since training quantises to these values.
 template <class Isa, class Panel>
 concept MultipliedAsWords =
     Isa::kWordRows > 0 && weight_format::StoredInBlocks<Panel>&& weight_format::IntegerCodes<Panel>::kExist;

@@ -76,8 +76,8 @@ class Attention final : public AttentionKernel {
     exclusively(engine, [&](const Team& team, Workspace& workspace) {
       const std::int64_t packed_rows = round_up(plan.rows, kTileRows);
       Region<bf16> queries(arguments.batch * arguments.key_heads * packed_rows * plan.query_width);
-      Region<Sums> sums(plan.all_rows * plan.stretches);
-      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Sums> sums(plan.all_rows * plan.splits);
+      Region<float> values(plan.all_rows * plan.splits * plan.value_width);
       Region<Scratch> scratch(team.threads());
       Region<float> added(team.threads() * kMostRows * plan.value_width);
       Region<bf16> rest(team.threads() * kGroup * plan.query_width);
@@ -101,9 +101,9 @@ class Attention final : public AttentionKernel {
         Ahead::Order order(Plan::head_views<bf16>(arguments, 0));
         Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
-        plan.for_each_stretch<bf16>(arguments, take, ahead, [&](const Item& item) { call.stretch(item, ahead); });
+        plan.for_each_split<bf16>(arguments, take, ahead, [&](const Item& item) { call.split(item, ahead); });
         worker.barrier.arrive_and_wait();
-        plan.put_together<bf16>(arguments, sums.data(), values.data(), next_row, place);
+        plan.combine<bf16>(arguments, sums.data(), values.data(), next_row, place);
       });
     });
   }
@@ -183,7 +183,7 @@ class Attention final : public AttentionKernel {
     float* added;
     bf16* rest;
 
-    void stretch(const Item& item, Ahead& ahead) const {
+    void split(const Item& item, Ahead& ahead) const {
       const HeadViews views = Plan::head_views<bf16>(a, item.head);
       const std::int64_t tiles = (item.count + kTileRows - 1) / kTileRows;
       const bf16* packed = queries + (item.head * packed_rows + item.first) * plan.query_width;
@@ -199,7 +199,7 @@ class Attention final : public AttentionKernel {
       }
     }
 
-    // Work in cycles, roughly.
+    // Estimates of work in cycles.
     static constexpr std::int64_t kProducts = 4 * 16;  // of four tiles
     static constexpr std::int64_t kExponentials = 16;  // of kHalfPanel weights
     static constexpr std::int64_t kPair = 8;           // of two rows of kGroup values
@@ -291,7 +291,7 @@ class Attention final : public AttentionKernel {
       settle_memory();
     }
 
-    // Overwrites scores by weights in bf16; rows without queries, and positions up to a whole tile, have 0.
+    // Overwrites scores with weights in bf16. Rows without queries, and positions up to a whole tile, become 0.
     void weigh(const Item& item, std::int64_t block, std::int64_t length, Sums* of_rows, Ahead& ahead) const {
       const std::int64_t whole = round_up(length, kDepth);
       for (std::int64_t row = 0; row < round_up(item.count, kTileRows); ++row) {
@@ -307,7 +307,7 @@ class Attention final : public AttentionKernel {
       }
     }
 
-    // Where the sums of a row begin. Until the last block of a stretch they are tile after tile of 16 rows, [row / 16]
+    // Where the sums of a row begin. Until the last block of a split they are tile after tile of 16 rows, [row / 16]
     // [column / 16][row % 16][16]. In rows of 512 the 64 lines of four tiles would be in 8 sets of the L1 cache: with
     // 128 heads adding values took 1.5 times as long.
     float* sums_of(std::int64_t row) const {

@@ -1,5 +1,5 @@
-// A few rows multiplied with a panel of codes through bf16 weights, block by block: of a row with an infinity, nothing
-// is ever subtracted from a product with it. Products with the codes themselves would give NaN.
+// A few rows multiplied with a panel of codes through bf16 weights, block by block: for rows with an infinity or a NaN.
+// Products with the codes themselves subtract offsets, and infinity - infinity is NaN.
 #pragma once
 
 #include <algorithm>

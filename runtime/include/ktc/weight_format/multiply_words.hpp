@@ -19,7 +19,7 @@
 
 namespace ktc::weight_format::inline KTC_UNIT {
 
-// For this many rows at a time, AVX2's registers hold the sums of a strip beside codes and a row's value.
+// Rows at a time, for which the registers of AVX2 hold the sums of a strip, codes and a row's value.
 inline constexpr int kWordRows = 4;
 
 // Integer sums of a strip's two halves: of 8 or 16 outputs each, and of `kRows` rows.
@@ -103,8 +103,8 @@ template <std::int64_t kLines>
   for (std::int64_t line = 0; line < kLines; ++line) __builtin_prefetch(from + line * kCacheLine, 0, 0);
 }
 
-// `kAlone`: there is no other row, so that places are constants and all steps are written out. Its words are split
-// where codes are multiplied as bytes (`to_row_words`).
+// `kAlone`: it is the only row, so that strides are constants and all steps are unrolled. Its words are split where
+// codes are multiplied as bytes (`to_row_words`).
 template <class Words, class Panel, int kRows, bool kAlone>
 [[gnu::noinline]] void multiply_words_of(std::int64_t padded_k, const FixedPointRows& x, int first_row,
                                          const std::byte* panel, float* tile) {
@@ -132,7 +132,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
   const std::int64_t blocks = padded_k / kPanelWidth;
   const bool by_lines = fetches_codes_by_lines();
   for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
-    // The scales of this span, or those 8 KB ahead, before its first block: each would be waited for.
+    // Fetches the scales of this span, or those 8 KB ahead, before its first block needs them.
     if constexpr (Panel::kScaleBytes > kCacheLine) {
       const std::byte* head = panel + Panel::scales_at(first_block) + (by_lines ? kCodesAhead : 0);
       for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
