@@ -112,7 +112,7 @@ struct FloatRows {
   }
 };
 
-// Whether rows are converted for codes of every kind, for want of products with bf16 numbers.
+// Whether rows are converted for codes of every kind: without products of bf16.
 template <InstructionSet Isa>
 inline constexpr bool kConvertsRows = Isa::kCodeRows > 0 && !Isa::kBf16Products;
 

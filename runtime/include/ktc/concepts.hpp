@@ -2,8 +2,8 @@
 // formats of blocks, and epilogues.
 //
 // Every member is required, and one that an instruction set has no use for says so: 0, false, void or `NoWords`. So a
-// missing or misspelt member does not compile, where a default in its place would only cost speed. What a member may do
-// beyond its concept, as an overload for one more element type, is asked with `requires` where it is used.
+// missing or misspelled member does not compile; with a default it would only cost speed. A class may do more than its
+// concept, as have an overload for one more element type: code that uses it asks with `requires`.
 //
 // Sizes count values, not bytes, unless a name says bytes. k is the index of the contraction.
 #pragma once

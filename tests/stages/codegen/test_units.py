@@ -1,7 +1,7 @@
 """The native unit tests of the runtime: operations that no call from Python reaches alone, per instruction set.
 
 `units/` holds the programs' tests. A program is built for each instruction set that this machine runs, and its results
-are compared with plain C++. A misspelt member of an instruction set does not compile.
+are compared with plain C++. A misspelled member of an instruction set does not compile.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def test_every_operation_is_that_of_plain_code(isa: Isa, unit: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "name", [CONSTANTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CONSTANTS[1:])]
 )
-def test_a_misspelt_constant_of_an_instruction_set_does_not_compile(name: str, tmp_path: Path) -> None:
-    source = tmp_path / "misspelt.cpp"
+def test_a_misspelled_constant_of_an_instruction_set_does_not_compile(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "misspelled.cpp"
     for found, status in ((name, 0), (f"{name}Misspelt", 1)):
         lines = ('#include "ktc/concepts.hpp"', f"#define {name} {found}", '#include "ktc/isa/scalar.hpp"')
         source.write_text("\n".join(lines) + "\n")
-        command = [*compiler("scalar", "misspelt"), "-fsyntax-only", str(source)]
+        command = [*compiler("scalar", "misspelled"), "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
     assert re.search(rf"concepts.hpp:.*::{name}.* is invalid", done.stderr)
