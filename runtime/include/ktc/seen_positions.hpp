@@ -29,8 +29,8 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::vector<s
   const auto row_of = [&](std::int64_t batch, std::int64_t token) {
     return arguments.mask + batch * arguments.mask_batch + token * arguments.mask_token;
   };
-  const auto place = [](const void* found, const std::uint8_t* row) {
-    return static_cast<std::int64_t>(static_cast<const std::uint8_t*>(found) - row);
+  const auto place = [](const void* at, const std::uint8_t* row) {
+    return static_cast<std::int64_t>(static_cast<const std::uint8_t*>(at) - row);
   };
   if (arguments.lengths == nullptr) {
     const auto count = static_cast<std::size_t>(positions);
@@ -48,7 +48,7 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::vector<s
     }
     if (end == 0) return arguments;
     std::int64_t longest = 1;  // of a sequence that sees nothing, the last position is read and hidden
-    for (std::int64_t& each : lengths) longest = std::max(longest, each = std::max<std::int64_t>(end - each, 1));
+    for (std::int64_t& length : lengths) longest = std::max(longest, length = std::max<std::int64_t>(end - length, 1));
     const std::int64_t first = end - longest;
     const auto from_first = [&](CacheView& view) {
       if (view.data == nullptr) return;
@@ -64,9 +64,9 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::vector<s
   }
   bool all = arguments.tokens == 1;
   for (std::int64_t batch = 0; all && batch < arguments.batch; ++batch) {
-    const std::int64_t own = length_of(arguments, batch);
-    const std::uint8_t* row = row_of(batch, 0) + arguments.positions - own;
-    all = std::memchr(row, 0, static_cast<std::size_t>(own)) == nullptr;
+    const std::int64_t length = length_of(arguments, batch);
+    const std::uint8_t* row = row_of(batch, 0) + arguments.positions - length;
+    all = std::memchr(row, 0, static_cast<std::size_t>(length)) == nullptr;
   }
   if (all) arguments.mask = nullptr;
   return arguments;
@@ -84,8 +84,8 @@ inline void require_pages(const AttentionArguments& arguments) {
     if (length < arguments.tokens || length > arguments.positions || count > arguments.most_pages) {
       throw std::out_of_range("a length that a sequence in pages cannot have");
     }
-    for (std::int64_t each = 0; each < count; ++each) {
-      if (pages[each] < 0 || pages[each] >= arguments.num_pages)
+    for (std::int64_t index = 0; index < count; ++index) {
+      if (pages[index] < 0 || pages[index] >= arguments.num_pages)
         throw std::out_of_range("a page that the cache does not have");
     }
   }
