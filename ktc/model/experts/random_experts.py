@@ -64,7 +64,7 @@ def _pack(empty: PackedExperts, form: ExpertsForm, generator: torch.Generator) -
                 empty.load(expert, part, torch.zeros(rows))
             elif (kind := empty.blocks(part)) is not None:
                 blocks = random_blocks(rows, columns, STORED[kind].name, STD, generator)
-                empty.weights.load_blocks(expert, part, blocks)
+                empty.load_blocks(expert, part, blocks)
             else:
                 empty.load(expert, part, _values((rows, columns), generator))
     each = empty.nbytes // number

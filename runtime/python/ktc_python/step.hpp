@@ -102,11 +102,12 @@ inline void add_classes(py::module_& library) {
              program.add(kernel.softmax(argument_of(out), argument_of(input), static_cast<Type>(computed)));
            })
       .def(
-          "matrix_product",
-          [](Program& program, const StepKernel& kernel, ktc::Engine& engine, const View& out, const View& a,
+          "matrix_product",  // by pointer: pybind11's function for a reference is one of `module.cpp` too
+          [](Program& program, const StepKernel& kernel, ktc::Engine* engine, const View& out, const View& a,
              const View& b, const View& bias) {
+            if (engine == nullptr) throw py::type_error("a product of matrices runs on an engine");
             program.add(
-                kernel.matrix_product(engine, argument_of(out), argument_of(a), argument_of(b), argument_of(bias)));
+                kernel.matrix_product(*engine, argument_of(out), argument_of(a), argument_of(b), argument_of(bias)));
           },
           py::keep_alive<1, 3>())
       .def("top_k",
