@@ -147,6 +147,11 @@ class PackedExperts:
         return self._native.saved_bytes(1, gate_up_rank, down_rank)
 
     @property
+    def address(self) -> int:
+        """Where the packed weights are."""
+        return self._packed
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed weights, expert after expert; cut for several nodes they take up to 2 MB each more."""
         return self._native.expert_bytes * self._sizes[0]
@@ -279,7 +284,7 @@ class PackedExperts:
         out_TH = torch.empty_like(x_TH)
         ranks, read = lora.ranks, lora.to(self.weight_dtype)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
-        with TURNS, kernel_clock.timed("forward", tokens, self._sizes, ranks):
+        with TURNS, kernel_clock.timed(self._packed, "forward", tokens, self._sizes, ranks):
             self._native.forward(
                 self._engine,
                 self._packed,
@@ -348,7 +353,7 @@ class PackedExperts:
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
         read, gradients = lora.to(self.weight_dtype), lora.zeros(self.weight_dtype)
-        with TURNS, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, lora.ranks):
+        with TURNS, kernel_clock.timed(self._packed, "backward", grad_TH.shape[0], self._sizes, lora.ranks):
             self._native.backward(
                 self._engine,
                 self._packed,
