@@ -22,6 +22,7 @@ from ktc.capture.length import PLAIN
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.graph import ops
 from ktc.match import Match, Matches
+from ktc.model.compare.comparison import in_a_line
 from ktc.plan import BlockRewrite
 from ktc.prove import Witness, prove_on, reason, refuted, witness_of
 from ktc.rewrite import RewrittenBlock
@@ -250,4 +251,4 @@ def _words(error: BaseException) -> str:
     if isinstance(error, KtcError):
         first = error.diagnostics[0]
         return f"{first.code}: {first.message}" + f" ({first.hint})" * bool(first.hint)
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    return in_a_line(error)

@@ -28,8 +28,8 @@ from ktc.consistency.serving_path import Served, calls_of, serving_scores
 from ktc.consistency.stock_path import Stock, stock_scores
 from ktc.consistency.training_path import Trained, trainer_scores, uses_autocast
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.fidelity.tokens import choose_tokens
 from ktc.hf.stock_model import vocabulary_of
+from ktc.model.compare.feed import choose_tokens
 from ktc.model.load import load, stock_class
 from ktc.model.load_as import build_on_meta, read_config
 from ktc.model.manifest import Manifest, Versions, read_manifest

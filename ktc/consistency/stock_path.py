@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ktc.consistency.scores import Scores, score
-from ktc.fidelity.compiled import open_compiled
-from ktc.fidelity.groups import OUTSIDE
-from ktc.fidelity.opened_stock import open_stock
-from ktc.fidelity.yardstick import formats_in, through_format
+from ktc.model.compare.groups import OUTSIDE
+from ktc.model.compare.opened import open_compiled, open_stock
+from ktc.model.compare.quantised_baseline import formats_in, through_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,15 @@ def stock_scores(out: Path, rows: Tensor, *, weights: Path | None = None, truste
         InputRefused: as `ktc.load` does; N602, N604.
     """
     opened = open_compiled(out, weights, trusted)
-    stock = open_stock(opened)
-    model = stock.model
-    for group in (OUTSIDE, *stock.groups):
+    model = open_stock(opened)
+    for group in (OUTSIDE, *model.groups):
         model.load(group)
-    for group in stock.groups:
+    for group in model.groups:
         for experts, form in formats_in(group, opened.manifest, opened.rows).items():
-            through_format(model.layer(group).get_submodule(experts.path), replace(form, integer_products=False))
+            stock = model.model.get_submodule(f"{group}.{experts.path}")
+            through_format(stock, replace(form, integer_products=False))
     fp32 = _scores(model.model, rows)
-    for group in (OUTSIDE, *stock.groups):
+    for group in (OUTSIDE, *model.groups):
         model.to_own_dtype(group)
     return Stock(_scores(model.model, rows), fp32)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.experts.module import FusedMoe
-from ktc.fidelity.experts import Experts, call_alone
+from ktc.model.compare.experts import Experts, call_alone
 
 _NUMBERS = 256  # of outputs at least per expert, so that an error does not depend on a few
 

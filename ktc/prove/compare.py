@@ -1,6 +1,6 @@
 """One block beside its rewritten form on one input: everything it returns and keeps, and every gradient.
 
-Input: two modules with equal weights, and a case. Output: the relative Frobenius error of each value. Both sides get
+Input: two modules with equal weights, and a case. Output: their `Comparison`. Both sides get
 the same inputs, the same random state and the same output gradients. Compared are the results, the tensors that the
 block keeps as attributes, its input after the call, and the gradients of the hidden states, of the routing weights (the
 third input of its experts) and of every parameter that the rewrite leaves trainable.
@@ -8,15 +8,14 @@ third input of its experts) and of every parameter that the rewrite leaves train
 
 from __future__ import annotations
 
+import functools
 import math
-import random
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn, set_grad_enabled
 from torch.utils import _pytree as pytree
@@ -26,6 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from ktc.capture.trace import plain_settings
 from ktc.experts.module import FusedMoe
 from ktc.graph.typed import named_modules
+from ktc.model.compare.comparison import Comparison, Values, compare
+from ktc.model.compare.double import InDouble
+from ktc.model.compare.errors import norm
+from ktc.model.compare.feed import same_random_numbers
 from ktc.prove.cases import MANY, Case
 from ktc.prove.types import Constant
 
@@ -34,36 +37,23 @@ _ROUNDED = 1e-2
 # Far from what a model computes, a gradient may vanish next to the others, and its last digits are rounding.
 _VANISHING = 1e-4
 
-Values = dict[str, Tensor | None]
 
-
-def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dict[str, float]:
-    """Return the error of each result (`output`, `attribute ...`) and gradient (`gradient of ...`).
-
-    A value that one side alone has is an error of infinity. An exception of `stock` is raised as StockRefuses: the
-    model itself cannot compute this case. An exception of `rewritten` alone is raised as it is.
-    """
+def compare_blocks(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> Comparison:
+    """Return the error of each result (`output`, `attribute ...`) and gradient (`gradient of ...`)."""
     fused = {name: child for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
     frozen = {name for name, child in fused.items() if not child.weights.training.trains}
     # A list of experts is not called, so there only the router's own gradients cover the routing weights.
     called = {name for name in fused if not isinstance(stock.get_submodule(name), nn.ModuleList)}
+    sides = (functools.partial(_run, block, frozen, called, case, seed) for block in (stock, rewritten))
     with _weights(case, *(model.get_submodule(name) for name in fused for model in (stock, rewritten))):
-        try:
-            expected = _run(stock, frozen, called, case, seed)
-        except Exception as error:  # foreign code on an unusual input raises anything
-            raise StockRefuses(str(error)) from error
-        actual = _run(rewritten, frozen, called, case, seed)
-    floor = 0.0
-    if case.stress:
-        norms = [
-            float(_norm(t.double())) for name, t in expected.items() if name.startswith("gradient") and t is not None
-        ]
-        floor = _VANISHING * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    found: dict[str, float] = {}
-    for name in dict.fromkeys((*expected, *actual)):
-        of_gradient = name.startswith("gradient")
-        found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
-    return found
+        return compare(*sides, floors=_vanishing if case.stress else lambda _: {})
+
+
+def _vanishing(expected: Values) -> dict[str, float]:
+    """Return the least norm that errors of gradients are relative to: a share of the largest gradient's norm."""
+    gradients = {name: 0.0 if t is None else norm(t) for name, t in expected.items() if name.startswith("gradient")}
+    floor = _VANISHING * max((size for size in gradients.values() if math.isfinite(size)), default=0.0)
+    return dict.fromkeys(gradients, floor)
 
 
 def computes_otherwise_in_double(stock: nn.Module, wide: nn.Module, case: Case, seed: int) -> bool:
@@ -112,91 +102,7 @@ def _frozen(block: nn.Module, case: Case) -> Generator[None]:
             parameter.requires_grad_(True)
 
 
-@contextmanager
-def same_random_numbers(seed: int) -> Generator[None]:
-    """Draw the random numbers of `seed` inside, from PyTorch, Python and NumPy; those after it are as without it."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-
-
-class StockRefuses(Exception):
-    """The stock block raises on a case, so there is nothing to compare with."""
-
-
-class InDouble(TorchDispatchMode):
-    """Replace fp32 by fp64 in every call inside: stock code casts to fp32 wherever it needs to be exact.
-
-    Grouped products, for which PyTorch has no kernel in fp64, are computed one by one.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wider: Any = pytree.tree_map(_widened, (args, kwargs or {}))
-        if func.name() == "aten::_grouped_mm" and wider[0][0].dtype == torch.float64:
-            one, other, *ends = wider[0]
-            return _grouped_products(one, other, ends[0] if ends else wider[1].get("offs"))
-        return func(*wider[0], **wider[1])
-
-
-def _grouped_products(one: Tensor, other: Tensor, ends: Tensor | None) -> Tensor:
-    """Return the products of `torch._grouped_mm`: `ends` cut the dimension that is not three-dimensional."""
-    if ends is None:
-        return torch.bmm(one, other)
-    last = cast("list[int]", ends.tolist())
-    groups = [slice(start, end) for start, end in zip([0, *last], last, strict=False)]
-    if one.dim() == other.dim():
-        return torch.stack([one[:, group] @ other[group] for group in groups])
-    of_rows = one.dim() == 2
-    made = one.new_zeros((one.shape[0], other.shape[-1]) if of_rows else (one.shape[1], other.shape[1]))
-    for number, group in enumerate(groups):
-        if of_rows:
-            made[group] = one[group] @ other[number]
-        else:
-            made[:, group] = one[number] @ other[:, group]
-    return made
-
-
-def _widened(argument: object) -> object:
-    return torch.float64 if argument is torch.float32 else argument
-
-
-def relative_error(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
-    """Return ||actual - expected|| / max(||expected||, floor).
-
-    A missing tensor counts as zero; if only one is zero, infinity. NaN and infinity must stand in the same places, and
-    the norms are those of the rest.
-    """
-    if expected is None or not bool(expected.any()):
-        if actual is None or not bool(actual.any()):
-            return 0.0
-        return float(_norm(actual.double())) / floor if floor else math.inf
-    if actual is None or actual.shape != expected.shape:
-        return math.inf
-    one, other = actual.double(), expected.double()
-    finite = torch.isfinite(other)
-    if not torch.equal(one[~finite].nan_to_num(nan=0.5), other[~finite].nan_to_num(nan=0.5)):
-        return math.inf
-    one, other = one[finite], other[finite]
-    size = max(float(_norm(other)), floor)
-    distance = float(_norm(one - other))
-    if distance == 0:
-        return 0.0
-    relative = distance / size if size else math.inf
-    return math.inf if math.isnan(relative) else relative
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    return cast("Tensor", tensor.norm())
-
-
-def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed: int) -> Values:
+def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed: int) -> dict[str, Tensor | None]:
     """Return what one side computes, by name."""
     dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)
     call = case.call.fresh()
@@ -255,7 +161,7 @@ def _results(result: object) -> dict[str, Tensor]:
     return {f"output {place}" if place else "output": tensor for place, tensor in enumerate(tensors)}
 
 
-def _gradients(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor], seed: int) -> Values:
+def _gradients(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor], seed: int) -> dict[str, Tensor | None]:
     """Return the gradients of `wanted` for random directions in everything that can be differentiated."""
     generator = torch.Generator().manual_seed(seed)
     outputs, directions = list[Tensor](), list[Tensor]()

@@ -26,9 +26,10 @@ from ktc.graph import ops
 from ktc.graph.typed import input_of, nodes_of
 from ktc.hf.foreign_errors import raised_by
 from ktc.host import Host
+from ktc.model.compare.comparison import in_a_line
+from ktc.model.compare.copies import copied
 from ktc.model.realise import realise
 from ktc.plan import BlockRewrite
-from ktc.prove.copies import copied
 from ktc.rewrite import RewrittenBlock, block_files, recipe, rewrite_block
 from ktc.targets.target import NodeAction, NodeWeights
 
@@ -100,8 +101,7 @@ def witness_of(captured: CapturedModel) -> Witness:
 
 def does_not_run(error: Exception) -> Diagnostic:
     """Return the diagnostic of a witness that stock transformers does not run."""
-    words = (str(error).strip().splitlines() or [""])[0][:200]
-    message = f"the shrunk witness of this model does not run in transformers: {type(error).__name__}: {words}"
+    message = f"the shrunk witness of this model does not run in transformers: {in_a_line(error)}"
     return Diagnostic("P302", message, hint=raised_by(error))
 
 
@@ -201,8 +201,7 @@ def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> 
             except KtcError as error:
                 refused[small.of.rewrite.key] = error.diagnostics[0].message
             except Exception as error:  # noqa: BLE001 - foreign code; the reason is part of the proof
-                words = (str(error).strip().splitlines() or [""])[0][:200]
-                refused[small.of.rewrite.key] = f"it cannot be put in place: {type(error).__name__}: {words}"
+                refused[small.of.rewrite.key] = f"it cannot be put in place: {in_a_line(error)}"
     return model, refused
 
 

@@ -21,7 +21,7 @@ from ktc.attention.latent import attend
 from ktc.attention.latent_sizes import LatentSizes
 from ktc.attention.up_projection import UpProjection
 from ktc.diagnostics import InputRefused
-from ktc.prove.compare import InDouble
+from ktc.model.compare.double import InDouble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ("deepseek_v2", "deepseek_v3", "deepseek_v32")

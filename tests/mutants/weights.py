@@ -18,7 +18,7 @@ from torch import Tensor
 import ktc
 from ktc.checkpoint import WeightSource, read_sources, write_sources
 from ktc.experts.module import FusedMoe
-from ktc.fidelity.run import prove_model
+from ktc.fidelity.run import Request, prove_model
 from ktc.model import packed_file, packed_store
 from mutants.mutant import Mutant, Verdict
 
@@ -32,7 +32,7 @@ def weights_verdict(mutant: Mutant, clean: Path, folder: Path) -> Verdict:
     """Return what `ktc prove` says about a damaged copy of the compiled model `clean`, made in `folder`."""
     out = Path(shutil.copytree(clean, folder / clean.name))
     mutant.change(out)
-    report = prove_model(out, count=48, layers="1-2")
+    report = prove_model(Request(out, count=48, layers="1-2"))
     red = next((row for layer in report.layers for row in layer.rows if row.red), None)
     return Verdict("") if red is None else Verdict("prove", f"{red.what or 'layer'}: {red.red}")
 

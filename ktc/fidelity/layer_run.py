@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ktc.fidelity.calls import LayerCall
-from ktc.fidelity.experts import Experts, chosen, roles_of, routed_rows
+from ktc.model.compare.experts import Experts, chosen, roles_of, routed_rows
 
 
 @dataclass(frozen=True, slots=True)
