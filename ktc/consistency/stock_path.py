@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ktc.consistency.scores import Scores, score
+from ktc.consistency.scores import Scores, read
 from ktc.model.compare.groups import OUTSIDE
 from ktc.model.compare.opened import open_compiled, open_stock
 from ktc.model.compare.quantised_baseline import formats_in, through_format
@@ -43,13 +42,8 @@ def stock_scores(out: Path, rows: Tensor, *, weights: Path | None = None, truste
         for experts, form in formats_in(group, opened.manifest, opened.rows).items():
             stock = model.model.get_submodule(f"{group}.{experts.path}")
             through_format(stock, replace(form, integer_products=False))
-    fp32 = _scores(model.model, rows)
-    for group in (OUTSIDE, *model.groups):
-        model.to_own_dtype(group)
-    return Stock(_scores(model.model, rows), fp32)
-
-
-def _scores(model: Any, rows: Tensor) -> Scores:
     with torch.no_grad():
-        logits = cast("Tensor", model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).logits)
-    return score(logits[:, :-1], rows[:, 1:])
+        fp32 = read(model.model, rows)
+        for group in (OUTSIDE, *model.groups):
+            model.to_own_dtype(group)
+        return Stock(read(model.model, rows), fp32)

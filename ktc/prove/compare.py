@@ -12,7 +12,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn, set_grad_enabled
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from ktc.capture.trace import plain_settings
 from ktc.experts.module import FusedMoe
@@ -46,14 +45,14 @@ def compare_blocks(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int
     called = {name for name in fused if not isinstance(stock.get_submodule(name), nn.ModuleList)}
     sides = (functools.partial(_run, block, frozen, called, case, seed) for block in (stock, rewritten))
     with _weights(case, *(model.get_submodule(name) for name in fused for model in (stock, rewritten))):
-        return compare(*sides, floors=_vanishing if case.stress else lambda _: {})
+        return compare(*sides, _vanishing) if case.stress else compare(*sides)
 
 
-def _vanishing(expected: Values) -> dict[str, float]:
+def _vanishing(expected: Values) -> Callable[[str], float]:
     """Return the least norm that errors of gradients are relative to: a share of the largest gradient's norm."""
-    gradients = {name: 0.0 if t is None else norm(t) for name, t in expected.items() if name.startswith("gradient")}
-    floor = _VANISHING * max((size for size in gradients.values() if math.isfinite(size)), default=0.0)
-    return dict.fromkeys(gradients, floor)
+    sizes = [norm(t) for name, t in expected.items() if name.startswith("gradient") and t is not None]
+    floor = _VANISHING * max(filter(math.isfinite, sizes), default=0.0)
+    return lambda name: floor if name.startswith("gradient") else 0.0
 
 
 def computes_otherwise_in_double(stock: nn.Module, wide: nn.Module, case: Case, seed: int) -> bool:
@@ -120,22 +119,15 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 tensor.requires_grad_(True)
     before, modes = _kept(block), {module: module.training for module in block.modules()}
-    parameters = (
-        {}
-        if case.frozen
-        else {
-            name: p
-            for name, p in block.named_parameters()
-            if p.requires_grad and not any(f == "" or name.startswith(f + ".") for f in frozen)
-        }
-    )
+    parameters = {
+        name: p
+        for name, p in block.named_parameters()
+        if p.requires_grad and not case.frozen and not any(f == "" or name.startswith(f + ".") for f in frozen)
+    }
     block.train(case.training)
     try:
-        graded = not case.inference
-        with (
-            _frozen(block, case), same_random_numbers(seed), _routing_weights(block, called) as routing,
-            set_grad_enabled(graded),
-        ):  # fmt: skip
+        graded = set_grad_enabled(not case.inference)
+        with _frozen(block, case), same_random_numbers(seed), _routing_weights(block, called) as routing, graded:
             ready = _with(call, hidden, args, kwargs)
             result = block(*ready[0], **ready[1])
         values = _results(result) | _changes(before, _kept(block)) | {"hidden states after the call": hidden}
@@ -185,18 +177,18 @@ def _kept(block: nn.Module) -> dict[str, tuple[object, ...]]:
             if name not in ("_parameters", "_modules") and not isinstance(module, FusedMoe):
                 tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
                 if tensors:
-                    kept[f"{path}.{name}"] = tuple(Held(tensor) for tensor in tensors)
+                    kept[f"{path}.{name}"] = tuple(_Version(tensor) for tensor in tensors)
     return kept
 
 
-class Held:
+class _Version:
     """A tensor as it was: the same one unchanged is equal."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self._version, self._id = tensor, tensor._version, id(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and (self._id, self._version) == (other._id, other._version)
+        return isinstance(other, _Version) and (self._id, self._version) == (other._id, other._version)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -208,7 +200,7 @@ def _changes(before: Mapping[str, tuple[object, ...]], after: Mapping[str, tuple
         if before.get(name) != values:
             for place, value in enumerate(values):
                 key = f"attribute {name.lstrip('.')}" + f" {place}" * bool(place)
-                changed[key] = value.tensor if isinstance(value, Held) else _as_number(value)
+                changed[key] = value.tensor if isinstance(value, _Version) else _as_number(value)
     return changed
 
 
@@ -230,15 +222,11 @@ def _routing_weights(module: nn.Module, experts: set[str]) -> Generator[dict[str
 
         return hook
 
-    handles = [
-        module.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True)
-        for name in sorted(experts)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in sorted(experts):
+            part = module.get_submodule(name)
+            hooks.enter_context(part.register_forward_pre_hook(remember(name), with_kwargs=True))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Constants(TorchDispatchMode):
@@ -264,17 +252,12 @@ class Constants(TorchDispatchMode):
         def left(*_: object) -> None:
             self._replaced -= 1
 
-        handles = list[RemovableHandle]()
-        for module in modules:
-            handles += [
-                module.register_forward_pre_hook(entered), module.register_forward_hook(left, always_call=True),
-            ]  # fmt: skip
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(lambda: setattr(self, "_replaced", 0))
+            for module in modules:
+                hooks.enter_context(module.register_forward_pre_hook(entered))
+                hooks.enter_context(module.register_forward_hook(left, always_call=True))
             yield
-        finally:
-            self._replaced = 0
-            for handle in handles:
-                handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket).rpartition(".")[2]

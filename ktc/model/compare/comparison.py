@@ -18,7 +18,7 @@ from ktc.model.compare.errors import TOLERANCE, relative_error
 
 S = TypeVar("S")
 Values = Mapping[str, Tensor | None]
-Floors = Callable[[Values], Mapping[str, float]]
+Floors = Callable[[Values], Callable[[str], float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,12 @@ class Comparison:
         return not self.refused and not self.raised and bool(self.differing)
 
 
-def compare(stock: Callable[[], Values], other: Callable[[], Values], floors: Floors = lambda _: {}) -> Comparison:
+def compare(
+    stock: Callable[[], Values], other: Callable[[], Values], floors: Floors = lambda _: lambda _: 0.0
+) -> Comparison:
     """Return the errors of the other side's values against those of stock.
 
-    `floors` maps stock's values to the least norm, by name, that errors are relative to.
+    `floors` takes stock's values and returns the least norm, by name, that errors are relative to.
     """
     try:
         expected = stock()
@@ -64,7 +66,7 @@ def compare(stock: Callable[[], Values], other: Callable[[], Values], floors: Fl
         actual = other()
         least = floors(expected)
         names = dict.fromkeys((*expected, *actual))
-        errors = {name: relative_error(actual.get(name), expected.get(name), least.get(name, 0.0)) for name in names}
+        errors = {name: relative_error(actual.get(name), expected.get(name), least(name)) for name in names}
     except Exception as error:  # noqa: BLE001 - foreign code, and tensors without data
         return Comparison(raised=in_a_line(error))
     return Comparison(errors, tuple(name for name in names if name not in expected or name not in actual))

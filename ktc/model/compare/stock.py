@@ -39,7 +39,8 @@ class _Part:
 class StockModel:
     """The stock model in fp32 on meta. A group is loaded once, may be converted to the own dtype, and is released.
 
-    `layers` names the list of decoder layers. `dtypes` has the own dtype of each tensor. `rows` is given for GGUF files alone.
+    `layers` names the list of decoder layers. `dtypes` has the own dtype of each tensor, and by "" the model's. `rows`
+    is given for GGUF files alone.
     """
 
     def __init__(
@@ -102,9 +103,8 @@ class StockModel:
     @property
     def groups(self) -> tuple[str, ...]:
         """The names of the decoder layers."""
-        return tuple(
-            f"{self.layers}.{index}" for index, _ in enumerate(self.model.get_submodule(self.layers).children())
-        )
+        count = len(cast("nn.ModuleList", self.model.get_submodule(self.layers)))
+        return tuple(f"{self.layers}.{index}" for index in range(count))
 
     @property
     def dtype(self) -> torch.dtype:
