@@ -126,8 +126,10 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
     }
     block.train(case.training)
     try:
-        graded = set_grad_enabled(not case.inference)
-        with _frozen(block, case), same_random_numbers(seed), _routing_weights(block, called) as routing, graded:
+        with (
+            _frozen(block, case), same_random_numbers(seed), _routing_weights(block, called) as routing,
+            set_grad_enabled(not case.inference),
+        ):  # fmt: skip
             ready = _with(call, hidden, args, kwargs)
             result = block(*ready[0], **ready[1])
         values = _results(result) | _changes(before, _kept(block)) | {"hidden states after the call": hidden}
