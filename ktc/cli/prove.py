@@ -18,8 +18,8 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
-    from ktc.fidelity.report import Report
-    from ktc.fidelity.run import Request
+    from ktc.inference.prove.report import Report
+    from ktc.inference.prove.run import Request
 
 
 @in_session()
@@ -46,7 +46,7 @@ def prove_command(
 ) -> None:
     """Compare OUT with the stock model on its real weights, layer by layer in memory for about one layer."""
     session.require_versions()
-    from ktc.fidelity.run import Request
+    from ktc.inference.prove.run import Request
 
     report = prove(session, Request(out, text, count, seed, layers, carry, weights, trust))
     if output is not None:
@@ -57,9 +57,9 @@ def prove_command(
 def prove(session: Session, request: Request) -> Report:
     """Compare, record the report in the compiled folder, show it, and set the exit code."""
     from ktc.cli.prove_table import fidelity_table, verdict
-    from ktc.fidelity.report import write_report
-    from ktc.fidelity.run import prove_model
-    from ktc.model.progress import progress_bar
+    from ktc.foundation.progress import progress_bar
+    from ktc.inference.prove.report import write_report
+    from ktc.inference.prove.run import prove_model
 
     session.go_on()
     with progress_bar(f"proving {request.path.name}", session.quiet) as bar:
