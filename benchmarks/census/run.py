@@ -18,8 +18,8 @@ from census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
 from census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.model import twin
+from ktc.model.compare.comparison import in_a_line
 from ktc.model.graph import ops
-from ktc.model.loading.compare.comparison import in_a_line
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.stages.capture.length import PLAIN
 from ktc.stages.match import Match, Matches

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from census.types import TwinProof
+from ktc.model.compare.comparison import Comparison, Values, compare, decided
+from ktc.model.compare.feed import same_random_numbers
 from ktc.model.graph.typed import named_modules
 from ktc.model.loading import peft_glue
-from ktc.model.loading.compare.comparison import Comparison, Values, compare, decided
-from ktc.model.loading.compare.feed import same_random_numbers
 
 SEED = 4711
 NEW_TOKENS = 8

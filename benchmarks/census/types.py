@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ktc.model.loading.compare.errors import TOLERANCE
+from ktc.model.compare.errors import TOLERANCE
 
 MATCHED, NONE = "matched", "none"  # verdicts; every other one is `opaque: ` and a reason
 

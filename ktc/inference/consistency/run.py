@@ -28,8 +28,8 @@ from ktc.inference.consistency.scores import LARGE, Difference, difference
 from ktc.inference.consistency.serving_path import Served, calls_of, serving_scores
 from ktc.inference.consistency.stock_path import stock_scores
 from ktc.inference.consistency.training_path import Trained, trainer_scores, uses_autocast
+from ktc.model.compare.feed import choose_tokens
 from ktc.model.hf.stock_model import vocabulary_of
-from ktc.model.loading.compare.feed import choose_tokens
 from ktc.model.loading.load import load, stock_class
 from ktc.model.loading.load_as import build_on_meta, read_config
 from ktc.model.loading.peft_glue import read_lora_config

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ktc.inference.consistency.scores import Scores, read
-from ktc.model.loading.compare.groups import OUTSIDE
-from ktc.model.loading.compare.opened import open_compiled, open_stock
-from ktc.model.loading.compare.quantised_baseline import formats_in, through_format
+from ktc.model.compare.groups import OUTSIDE
+from ktc.model.compare.opened import open_compiled, open_stock
+from ktc.model.compare.quantised_baseline import formats_in, through_format
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import InputRefused
-from ktc.model.loading.compare.groups import not_by_layer
+from ktc.model.compare.groups import not_by_layer
 
 
 @dataclass(frozen=True, slots=True)

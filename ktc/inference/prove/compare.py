@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ktc.inference.prove.report import Kind, Row, Worst
 from ktc.inference.prove.sides import Sides
-from ktc.model.loading.compare.errors import FLOOR, TWICE, root_mean_square, row_errors
-from ktc.model.loading.compare.feed import Tokens
+from ktc.model.compare.errors import FLOOR, TWICE, root_mean_square, row_errors
+from ktc.model.compare.feed import Tokens
 
 TIMES_LARGEST = 4.0  # of stock's largest error of one output: a maximum varies more than a mean
 UNSEEN = "choices of experts were not compared"

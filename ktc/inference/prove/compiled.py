@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ktc.model.checkpoint import WeightSource
+from ktc.model.compare.groups import OUTSIDE, group_of, put, tensors_of
+from ktc.model.compare.opened import Opened, without_router_logits
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading import load_as
 from ktc.model.loading.buffers import compute_buffers
-from ktc.model.loading.compare.groups import OUTSIDE, group_of, put, tensors_of
-from ktc.model.loading.compare.opened import Opened, without_router_logits
 from ktc.model.loading.compiled_model import compiled_class
 from ktc.model.loading.realise import realise
 from ktc.model.packed_store import weight_store, weights_stage

@@ -20,11 +20,11 @@ from ktc.inference.prove.layer_run import LayerRun, run_layer
 from ktc.inference.prove.probe import Probe, answers, make_probe, unprobed
 from ktc.inference.prove.report import Row
 from ktc.inference.prove.sides import Models, Sides
-from ktc.model.loading.compare.errors import root_mean_square, row_errors
-from ktc.model.loading.compare.experts import Experts
-from ktc.model.loading.compare.feed import Tokens
-from ktc.model.loading.compare.groups import inside
-from ktc.model.loading.compare.quantised_baseline import ExpertsFormat, formats_in, through_format
+from ktc.model.compare.errors import root_mean_square, row_errors
+from ktc.model.compare.experts import Experts
+from ktc.model.compare.feed import Tokens
+from ktc.model.compare.groups import inside
+from ktc.model.compare.quantised_baseline import ExpertsFormat, formats_in, through_format
 
 _PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # the coarsest first
 Formats = Mapping[Experts, ExpertsFormat]

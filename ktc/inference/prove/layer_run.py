@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ktc.inference.prove.calls import LayerCall
-from ktc.model.loading.compare.experts import Experts, chosen, roles_of, routed_rows
+from ktc.model.compare.experts import Experts, chosen, roles_of, routed_rows
 
 
 @dataclass(frozen=True, slots=True)

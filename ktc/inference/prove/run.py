@@ -25,11 +25,11 @@ from ktc.inference.prove.layer_run import run_layer
 from ktc.inference.prove.layers import chosen_layers
 from ktc.inference.prove.report import SCHEMA, Carried, FinalReport, LayerReport, Report, Whole, manifest_digest
 from ktc.inference.prove.sides import Models, Sides, bytes_read
+from ktc.model.compare.errors import FLOOR, TWICE, root_mean_square, row_errors
+from ktc.model.compare.feed import Tokens, choose_tokens
+from ktc.model.compare.groups import OUTSIDE
+from ktc.model.compare.opened import open_compiled, open_stock
 from ktc.model.hf.stock_model import vocabulary_of
-from ktc.model.loading.compare.errors import FLOOR, TWICE, root_mean_square, row_errors
-from ktc.model.loading.compare.feed import Tokens, choose_tokens
-from ktc.model.loading.compare.groups import OUTSIDE
-from ktc.model.loading.compare.opened import open_compiled, open_stock
 from ktc.model.manifest.manifest import Versions
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from ktc.foundation.progress import Tally
 from ktc.inference.prove.compiled import CompiledLayers
-from ktc.model.loading.compare.groups import OUTSIDE
-from ktc.model.loading.compare.opened import Opened
-from ktc.model.loading.compare.stock import StockModel
+from ktc.model.compare.groups import OUTSIDE
+from ktc.model.compare.opened import Opened
+from ktc.model.compare.stock import StockModel
 
 T = TypeVar("T")
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn, set_grad_enabled
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ktc.model.compare.comparison import Comparison, Values, compare
+from ktc.model.compare.double import InDouble
+from ktc.model.compare.errors import norm
+from ktc.model.compare.feed import same_random_numbers
 from ktc.model.experts.module import FusedMoe
 from ktc.model.graph.typed import named_modules
-from ktc.model.loading.compare.comparison import Comparison, Values, compare
-from ktc.model.loading.compare.double import InDouble
-from ktc.model.loading.compare.errors import norm
-from ktc.model.loading.compare.feed import same_random_numbers
 from ktc.stages.capture.trace import plain_settings
 from ktc.stages.proof.cases import MANY, Case
 from ktc.stages.proof.types import Constant

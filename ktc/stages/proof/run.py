@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from ktc.diagnostics import KtcError, ProofFailed
 from ktc.foundation.host import Host
 from ktc.foundation.stage_progress import counted
-from ktc.model.loading.compare.comparison import Comparison, decided
-from ktc.model.loading.compare.copies import copied
+from ktc.model.compare.comparison import Comparison, decided
+from ktc.model.compare.copies import copied
 from ktc.model.loading.graph_block import modules_forgotten
 from ktc.stages.capture import CapturedModel
 from ktc.stages.proof.cases import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktc.model.loading.compare.errors import TOLERANCE
+from ktc.model.compare.errors import TOLERANCE
 
 _GUARD = 1e-5  # what authors add to a denominator, or clamp it to, is smaller
 _UNLIMITED = 1e30  # infinity, or the largest number of bf16 and fp32

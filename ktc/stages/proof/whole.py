@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ktc.model.compare.comparison import Comparison, Values, compare, decided
+from ktc.model.compare.feed import same_random_numbers
 from ktc.model.hf.stock_model import vocabulary_of
-from ktc.model.loading.compare.comparison import Comparison, Values, compare, decided
-from ktc.model.loading.compare.feed import same_random_numbers
 
 BATCH, LENGTH, CACHED = 2, 24, 9
 LONG = 1100  # tokens beyond what authors take as long

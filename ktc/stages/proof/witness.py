@@ -1,8 +1,9 @@
 """A witness: the model with small widths, at its whole depth and with seeded weights, and the recipe realised in it.
 
 Input: a captured model and its rewritten blocks. Output: the stock witness and a copy of it in which the loader's own
-code (`ktc.model.loading.realise`) has put every module. A site of the model is compared at the site of the same name. Refused,
-with the reason: a rewrite whose block computes something else in the witness than in the model, apart from sizes.
+code (`ktc.model.loading.realise`) has put every module. A site of the model is compared at the site of the same name.
+Refused, with the reason: a rewrite whose block computes something else in the witness than in the model, apart from
+sizes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.foundation.files import temporary_folder
 from ktc.foundation.host import Host
 from ktc.model import twin
+from ktc.model.compare.comparison import in_a_line
+from ktc.model.compare.copies import copied
 from ktc.model.graph import ops
 from ktc.model.graph.typed import input_of, nodes_of
 from ktc.model.hf.foreign_errors import raised_by
-from ktc.model.loading.compare.comparison import in_a_line
-from ktc.model.loading.compare.copies import copied
 from ktc.model.loading.realise import realise
 from ktc.model.targets.target import NodeAction, NodeWeights
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture

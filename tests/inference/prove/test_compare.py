@@ -11,7 +11,7 @@ from torch import Tensor
 from ktc.inference.prove.compare import UNSEEN, Output, compare, compare_experts, same_choices
 from ktc.inference.prove.report import Row
 from ktc.inference.prove.sides import Sides
-from ktc.model.loading.compare.feed import Tokens
+from ktc.model.compare.feed import Tokens
 
 TOKENS = Tokens(torch.arange(6)[None], "random tokens, seed 0", ())
 WANTED = torch.ones(6, 8)

@@ -18,12 +18,12 @@ from ktc.inference.prove.probe import answers, make_probe
 from ktc.inference.prove.report import Report
 from ktc.inference.prove.run import Request, prove_model
 from ktc.model import twin
+from ktc.model.compare.experts import Experts, chosen, roles_of, routed_rows
+from ktc.model.compare.quantised_baseline import ExpertsFormat, through_format
 from ktc.model.experts.called_module import CalledExperts
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.own_module import parse_held, parse_inputs
 from ktc.model.experts.quantised_reference import dequantise, quantise
-from ktc.model.loading.compare.experts import Experts, chosen, roles_of, routed_rows
-from ktc.model.loading.compare.quantised_baseline import ExpertsFormat, through_format
 from ktc.model.loading.realise import own_experts
 from ktc.model.packed_store import packed_file, packed_store
 from ktc.model.targets.cpu_moe import CpuMoe

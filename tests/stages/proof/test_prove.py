@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from ktc import compiler
 from ktc.diagnostics import ProofFailed
 from ktc.language import dsl
+from ktc.model.compare.comparison import Comparison
+from ktc.model.compare.double import InDouble
+from ktc.model.compare.errors import relative_error
 from ktc.model.experts.module import FusedMoe
-from ktc.model.loading.compare.comparison import Comparison
-from ktc.model.loading.compare.double import InDouble
-from ktc.model.loading.compare.errors import relative_error
 from ktc.model.manifest.manifest import Rewrite
 from ktc.stages.analysis import Analysis
 from ktc.stages.capture import CapturedModel

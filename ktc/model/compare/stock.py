@@ -22,9 +22,9 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.checkpoint import CheckpointIndex, StoredWeight, WeightSource, stored_weights
 from ktc.model.checkpoint.reader import TORCH_DTYPE, TensorReader
 from ktc.model.checkpoint.values import read_weight
+from ktc.model.compare.groups import OUTSIDE, group_of, put, tensors_of
 from ktc.model.hf.stock_loading import load_tensors, targets_of
 from ktc.model.loading.buffers import compute_buffers
-from ktc.model.loading.compare.groups import OUTSIDE, group_of, put, tensors_of
 from ktc.model.packed_store import weight_store
 
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ktc.model.loading.compare.double import InDouble
-from ktc.model.loading.compare.errors import TOLERANCE, relative_error
+from ktc.model.compare.double import InDouble
+from ktc.model.compare.errors import TOLERANCE, relative_error
 
 S = TypeVar("S")
 Values = Mapping[str, Tensor | None]

@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from ktc.foundation.formats import CODES, FORMATS
 from ktc.model.checkpoint import WeightSource
+from ktc.model.compare.experts import Experts, experts_of, own_step
+from ktc.model.compare.groups import inside
 from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks
 from ktc.model.experts.own_module import Held, parse_held
 from ktc.model.experts.quantised_reference import dequantise, int8_product, quantise
 from ktc.model.kernels.form import parse_form
-from ktc.model.loading.compare.experts import Experts, experts_of, own_step
-from ktc.model.loading.compare.groups import inside
 from ktc.model.loading.graph_block import parse_parts
 from ktc.model.manifest.manifest import Manifest, Rewrite
 

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
+from ktc.model.compare.groups import list_of_layers
+from ktc.model.compare.stock import StockModel, own_dtypes
 from ktc.model.hf import remote_code
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.loading import load, load_as
-from ktc.model.loading.compare.groups import list_of_layers
-from ktc.model.loading.compare.stock import StockModel, own_dtypes
 from ktc.model.manifest.manifest import Manifest, read_manifest
 from ktc.model.packed_store import weights_stage
 from ktc.model.packed_store.packed_store import PackedStore
