@@ -8,7 +8,6 @@ third input of its experts) and of every parameter that the rewrite leaves train
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -43,9 +42,12 @@ def compare_blocks(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int
     frozen = {name for name, child in fused.items() if not child.weights.training.trains}
     # A list of experts is not called, so there only the router's own gradients cover the routing weights.
     called = {name for name in fused if not isinstance(stock.get_submodule(name), nn.ModuleList)}
-    sides = (functools.partial(_run, block, frozen, called, case, seed) for block in (stock, rewritten))
     with _weights(case, *(model.get_submodule(name) for name in fused for model in (stock, rewritten))):
-        return compare(*sides, _vanishing) if case.stress else compare(*sides)
+        return compare(
+            lambda: _run(stock, frozen, called, case, seed),
+            lambda: _run(rewritten, frozen, called, case, seed),
+            _vanishing if case.stress else lambda _: lambda _: 0.0,
+        )
 
 
 def _vanishing(expected: Values) -> Callable[[str], float]:
