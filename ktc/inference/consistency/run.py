@@ -99,7 +99,11 @@ class _Calls:
         self._observe(self._what, self._done, self._total)
 
 
-def measure(request: Request, observe: Observe = lambda *_: None) -> Report:
+def _silent(_what: str, _done: int, _total: int) -> None:
+    """Report nothing."""
+
+
+def measure(request: Request, observe: Observe = _silent) -> Report:
     """Compare every model that trains, or its stock model, with every model that serves. `observe` gets each call.
 
     Raises:
