@@ -1,4 +1,4 @@
-"""Errors of a tensor against a wanted one, and the limits of verdicts.
+"""Errors of a tensor against an expected one, and the limits of verdicts.
 
 All sums are in fp64. A whole tensor has one relative Frobenius error; rows of outputs have one error each.
 """

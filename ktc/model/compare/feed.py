@@ -1,4 +1,4 @@
-"""What both sides of a comparison are fed: tokens of a text or random ones, and the same random state.
+"""Inputs of both sides of a comparison: tokens of a text or random ones, and the same random state.
 
 Refused: a file that cannot be read or is empty (N603), a text without a tokenizer (N603).
 """
