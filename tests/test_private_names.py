@@ -32,6 +32,8 @@ def foreign(tree: ast.Module, own: set[str]) -> Iterator[str]:
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls" | "os")):
                 continue  # `os._exit` is documented
+            case ast.Call(func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[ast.Name(id="self"), *_]):
+                continue
             case ast.Attribute(value=ast.Attribute(value=ast.Attribute(value=ast.Name(id="torch"), attr="ops"))):
                 continue  # an operator of ATen
             case ast.Attribute(value=value, attr=name) if is_private(name):

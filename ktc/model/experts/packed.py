@@ -139,6 +139,11 @@ class PackedExperts:
         return self._native.saved_bytes(1, gate_up_rank, down_rank)
 
     @property
+    def address(self) -> int:
+        """Where the packed weights are."""
+        return self._packed
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed weights, expert after expert; cut for several nodes they take up to 2 MB each more."""
         return self._native.expert_bytes * self._sizes[0]
@@ -273,7 +278,7 @@ class PackedExperts:
         ranks, read = lora.ranks, lora.to(self.weight_dtype)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
         arguments = self._arguments(read, saved, interleaved=interleaved)
-        with KERNEL_LOCK, kernel_clock.timed("forward", tokens, self._sizes, ranks):
+        with KERNEL_LOCK, kernel_clock.timed(self._packed, "forward", tokens, self._sizes, ranks):
             self._native.forward(self._engine, arguments(x_TH, index_TK, weights_TK, out_TH))
         if saved is None and context is not None:
             context.record_call(self._native.call, self._engine, arguments, (x_TH, index_TK, weights_TK), out_TH)
@@ -336,7 +341,7 @@ class PackedExperts:
         }  # fmt: skip
         if rows is not None:
             arguments["rows"] = {"d_first": rows.d_first.data_ptr(), "activated": rows.activated.data_ptr()}
-        with KERNEL_LOCK, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, lora.ranks):
+        with KERNEL_LOCK, kernel_clock.timed(self._packed, "backward", grad_TH.shape[0], self._sizes, lora.ranks):
             self._native.backward(self._engine, arguments)
         return grad_x_TH, grad_weights_TK, gradients
 

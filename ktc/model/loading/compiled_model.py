@@ -242,8 +242,11 @@ class CompiledModel(GenerationHooks):
 
 
 def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
-    bases = cast("tuple[type[PreTrainedModel], ...]", model_class.__mro__)
-    return next(base for base in bases if issubclass(base, PreTrainedModel) and not issubclass(base, CompiledModel))
+    return next(
+        base
+        for base in model_class.__mro__
+        if issubclass(base, PreTrainedModel) and not issubclass(base, CompiledModel)
+    )
 
 
 @functools.cache

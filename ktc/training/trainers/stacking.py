@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -23,7 +24,7 @@ from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks
 from ktc.training.trainers.layer_pass import through_layers
-from ktc.training.trainers.phases import backward_pass
+from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_layers
@@ -185,7 +186,8 @@ class Stacker:
         del outs, chunks, leaves, finals
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
         if with_loss:
-            with backward_pass():
+            clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
+            with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
     def _note(self, whole_loss: str) -> None:

@@ -27,6 +27,7 @@ from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
 from ktc.training.trainers.checkpoints import write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
+from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, use_as_one_device
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
@@ -65,6 +66,7 @@ class KTrainerMixin(TrainerHooks):
         KtcError: T534 when another process is gone.
     """
 
+    phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
     _rank_liveness: RankLiveness | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
