@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.experts.private_api import LoadHooks
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import Gemv
 from ktc.model.linears.many_rows import ManyRows
@@ -22,7 +23,7 @@ _STOCK_FORWARD = nn.Linear.forward  # FusedLinear runs a replacement of it too
 _BAND = 1 << 22  # weights that are rounded at once: 16 MB as fp32
 
 
-class FusedLinear(nn.Linear):
+class FusedLinear(LoadHooks, nn.Linear):
     """An `nn.Linear` that a rule claimed; `ktc graph` and `print(model)` show it by this name.
 
     The kernels multiply the bytes of `weight` itself, so a PEFT merge into `weight` takes effect there too.
