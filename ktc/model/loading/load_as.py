@@ -297,6 +297,16 @@ def build_on_meta(
     return model
 
 
+def realised_on_meta(
+    model_class: type[PreTrainedModel], folder: Path, manifest: Manifest, library: KernelLibrary | None,
+    *, reference: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """Build the compiled model of a folder without storage: its stock modules, with the recipe realised in them."""
+    model = build_on_meta(model_class, read_config(folder, model_class), manifest, None, reference)
+    realise(model, manifest.rewrites, library, folder)
+    return model
+
+
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Some tensors (a router's correction bias) stay fp32 in a model of half precision: the class names them."""
     kept = kept_in_fp32(model, half=dtype == torch.float16)
