@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ATTENTION = "_attn_implementation_internal"  # of a config; the public setters check the name
 EXPERTS = "_experts_implementation_internal"
