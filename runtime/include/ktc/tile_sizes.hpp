@@ -11,7 +11,7 @@ namespace ktc::inline KTC_UNIT {
 template <int kSize>
 struct TileSize {};
 
-// Calls `body(row, TileSize<n>{})` for tiles of `count` rows: as many as there are of the first size, then of the next.
+// Calls `body(row, TileSize<n>{})` for tiles of `count` rows: of the first size while they fit, then of the next.
 template <int... kSizes, class Body>
 [[gnu::always_inline]] inline void by_rows(std::int64_t count, const Body& body) {
   std::int64_t row = 0;
