@@ -56,10 +56,7 @@ def _twin_proof(captured: CapturedModel, witness: Witness, program: str) -> Twin
         if not blocks or plan.unavailable:
             why = f"not built: {plan.unavailable[0].message}" if plan.unavailable else "it rewrites nothing"
             return TwinProof(program, failure=why)
-        adapter = plan.lora and adapter_json(
-            plan.lora.targets, plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout, plan.lora.rank_pattern,
-            plan.lora.alpha_pattern, plan.lora.parameters,
-        )  # fmt: skip
+        adapter = plan.lora and adapter_json(plan.lora)
     except KtcError as error:
         return TwinProof(program, failure=f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
     carried = [carried_over(captured, block, witness) for block in blocks]

@@ -14,7 +14,7 @@ from ktc.targets.fake_quant import FakeQuant
 from ktc.targets.lora_experts import LoraExperts
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
 from ktc.targets.quantize import Quantize
-from ktc.targets.settings import Format, Isa, Threads, Words
+from ktc.targets.settings import EnumName, Format, Isa, Threads
 from ktc.targets.target import NodeAction, Spec
 from ktc.targets.train import Train
 
@@ -42,8 +42,8 @@ class CpuMoe(ModuleTarget):
 
     format: Format = "stored"
     isa: Isa = "auto"
-    numa: Annotated[Literal["none", "shard", "replicate"], Words("numa")] = "shard"
-    activations: Annotated[Literal["keep", "recompute"], Words("activations")] = "keep"
+    numa: Annotated[Literal["none", "shard", "replicate"], EnumName("numa")] = "shard"
+    activations: Annotated[Literal["keep", "recompute"], EnumName("activations")] = "keep"
     threads: Threads | None = None
 
     name: ClassVar = "cpu_moe"

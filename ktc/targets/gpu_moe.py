@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from ktc.targets.fake_quant import FakeQuant
 from ktc.targets.lora_experts import LoraExperts
 from ktc.targets.quantize import Quantize
-from ktc.targets.settings import Words
+from ktc.targets.settings import EnumName
 from ktc.targets.target import Target
 from ktc.targets.train import Train
 
@@ -20,7 +20,7 @@ from ktc.targets.train import Train
 class GpuMoe(Target):
     """`kernel` names the product of all experts."""
 
-    kernel: Annotated[Literal["torch", "grouped_mm"], Words("moe_kernel")]
+    kernel: Annotated[Literal["torch", "grouped_mm"], EnumName("moe_kernel")]
 
     name: ClassVar = "gpu_moe"
     fills: ClassVar = "kernel"

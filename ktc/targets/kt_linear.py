@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from ktc.targets.module_target import Arguments, ModuleTarget
-from ktc.targets.settings import Words
+from ktc.targets.settings import EnumName
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ktc.experts.kernel_library import Kernel
     from ktc.host import Host
 
-LinearKernel = Annotated[Literal["torch", "gemv", "fp8", "q8", "w8a8"], Words("kernel")]
+LinearKernel = Annotated[Literal["torch", "gemv", "fp8", "q8", "w8a8"], EnumName("kernel")]
 ManyRowsKernel = Annotated[
-    Literal["torch", "gemv", "fp8", "q8", "w8a8", "packed", "auto"], Words("many_rows")
+    Literal["torch", "gemv", "fp8", "q8", "w8a8", "packed", "auto"], EnumName("many_rows")
 ]  # `gemv` to `w8a8` are planned
 
 

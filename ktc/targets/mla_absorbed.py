@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.targets.lora_linear import LoraLinear
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, KvFormat, Phase, Words
+from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, EnumName, KvFormat, Phase
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class MlaAbsorbed(ModuleTarget):
     `kv` is what the cache holds.
     """
 
-    cache: Annotated[Literal["compressed", "expanded"], Words("cache")] = "compressed"
+    cache: Annotated[Literal["compressed", "expanded"], EnumName("cache")] = "compressed"
     absorb: Phase = "decode"
     move_elision: bool = True
     kernel: AttentionKernel = "sdpa"

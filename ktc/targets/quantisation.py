@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.targets.module_target import Arguments, ModuleTarget
-from ktc.targets.settings import Bounds, Dtype, Words
+from ktc.targets.settings import Bounds, Dtype, EnumName
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ class Quantisation(ModuleTarget):
     for the codes and the product, as the trainer of that name does.
     """
 
-    format: Annotated[Literal["int4", "int8", "fp8"], Words("quant")]
+    format: Annotated[Literal["int4", "int8", "fp8"], EnumName("quant")]
     group: Annotated[int, Bounds(-1, 4096)] = 32
     symmetric: bool = True
     scale: Dtype = "bf16"
-    pack: Annotated[Literal["none", "int32x8", "gguf_q4_k"], Words("pack")] = "none"
-    scale_mode: Annotated[Literal["scale_first", "slime"], Words("scale_mode")] = "scale_first"
+    pack: Annotated[Literal["none", "int32x8", "gguf_q4_k"], EnumName("pack")] = "none"
+    scale_mode: Annotated[Literal["scale_first", "slime"], EnumName("scale_mode")] = "scale_first"
 
     fills: ClassVar = "quant"
     accepts: ClassVar = ("linear", "experts", "moe", "mlp")

@@ -14,7 +14,7 @@ from ktc.targets.fused_attention import FusedAttention
 from ktc.targets.lora_linear import LoraLinear
 from ktc.targets.mla_absorbed import MlaAbsorbed
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.targets.settings import FLASH_DECODE, Bounds, Count, Positive, Words
+from ktc.targets.settings import FLASH_DECODE, Bounds, Count, EnumName, Positive
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class SparseAttention(ModuleTarget):
     sink: Count = 64
     local: Count = 256
     dense_layers: Annotated[int, Bounds(0, 4096)] = 2
-    index: Annotated[Literal["int4", "sign"], Words("key_index")] = "int4"
-    choice: Annotated[Literal["auto", "head", "group"], Words("choice")] = "auto"
+    index: Annotated[Literal["int4", "sign"], EnumName("key_index")] = "int4"
+    choice: Annotated[Literal["auto", "head", "group"], EnumName("choice")] = "auto"
 
     name: ClassVar = "sparse_attention"
     fills: ClassVar = "kernel"

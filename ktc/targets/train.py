@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.targets.module_target import Arguments, ModuleTarget
-from ktc.targets.settings import Words
+from ktc.targets.settings import EnumName
 from ktc.targets.target import NodeAction
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ktc.host import Host
 
 
-Masters = Annotated[Literal["fp32", "bf16"], Words("masters")]
+Masters = Annotated[Literal["fp32", "bf16"], EnumName("masters")]
 
 
 @dataclass(frozen=True, slots=True)
