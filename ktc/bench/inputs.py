@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.bench.request import Shape
+from ktc.bench.requests import Shape
 from ktc.experts.lora import ExpertsLora, Lora
 
 # Several routings, taken in turn: a single token's few experts must not stay in the last-level cache.
@@ -36,6 +36,10 @@ class Batch:
     def num_active(self) -> int:
         """Experts that have a token."""
         return int(torch.bincount(self.index_TK.flatten()).count_nonzero())
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(*(tensor.to(device) for tensor in (self.x_TH, self.index_TK, self.weights_TK, self.grad_TH)))
 
 
 class Weights:

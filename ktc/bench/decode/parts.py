@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from ktc.bench.decode.engines import LocalEngine
-from ktc.bench.decode.request import Case
+from ktc.bench.requests import Case
 from ktc.experts.module import FusedMoe
 
 PARTS: Final[tuple[str, ...]] = ("experts", "linears", "lm_head", "norms", "attention", "router", "rest")

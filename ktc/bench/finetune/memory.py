@@ -12,7 +12,7 @@ import psutil
 from torch import Tensor
 
 from ktc.analysis import Analysis
-from ktc.bench.finetune.request import Request
+from ktc.bench.requests import Finetune
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.plan.packed_size import packed_bytes
@@ -23,7 +23,7 @@ _FP32 = 4  # bytes of each value of the reference, which is there beside the mea
 Bytes = dict[str, int]
 
 
-def require_room(analysis: Analysis, request: Request) -> None:
+def require_room(analysis: Analysis, request: Finetune) -> None:
     """Raise HostLacks (H240) with the missing bytes and the number of layers that would fit."""
     free, rest, layers = _free(analysis), *_bytes(analysis, request)
     totals = [rest, *itertools.accumulate(layers, _sum, initial=rest)][1:]  # of the first 0, 1, 2, ... layers
@@ -47,7 +47,7 @@ def _free(analysis: Analysis) -> Bytes:
     return {**budgets, "cpu": min(available, budgets.get("cpu", available))}
 
 
-def _bytes(analysis: Analysis, request: Request) -> tuple[Bytes, list[Bytes]]:
+def _bytes(analysis: Analysis, request: Finetune) -> tuple[Bytes, list[Bytes]]:
     """Return the bytes by device outside of the layers, and of each layer."""
     captured, plan = analysis.captured, analysis.plan
     placements = {each.fqn: each.device for each in plan.placements} | {each.fqn: "cpu" for each in plan.streams}

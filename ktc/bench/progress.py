@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """`stage` is the compiler's `observe`, `progress` a part's name with done and total, `told` a finished part."""
+class ProgressSink:
+    """`stage` is the compiler's `observe`, `progress` a part's name with done and total, `finished` a finished part.
+
+    A total of 0 is unknown.
+    """
 
     stage: Callable[[str, object], None]
     progress: Callable[[str, float, float], None]
-    told: Callable[[str], None]
+    finished: Callable[[str], None]
 
     def part(self, name: str) -> Callable[[int, int], None]:
         """Return the function that takes done and total of a part."""
         return lambda done, total: self.progress(name, done, total)
+
+    def at(self, done: int, total: int) -> Callable[[str], None]:
+        """Return the function that takes the name of what runs now."""
+        return lambda name: self.progress(name, done, total)
