@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import ktc
-from ktc.bench.peers import peer
+from ktc.tools.bench.peers import peer
 
 _TOP = 10
 

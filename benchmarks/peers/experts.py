@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ktc.bench.candidate import Experts, Layer, LocalCandidate, ReasonAgainst
-from ktc.bench.inputs import Weights
-from ktc.bench.requests import DENSE, HF, Moe, Pass, Shape
+from ktc.tools.bench.candidate import Experts, Layer, LocalCandidate, ReasonAgainst
+from ktc.tools.bench.inputs import Weights
+from ktc.tools.bench.requests import DENSE, HF, Moe, Pass, Shape
 
 COMPILE: Final = "compile"
 # Below this many tokens a dense product of the same operations reads other bytes and compares nothing.

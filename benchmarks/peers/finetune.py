@@ -14,12 +14,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from ktc.bench.finetune.report import LeftOut, Row, Split
-from ktc.bench.finetune.steps import StepClock, row_of, token_ids
-from ktc.bench.machine import reset_peaks
-from ktc.bench.progress import ProgressSink
-from ktc.bench.requests import Finetune
-from ktc.bench.stack import Stack
+from ktc.tools.bench.finetune.report import LeftOut, Row, Split
+from ktc.tools.bench.finetune.steps import StepClock, row_of, token_ids
+from ktc.tools.bench.machine import reset_peaks
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.requests import Finetune
+from ktc.tools.bench.stack import Stack
 
 from .stock import stock_model
 

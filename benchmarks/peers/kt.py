@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from ktc.bench.inputs import Batch
-from ktc.bench.limits import Limits, Samples
-from ktc.bench.requests import KT, Moe, Pass
-from ktc.bench.rounds import Seconds
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.tools.bench.inputs import Batch
+from ktc.tools.bench.limits import Limits, Samples
+from ktc.tools.bench.requests import KT, Moe, Pass
+from ktc.tools.bench.rounds import Seconds
 
 from . import kt_worker
 from .child import Child

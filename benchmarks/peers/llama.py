@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ktc.bench.decode.engines import steps_of
-from ktc.bench.requests import Case
-from ktc.bench.rounds import Seconds
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.tools.bench.decode.engines import steps_of
+from ktc.tools.bench.requests import Case
+from ktc.tools.bench.rounds import Seconds
 
 from .child import Child
 

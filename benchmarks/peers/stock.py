@@ -14,15 +14,15 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ktc.bench.stack import Stack
-from ktc.capture import open_model
-from ktc.capture.model import build_on_meta
-from ktc.capture.weights import map_weights
-from ktc.checkpoint import open_index
-from ktc.model.buffers import compute_buffers
-from ktc.model.random_weights import fill_random
-from ktc.model.weight_store import fill
-from ktc.plan.placement import gib
+from ktc.model.checkpoint import open_index
+from ktc.model.loading.buffers import compute_buffers
+from ktc.model.packed_store.random_weights import fill_random
+from ktc.model.packed_store.weight_store import fill
+from ktc.stages.capture import open_model
+from ktc.stages.capture.model import build_on_meta
+from ktc.stages.capture.weights import map_weights
+from ktc.stages.plan.placement import gib
+from ktc.tools.bench.stack import Stack
 
 
 def reason_against(stack: Stack) -> str:

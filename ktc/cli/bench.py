@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
 
 import typer
 
-from ktc.bench.options import Option, Request, flag_of, parse
-from ktc.bench.requests import REQUESTS
 from ktc.cli.compiling import settings_of
 from ktc.cli.following import compiling
 from ktc.cli.options import CompiledModel, ExpertsFormat, ResultsFile, RuleName, Settings
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.tools.bench.options import Option, Request, flag_of, parse
+from ktc.tools.bench.requests import REQUESTS
 
 if TYPE_CHECKING:
-    from ktc.bench.progress import ProgressSink
+    from ktc.tools.bench.progress import ProgressSink
 
 app = typer.Typer(help="Measure ktc beside its peers.", no_args_is_help=True)
 # Options that other commands have too, by the name of their field.
@@ -98,7 +98,7 @@ def _check_files(request: Request, output: Path | None) -> None:
     """Raise InputRefused (U003, U030) or HostLacks (H242) for files that cannot be written, or are the same."""
     named = {name: path for name, path in {"--output": output, **request.files}.items() if path is not None}
     if "--plot" in named:
-        from ktc.bench.plot import require_drawable
+        from ktc.tools.bench.plot import require_drawable
 
         require_drawable(named["--plot"], request.picture)
     for (option, path), (other, its) in itertools.combinations(named.items(), 2):
@@ -124,8 +124,8 @@ def _require_writable(output: Path) -> None:
 
 def _show(session: Session, request: Request, report: Any, output: Path | None) -> None:
     """Print the report, write its files, and raise InputRefused for its fault."""
-    from ktc.bench.plot import write_figure
-    from ktc.bench.report import tables
+    from ktc.tools.bench.plot import write_figure
+    from ktc.tools.bench.report import tables
 
     found = report.to_json()
     session.note(f"measured {request}")
@@ -155,8 +155,8 @@ def watching(session: Session) -> Generator[ProgressSink]:
         TimeRemainingColumn,
     )
 
-    from ktc.bench.progress import ProgressSink
     from ktc.cli.report import StageReport
+    from ktc.tools.bench.progress import ProgressSink
 
     columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     clocks = TimeElapsedColumn(), TimeRemainingColumn()
