@@ -48,7 +48,7 @@ def peers() -> Path:
 
 def training_data() -> Path:
     """Return the folder with the bundled training data, `*.jsonl`."""
-    return _PACKAGE / "tune" / "data"
+    return _PACKAGE / "training" / "tune" / "data"
 
 
 def _folder(name: str) -> Path:

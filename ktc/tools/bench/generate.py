@@ -95,7 +95,7 @@ class GenerateReport(StackReport):
 def run(request: Generate, sink: ProgressSink) -> GenerateReport:
     """Measure. The peer has the GPU for itself: ktc's model is freed before.
 
-    Raises InputRefused (U030), HostLacks (H246) and what compiling and loading raise.
+    Raises InputRefused (U030, U014) and what compiling and loading raise.
     """
     seconds, found = dict[str, float](), list[Row | LeftOut]()
     stock = peer("stock") if "hf" in request.impls else None

@@ -2,7 +2,7 @@
 
 In: a request. Out: a report of medians of rounds, in which every candidate runs once. A failing peer is left out with
 its message; a failure of ktc's own kernels ends the run. Refused: experts that do not fit (H240), a peer that was named
-and is missing (H241, H246), and what the build of kernels refuses.
+and is missing (H241, U014), and what the build of kernels refuses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 from ktc.foundation import host
 from ktc.foundation.files import temporary_folder
 from ktc.model.kernels.packed_size import packed_bytes
@@ -211,14 +211,14 @@ def absent(request: Moe, without: Mapping[str, str]) -> Iterator[LeftOut]:
 def _peers(
     request: Moe, weights: Weights, limits: Limits, stack: ExitStack
 ) -> tuple[list[Candidate], dict[str, str], dict[str, Any]]:
-    """Return the peers, the reasons for missing ones, and facts about their versions. Raise HostLacks (H241, H246)."""
+    """Return the peers, the reasons for missing ones, and facts about their versions. Raise HostLacks (H241, U014)."""
     named = [impl for impl in request.impls if impl in PEERS]
     of_kt = [impl for impl in named if impl in KT]
     if not named:
         return [], {}, {}
     try:
         others = list(peer("experts").candidates(request, weights))
-    except HostLacks as error:
+    except InputRefused as error:
         if any(not word.startswith(KTC) for word in request.required):
             raise
         return [], dict.fromkeys(named, _words_of(error)), {}
@@ -235,7 +235,7 @@ def _peers(
     return [*others, *found], {}, {"kt_kernel": found[0].about}
 
 
-def _words_of(error: HostLacks) -> str:
+def _words_of(error: KtcError) -> str:
     return "; ".join(each.message for each in error.diagnostics)
 
 

@@ -1,6 +1,6 @@
 """The peers of benchmarks: modules of `benchmarks/peers` in a source checkout, which a wheel does not have.
 
-In: a module's name. Out: the module. Refused: an installation without them (H246).
+In: a module's name. Out: the module. Refused: an installation without them (U014).
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import importlib.util
 import sys
 from typing import Any, Final
 
-from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import resources
 
 _PACKAGE: Final = "ktc_peers"
 
 
 def peer(name: str) -> Any:
-    """Import a module of the peers. Raise HostLacks (H246)."""
+    """Import a module of the peers. Raise InputRefused (U014)."""
     if _PACKAGE not in sys.modules:
         folder = resources.peers()
         if not folder.is_dir():
-            hint = "install ktc from its source, by `pip install -e .` in a checkout, or leave the peers out"
-            raise HostLacks(Diagnostic("H246", "peers are part of ktc's source, not of the installed wheel", hint=hint))
+            message = "the peers of benchmarks come with the source of ktc and not with the installed package"
+            hint = "clone the repository, and `pip install -e .` in it; or leave the peers out"
+            raise InputRefused(Diagnostic("U014", message, hint=hint))
         file, places = folder / "__init__.py", [str(folder)]
         spec = importlib.util.spec_from_file_location(_PACKAGE, file, submodule_search_locations=places)
         assert spec is not None and spec.loader is not None

@@ -1,7 +1,7 @@
 """`ktc bench decode`: decoding and prefill of a compiled model beside stock Hugging Face and llama.cpp.
 
 In: a request. Out: a report of medians of rounds, in which all engines compute a case in turns. Refused: a missing peer
-(H245, H246), and what compiling and loading refuse.
+(H245, U014), and what compiling and loading refuse.
 """
 
 from __future__ import annotations

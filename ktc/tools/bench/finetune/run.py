@@ -1,7 +1,7 @@
 """From a request to a report: the model is compiled into a folder that is removed at the end, and loaded once.
 
 Out: a row for each place of ktc's experts, from the same adapter, and one for each split of the peer. Refused: a model
-that does not fit (H240), experts on a GPU to which the program streams none (U030), a missing peer (H246), and what
+that does not fit (H240), experts on a GPU to which the program streams none (U030), a missing peer (U014), and what
 compiling, loading and training refuse.
 """
 
