@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
 
 import typer
 
+from ktc.cli.bars import calls_bar
 from ktc.cli.compiling import settings_of
 from ktc.cli.following import compiling
 from ktc.cli.options import CompiledModel, ExpertsFormat, ResultsFile, RuleName, Settings
@@ -146,32 +147,15 @@ def _show(session: Session, request: Request, report: Any, output: Path | None) 
 @contextmanager
 def watching(session: Session) -> Generator[ProgressSink]:
     """Show a line for each finished stage, part and step, and on a terminal a bar for the running part."""
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from ktc.cli.report import StageReport
     from ktc.tools.bench.progress import ProgressSink
 
-    columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    clocks = TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, *clocks, console=session.console, transient=True) as bar:
-        task = bar.add_task("", total=None)
+    def finished(what: str) -> None:
+        session.note(what)
+        session.console.print(f"  {what}", markup=False, soft_wrap=True)
 
-        def progress(what: str, done: float, total: float) -> None:
-            session.go_on()
-            bar.update(task, description=what, completed=done, total=total or None)
-
-        def finished(what: str) -> None:
-            session.note(what)
-            bar.console.print(f"  {what}", markup=False, soft_wrap=True)
-
-        yield ProgressSink(StageReport(session, bar.console).observe, progress, finished)
+    with calls_bar(session) as progress:
+        yield ProgressSink(StageReport(session, session.console).observe, progress, finished)
 
 
 for _kind in REQUESTS:

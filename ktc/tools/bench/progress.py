@@ -14,12 +14,12 @@ class ProgressSink:
     """
 
     stage: Callable[[str, object], None]
-    progress: Callable[[str, float, float], None]
+    progress: Callable[[str, int, int], None]
     finished: Callable[[str], None]
 
     def part(self, name: str) -> Callable[[int, int], None]:
-        """Return the function that takes done and total of a part."""
-        return lambda done, total: self.progress(name, done, total)
+        """Return the function that takes done and total of a part, which are shown in percent."""
+        return lambda done, total: self.progress(name, 100 * done // max(1, total), 100)
 
     def at(self, done: int, total: int) -> Callable[[str], None]:
         """Return the function that takes the name of what runs now."""

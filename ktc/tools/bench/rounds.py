@@ -52,7 +52,7 @@ def in_turns(
 
     A failure of a candidate in `peers` leaves it out; others end the run.
     """
-    turns = Turns[K]({key: [] for key in candidates})
+    turns: Turns[K] = Turns({key: [] for key in candidates})
     for number in range(rounds + 1):
         for key, run in candidates.items():
             if key in turns.failures:

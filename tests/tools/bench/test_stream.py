@@ -35,7 +35,7 @@ def _built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forward_backward_and_the_bus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_CHUNK", 10_000)
-    told: list[tuple[str, float, float]] = []
+    told: list[tuple[str, int, int]] = []
     sink = ProgressSink(lambda *_: None, lambda *step: told.append(step), lambda _: None)
     report = stream.run_on(CPU, asked(), SPEC, sink)
     assert [row.tokens for row in report.rows] == [3, 40]
