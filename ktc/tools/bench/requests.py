@@ -260,7 +260,7 @@ class Decode(Request):
 
     def checked(self) -> Self:
         """Check words, threads, and that anything is left to be measured."""
-        from ktc.tools.bench.decode.sizes import SIZES
+        from ktc.tools.bench.sizes import SIZES
 
         one_of("--model", self.model, SIZES)
         one_of("--format", self.file_format, FILE_FORMATS)

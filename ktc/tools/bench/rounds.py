@@ -34,7 +34,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Turns(Generic[K]):
-    """What was measured: seconds by candidate and round, the limits, and why a peer was left out."""
+    """The measurements: seconds by candidate and round, the limits, and why a peer was left out."""
 
     seconds: Mapping[K, list[Seconds]]
     samples: Samples = field(default_factory=Samples)

@@ -27,11 +27,11 @@ from ktc.tools.bench.decode.model_file import (
 )
 from ktc.tools.bench.decode.parts import parts_of
 from ktc.tools.bench.decode.run import Agreement, DecodeReport, Row, agreement_of, figures
-from ktc.tools.bench.decode.sizes import SIZES
 from ktc.tools.bench.options import parse
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.report import tables
 from ktc.tools.bench.requests import FILE_FORMATS, LLAMA_PYTHON, Case, Decode
+from ktc.tools.bench.sizes import SIZES
 
 stock = peer("stock")
 CHECKOUT = Path(__file__).parents[3]

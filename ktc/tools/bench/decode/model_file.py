@@ -22,8 +22,8 @@ from ktc.foundation.formats import BLOCKS, STORED
 from ktc.model.experts.block_reference import random_blocks
 from ktc.stages.capture.gguf_names import GgufPlace, gguf_places
 from ktc.stages.capture.model import build_on_meta
-from ktc.tools.bench.decode.sizes import SIZES, Sizes
 from ktc.tools.bench.requests import Case
+from ktc.tools.bench.sizes import SIZES, Sizes
 
 FILE: Final = "model.gguf"
 _SIZE: Final = 0.02  # of a weight
