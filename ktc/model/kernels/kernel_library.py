@@ -183,7 +183,7 @@ class KernelLibrary:
     entries: tuple[tuple[str, str], ...]
 
     def kernel(self, entry: str) -> Kernel:
-        """Return one entry, for `FusedMoe(kernel=...)`."""
+        """Return one entry, for `PackedExperts`."""
         dtypes = dict(self.entries)
         if entry not in dtypes:
             raise KeyError(f"the kernel library `{self.path.name}` has no entry `{entry}`; it has {', '.join(dtypes)}")
