@@ -64,8 +64,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report without graphs."""
-        found = decisions_json(self.matches, self.near_misses, self.plan, self.proofs)
-        return {**found, "diagnostics": [to_json(d) for d in self.diagnostics]}
+        decisions = decisions_json(self.matches, self.near_misses, self.plan, self.proofs)
+        return {**decisions, "diagnostics": [to_json(d) for d in self.diagnostics]}
 
 
 def decisions_json(

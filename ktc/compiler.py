@@ -161,8 +161,8 @@ def proven(analysis: Analysis, observe: Observe = _unobserved) -> tuple[Analysis
         try:
             analysis = _decide(analysis.ruleset, captured, analysis.weights, analysis.host, observe)
         except InputRefused as error:
-            found = (Diagnostic(code, f"the rewrite of `{block}` {why}") for block, (code, why) in left.items())
-            raise ProofFailed(*found, *error.diagnostics) from error
+            failures = (Diagnostic(code, f"the rewrite of `{block}` {why}") for block, (code, why) in left.items())
+            raise ProofFailed(*failures, *error.diagnostics) from error
     return analysis, proofs
 
 
@@ -205,8 +205,8 @@ def dumps(
     if tuple(stages) == ("captured",):
         source = open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code)
         return [dump_stage("captured", capture(source), None, None)]
-    found = analyse(model, rules, host=host, trust_remote_code=trust_remote_code)
-    return [dump_stage(stage, found.captured, found.matches, found.plan, found.blocks) for stage in stages]
+    analysis = analyse(model, rules, host=host, trust_remote_code=trust_remote_code)
+    return [dump_stage(stage, analysis.captured, analysis.matches, analysis.plan, analysis.blocks) for stage in stages]
 
 
 __all__ = ["Analysis", "KtcError", "Model", "Report", "analyse", "check", "compile", "dumps", "inspect"]

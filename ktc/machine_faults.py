@@ -63,13 +63,13 @@ class MachineFault:
 
 def fault_in(error: BaseException) -> MachineFault | None:
     """Return the fault of the machine that raised `error`, or None: the input or ktc is at fault."""
-    for each in causes(error, (RuntimeError, KtcError)):  # torch's writer raises again, and so do refusals
-        if isinstance(each, KtcError):
+    for cause in causes(error, (RuntimeError, KtcError)):  # torch's writer raises again, and so do refusals
+        if isinstance(cause, KtcError):
             continue  # its text is ours
-        found = _of_system(each) if isinstance(each, OSError) else fault_in_text(str(each))
-        if found is not None:
-            return found
-        if isinstance(each, RuntimeError | OSError) and _CUT_SHORT.search(str(each)):
+        fault = _of_system(cause) if isinstance(cause, OSError) else fault_in_text(str(cause))
+        if fault is not None:
+            return fault
+        if isinstance(cause, RuntimeError | OSError) and _CUT_SHORT.search(str(cause)):
             return not_written_whole()
     return None
 
@@ -81,13 +81,13 @@ def not_written_whole() -> MachineFault:
 
 def is_machine_fault(error: BaseException, *, vanished: bool = True) -> bool:
     """Return whether the machine is at fault, and not a path that cannot be used; `vanished`: also if it is missing."""
-    found = fault_in(error)
-    return found is not None and found.code not in (_OTHER, *([] if vanished else [_GONE]))
+    fault = fault_in(error)
+    return fault is not None and fault.code not in (_OTHER, *([] if vanished else [_GONE]))
 
 
 def fault_in_text(text: str) -> MachineFault | None:
     """Return the fault that a message of a library or of a compiler names."""
-    numbers = [int(found) for found in _NUMBER.findall(text)]
+    numbers = [int(digits) for digits in _NUMBER.findall(text)]
     numbers += [number for number in _CODES if number not in _VANISHED and os.strerror(number) in text]
     numbers += [number for words, number in _SQLITE.items() if words in text]
     known = next((number for number in numbers if number in _CODES), None)

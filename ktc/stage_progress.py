@@ -6,10 +6,12 @@ those in all. Without a listener nothing happens, and a stage stays a function o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Final, TypeVar
+
+from ktc.temporary_values import context_value
 
 Listener = Callable[[int, int], None]
 Step = TypeVar("Step")
@@ -17,14 +19,9 @@ Step = TypeVar("Step")
 _LISTENER: Final[ContextVar[Listener | None]] = ContextVar("listener", default=None)
 
 
-@contextmanager
-def listening(listener: Listener) -> Generator[None]:
-    """Report all steps inside the block to the listener."""
-    token = _LISTENER.set(listener)
-    try:
-        yield
-    finally:
-        _LISTENER.reset(token)
+def listening(listener: Listener) -> AbstractContextManager[object]:
+    """Return a context that reports all steps inside it to the listener."""
+    return context_value(_LISTENER, listener)
 
 
 def tell(done: int, total: int) -> None:

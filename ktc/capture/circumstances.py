@@ -25,6 +25,8 @@ from ktc.capture.mentioned import Mentions, PassedOver, own_names
 from ktc.capture.observed_run import Ran, observed, unrecorded
 from ktc.capture.reasons import reads_data
 from ktc.capture.states import Given, State
+from ktc.capture.trace import training_mode
+from ktc.temporary_values import context_value
 
 Inside = Callable[[], AbstractContextManager[object]]
 Run = Callable[[Given, Inside], object]  # runs the code on what the inputs become, inside a context entered last
@@ -159,14 +161,9 @@ CIRCUMSTANCES = (
 _asked_before: ContextVar[bool] = ContextVar("asked_before", default=False)
 
 
-@contextmanager
-def asked_before() -> Generator[None]:
-    """Ask nothing inside: the code is that of a model whose capture has asked it, with other sizes."""
-    token = _asked_before.set(True)
-    try:
-        yield
-    finally:
-        _asked_before.reset(token)
+def asked_before() -> AbstractContextManager[object]:
+    """Return a context in which nothing is asked: a capture of the same code, with other sizes, has asked it."""
+    return context_value(_asked_before, True)
 
 
 def is_asked_before() -> bool:
@@ -255,7 +252,7 @@ class _Runs:
 
 def _run(module: nn.Module, run: Run, together: Sequence[State], mentions: Mentions, *, training: bool) -> Ran:
     with ExitStack() as stack:
-        stack.enter_context(_mode(module, training))
+        stack.enter_context(training_mode(module, training))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         changes = [stack.enter_context(state.around(module)) for state in together]
@@ -272,8 +269,8 @@ def _run(module: nn.Module, run: Run, together: Sequence[State], mentions: Menti
 def _partials(module: nn.Module) -> Iterator[str]:
     """Yield the functions that `functools.partial` holds as attributes of modules: a call of one is not an event."""
     for inner in module.modules():
-        for held in (vars(inner), *map(vars, type(inner).__mro__)):
-            parts = (cast("object", value) for value in held.values() if isinstance(value, partial))
+        for attributes in (vars(inner), *map(vars, type(inner).__mro__)):
+            parts = (cast("object", value) for value in attributes.values() if isinstance(value, partial))
             yield from (name for part in parts for name in own_names(part))
 
 
@@ -288,14 +285,3 @@ def _all(changes: Sequence[Given]) -> Given:
             return result
 
     return given
-
-
-@contextmanager
-def _mode(module: nn.Module, training: bool) -> Generator[None]:
-    before = {inner: inner.training for inner in module.modules()}
-    module.train(training)
-    try:
-        yield
-    finally:
-        for inner, mode in before.items():
-            inner.training = mode

@@ -49,7 +49,7 @@ def _makers(
 
     Without the data of these modules, the call must run.
     """
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     mask = kwargs.get("attention_mask")
 
     def trying(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def _makers(
                 place = next((i for i, leaf in enumerate(_tensors(given, named)) if leaf is mask), None)
                 if place is None or not any(words in str(error) for words in NO_DATA):
                     raise
-                found[name] = place
+                places[name] = place
                 return _data_mask(given, named, place)
 
         return forward
@@ -72,7 +72,7 @@ def _makers(
             run(*args, **kwargs)
         except Exception:  # noqa: BLE001 - it fails for another reason too, which `record` meets again and reports
             return {}
-    return found
+    return places
 
 
 def _tensors(given: tuple[Any, ...], named: Mapping[str, Any]) -> list[Tensor]:

@@ -8,13 +8,12 @@ an unsupported one is reliably reported. A module whose class does more than cal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
 from types import CodeType
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from transformers.integrations.moe import use_experts_implementation
 from ktc.capture.circumstances import Inside, dependence
 from ktc.capture.side_effects import side_effect
 from ktc.capture.states import Given
-from ktc.capture.trace import LAYOUT, MODES, traced, without_sizes
+from ktc.capture.trace import LAYOUT, MODES, traced, training_mode, without_sizes
 from ktc.experts.form import Activation, ExpertsForm, Function
 from ktc.experts.reference import activated
 from ktc.linears.plain import has_hooks
@@ -50,13 +49,13 @@ def form_of(module: nn.Module) -> str:
     try:
         if reason := _effect(module, code):
             return f"{UNSUPPORTED}the activation of `{name}` does more than compute: {reason}"
-        found = form_of_code(code, gated, trained=lambda: _training(module))
+        form = form_of_code(code, gated, trained=lambda: training_mode(module, True))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
         return f"{UNSUPPORTED}the activation of `{name}` does not run alone ({type(error).__name__})"
-    if found is None or _differs_by_call(code, module):
+    if form is None or _differs_by_call(code, module):
         return f"{UNSUPPORTED}`{name}` has an activation that no kernel computes"
     biased, transposed = bool(getattr(module, "has_bias", False)), bool(getattr(module, "is_transposed", False))
-    return str(replace(found, biased=biased, transposed=transposed))
+    return str(replace(form, biased=biased, transposed=transposed))
 
 
 def _gate(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -68,14 +67,18 @@ def gate_dependence(module: nn.Module) -> str:
     """Return in which circumstances the gate code of a module with a form computes something else, "" if in none."""
     code = _gate(module)
     assert code is not None, "a module with a form has gate code"
-    own = next(module.parameters())
-    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
+    sample = _rows_for(module)
 
     def run(given: Given, inside: Inside) -> object:
         with inside():
             return code(given(sample))
 
     return dependence(module, run)
+
+
+def _rows_for(module: nn.Module) -> Tensor:
+    """Return empty rows (2, columns) in the dtype and on the device of the module."""
+    return next(module.parameters()).new_empty(2, 2 * _SAMPLES)
 
 
 def _more_than_experts(module: nn.Module, first: str) -> str:
@@ -88,8 +91,8 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
     if getattr(module, "has_post_expert_norm", False):
         return "a norm after each expert"
     biases = (f"{first}_bias", "down_proj_bias") if getattr(module, "has_bias", False) else ()
-    own = dict(module.named_parameters(recurse=False))
-    if missing := [tensor for tensor in (first, "down_proj", *biases) if tensor not in own]:
+    parameters = dict(module.named_parameters(recurse=False))
+    if missing := [tensor for tensor in (first, "down_proj", *biases) if tensor not in parameters]:
         return f"`{name}` holds no `{missing[0]}`"
     matrices = {first, "down_proj", *biases}
     if more := [tensor for tensor in module.state_dict() if tensor not in matrices]:
@@ -99,10 +102,9 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
 
 def _effect(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
     """Return what gate code leaves behind in either mode, "" if only its result."""
-    own = next(module.parameters())
-    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
-    for mode in (nullcontext, lambda: _training(module)):
-        with mode():
+    sample = _rows_for(module)
+    for training in (module.training, True):
+        with training_mode(module, training):
             if reason := side_effect(module, lambda: code(sample)):
                 return reason
     return ""
@@ -113,8 +115,8 @@ def _differs_by_call(code: Callable[[Tensor], Tensor], module: nn.Module) -> boo
 
     The same is asked of the modes of torch, and of the number of rows.
     """
-    own = next(module.parameters()).dtype
-    samples = [torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in (own, torch.float32)]
+    dtypes = (next(module.parameters()).dtype, torch.float32)
+    samples = [torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in dtypes]
     try:
         one, other = (without_sizes(traced(module, lambda x=sample: code(x))) for sample in samples)
         if one != other or reads_rows(code, samples[1]):
@@ -156,16 +158,6 @@ def interface_code() -> CodeType:
     return use_experts_implementation(Experts).forward.__code__
 
 
-@contextmanager
-def _training(module: nn.Module) -> Generator[None]:
-    before = module.training
-    module.train()
-    try:
-        yield
-    finally:
-        module.train(before)
-
-
 def form_of_code(
     code: Callable[[Tensor], Tensor], gated: bool, width: int = 2 * _SAMPLES,
     trained: Callable[[], Any] | None = None,
@@ -187,21 +179,23 @@ def form_of_code(
                 again = code(sample).double()
             if not torch.equal(again.nan_to_num(), expected.nan_to_num()):
                 return None
-    return _found(constants, gated, sample, expected)
+    of_sample, of_result = (_Bytes(tuple(t.shape), t.numpy().tobytes()) for t in (sample, expected))
+    return _search(constants, gated, of_sample, of_result)
 
 
-def _found(constants: frozenset[float], gated: bool, sample: Tensor, expected: Tensor) -> ExpertsForm | None:
-    shape = tuple(expected.shape)
-    return _search(constants, gated, tuple(sample.shape), sample.numpy().tobytes(), shape, expected.numpy().tobytes())
+class _Bytes(NamedTuple):
+    """An fp64 tensor as a key of a cache."""
+
+    shape: tuple[int, ...]
+    content: bytes
+
+    def tensor(self) -> Tensor:
+        return torch.frombuffer(bytearray(self.content), dtype=torch.float64).reshape(self.shape)
 
 
 @lru_cache(maxsize=64)  # a deep model has one module of experts per layer
-def _search(
-    constants: frozenset[float], gated: bool, of_sample: tuple[int, ...], sampled: bytes, shape: tuple[int, ...],
-    computed: bytes,
-) -> ExpertsForm | None:  # fmt: skip
-    sample = torch.frombuffer(bytearray(sampled), dtype=torch.float64).reshape(of_sample)
-    expected = torch.frombuffer(bytearray(computed), dtype=torch.float64).reshape(shape)
+def _search(constants: frozenset[float], gated: bool, of_sample: _Bytes, of_result: _Bytes) -> ExpertsForm | None:
+    sample, expected = of_sample.tensor(), of_result.tensor()
     for form in _candidates(constants, gated):
         actual = activated(form, sample)
         # Some gates compute in fp32 for every input dtype.
@@ -247,9 +241,7 @@ class _Numbers(TorchDispatchMode):
         self.found: set[float] = set()
         self.reads_values = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads_values |= "_local_scalar_dense" in str(func)
         if not any(layout in str(func) for layout in LAYOUT):
             leaves = pytree.tree_leaves((args, dict(kwargs or {})))

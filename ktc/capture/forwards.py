@@ -21,7 +21,7 @@ def replaced_forwards(replacements: Iterable[tuple[nn.Module, Forward]]) -> Gene
             module.forward = forward
         yield
     finally:
-        for module, own in reversed(before):
+        for module, stock in reversed(before):
             del module.forward
-            if own is not None:
-                module.forward = own
+            if stock is not None:
+                module.forward = stock

@@ -75,9 +75,11 @@ def map_gguf(model: PreTrainedModel, index: CheckpointIndex) -> GgufMap:
 
 
 def _require_gguf() -> None:
-    found = versions.installed("gguf")
-    if found is None or versions.release(found) < _OLDEST_GGUF:
-        state = "is not installed" if found is None else f"is {found} here, {versions.dotted(_OLDEST_GGUF)} at least"
+    version = versions.installed("gguf")
+    if version is None or versions.release(version) < _OLDEST_GGUF:
+        state = (
+            "is not installed" if version is None else f"is {version} here, {versions.dotted(_OLDEST_GGUF)} at least"
+        )
         message = f"GGUF files are read with the package `gguf`, which {state}"
         raise HostLacks(Diagnostic("H230", message, hint="`pip install 'ktc[gguf]'`"))
 
@@ -105,11 +107,11 @@ def _contradictions(index: CheckpointIndex, architecture: str, config: PreTraine
     """Yield the contradictions between the file's settings and config.json."""
     for setting, field in _SETTINGS.items():
         name = f"{architecture}.{setting}"
-        found, expected = (index.gguf or {}).get(name), getattr(config, field, None)
-        if found is None or expected is None or (architecture == _LATENT and field == "num_key_value_heads"):
+        stored, expected = (index.gguf or {}).get(name), getattr(config, field, None)
+        if stored is None or expected is None or (architecture == _LATENT and field == "num_key_value_heads"):
             continue
-        if found != expected:
-            message = f"the GGUF file has `{name}` = {found!s:.40}, config.json has `{field}` = {expected}"
+        if stored != expected:
+            message = f"the GGUF file has `{name}` = {stored!s:.40}, config.json has `{field}` = {expected}"
             yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
 
 
@@ -137,11 +139,11 @@ def _misfits(row: WeightSource, target: Tensor) -> Iterator[Diagnostic]:
     if row.span is not None:
         expected[row.span.dim] = row.span.length
     try:
-        found: list[int] | None = list(row.loaded_shape)
+        yielded: list[int] | None = list(row.loaded_shape)
     except ValueError:  # an inapplicable step
-        found = None
-    if found != expected:
-        stored = f"which yields {found}, expected {expected}" if found and row.steps else f"expected {expected}"
+        yielded = None
+    if yielded != expected:
+        stored = f"which yields {yielded}, expected {expected}" if yielded and row.steps else f"expected {expected}"
         message = f"tensor `{row.source_key}` in `{row.file}` has shape {list(row.shape)}, {stored}"
         yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
     if row.dtype in UNREADABLE or (row.block is None and row.dtype not in _FLOATS):

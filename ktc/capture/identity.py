@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
 from ktc.capture.markers import masks_given
-from ktc.capture.reasons import first_line
 from ktc.capture.record import Call
 from ktc.capture.trace import plain_settings, traced
 from ktc.capture.unrolled import routed_anyhow
 from ktc.graph.typed import named_modules
+from ktc.hf.foreign_errors import first_line
 
 LONG = 1021  # tokens of a sequence in the second trace: more than limits on the length of a call that authors write
 

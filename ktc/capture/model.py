@@ -27,7 +27,7 @@ from ktc.capture.loop import capture_loop
 from ktc.capture.markers import marked, masks_given
 from ktc.capture.normal_form import normalise
 from ktc.capture.own_markers import not_recognised, recognised
-from ktc.capture.reasons import first_line, reason_of
+from ktc.capture.reasons import reason_of
 from ktc.capture.record import Call, record
 from ktc.capture.shared_weights import shared_names, sharing
 from ktc.capture.trace import recording_reads
@@ -36,7 +36,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.graph import ops
 from ktc.graph.typed import named_modules, nodes_of
 from ktc.hf import stock_model
-from ktc.hf.foreign_errors import of_another_version, raised_by
+from ktc.hf.foreign_errors import first_line, of_another_version, raised_by
 from ktc.hf.named_class import not_a_causal_lm
 from ktc.linears.plain import is_plain_linear
 from ktc.stage_progress import counted
@@ -102,18 +102,19 @@ def _own_masks(block: nn.Module, call: Call) -> Generator[None]:
         yield
 
 
-def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
+def _check_class(source: ModelSource, model_class: type[PreTrainedModel]) -> None:
     """Check that transformers has no other class of that name, since a compiled model finds its class by name.
 
     Code that a class runs after its weights are read is not run for a compiled model, so it is refused.
     """
-    named = getattr(transformers, found.__name__, found)
-    if source.folder is not None and not source.own_code and named is not found:
-        message = f"`{found.__name__}` is of `{found.__module__}`, and transformers has another class of that name"
+    name = model_class.__name__
+    named = getattr(transformers, name, model_class)
+    if source.folder is not None and not source.own_code and named is not model_class:
+        message = f"`{name}` is of `{model_class.__module__}`, and transformers has another class of that name"
         hint = "give the folder that its code came from, with `--trust-remote-code`"
         raise InputRefused(Diagnostic("I109", message, hint=hint))
-    if not found.from_pretrained.__module__.startswith("transformers."):
-        message = f"`{found.__name__}` has a `from_pretrained` of its own, which a compiled model would not run"
+    if not model_class.from_pretrained.__module__.startswith("transformers."):
+        message = f"`{name}` has a `from_pretrained` of its own, which a compiled model would not run"
         raise InputRefused(Diagnostic("I109", message, hint="move what it does to `__init__`"))
 
 
@@ -122,27 +123,18 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return stock_model.build_on_meta(config, getattr(config, "dtype", None) or torch.float32)
     except Exception as error:  # foreign model classes raise anything on an unsuitable config
-        raise InputRefused(
-            Diagnostic(
-                "I103",
-                f"transformers cannot build a causal LM from this config (`model_type` = `{config.model_type}`): "
-                f"{first_line(error)}",
-                hint=not_a_causal_lm(config) or of_another_version(config) or raised_by(error),
-            )
-        ) from error
+        named = f"(`model_type` = `{config.model_type}`)"
+        message = f"transformers cannot build a causal LM from this config {named}: {first_line(error)}"
+        hint = not_a_causal_lm(config) or of_another_version(config) or raised_by(error)
+        raise InputRefused(Diagnostic("I103", message, hint=hint)) from error
 
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the ModuleList with the most parameters: the stack of decoder layers under any name."""
     lists = [(fqn, m) for fqn, m in named_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
     if not lists:
-        raise InputRefused(
-            Diagnostic(
-                "I104",
-                f"`{type(model).__name__}` has no stack of decoder layers",
-                hint="ktc compiles decoder-only causal LMs",
-            )
-        )
+        message = f"`{type(model).__name__}` has no stack of decoder layers"
+        raise InputRefused(Diagnostic("I104", message, hint="ktc compiles decoder-only causal LMs"))
     return max(lists, key=lambda item: (sum(p.numel() for p in item[1].parameters()), -len(item[0])))
 
 
@@ -174,12 +166,14 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
         return BlockGraph(key, name, None, no_experts or _not_experts(block) + reason_of(error))
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]
-    own = recognised(block)
-    if any(node.meta.get("fqn") == "" for node in experts) and (more := more_than_experts(graph, named=bool(own))):
+    own_experts = recognised(block)
+    if any(node.meta.get("fqn") == "" for node in experts) and (
+        more := more_than_experts(graph, named=bool(own_experts))
+    ):
         return BlockGraph(key, name, None, more)
     forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
-    return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph, own=own)
+    return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph, own=own_experts)
 
 
 def _not_experts(block: nn.Module) -> str:

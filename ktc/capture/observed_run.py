@@ -7,8 +7,8 @@ Functions are recorded as the author calls them: which operators they become dep
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ktc.capture.mentioned import Mentions
+from ktc.temporary_values import context_value
 
 # Functions whose result has the numbers and the gradients of their first argument, in any dtype that holds them.
 _COPIES = frozenset({
@@ -66,14 +67,9 @@ def observed(module: nn.Module, run: Callable[[], object], mentions: Mentions) -
     return Ran(tuple(calls.rows), tuple(calls.blocked), graded, frozenset(mentions.names | calls.asked))
 
 
-@contextmanager
-def unrecorded() -> Generator[None]:
-    """Record no call inside: those that prepare an input are not of the module."""
-    token = _unrecorded.set(True)
-    try:
-        yield
-    finally:
-        _unrecorded.reset(token)
+def unrecorded() -> AbstractContextManager[object]:
+    """Return a context in which no call is recorded: those that prepare an input are not of the module."""
+    return context_value(_unrecorded, True)
 
 
 class _Calls(TorchFunctionMode):
@@ -86,13 +82,11 @@ class _Calls(TorchFunctionMode):
         self.asked: set[str] = set()
         self._num_given = 0
         self._main = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-        held = (*module.named_parameters(), *module.named_buffers())
-        self._names = {id(tensor): _WRAPPED.sub("", name) for name, tensor in held}
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        self._names = {id(tensor): _WRAPPED.sub("", name) for name, tensor in tensors}
         self._held: list[Tensor] = []  # an id is unique only as long as its tensor lives
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = dict(kwargs or {}), name_of(func)
         if _unrecorded.get():
             return func(*args, **given)
@@ -146,12 +140,11 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 def _leaves(value: object) -> Iterator[object]:
     """Yield what containers hold, in order. Four times as fast as pytree, which the runs would mostly wait for."""
+    if isinstance(value, dict):
+        value = list(cast("Mapping[object, object]", value).values())
     if isinstance(value, tuple | list):
-        for each in cast("Sequence[object]", value):
-            yield from _leaves(each)
-    elif isinstance(value, dict):
-        for each in cast("Mapping[object, object]", value).values():
-            yield from _leaves(each)
+        for item in cast("Sequence[object]", value):
+            yield from _leaves(item)
     else:
         yield value
 

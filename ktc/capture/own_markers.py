@@ -31,9 +31,11 @@ Marker = Callable[[Tensor, Tensor, Tensor, StockExperts, str], Tensor]
 class View(StockExperts):
     """The stock tensors of a recognised module, and what it was recognised as."""
 
-    def __init__(self, module: nn.Module, own: OwnExperts) -> None:
-        super().__init__(stock_experts(module, own.form, own.parts, own.sizes), own.inputs, own.called)
-        self.own = own
+    def __init__(self, module: nn.Module, experts: OwnExperts) -> None:
+        super().__init__(
+            stock_experts(module, experts.form, experts.parts, experts.sizes), experts.inputs, experts.called
+        )
+        self.own = experts
 
 
 class _Known:
@@ -73,9 +75,9 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._asked and not self._known.reading:
             self._asked = True
-            own = self._known.of(self._code, lambda: self._read(args, kwargs))
-            if own is not None:
-                self._module.add_module(STOCK, View(self._module, own))
+            experts = self._known.of(self._code, lambda: self._read(args, kwargs))
+            if experts is not None:
+                self._module.add_module(STOCK, View(self._module, experts))
         view = getattr(self._module, STOCK, None)
         if not isinstance(view, View):
             return self._forward(*args, **kwargs)
@@ -143,5 +145,5 @@ def recognised(block: nn.Module) -> tuple[OwnExperts, ...]:
 def not_recognised(block: nn.Module) -> str:
     """Return in words which module of a block was read and not recognised as experts, and why; "" if none was."""
     calls = ((name, vars(module).get("forward")) for name, module in named_modules(block))
-    found = ((name, call.reason) for name, call in calls if isinstance(call, _Call))
-    return next((f"`{name or type(block).__name__}` is not read as experts: {why}" for name, why in found if why), "")
+    reasons = ((name, call.reason) for name, call in calls if isinstance(call, _Call))
+    return next((f"`{name or type(block).__name__}` is not read as experts: {why}" for name, why in reasons if why), "")

@@ -20,10 +20,10 @@ from ktc.capture.expert_list import candidates
 from ktc.capture.export import BATCH, SEQUENCE
 from ktc.capture.forwards import replaced_forwards
 from ktc.capture.markers import masks_given
-from ktc.capture.reasons import first_line, reason_of
+from ktc.capture.reasons import reason_of
 from ktc.capture.unrolled import routed_anyhow
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.hf.foreign_errors import raised_by
+from ktc.hf.foreign_errors import first_line, raised_by
 from ktc.stage_progress import tell
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -33,7 +33,10 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
     """Return the arguments of every block, and why some cannot run on meta. Raises InputRefused (I107)."""
     # The result of a block that cannot run is unknown: hidden states, or a tuple that begins with them.
     error: Exception | None = None
-    for returns_tuple in (_like_attention, _always, _never):
+    guesses: tuple[Callable[[str], bool], ...] = (
+        lambda fqn: "attn" in fqn.rpartition(".")[2], lambda _: True, lambda _: False
+    )  # fmt: skip
+    for returns_tuple in guesses:
         calls, failed = dict[str, Call](), dict[str, str]()
         try:
             _run(model, blocks, calls, failed, returns_tuple)
@@ -47,25 +50,12 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
     raise InputRefused(Diagnostic("I107", message, hint=raised_by(error) if error else "")) from error
 
 
-def _like_attention(fqn: str) -> bool:
-    return "attn" in fqn.rpartition(".")[2]
-
-
-def _always(_: str) -> bool:
-    return True
-
-
-def _never(_: str) -> bool:
-    return False
-
-
 def _run(
-    model: PreTrainedModel,
-    blocks: Mapping[str, nn.Module],
-    calls: dict[str, Call],
-    failed: dict[str, str],
+    model: PreTrainedModel, blocks: Mapping[str, nn.Module], calls: dict[str, Call], failed: dict[str, str],
     returns_tuple: Callable[[str], bool],
-) -> None:
+) -> None:  # fmt: skip
+    """Run one forward, and fill `calls` and `failed`. The result of a block that fails is made up."""
+
     def recording(fqn: str, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.setdefault(fqn, (args, kwargs))

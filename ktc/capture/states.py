@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ktc.capture.observed_run import name_of
 from ktc.capture.trace import autocast as autocast_enabled
+from ktc.temporary_values import attributes
 
 Given = Callable[[Tensor], Tensor]  # what an input becomes
 Around = Callable[[nn.Module], AbstractContextManager[Given]]
@@ -45,13 +46,13 @@ def _frozen_where(chosen: Callable[[int], bool]) -> State:
 
     def around(module: nn.Module) -> Generator[Given]:
         places = _places(module)
-        found = {p: p.requires_grad for p in module.parameters()}
+        before = {parameter: parameter.requires_grad for parameter in module.parameters()}
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(not chosen(places[_without_numbers(name)]))
         try:
             yield _as_given
         finally:
-            for parameter, trained in found.items():
+            for parameter, trained in before.items():
                 parameter.requires_grad_(trained)
 
     return _state(around)
@@ -142,14 +143,9 @@ AUTOCAST = (_autocast, _autocast_half)
 @_state
 def compiling(_: nn.Module) -> Generator[Given]:
     """Code that is being compiled or exported."""
-    compiler = cast("Any", torch.compiler)
-    before = compiler._is_compiling_flag, compiler._is_exporting_flag, compiler.is_dynamo_compiling
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
-    compiler.is_dynamo_compiling = lambda: True
-    try:
+    flags = {"_is_compiling_flag": True, "_is_exporting_flag": True, "is_dynamo_compiling": lambda: True}
+    with attributes(torch.compiler, **flags):
         yield _as_given
-    finally:
-        compiler._is_compiling_flag, compiler._is_exporting_flag, compiler.is_dynamo_compiling = before
 
 
 @_state
@@ -204,16 +200,16 @@ class _Wrapped(nn.Module):
 @_state
 def wrapped(module: nn.Module) -> Generator[Given]:
     """Linear layers that PEFT has wrapped."""
-    found = [
+    linears = [
         (parent, name, child)
         for parent in module.modules() for name, child in parent.named_children() if isinstance(child, nn.Linear)
     ]  # fmt: skip
-    for parent, name, child in found:
+    for parent, name, child in linears:
         setattr(parent, name, _Wrapped(child))
     try:
         yield _as_given
     finally:
-        for parent, name, child in found:
+        for parent, name, child in linears:
             setattr(parent, name, child)
 
 
@@ -225,13 +221,13 @@ class _Alias(nn.Module):
 @_state
 def parametrised(module: nn.Module) -> Generator[Given]:
     """Parameters that PEFT computes from others while a layer runs."""
-    found = [(inner, name) for inner in module.modules() for name, _ in inner.named_parameters(recurse=False)]
-    for inner, name in found:
+    parameters = [(inner, name) for inner in module.modules() for name, _ in inner.named_parameters(recurse=False)]
+    for inner, name in parameters:
         parametrize.register_parametrization(inner, name, _Alias(), unsafe=True)
     try:
         yield _as_given
     finally:
-        for inner, name in found:
+        for inner, name in parameters:
             parametrize.remove_parametrizations(inner, name, leave_parametrized=False)
 
 
@@ -296,9 +292,7 @@ class _Pretended(TorchFunctionMode):
         super().__init__()
         self._device = torch.device(kind)
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = name_of(func)
         if name == "device":
             return self._device

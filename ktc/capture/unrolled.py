@@ -9,7 +9,7 @@ followed only where it asks whether an expert has tokens (`expert_hits`). All ot
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
@@ -117,10 +117,7 @@ class _NoData(TorchFunctionMode):
         self._count = count
         self._hits = Hits()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = dict(kwargs or {}), getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None and first.is_meta:

@@ -78,8 +78,8 @@ def _nothing_to_read(folder: Path) -> Diagnostic:
             f"`{folder}` holds pickled weights (`{pickled[0]}`), which run code when they are read",
             hint="write it again as safetensors: load it with transformers where you trust it, then `save_pretrained`",
         )
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    hint = f"`{INDEX_FILE}` is missing for `{found[0]}`" if found else "name a folder that holds the whole checkpoint"
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    hint = f"`{INDEX_FILE}` is missing for `{shards[0]}`" if shards else "name a folder that holds the whole checkpoint"
     message = f"`{folder}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}` nor a GGUF file"
     return Diagnostic("I111", message, hint=hint)
 
@@ -134,7 +134,7 @@ def _read_headers(folder: Path, files: list[str]) -> tuple[dict[str, tuple[Tenso
 
 
 def _missing_tensors(weight_map: Mapping[str, str], by_file: Mapping[str, tuple[TensorEntry, ...]]) -> list[Diagnostic]:
-    held = {file: {entry.name for entry in entries} for file, entries in by_file.items()}
+    present = {file: {entry.name for entry in entries} for file, entries in by_file.items()}
     return [
         Diagnostic(
             "I115",
@@ -142,7 +142,7 @@ def _missing_tensors(weight_map: Mapping[str, str], by_file: Mapping[str, tuple[
             hint=f"download or copy `{file}` again",
         )
         for name, file in weight_map.items()
-        if file in held and name not in held[file]
+        if file in present and name not in present[file]
     ]
 
 

@@ -57,7 +57,7 @@ class Int4Grid:
         if not text:
             return None
         name, group, mode = (*text.split(), "", "")[:3]
-        scale_mode: ScaleMode | None = next((each for each in SCALE_MODES if each == mode), None)
+        scale_mode: ScaleMode | None = next((known for known in SCALE_MODES if known == mode), None)
         if name != "int4" or scale_mode is None or str(cls(int(group), scale_mode)) != text:
             raise ValueError(f"`{text}` names no grid of INT4")
         return cls(int(group), scale_mode)

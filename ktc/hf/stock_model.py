@@ -6,6 +6,7 @@ meta tensors. Compiling and loading build it here, so both have the same modules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -41,6 +42,13 @@ def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     if quantised is not None:
         part.quantization_config = quantised
     return part
+
+
+def quantization_config_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """Return `quantization_config` of config.json, or of its part for text, as plain values; `None` if missing."""
+    values = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    settings = next(filter(None, values), None)
+    return cast("Mapping[str, Any] | None", settings if isinstance(settings, dict | None) else settings.to_dict())
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

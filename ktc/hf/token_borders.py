@@ -48,8 +48,8 @@ class TextTokens:
         """
         if not getattr(self.tokenizer, "is_fast", False):
             return self.ids(text), None
-        found = self.tokenizer(text, add_special_tokens=self._special, return_offsets_mapping=True)
-        return list(found["input_ids"]), [(first - (first == end), end) for first, end in found["offset_mapping"]]
+        encoded = self.tokenizer(text, add_special_tokens=self._special, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [(first - (first == end), end) for first, end in encoded["offset_mapping"]]
 
     def border(self, before: str, ids: Sequence[int]) -> Border:
         """Return where the part after `before` begins in `ids`, the tokens of a text that begins with `before`."""

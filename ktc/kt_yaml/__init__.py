@@ -74,13 +74,13 @@ def import_for(source: Source, read: KtRules, captured: CapturedModel) -> Import
     """Import the rules of `source` as a program for a captured model. Raises as `import_kt_yaml` does."""
     try:
         replayed = replay(read.rules, captured.modules)
-        found = outcomes(replayed.visits, find_reach(captured))
+        effects = outcomes(replayed.visits, find_reach(captured))
         header = _header(source.name, read.rules, str(captured.facts["type"]))
-        emitted = emit(found, captured, "imported.ktr", header)
-        verified = verify(emitted.module, found, captured)
+        emitted = emit(effects, captured, "imported.ktr", header)
+        verified = verify(emitted.module, effects, captured)
     except KtcError as error:
         raise type(error)(*error.diagnostics, sources={**error.sources, source.name: source.text}) from error
-    report = make_report(source.name, read, replayed, found, emitted.became, verified, captured)
+    report = make_report(source.name, read, replayed, effects, emitted.became, verified, captured)
     return Imported(print_module(emitted.module), report, read.warnings, {source.name: source.text})
 
 

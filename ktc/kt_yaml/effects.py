@@ -59,10 +59,10 @@ class Reach:
 def outcomes(visits: Sequence[Visit], reach: Reach) -> tuple[Outcome, ...]:
     """Return one outcome per module, in the order of the visits."""
     training = trains(visit.rule for visit in visits)
-    found = [_outcome(visit, reach, training) for visit in visits]
-    pinned = frozenset(outcome.path for outcome in found if outcome.pinned)
-    latent = frozenset(o.path for o in found if o.kernel is not None and o.kernel.target == MlaAbsorbed.name)
-    return tuple(_settled(outcome, pinned, latent, reach) for outcome in found)
+    effects = [_outcome(visit, reach, training) for visit in visits]
+    pinned = frozenset(outcome.path for outcome in effects if outcome.pinned)
+    latent = frozenset(o.path for o in effects if o.kernel is not None and o.kernel.target == MlaAbsorbed.name)
+    return tuple(_settled(outcome, pinned, latent, reach) for outcome in effects)
 
 
 def trains(rules: Iterable[KtRule | None]) -> bool:
@@ -123,8 +123,8 @@ def _full(device: str) -> str:
 def _operation(rule: KtRule, key: str) -> str | None:
     """Return the operation of a phase: the rule's, `null` included; without one, the constructor's default."""
     if key in rule.settings:
-        found = rule.settings[key]
-        return str(found) if found is not None else None
+        named = rule.settings[key]
+        return str(named) if named is not None else None
     defaults = names.DEFAULTS[rule.kind]
     return defaults.generate_op if key == "generate_op" else defaults.prefill_op
 
@@ -133,8 +133,8 @@ def operations(rule: KtRule) -> tuple[str, ...]:
     """Return the operations that a rule names or implies."""
     if rule.kind not in names.DEFAULTS:
         return ()
-    found = (_operation(rule, "generate_op"), _operation(rule, "prefill_op"))
-    return tuple(operation for operation in found if operation)
+    phases = (_operation(rule, "generate_op"), _operation(rule, "prefill_op"))
+    return tuple(operation for operation in phases if operation)
 
 
 def _kernel(rule: KtRule, path: str, reach: Reach, training: bool) -> Kernel | None:
@@ -195,9 +195,9 @@ def _lost(kernel: Kernel | None, path: str, reach: Reach, training: bool) -> str
         return ""
     if not path:
         return "a rule cannot name the model as a whole"
-    own = dict(kernel.settings).get("kernel")
-    if training and own in TARGETS[kernel.target].without_backward:
-        return f"`{own}` has no backward pass, and other rules of the file are for training"
+    kernel_name = dict(kernel.settings).get("kernel")
+    if training and kernel_name in TARGETS[kernel.target].without_backward:
+        return f"`{kernel_name}` has no backward pass, and other rules of the file are for training"
     if kernel.root == "module" or path in reach.found[kernel.root]:
         return ""
     what = {MLA: "attention", GQA: "attention"}.get(kernel.root, f"`{kernel.root}`")

@@ -114,8 +114,8 @@ _ONCE_LINEAR = ("qwen2moetopkrouter", "qwen3moetopkrouter")  # a plain Linear in
 
 def answers_to(class_name: str) -> frozenset[str]:
     """Return the spellings of `match.class` that match a module of Hugging Face's class."""
-    own = class_name.casefold()
-    return frozenset((own, "linear")) if own in _ONCE_LINEAR else frozenset((own,))
+    plain = class_name.casefold()
+    return frozenset((plain, "linear")) if plain in _ONCE_LINEAR else frozenset((plain,))
 
 
 def spelling(match_class: str) -> str:

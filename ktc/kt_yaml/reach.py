@@ -30,15 +30,15 @@ def find_reach(captured: CapturedModel) -> Reach:
     return Reach(found, frozenset(path for found in latent for path in _absorbed(found, captured)))
 
 
-def _absorbed(found: Match, captured: CapturedModel) -> Iterator[str]:
+def _absorbed(latent: Match, captured: CapturedModel) -> Iterator[str]:
     """Return the paths of the linears that `MlaAbsorbed` absorbs in one match."""
-    graph = captured.block(found.block).graph
+    graph = captured.block(latent.block).graph
     assert graph is not None, "a match of a pattern has a graph"
     nodes = {node.name: node for node in nodes_of(graph)}
     for name in MlaAbsorbed.absorbs:
-        binding = found.capture((name,))
+        binding = latent.capture((name,))
         if isinstance(binding, NodeRef) and "fqn" in nodes[binding.node].meta:
-            yield f"{found.site}.{nodes[binding.node].meta['fqn']}"
+            yield f"{latent.site}.{nodes[binding.node].meta['fqn']}"
 
 
 def run_program(module: syntax.Module, captured: CapturedModel) -> tuple[RuleSet, Matches]:

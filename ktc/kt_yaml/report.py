@@ -91,7 +91,7 @@ def make_report(
 
 
 def _rule(
-    rule: KtRule, replayed: Replay, found: Sequence[Outcome], became: Mapping[int, tuple[str, ...]]
+    rule: KtRule, replayed: Replay, outcomes: Sequence[Outcome], became: Mapping[int, tuple[str, ...]]
 ) -> RuleReport:
     def told(state: State, why: str) -> RuleReport:
         count = replayed.fired.get(rule.number, 0)
@@ -99,8 +99,8 @@ def _rule(
 
     if rule.number in replayed.dead:
         return told("dead", replayed.dead[rule.number])
-    lost = [outcome.lost for outcome in found if outcome.rule is rule and outcome.lost]
-    if lost and not any(outcome.kernel for outcome in found if outcome.rule is rule):
+    lost = [outcome.lost for outcome in outcomes if outcome.rule is rule and outcome.lost]
+    if lost and not any(outcome.kernel for outcome in outcomes if outcome.rule is rule):
         return told("refused", lost[0])
     if became.get(rule.number):
         return told("imported", f"but not {len(lost)} of the modules: {lost[0]}" if lost else "")
@@ -123,10 +123,10 @@ def _table(rules: Sequence[RuleReport]) -> list[str]:
     ]
 
 
-def _out_devices(found: Sequence[Outcome], effect: Effect) -> tuple[list[Note], list[Note]]:
+def _out_devices(outcomes: Sequence[Outcome], effect: Effect) -> tuple[list[Note], list[Note]]:
     """Compare the `out_device` of every rule with the device around its modules."""
     derived, differing = dict[int, Note](), dict[int, Note]()
-    for outcome in found:
+    for outcome in outcomes:
         wanted = outcome.rule.settings.get("out_device") if outcome.rule else None
         if outcome.rule is None or outcome.inside or not isinstance(wanted, str):
             continue
@@ -176,8 +176,8 @@ def _losses(fired: Sequence[KtRule]) -> list[Note]:
     return notes
 
 
-def _lost(found: Sequence[Outcome]) -> list[Note]:
-    lost = {o.rule.number: Note(o.rule.span.line, o.lost) for o in found if o.rule is not None and o.lost}
+def _lost(outcomes: Sequence[Outcome]) -> list[Note]:
+    lost = {o.rule.number: Note(o.rule.span.line, o.lost) for o in outcomes if o.rule is not None and o.lost}
     return [*lost.values()]
 
 

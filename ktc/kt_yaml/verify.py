@@ -44,7 +44,7 @@ class Verified:
     effect: Effect
 
 
-def verify(module: syntax.Module, found: Sequence[Outcome], captured: CapturedModel) -> Verified:
+def verify(module: syntax.Module, outcomes: Sequence[Outcome], captured: CapturedModel) -> Verified:
     """Compare the program's effect with the outcomes of the replay.
 
     Raises:
@@ -53,12 +53,12 @@ def verify(module: syntax.Module, found: Sequence[Outcome], captured: CapturedMo
     ruleset, matches = run_program(module, captured)
     resolve_claims(captured, matches, ruleset)
     effect = _effect(ruleset, matches)
-    differences = [f"`{o.path}`: {said}" for o in found for said in _differences(o, effect)]
+    differences = [f"`{o.path}`: {said}" for o in outcomes for said in _differences(o, effect)]
     if differences:
         shown = "; ".join(differences[:MAX_SHOWN]) + ("; ..." if len(differences) > MAX_SHOWN else "")
         message = f"the imported program does not do what the file does, {len(differences)} differences: {shown}"
         raise ProofFailed(Diagnostic("K030", message, hint="this is a bug in ktc: please report it with the file"))
-    return Verified(len(found), sum(outcome.kernel is not None for outcome in found), effect)
+    return Verified(len(outcomes), sum(outcome.kernel is not None for outcome in outcomes), effect)
 
 
 def _effect(ruleset: RuleSet, matches: Matches) -> Effect:

@@ -116,8 +116,8 @@ def _telling_of_routers(make: GetPeftModel) -> GetPeftModel:
         adapted = make(model, config)
         modules = cast("dict[str, nn.Module]", dict(cast("Any", adapted).named_modules()))
         named = (name.rpartition(".")[2] for name, module in modules.items() if hasattr(module, "lora_A"))
-        if found := sorted(_ROUTERS.intersection(named)):
-            message = f"LoRA adapts the router (`{found[0]}`): the choice of experts will change during training"
+        if routers := sorted(_ROUTERS.intersection(named)):
+            message = f"LoRA adapts the router (`{routers[0]}`): the choice of experts will change during training"
             hint = "name the targets in `lora_target` without it if this is not intended"
             log.warning("%s", render([Diagnostic("F914", message, hint=hint, severity="warning")]))
         return adapted

@@ -132,14 +132,14 @@ class TermMatcher:
         self, pattern: PatternDefinition, term: syntax.Term
     ) -> list[tuple[syntax.Call, PatternDefinition]]:
         """Return the patterns that a binding chooses from, with equal outputs; empty if a choice is not a pattern."""
-        found: list[tuple[syntax.Call, PatternDefinition]] = []
+        calls: list[tuple[syntax.Call, PatternDefinition]] = []
         for choice in term.choices if isinstance(term, syntax.Alternatives) else (term,):
             callee = self._pattern(pattern, choice.callee) if isinstance(choice, syntax.Call) else None
-            if callee is None or (found and _outputs(callee) != _outputs(found[0][1])):
+            if callee is None or (calls and _outputs(callee) != _outputs(calls[0][1])):
                 return []
             assert isinstance(choice, syntax.Call)
-            found.append((choice, callee))
-        return found
+            calls.append((choice, callee))
+        return calls
 
     def _call(
         self, pattern: PatternDefinition, call: syntax.Call, callee: PatternDefinition, value: Value, state: State
@@ -197,7 +197,7 @@ class TermMatcher:
             return
         sources, passed = sources_of(value.node)
         here = replace(state, nodes=state.nodes | passed)
-        fitting = [found for source in sources if (found := list(self._term(pattern, term, Value(source), here)))]
+        fitting = [states for source in sources if (states := list(self._term(pattern, term, Value(source), here)))]
         if len(fitting) == 1:
             yield from fitting[0]
 

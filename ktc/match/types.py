@@ -48,13 +48,13 @@ class Match:
 
     def capture(self, path: tuple[str, ...]) -> Binding | None:
         """Return the binding at `path` below the match, None if an optional part is absent."""
-        found: Binding = SubMatch(self.root, self.bindings)
+        binding: Binding = SubMatch(self.root, self.bindings)
         for name in path:
-            inner = found.bindings.get(name) if isinstance(found, SubMatch) else None
+            inner = binding.bindings.get(name) if isinstance(binding, SubMatch) else None
             if inner is None:
                 return None
-            found = inner
-        return found
+            binding = inner
+        return binding
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,11 +131,11 @@ def _paired(before: BlockDump, after: BlockDump) -> dict[str, str]:
 
 
 def _by_fqn(block: BlockDump, names: set[str]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    names_by_fqn: dict[str, list[str]] = {}
     for node in block.nodes:
         if node.name in names and node.fqn:
-            found.setdefault(node.fqn, []).append(node.name)
-    return {fqn: same[0] for fqn, same in found.items() if len(same) == 1}
+            names_by_fqn.setdefault(node.fqn, []).append(node.name)
+    return {fqn: same[0] for fqn, same in names_by_fqn.items() if len(same) == 1}
 
 
 def _module_diffs(before: ModelDump, after: ModelDump) -> Iterator[ModuleDiff]:

@@ -89,8 +89,8 @@ def write_gguf_model(
             called = file_name(name, label_of(*_counts(original, plan)), encoding=_main_type(plan, matrices))
             writer.path = path / called
         _write(writer, gguf, original, plan, progress or (lambda done, total: None))
-        files = tuple(Path(each.name).name for each in writer.fout)
-        size = sum(Path(each.name).stat().st_size for each in writer.fout)
+        files = tuple(Path(file.name).name for file in writer.fout)
+        size = sum(Path(file.name).stat().st_size for file in writer.fout)
         if not alone:
             copy_others(original.base.folder, path)
             (path / INDEX_FILE).unlink(missing_ok=True)
@@ -178,12 +178,12 @@ def _write(writer: Any, gguf: Any, original: Original, plan: FilePlan, progress:
 
 def _write_tensor(tensor: FileTensor, original: Original, rows: Any, stored: TensorReader, file: Any) -> int:
     if tensor.type == Q4_0:
-        found = codes_of(tensor, dict(original.weights.coded), original.stored, stored)
+        bands = codes_of(tensor, dict(original.weights.coded), original.stored, stored)
     else:
-        found = rows_of(tensor, rows)
+        bands = rows_of(tensor, rows)
     written = 0
-    for each in found:
-        file.write(each.data if each.flags.c_contiguous else each.tobytes())
-        written += each.nbytes
+    for band in bands:
+        file.write(band.data if band.flags.c_contiguous else band.tobytes())
+        written += band.nbytes
     assert written == tensor.nbytes, f"{tensor.name}: {written} bytes, not {tensor.nbytes}"
     return written

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from ktc.checkpoint.int4 import Int4Grid
 from ktc.checkpoint.reader import RowReader, TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.files import file_digest
+from ktc.hf.stock_model import quantization_config_of
 from ktc.quantise.trained_grids import rounds_again
 
 
@@ -77,7 +78,7 @@ def open_original(model: Path, adapter: Path | None) -> Original:
     index = open_index(base.folder)
     if index.gguf is not None:
         raise InputRefused(_quantised(base, "a GGUF file"))
-    config = _quantisation(base)
+    config = quantization_config_of(base.config)
     weights = FullPrecision(index, config)
     added = plan_additions(place(opened, base), weights.index) if opened else dict[str, Addition]()
     return Original(base, index, weights.index, config, weights, opened, added)
@@ -89,12 +90,6 @@ def require_one_rounding(original: Original, requantise: bool) -> None:
         raise InputRefused(_quantised(original.base, "quantised already"))
     if original.config is not None and not requantise:
         raise InputRefused(rounds_again(f"the quantised weights of `{original.base.name}`"))
-
-
-def _quantisation(base: BaseModel) -> Mapping[str, Any] | None:
-    configs = (base.config, base.config.get_text_config())
-    found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
-    return cast("Mapping[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
 def _quantised(base: BaseModel, what: str) -> Diagnostic:
@@ -110,5 +105,5 @@ class _RoundedReader:
 
     def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
         """Return the tensor, or the `rows` of its first dimension (no step), in the dtype of `entry`."""
-        found, grid = self._rows.read(entry, rows), self._grids.get(entry.name)
-        return found if grid is None or not found.numel() else grid.rounded(found)
+        weights, grid = self._rows.read(entry, rows), self._grids.get(entry.name)
+        return weights if grid is None or not weights.numel() else grid.rounded(weights)

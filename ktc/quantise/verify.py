@@ -32,17 +32,17 @@ def verify_conversion(
     `model` names the original if it has moved. Raises InputRefused (Q513, and what the conversion refuses).
     """
     made = read_record(folder)
-    found = [_compared("weights", folder / file, expected) for file, expected in made.files.items()]
-    return (*found, *(_against_source(folder, made, model or Path(made.model), progress) if source else ()))
+    recorded = [_compared("weights", folder / file, expected) for file, expected in made.files.items()]
+    return (*recorded, *(_against_source(folder, made, model or Path(made.model), progress) if source else ()))
 
 
 def _compared(name: str, path: Path, expected: str) -> Finding:
     if not path.is_file():
         return Finding(name, "missing", f"no `{path.name}`", _AGAIN)
-    found = file_digest(path)
-    if found == expected:
-        return Finding(name, "good", f"{path.name}, sha256 {found[:12]}")
-    return Finding(name, "altered", f"{path.name}: expected sha256 {expected[:12]}, found {found[:12]}", _AGAIN)
+    digest = file_digest(path)
+    if digest == expected:
+        return Finding(name, "good", f"{path.name}, sha256 {digest[:12]}")
+    return Finding(name, "altered", f"{path.name}: expected sha256 {expected[:12]}, found {digest[:12]}", _AGAIN)
 
 
 def _against_source(folder: Path, made: Conversion, model: Path, progress: Progress | None) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.hf.foreign_errors import first_line
 from ktc.twin.layers import shrink_layers
 from ktc.twin.sizes import Settings, parts_of, shrink_sizes, with_other_sizes
 
@@ -37,7 +38,7 @@ def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Conf
     try:
         return type(config).from_dict(_shrunk(settings, {}, whole, second))
     except Exception as error:  # foreign config classes raise anything on sizes that do not fit together
-        words = (str(error.__cause__ or error).strip().splitlines() or [""])[0][:200]
+        words = first_line(error.__cause__ or error)
         message = f"no small witness of this `{config.model_type}` config can be made: {words}"
         raise InputRefused(Diagnostic("I103", message, hint=_PLEASE_REPORT)) from error
 

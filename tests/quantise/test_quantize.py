@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 
 from ktc import twin
+from ktc.checkpoint import reader
 from ktc.checkpoint.index import open_index
 from ktc.checkpoint.int4 import fake_quantised
 from ktc.checkpoint.quantised import stored_weights
@@ -151,7 +152,7 @@ def test_files_of_another_scheme_are_not_used(tmp_path: Path, monkeypatch: pytes
 def test_memory_is_a_band_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checkpoint(tmp_path / "model")
     whole = quantize(source, tmp_path / "whole", G32)
-    monkeypatch.setattr(shards, "_BAND", 256)
+    monkeypatch.setattr(reader, "_BAND", 256)
     bands = quantize(source, tmp_path / "bands", G32)
     found, expected = stored(bands.path), stored(whole.path)
     assert found.keys() == expected.keys()

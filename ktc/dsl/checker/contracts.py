@@ -102,9 +102,9 @@ def _other_grid(one: RuleAction, other: RuleAction) -> Fault | None:
     """Return a fault if the kernel's own weight format would quantise fake-quantised weights to another grid."""
     if not isinstance(one.target, CpuMoe) or not isinstance(other.target, Quantisation):
         return None
-    own, wanted = one.target.format, other.target.format
-    if own not in REQUANTISING or wanted in (None, REQUANTISING[own]):
+    format, wanted = one.target.format, other.target.format
+    if format not in REQUANTISING or wanted in (None, REQUANTISING[format]):
         return None
     hosting = [name for name in ENUMS["format"] if REQUANTISING.get(name, wanted) == wanted]
-    message = f"format `{own}` quantises the experts again, `{other.target.name}({wanted})` would be on another grid"
-    return Fault("E044", message, f"kept as `{own}` here", hint=f"formats that can host it: {listing(hosting)}")
+    message = f"format `{format}` quantises the experts again, `{other.target.name}({wanted})` would be on another grid"
+    return Fault("E044", message, f"kept as `{format}` here", hint=f"formats that can host it: {listing(hosting)}")
