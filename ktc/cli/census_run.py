@@ -27,7 +27,7 @@ from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 
 if TYPE_CHECKING:
-    from ktc.census import Census, Family
+    from ktc.tools.census import Census, Family
 
 _WIDE = 200  # columns of the table in a file
 
@@ -42,7 +42,7 @@ def run(
     Raises:
         InputRefused: a name is not a model type (I103).
     """
-    from ktc.census import Census, default_jobs, examine_all
+    from ktc.tools.census import Census, default_jobs, examine_all
 
     started, asked = time.perf_counter(), _asked(names)
     jobs = min(jobs or default_jobs(), len(asked))
@@ -65,7 +65,7 @@ def _asked(names: Sequence[str]) -> tuple[str, ...]:
     """Return the families to examine, sorted. Raises InputRefused (I103)."""
     from transformers import CONFIG_MAPPING
 
-    from ktc import twin
+    from ktc.model import twin
 
     known = list(CONFIG_MAPPING)
     faults = [
@@ -114,7 +114,7 @@ def _show(session: Session, census: Census, form: str, output: Path | None) -> N
 
 
 def _page(census: Census) -> str:
-    from ktc.census import markdown
+    from ktc.tools.census import markdown
 
     return markdown(census, date.today())
 
@@ -133,7 +133,7 @@ _FORMS: dict[str, Callable[[Census], str]] = {"markdown": _page, "json": _json, 
 
 
 def _table(census: Census) -> Table:
-    from ktc.census.markdown import COLUMNS, cells
+    from ktc.tools.census.markdown import COLUMNS, cells
 
     table = Table(*COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for family in census.families:

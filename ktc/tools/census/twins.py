@@ -1,0 +1,181 @@
+"""Compare two whole causal LMs of a family: the stock twin, and the one in which the loader's code realised a program.
+
+Input: both models with equal weights, and the program's adapter. Output: a `TwinProof`: the worst error of the logits
+of several inputs and of the gradients of the adapter, and whether greedy decoding gives the same tokens. A difference
+in fp32 is decided in fp64. An input that the stock model itself refuses is a note.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ktc.model.graph.typed import named_modules
+from ktc.model.loading import peft_glue
+from ktc.stages.proof.compare import InDouble, relative_error
+from ktc.tools.census.types import TwinProof
+
+SEED = 4711
+NEW_TOKENS = 8
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The values of one side, by name; an input that it refuses is a reason in `refused`."""
+
+    values: dict[str, Tensor]
+    refused: dict[str, str]
+
+
+def compare_twins(
+    program: str, stock: PreTrainedModel, realised: PreTrainedModel, adapter: Mapping[str, Any] | None
+) -> TwinProof:
+    """Return the comparison of two fp32 models on the CPU; `adapter` are arguments of `LoraConfig`.
+
+    Weights of experts that the stock model keeps in a list of modules are not adapted: its adapter has another form.
+    """
+    adapter, notes = _common(adapter, stock)
+    proof = _compared(program, stock, realised, adapter, nullcontext, notes)
+    if proof.wrong and not proof.difference:
+        wide = copy.deepcopy(stock).double(), copy.deepcopy(realised).double()
+        found = _compared(program, *wide, adapter, InDouble, notes)
+        # A stock model that refuses fp64 decides nothing there.
+        proof = proof if set(found.notes) - set(proof.notes) else found
+    return proof
+
+
+def _common(adapter: Mapping[str, Any] | None, stock: nn.Module) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+    """Return the part of an adapter that both models can have, and a note on the rest."""
+    if adapter is None:
+        return None, ("the program has no adapter",)
+    names = {name for name, _ in stock.named_parameters()}
+    asked = cast("Sequence[str]", adapter["target_parameters"] or ())
+    kept = [name for name in asked if name in names]
+    left = len(asked) - len(kept)
+    notes = (f"the adapter of {left} weights of experts in a list has no stock counterpart",) if left else ()
+    return {**adapter, "target_parameters": kept or None}, notes
+
+
+def _compared(
+    program: str, stock: PreTrainedModel, realised: PreTrainedModel, adapter: Mapping[str, Any] | None,
+    precision: Callable[[], AbstractContextManager[object]], notes: tuple[str, ...],
+) -> TwinProof:  # fmt: skip
+    with precision():
+        expected = _measured(stock, adapter)
+        actual = _measured(realised, adapter)
+    raised = [f"{name}: it raises {words}" for name, words in actual.refused.items() if name not in expected.refused]
+    missing = expected.values.keys() ^ actual.values.keys() if not raised else ()
+    differences = [*raised, *(f"{name}: one side alone has it" for name in sorted(missing))]
+    both = [name for name in expected.values if name in actual.values]
+    errors = {name: relative_error(actual.values[name], expected.values[name]) for name in both}
+    logits = {name: error for name, error in errors.items() if name.startswith("logits")}
+    return TwinProof(
+        program,
+        logits=max(logits.values(), default=None),
+        tokens=errors["tokens"] == 0 if "tokens" in errors else None,
+        gradients={n.removeprefix("gradient of "): e for n, e in errors.items() if n.startswith("gradient of ")},
+        difference="; ".join(differences),
+        notes=(*notes, *_refusals(expected.refused)),
+    )
+
+
+def _refusals(refused: Mapping[str, str]) -> Iterator[str]:
+    for words in dict.fromkeys(refused.values()):
+        yield f"stock refuses {', '.join(name for name in refused if refused[name] == words)}: {words}"
+
+
+def _measured(model: PreTrainedModel, adapter: Mapping[str, Any] | None) -> _Measured:
+    values, refused = dict[str, Tensor](), dict[str, str]()
+    steps: dict[str, Callable[[], Values]] = {
+        "logits": lambda: {"logits": _logits(model, _tokens(model, 2, 24))},
+        "logits with left padding": lambda: {"logits with left padding": _padded_logits(model)},
+        "logits with a cache": lambda: {"logits with a cache": _cached_logits(model)},
+        "greedy tokens": lambda: {"tokens": _greedy(model)},
+        **({"LoRA gradients": lambda: _gradients(copy.deepcopy(model), adapter)} if adapter is not None else {}),
+    }
+    for name, step in steps.items():
+        try:
+            values |= step()
+        except Exception as error:  # noqa: BLE001 - foreign code raises anything; the caller compares both sides
+            words = (str(error).strip().splitlines() or [""])[0][:200]
+            refused[name] = f"{type(error).__name__}: {words}"
+    return _Measured(values, refused)
+
+
+def _tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(SEED + length))
+
+
+def _padded(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return three rows of tokens and their mask: none, some and most of a row is padding, on the left."""
+    tokens, mask = _tokens(model, 3, 19), torch.ones(3, 19, dtype=torch.long)
+    mask[1, :5] = mask[2, :13] = 0
+    return tokens, mask
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, tokens: Tensor, **more: Any) -> Tensor:
+    return cast("Tensor", model(input_ids=tokens, use_cache=False, **more).logits)
+
+
+def _padded_logits(model: PreTrainedModel) -> Tensor:
+    tokens, mask = _padded(model)
+    return _logits(model, tokens, attention_mask=mask)[mask.bool()]
+
+
+@torch.no_grad()
+def _cached_logits(model: PreTrainedModel) -> Tensor:
+    """Return the logits of a prompt and of three further tokens, each in a call of its own."""
+    tokens = _tokens(model, 2, 14)
+    out = model(input_ids=tokens[:, :11], use_cache=True)
+    found = [cast("Tensor", out.logits)]
+    for place in range(11, 14):
+        out = model(input_ids=tokens[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+        found.append(cast("Tensor", out.logits))
+    return torch.cat(found, 1)
+
+
+def _greedy(model: PreTrainedModel) -> Tensor:
+    tokens, mask = _padded(model)
+    made = cast("Any", model).generate(
+        tokens, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+        pad_token_id=0,
+    )  # fmt: skip
+    return cast("Tensor", made)[:, tokens.shape[1] :] + 1.0  # no token is zero, for relative errors
+
+
+def _gradients(model: PreTrainedModel, adapter: Mapping[str, Any]) -> Values:
+    """Return the gradient of every factor of the adapter, in train mode, of the loss of padded rows."""
+    peft_glue.install()
+    tuned = cast("nn.Module", get_peft_model(model, LoraConfig(**adapter)))
+    factors = dict(_randomised(tuned))
+    tokens, mask = _padded(model)
+    rows = _logits(model, tokens[:1]).shape[-1]  # a padded vocabulary has fewer logits
+    labels = tokens.clamp(max=rows - 1).masked_fill(mask == 0, -100)
+    tuned.train()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        tuned(input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+    zero = torch.zeros(())
+    return {f"gradient of {name}": zero if p.grad is None else p.grad for name, p in factors.items()}
+
+
+def _randomised(tuned: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Give every factor random values by its name: PEFT begins with B = 0, where A has no gradient."""
+    dtype = next(p.dtype for _, module in named_modules(tuned) for p in module.parameters(recurse=False))
+    for name, parameter in tuned.named_parameters():
+        if ".lora_" in name:
+            generator = torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator).to(dtype)
+            yield name, parameter
