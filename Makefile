@@ -47,7 +47,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytes
 QUICK = $(PYTEST) -m "not slow and not full" --numprocesses $(WORKERS) --dist worksteal
 test: $(READY)
 ifdef ROOM
-	@$(QUICK) tests/$(ROOM)
+	@$(QUICK) $(wildcard tests/$(ROOM) tests/*/$(ROOM))
 else
 	@mkdir -p build
 	@echo "the static checks run beside the tests: build/check.log"
@@ -103,7 +103,7 @@ lf-environment:
 
 # The table of all mixture-of-experts families, generated again.
 census: $(READY)
-	$(BIN)/ktc census --format markdown -o docs/census.md
+	PYTHONPATH=benchmarks $(BIN)/python -m census --format markdown -o docs/census.md
 
 # Mutants of everything that is read from outside for SECONDS; the corpus in build/fuzz grows. KINDS="gguf configs"
 # chooses; FUZZ=--json or FUZZ="-o FILE" writes the table as JSON.

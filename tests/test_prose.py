@@ -66,7 +66,6 @@ HELD = (
     "ktc/stages/analysis.py",
     "ktc/tools/bench",
     "ktc/stages/capture",
-    "ktc/tools/census",
     "ktc/model/checkpoint",
     "ktc/cli",
     "ktc/stages/codegen",

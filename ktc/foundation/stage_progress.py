@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Final, TypeVar
 
-from ktc.temporary_values import context_value
+from ktc.foundation.temporary_values import context_value
 
 Listener = Callable[[int, int], None]
 Step = TypeVar("Step")

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from ktc.tools.census import Family
+from census import Family
 
 
 def examine(name: str) -> Family:

@@ -20,13 +20,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ktc.foundation.temporary_values import context_value
 from ktc.stages.capture import states
 from ktc.stages.capture.mentioned import Mentions, PassedOver, own_names
 from ktc.stages.capture.observed_run import Ran, observed, unrecorded
 from ktc.stages.capture.reasons import reads_data
 from ktc.stages.capture.states import Given, State
 from ktc.stages.capture.trace import training_mode
-from ktc.temporary_values import context_value
 
 Inside = Callable[[], AbstractContextManager[object]]
 Run = Callable[[Given, Inside], object]  # runs the code on what the inputs become, inside a context entered last

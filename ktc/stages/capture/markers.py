@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ktc.foundation.temporary_values import attributes, context_value
 from ktc.model.graph import ops
 from ktc.stages.capture.forms import UNSUPPORTED, form_of, gate_dependence, is_interface
 from ktc.stages.capture.own_experts import more_than_interface
 from ktc.stages.capture.own_markers import code_of, own_experts_marked
-from ktc.temporary_values import attributes, context_value
 
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
 # Where a config keeps the names of its implementations; the public setters accept only names of transformers.

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import configuration_utils
 
-from ktc.temporary_values import attributes
+from ktc.foundation.temporary_values import attributes
 
 _PYTHON, _PACKAGES = (sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib"))
 _NOT_OF_MODELS = (

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ktc.foundation.temporary_values import context_value
 from ktc.stages.capture.mentioned import Mentions
-from ktc.temporary_values import context_value
 
 # Functions whose result has the numbers and the gradients of their first argument, in any dtype that holds them.
 _COPIES = frozenset({

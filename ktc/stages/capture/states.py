@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from ktc.foundation.temporary_values import attributes
 from ktc.stages.capture.observed_run import name_of
 from ktc.stages.capture.trace import autocast as autocast_enabled
-from ktc.temporary_values import attributes
 
 Given = Callable[[Tensor], Tensor]  # what an input becomes
 Around = Callable[[nn.Module], AbstractContextManager[Given]]

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
-from ktc.temporary_values import attributes, context_value
+from ktc.foundation.temporary_values import attributes, context_value
 
 # Operators that move values and compute nothing. Which of them run may depend on sizes.
 LAYOUT = (

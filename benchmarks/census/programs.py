@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+from census.twins import compare_twins
+from census.types import TwinProof
 from ktc.diagnostics import KtcError
 from ktc.foundation.host import Host
 from ktc.language import dsl
@@ -18,8 +20,6 @@ from ktc.stages.match import Matches, match
 from ktc.stages.plan import Plan, make_plan
 from ktc.stages.proof import Witness, carried_over, realised
 from ktc.stages.rewrite import RewrittenBlock, rewrite
-from ktc.tools.census.twins import compare_twins
-from ktc.tools.census.types import TwinProof
 
 PROGRAMS = ("moe-lora", "moe-experts-lora")
 SETTINGS = {"format": "bf16"}

@@ -13,6 +13,9 @@ from dataclasses import replace
 
 import torch
 
+from census import describe
+from census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
+from census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.model import twin
 from ktc.model.graph import ops
@@ -22,9 +25,6 @@ from ktc.stages.match import Match, Matches
 from ktc.stages.plan import BlockRewrite
 from ktc.stages.proof import Witness, prove_on, reason, refuted, witness_of
 from ktc.stages.rewrite import RewrittenBlock
-from ktc.tools.census import describe
-from ktc.tools.census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
-from ktc.tools.census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 
 MOE, ATTENTION = ("moe",), ("attention", "mla")  # roles of patterns: what explains a whole block
 NEAREST = "; closest: "

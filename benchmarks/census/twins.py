@@ -19,10 +19,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from census.types import TwinProof
 from ktc.model.graph.typed import named_modules
 from ktc.model.loading import peft_glue
 from ktc.stages.proof.compare import InDouble, relative_error
-from ktc.tools.census.types import TwinProof
 
 SEED = 4711
 NEW_TOKENS = 8
