@@ -1,8 +1,8 @@
-"""The layers that a witness keeps: one of every kind, two with experts if the model has two; or the first of a model.
+"""The layers that a twin keeps: one of every kind, two with experts if the model has two; or the first of a model.
 
 Input: the settings of a config. Output: the small settings, changed in place: per-layer lists cut to the kept layers,
 lists of layer numbers and counts of first or last layers renumbered. Layers defined by a period cannot be cut freely;
-then the witness keeps the shortest prefix of the stack that has every kind.
+then the twin keeps the shortest prefix of the stack that has every kind.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _are_numbers(name: str, values: list[Any], depth: int) -> bool:
 
 
 def _kept(columns: Sequence[_Column], depth: int) -> list[int]:
-    """Return the numbers of the layers that a witness keeps, in order."""
+    """Return the numbers of the layers that a twin keeps, in order."""
     rows = _rows(columns, depth)
     sparse = _sparse(columns, depth)
     wanted = min(2, len(sparse))

@@ -1,4 +1,4 @@
-"""A config shrunk to witness size: the same class and flags, small dimensions, every kind of layer.
+"""A config shrunk to the size of a twin: the same class and flags, small dimensions, every kind of layer.
 
 Input: any causal-LM config of transformers. Output: a copy. The meaning of an attribute is read from its name
 (`sizes`, `layers`), never from the model's name. An attribute that is missing or None is unchanged. Refused: a config
@@ -27,7 +27,7 @@ _FIRST_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Config:
-    """Return a witness-sized copy of `config`: the same class and flags with small dimensions, `whole` in depth.
+    """Return a small copy of `config`: the same class and flags with small dimensions, `whole` in depth.
 
     Flags that select another computation keep their meaning: no groups stay no groups, no query compression stays none,
     equal head counts stay equal, a model that begins with dense layers keeps one, and every kind of layer is kept.

@@ -1,9 +1,8 @@
-"""Replace a loop over experts by one `experts` node in the graph of a block that ran under `routed_anyhow`.
+"""Replace a loop over experts by one `experts` node in the graph of a block that ran under `all_experts_routed`.
 
-The loop's spelling does not matter. The pass finds four values: the sum of the experts' results, and the hidden states,
-expert indices and weights that it depends on exclusively. The three inputs are the loop's entry; the nodes between
-them and the result are replaced by one `experts` node. The proof checks that the loop computes the same, on the block's
-own code and data.
+The pass works for any way to write the loop. It finds four values: the sum of the experts' results, and the hidden
+states, expert indices and weights on which alone the sum depends. One `experts` node replaces the nodes between these
+three inputs and the sum. The proof checks on data that the block's own code computes the same.
 """
 
 from __future__ import annotations

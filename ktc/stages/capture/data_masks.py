@@ -1,8 +1,8 @@
-"""Masks that depend on data: a child module that chooses keys in a loop over values becomes one node of the graph.
+"""Masks that depend on data: a child module that chooses keys by their values becomes one node of the graph.
 
 Input: a block and a call of it with an explicit mask. Output: a context in which every such child returns the operator
-`data_mask`, of the mask's shape. The node has no computation: the block keeps its own code, and patterns only need to
-see that it makes the mask. Refused by `check_masks`: a result that is used as anything but a mask of attention.
+`data_mask`, of the mask's shape. The node computes nothing: the block keeps its own code, and patterns only need to see
+where the mask comes from. Refused by `check_masks`: a result with another use than as a mask of attention.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The answers that a loop over experts may read from data: which experts have tokens, and how many.
+"""The only data that a loop over experts may read: which experts have tokens, and how many.
 
-Input: every operation on tensors of a run on meta, as it happens, and a tensor that Python code reads. Output: whether
-this tensor says, for any choice of experts, exactly that an expert has tokens. The operations between the choice and
-the tensor are repeated on small samples of choices and compared with the answer. Everything else that code reads is
-refused (`DependsOnData`): on meta, only one side of such a branch would be seen.
+Input: every tensor operation of a run on meta, in order, and a tensor that Python code reads. Output: whether this
+tensor states, for any choice of experts, exactly that an expert has tokens. The operations between the choice and the
+tensor are repeated on small samples of choices, and their result is compared. Reading anything else is refused
+(`DependsOnData`), since a run on meta sees one side of such a branch only.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from ktc.stages.capture.side_effects import side_effect
 from ktc.stages.capture.states import Given
 from ktc.stages.capture.trace import MODES, traced, training_mode, without_sizes
 from ktc.stages.capture.types import ExpertList
-from ktc.stages.capture.unrolled import routed_anyhow
+from ktc.stages.capture.unrolled import all_experts_routed
 
 _SIZES = ((BATCH, SEQUENCE), (1, 1), (BATCH, LONG))  # of calls on which a block must run the same operators
 
@@ -116,7 +116,7 @@ def _require_independent(block: nn.Module, call: Call, modules: nn.ModuleList) -
 
     def whole(given: Given, inside: Inside) -> object:
         args, kwargs = pytree.tree_map_only(Tensor, given, call)
-        with routed_anyhow(modules), inside():
+        with all_experts_routed(modules), inside():
             return block(*args, **kwargs)
 
     def alone(given: Given, inside: Inside) -> object:
@@ -131,7 +131,7 @@ def _require_independent(block: nn.Module, call: Call, modules: nn.ModuleList) -
 def _operators(block: nn.Module, modules: nn.ModuleList, call: Call, whole: bool) -> list[list[str]]:
     if not whole:
         return [without_sizes(trace) for trace in expert_traces(modules, call)][:1]
-    with routed_anyhow(modules):
+    with all_experts_routed(modules):
         return [without_sizes(traced(block, lambda: block(*call[0], **call[1])))]
 
 
@@ -143,13 +143,13 @@ def _captured(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: nn.ModuleList, experts: ExpertList
 ) -> fx.GraphModule:
     def run() -> object:
-        with routed_anyhow(modules):
+        with all_experts_routed(modules):
             return block(*args, **kwargs)
 
     if reason := side_effect(block, run):
         raise NoExperts(reason)
     try:
-        graph = export_block(block, args, kwargs, lambda: routed_anyhow(modules), whole=True)
+        graph = export_block(block, args, kwargs, lambda: all_experts_routed(modules), whole=True)
     except SizeBranch as error:
         raise NoExperts(str(error)) from error
     canonicalise(graph, experts)

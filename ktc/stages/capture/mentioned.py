@@ -1,8 +1,7 @@
-"""Mentions of code of models while it runs: names, attributes that its modules lack, values outside of modules.
+"""The names that a model's code mentions, attributes that its modules lack, and mutable values outside of modules.
 
-In: code that runs inside `Mentions`. Names are read from the code objects that ran, so those of branches that were not
-taken are among them, and from the functions that they called. Code of torch, of Python, of transformers' configs and of
-ktc is not read.
+In: code that runs inside `Mentions`. Names are read from the code objects that ran, including branches that were not
+taken, and from the functions that they called. Code of torch, Python, transformers' configs and ktc is not read.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Mentions:
 
     @contextmanager
     def collected(self) -> Generator[None]:
-        """Collect inside the context. Torch functions are passed over inside `PassedOver`, as they take most events."""
+        """Collect inside the context. `TorchCallsIgnored` leaves out torch's functions, which cause most events."""
         before = sys.getprofile()
         with _missing_attributes(self.missing):
             sys.setprofile(self._event)
@@ -106,8 +105,8 @@ class Mentions:
                 self.outside[name] = None
 
 
-class PassedOver(TorchFunctionMode):
-    """Collects no names while torch computes. It is entered last, so that it comes before every other mode."""
+class TorchCallsIgnored(TorchFunctionMode):
+    """Collects no names while torch computes. It is entered last, so that it runs before every other mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         collecting = sys.getprofile()
@@ -196,9 +195,9 @@ def _rebound(file: str) -> frozenset[str]:
 
 
 def _may_change(value: object) -> bool:
-    """Return whether a value is made to be changed: a container, a variable of a context or a thread, an object.
+    """Return whether a value is mutable by purpose: a container, a context or thread variable, an object.
 
-    A table of functions or classes is not, and objects of torch and transformers are not.
+    Exceptions are tables of functions or classes, and objects of torch and transformers.
     """
     if isinstance(value, ContextVar | threading.local | SimpleNamespace | argparse.Namespace):
         return True

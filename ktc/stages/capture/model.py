@@ -30,7 +30,7 @@ from ktc.stages.capture.experts_block import more_than_experts
 from ktc.stages.capture.export import export_block
 from ktc.stages.capture.forms import UNSUPPORTED
 from ktc.stages.capture.identity import identity_of
-from ktc.stages.capture.length import left_alone
+from ktc.stages.capture.length import reason_not_exported
 from ktc.stages.capture.loop import capture_loop
 from ktc.stages.capture.markers import marked, masks_given
 from ktc.stages.capture.normal_form import normalise
@@ -167,7 +167,7 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     except Exception as error:  # noqa: BLE001 - as below; a list of modules is not always a loop over experts
         no_experts = str(error) if isinstance(error, NoExperts) else reason_of(error)
     try:
-        if long := left_alone(block, *call):
+        if long := reason_not_exported(block, *call):
             return BlockGraph(key, name, None, long)
         graph = _with_own_linears(normalise(export_block(block, *call)), block)
         check_masks(graph)

@@ -1,7 +1,7 @@
-"""The actions of code while it runs: the torch functions that it calls, and what it mentions.
+"""A recorded run of a module: the torch functions that its code calls, and the names that it mentions.
 
 In: a module, and a function that runs it. Out: `Ran`, whose calls are equal for two runs that compute the same.
-Functions are recorded as the author calls them: which operators they become depends on gradients.
+Functions are recorded as the author calls them, since the operators behind them depend on gradients.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ _unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One run.
-
-    `blocked` states of each call whether the code has switched gradients off for it.
-    """
+    """One run. `blocked` states for each call whether the code has disabled gradients."""
 
     calls: tuple[tuple[str, ...], ...]
     blocked: tuple[bool, ...]
@@ -57,9 +54,9 @@ class Ran:
 
 
 def observed(module: nn.Module, run: Callable[[], object], mentions: Mentions) -> Ran:
-    """Return what `run`, which runs the code of `module`, does. Raises what `run` raises.
+    """Return a record of `run`, which runs the code of `module`. Raises the exceptions of `run`.
 
-    What it mentions is added to `mentions`, which has a part of it after an exception.
+    The names that the code mentions are added to `mentions`, also before an exception.
     """
     graded = torch.is_grad_enabled()
     with _Calls(module) as calls, mentions.collected():
@@ -139,7 +136,7 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield what containers hold, in order. Four times as fast as pytree, which the runs would mostly wait for."""
+    """Yield the items of nested containers, in order. Four times as fast as pytree, which would dominate the runs."""
     if isinstance(value, dict):
         value = list(cast("Mapping[object, object]", value).values())
     if isinstance(value, tuple | list):

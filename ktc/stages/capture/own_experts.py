@@ -1,4 +1,4 @@
-"""Recognise an experts module of the model's own from its code: a loop over stacked tensors, or batched products.
+"""Recognise a model's own experts module by its code: a loop over stacked tensors, or batched products.
 
 Input: a module on meta tensors and its call. Output: `OwnExperts`, or None for a module that is called otherwise.
 Refused (`NoExperts`), with the reason: code that is more than experts, computes something else in training, or branches
@@ -23,7 +23,7 @@ from ktc.model.graph import ops
 from ktc.model.graph.typed import named_modules, traced_size
 from ktc.model.linears.plain import has_hooks
 from ktc.stages.capture.canonical import NoExperts
-from ktc.stages.capture.circumstances import Inside, dependence, is_asked_before, question
+from ktc.stages.capture.circumstances import Inside, are_circumstances_checked, dependence, question
 from ktc.stages.capture.forms import interface_code
 from ktc.stages.capture.loop_reading import read_batched, read_loop
 from ktc.stages.capture.side_effects import has_own_backward, side_effect
@@ -98,15 +98,15 @@ def own_experts(
 
 
 def more_than_interface(module: nn.Module) -> str:
-    """Return why the loop that a model gave its decorated experts is more than what transformers runs instead.
+    """Return what a model's own loop does beyond the experts interface that transformers runs instead of it.
 
-    "" for experts of transformers itself, whose files are known. The proof compares the results of a loop that does not
-    run without data.
+    It is "" for experts of transformers itself, whose files are known. The proof compares the results of a loop that
+    does not run without data.
     """
     code: Any = getattr(type(module).forward, "__wrapped__", None)
     while getattr(code, "__code__", None) is interface_code():  # a derived class was decorated again
         code = getattr(code, "__wrapped__", None)
-    if code is None or code.__module__.startswith("transformers.") or is_asked_before():
+    if code is None or code.__module__.startswith("transformers.") or are_circumstances_checked():
         return ""
     down = cast("Tensor", module.down_proj)
     hidden = down.new_empty(_TOKENS, down.shape[-1 if getattr(module, "is_transposed", False) else -2])

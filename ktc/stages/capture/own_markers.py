@@ -1,4 +1,4 @@
-"""Experts modules of the model's own, as markers: the call of each becomes one experts node of a block's graph.
+"""Markers for a model's own experts modules: the call of one becomes one experts node of a block's graph.
 
 Input: a model on meta tensors. Inside `own_experts_marked`, a candidate module is read at its first call
 (`own_experts`). One that computes only experts then calls the marker with tensors of the stock layout. All others run
@@ -39,9 +39,9 @@ class View(StockExperts):
 
 
 class _Known:
-    """The modules of a model that were read, by their code, and the settings of the config that their code reads.
+    """The modules that were read, by their code, and the settings of the config that their code reads.
 
-    `reasons` says of code that was not recognised why. While one is read, those inside it run their own code.
+    `reasons` explains why code was not recognised. While a module is read, modules inside it run their own code.
     """
 
     def __init__(self) -> None:

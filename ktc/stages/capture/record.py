@@ -24,7 +24,7 @@ from ktc.stages.capture.export import BATCH, SEQUENCE
 from ktc.stages.capture.forwards import replaced_forwards
 from ktc.stages.capture.markers import masks_given
 from ktc.stages.capture.reasons import reason_of
-from ktc.stages.capture.unrolled import routed_anyhow
+from ktc.stages.capture.unrolled import all_experts_routed
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -107,7 +107,7 @@ def _run_block(block: nn.Module, original: Callable[..., Any], args: tuple[Any, 
         branch: DependsOnData | None = None
         for _, modules in candidates(block):
             try:
-                with routed_anyhow(modules):
+                with all_experts_routed(modules):
                     return original(*args, **kwargs)
             except DependsOnData as error:
                 branch = error

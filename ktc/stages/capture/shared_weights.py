@@ -1,8 +1,8 @@
-"""Weights that a block's experts share with another layer, or with each other: such a block keeps its own code.
+"""Experts whose weights are shared with another layer, or among each other: their block keeps its own code.
 
 In: a model on meta tensors. Out: for a block that shares weights, the reason. Stock code ties tensors, or has one
-module at two places. A kernel packs the weights of each layer's experts for itself, so training and refreshing would
-treat them as several.
+module at two places. Kernels pack the experts of every layer separately, so training and refreshing would treat a
+shared weight as several.
 """
 
 from __future__ import annotations

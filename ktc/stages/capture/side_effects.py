@@ -1,4 +1,4 @@
-"""The side effects of a block: tensors that it keeps, tensors of others that it changes, settings.
+"""The side effects of a block: tensors that it keeps, tensors of callers that it changes, settings that it changes.
 
 Input: a block on meta tensors and a function that calls it. Output: the reason in words, "" if there is nothing. A
 block whose graph replaces its code at run time must have no such effect, since a graph has results alone.
@@ -84,9 +84,10 @@ class _Hooks(TorchFunctionMode):
 
 
 def side_effect(block: nn.Module, run: Callable[[], object]) -> str:
-    """Return what `run()`, a call of `block` on meta tensors, leaves behind. With and without gradients.
+    """Return the first side effect of `run()`, a call of `block` on meta tensors, with or without gradients.
 
-    Raises what `run` raises."""
+    Raises the exceptions of `run`.
+    """
     return _left_behind(block, run, torch.no_grad()) or _left_behind(block, run, torch.enable_grad())
 
 
@@ -130,7 +131,7 @@ def has_own_backward(result: Tensor) -> bool:
 
 
 def _settings(block: nn.Module) -> dict[str, str]:
-    values = _Held(block)
+    values = _ReachableValues(block)
     values.values |= {name: repr(state()) for name, state in _RANDOM.items()}
     for path, module in named_modules(block):
         values.add(path, module)
@@ -139,17 +140,17 @@ def _settings(block: nn.Module) -> dict[str, str]:
 
 def _globals(block: nn.Module) -> dict[str, str]:
     """Return the plain values that the files of the block's classes keep, and the classes themselves."""
-    values = _Held(block)
+    values = _ReachableValues(block)
     for file in sorted(values.files):
         if file in sys.modules:
             values.add_names(file.rpartition(".")[2], vars(sys.modules[file]))
     return values.values
 
 
-class _Held:
-    """The plain values within reach of modules or files: in containers, and in what the same package has made.
+class _ReachableValues:
+    """The plain values that modules or files can reach: in containers, and in objects of the same package.
 
-    An object that counts calls, a class or a function with a counter, is often the only trace of a side effect.
+    A counter in an object, class or function is often the only trace of a side effect.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -161,7 +162,7 @@ class _Held:
         self._seen: dict[int, object] = {}
 
     def add(self, path: str, value: object) -> None:
-        """Record `held` under `path`, with everything that it holds."""
+        """Record `value` under `path`, with everything that it contains."""
         if is_plain(value):
             self.values[path] = repr(value)
             return

@@ -1,6 +1,6 @@
-"""States in which code of a model may run: other gradients, modes of torch, dtypes, devices, wrapped layers.
+"""States in which a model's code may run: other gradients, modes of torch, dtypes, devices, wrapped layers.
 
-Each is a context around a run on meta tensors. It yields how the inputs change, and puts everything back.
+A state is a context around a run on meta tensors. It yields a function that changes the inputs, and undoes its changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Around = Callable[[nn.Module], AbstractContextManager[Given]]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A context around a run of a module. `inside` is entered by the run itself, after what lets it run on meta."""
+    """A context around a run of a module. The run itself enters `inside`, after the modes that let it run on meta."""
 
     around: Around
     inside: Callable[[], AbstractContextManager[object]] | None = None
@@ -42,7 +42,7 @@ def _state(around: Callable[[nn.Module], Generator[Given]]) -> State:
 
 # Gradients -----------------------------------------------------------------------------------------------------------
 def _frozen_where(chosen: Callable[[int], bool]) -> State:
-    """Freeze the parameters whose place among the names, members of lists taken together, is `chosen`."""
+    """Freeze the parameters whose position among the names is `chosen`; members of a list share one name."""
 
     def around(module: nn.Module) -> Generator[Given]:
         places = _places(module)
@@ -72,7 +72,7 @@ _ALONE = 16  # names of which each is trained alone
 
 
 def partly_frozen(module: nn.Module) -> Sequence[State]:
-    """Return states of which one has any two parameters of different names differ, and those that train one alone."""
+    """Return states in which any two differently named parameters differ, and states that train one parameter alone."""
     count = len(_places(module))
     bits = [
         _frozen_where(lambda place, bit=bit, value=value: (place >> bit) % 2 == value)
@@ -234,7 +234,7 @@ def parametrised(module: nn.Module) -> Generator[Given]:
 # Tensors --------------------------------------------------------------------------------------------------------------
 @contextmanager
 def _changed(module: nn.Module, change: Given) -> Generator[None]:
-    """Let the float parameters and buffers of a module be others."""
+    """Replace the float parameters and buffers of a module inside the context."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -286,7 +286,7 @@ DTYPES = tuple(map(_in_another_dtype, (0, 1)))
 
 
 class _Pretended(TorchFunctionMode):
-    """Lets code see its tensors on a device. They stay on meta, and so does everything that the code makes."""
+    """Simulates a device: code sees its tensors there. They stay on meta, and so do all results."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

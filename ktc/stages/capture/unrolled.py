@@ -1,4 +1,4 @@
-"""Loops over experts without data: inside `routed_anyhow` a block runs on meta tensors as if every expert were chosen.
+"""Loops over experts without data: inside `all_experts_routed`, a block runs on meta as if every expert were chosen.
 
 The tokens of an expert are data, and a Python loop over the experts reads them. Here each such read has a result that
 is independent of data: a mask picks as many rows as it has elements, every expert index occurs, and an expert of a list
@@ -202,7 +202,7 @@ def _is_mask(part: object) -> bool:
 
 
 @contextmanager
-def routed_anyhow(experts: nn.ModuleList) -> Generator[None]:
+def all_experts_routed(experts: nn.ModuleList) -> Generator[None]:
     """Run a loop over `experts` without data inside the context; each expert is one marker."""
     children = list(experts)
     with replaced_forwards([(child, _marker(number)) for number, child in enumerate(children)]), _NoData(len(children)):

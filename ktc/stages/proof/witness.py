@@ -28,7 +28,7 @@ from ktc.model.hf.foreign_errors import raised_by
 from ktc.model.loading.realise import realise
 from ktc.model.targets.target import NodeAction, NodeWeights
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
-from ktc.stages.capture.circumstances import asked_before
+from ktc.stages.capture.circumstances import circumstances_checked
 from ktc.stages.plan import BlockRewrite
 from ktc.stages.proof.copies import copied
 from ktc.stages.rewrite import RewrittenBlock, block_files, recipe, rewrite_block
@@ -78,7 +78,7 @@ def witness_for(captured: CapturedModel, *, second: bool = False) -> Witness:
 
 @lru_cache(maxsize=2)  # `inspect` and `compile` of one model follow each other
 def _witness(key: _Key) -> Witness:
-    with asked_before():
+    with circumstances_checked():
         captured = capture(ModelSource("witness", None, key.config, None))
     return witness_of(captured)
 
