@@ -247,7 +247,7 @@ _ROWS: Final[tuple[Format, ...]] = (
     ),
     Codes(
         name="int8", bits=8, panel=Panel("int8", "Int8Panel"),
-        scale_bytes=8,  # beside a scale there is an offset
+        scale_bytes=8,  # a scale, and an offset
         group_sizes=(0,), unit=64, largest=127, least_scale=1e-12, integer_products=True,
     ),
     Codes(

@@ -1,4 +1,4 @@
-"""Faults of the machine, told apart from those of the input and from bugs: full disks, failing devices, no descriptors.
+"""Faults of the machine, distinguished from bugs and faulty input: full disks, failing devices, no descriptors.
 
 In: an exception of Python, torch, safetensors, tokenizers or sqlite. Out: a `MachineFault` with the code, the words of
 the system and the remedy, or None. Libraries that write from C++ and Rust report an error of the system only in their
@@ -102,12 +102,12 @@ def failed(error: BaseException, code: str, message: str, *, hint: str = "", saf
     fault = fault_in(error)
     words = fault.words if fault else (isinstance(error, OSError) and error.strerror) or str(error)
     remedy = hint or (fault.remedy if fault else "")
-    told = Diagnostic(code, f"{message}: {words}", hint="; ".join(filter(None, (remedy, safe))))
-    return HostLacks(told) if is_machine_fault(error) else InputRefused(told)
+    diagnostic = Diagnostic(code, f"{message}: {words}", hint="; ".join(filter(None, (remedy, safe))))
+    return HostLacks(diagnostic) if is_machine_fault(error) else InputRefused(diagnostic)
 
 
 def diagnosed(fault: MachineFault) -> Diagnostic:
-    """Return the message for a fault that no writer told of: what was finished before is whole."""
+    """Return the message for a fault that no writer reported: what was finished before is whole."""
     where = f"`{fault.path}`: " if fault.path else ""
     hint = f"{fault.remedy}; what ktc finished before is whole, and nothing half-written has a final name"
     return Diagnostic(fault.code, f"the file system failed: {where}{fault.words}", hint=hint)

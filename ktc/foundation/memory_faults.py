@@ -1,4 +1,4 @@
-"""Too little memory or too few threads, told apart from bugs: what was requested, what is free, what holds the rest.
+"""Too little memory or too few threads, distinguished from bugs: what was requested, what is free, who has the rest.
 
 In: an exception of Python, of a kernel, or of torch on the host or on a GPU. Out: a diagnostic with the numbers, or
 None. Nothing is imported for it: a process without memory could not. An exception that reaches a caller leaves kernels

@@ -25,7 +25,7 @@ def listening(listener: Listener) -> AbstractContextManager[object]:
 
 
 def tell(done: int, total: int) -> None:
-    """Report to the listener how many steps are done, of how many."""
+    """Report the number of finished steps and of all steps to the listener."""
     if (listener := _LISTENER.get()) is not None:
         listener(done, total)
 

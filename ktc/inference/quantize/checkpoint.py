@@ -125,15 +125,15 @@ def _claimed(work: Path) -> Generator[None]:
 
 
 def _frozen(selection: Selection, rounded: Mapping[str, Rounded]) -> Mapping[str, Int4Grid]:
-    """Return the grid of each tensor that training had rounded, and the adapter beside it."""
+    """Return the grid of each tensor that was frozen and rounded while the adapter trained."""
     grids = {path: Int4Grid.parse(training.grid) for path, training in rounded.items() if training.is_frozen}
     return {name: grid for name, module in selection.modules.items() if (grid := grids.get(module)) is not None}
 
 
 def _identity(original: Original, scheme: Scheme, selection: Selection, grids: Mapping[str, Int4Grid]) -> str:
-    """Return a digest of all that decides the files: the original's, the adapter, the scheme, what is quantised."""
-    beside = sorted((name, str(grid)) for name, grid in grids.items())
-    digest = hashlib.sha256(f"{scheme} {beside} {original.adapter_digest}\n".encode())
+    """Return a digest of all inputs of the files: the original's files, the adapter, the scheme, the selection."""
+    frozen = sorted((name, str(grid)) for name, grid in grids.items())
+    digest = hashlib.sha256(f"{scheme} {frozen} {original.adapter_digest}\n".encode())
     folder = original.index.folder
     for file in original.index.files:
         status = (folder / file).stat()
@@ -144,7 +144,7 @@ def _identity(original: Original, scheme: Scheme, selection: Selection, grids: M
 
 
 class _State:
-    """The folder that is filled, and its finished files; it is emptied if they are of another run."""
+    """The folder that is filled, and its finished files. Files of another run are removed."""
 
     def __init__(self, work: Path, identity: str) -> None:
         self.work, self._identity = work, identity
@@ -191,8 +191,8 @@ def _write(
             if file in state.finished:
                 done(sum(entry.end - entry.begin for entry in entries))
                 continue
-            with replaced_file(state.work / file) as beside:
-                rounding = write_shard(entries, selection.tensors, scheme, reader, beside, done, added)
+            with replaced_file(state.work / file) as unfinished:
+                rounding = write_shard(entries, selection.tensors, scheme, reader, unfinished, done, added)
             state.finish(file, rounding)
 
 

@@ -10,6 +10,7 @@ form that only the model's code converts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -65,10 +66,8 @@ class FileTensor:
     @property
     def nbytes(self) -> int:
         """The bytes of its data, without padding."""
-        block, numbers = block_of(self.type), 1
-        for size in self.shape:
-            numbers *= size
-        return numbers // block.weights * block.bytes
+        block = block_of(self.type)
+        return math.prod(self.shape) // block.weights * block.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,48 +167,48 @@ def _tensors(
 def _stacks(target: Target, stored: _Stored, coded: Container[str]) -> Iterator[FileTensor]:
     """Yield the stacks of gate and up, or of one matrix per expert, from matrices or from one stack.
 
-    Codes of a stack are (experts, out, in) also where the model holds it transposed.
+    Codes of a stack are (experts, out, in) also where the model has it transposed.
     """
-    layer = next(part for part in target.name.split(".") if part.isdigit())
-    parts = ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),)
-    rows = target.out_features // len(parts)
-    for number, part in enumerate(parts):
-        whole = stored.get((None, ""))
+    whole = stored.get((None, ""))
+    for part, rows, span in _parts(target):
         if whole is not None:
             transposed = target.transposed and whole.name not in coded
-            span = _span(target, number, len(parts))
             pieces = tuple(Piece(whole, expert, transposed, span) for expert in range(target.experts))
         else:
-            key = part if len(parts) > 1 else ""
-            entries = [stored.get((expert, key)) for expert in range(target.experts)]
+            entries = [stored.get((expert, part if span else "")) for expert in range(target.experts)]
             pieces = tuple(Piece(matrix) for matrix in entries if matrix is not None)
             if len(pieces) != target.experts:
                 raise _Refused(f"the checkpoint has {len(pieces)} of {target.experts} matrices of `{target.name}`")
-        yield FileTensor(f"blk.{layer}.ffn_{part}_exps.weight", (target.experts, rows, target.in_features), "", pieces)
+        yield FileTensor(f"{_expert_stem(target, part)}.weight", (target.experts, rows, target.in_features), "", pieces)
 
 
-def _span(target: Target, number: int, parts: int) -> tuple[int, int, int] | None:
-    """Return the first row, the step and the count of one of the `parts` of a stack's outputs."""
-    rows = target.out_features // parts
-    if parts == 1:
-        return None
-    return (number, parts, rows) if target.interleaved else (number * rows, 1, rows)
+def _parts(target: Target) -> Iterator[tuple[str, int, tuple[int, int, int] | None]]:
+    """Yield the parts of a stack's outputs: name, rows, and (first, step, count) of the rows, None for all of them."""
+    names = ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),)
+    rows = target.out_features // len(names)
+    for number, name in enumerate(names):
+        span = (number, len(names), rows) if target.interleaved else (number * rows, 1, rows)
+        yield name, rows, span if len(names) > 1 else None
+
+
+def _expert_stem(target: Target, part: str) -> str:
+    return f"blk.{_layer_of(target.name)}.ffn_{part}_exps"
+
+
+def _layer_of(name: str) -> str:
+    return next(part for part in name.split(".") if part.isdigit())
 
 
 def _biases(target: Target, entry: TensorEntry) -> Iterator[FileTensor]:
     """Yield the biases (experts, out) of a stack's matrices, gate and up apart."""
-    layer = next(part for part in target.name.split(".") if part.isdigit())
-    parts = ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),)
-    rows = target.out_features // len(parts)
-    for number, part in enumerate(parts):
-        span = _span(target, number, len(parts))
+    for part, rows, span in _parts(target):
         pieces = tuple(Piece(entry, expert, rows=span) for expert in range(target.experts))
-        yield FileTensor(f"blk.{layer}.ffn_{part}_exps.bias", (target.experts, rows), "", pieces)
+        yield FileTensor(f"{_expert_stem(target, part)}.bias", (target.experts, rows), "", pieces)
 
 
 def _latent(base: BaseModel, name: str, entry: TensorEntry) -> Iterator[FileTensor]:
     config: Any = base.config.get_text_config()
-    layer = next(part for part in name.split(".") if part.isdigit())
+    layer = _layer_of(name)
     heads, keys, values, latent = (
         int(getattr(config, size)) for size in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
     )
@@ -241,11 +240,7 @@ def _is_q4_0(piece: Piece, original: Original) -> bool:
 
 def parameters(tensors: Iterable[FileTensor]) -> tuple[int, int]:
     """Return the numbers of weights outside of routed experts, and in them."""
-    shared = experts = 0
+    counts = {True: 0, False: 0}
     for tensor in tensors:
-        count = tensor.nbytes // block_of(tensor.type).bytes * block_of(tensor.type).weights
-        if "_exps." in tensor.name:
-            experts += count
-        else:
-            shared += count
-    return shared, experts
+        counts["_exps." in tensor.name] += math.prod(tensor.shape)
+    return counts[False], counts[True]

@@ -16,7 +16,7 @@ from ktc.foundation.regular_files import read_regular
 
 NONE: Final = "none"
 _BPE, _SENTENCE_PIECE = "gpt2", "llama"
-# The splitting of text before BPE, by the model's type. Tokenizers that split as GPT-2 does are told by their file.
+# The splitting of text before BPE, by the model's type. The file shows whether a tokenizer splits as GPT-2 does.
 _SPLITTING: Final[Mapping[str, str]] = {
     "qwen2_moe": "qwen2",
     "qwen3_moe": "qwen2",

@@ -1,9 +1,9 @@
 """The weights that a quantised checkpoint is made of: those of a checkpoint, with a merged adapter added to them.
 
 In: a checkpoint or a compiled model of one, and an adapter. Out: an `Original`: an index of weights in full precision,
-and a reader of their rows. What an adapter was trained beside decides what merging it means (`trained_grids`).
-Refused: weights that are quantised already (Q501), a merge that rounds them again and was not asked for (Q505), and
-what `plan_additions` refuses.
+and a reader of their rows. The weights that training saw decide what merging an adapter means (`trained_grids`).
+Refused: weights that are quantised already (Q501), a merge that rounds them again without a request for it (Q505), and
+the refusals of `plan_additions`.
 """
 
 from __future__ import annotations

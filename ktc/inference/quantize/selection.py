@@ -140,7 +140,7 @@ def _nothing(base: BaseModel, stacks: list[str], modules: Modules) -> Diagnostic
 def _undivided(entries: Iterable[TensorEntry], scheme: Scheme) -> Diagnostic:
     """Name each kind of matrix once, with `*` for the numbers of layers and experts."""
     columns = {_NUMBER.sub("*", entry.name): entry.shape[1] for entry in entries}
-    told = ", ".join(f"the {count} columns of `{name}`" for name, count in list(columns.items())[:_SHOWN])
+    kinds = ", ".join(f"the {count} columns of `{name}`" for name, count in list(columns.items())[:_SHOWN])
     more = f", and those of {len(columns) - _SHOWN} other kinds" if len(columns) > _SHOWN else ""
-    message = f"groups of {scheme.group} do not divide {told}{more}"
+    message = f"groups of {scheme.group} do not divide {kinds}{more}"
     return Diagnostic("Q503", message, hint="`--scheme int4-channel` has one scale per row")

@@ -1,10 +1,10 @@
-"""What training rounded, and whether a merge may round it again.
+"""The weights that training rounded, and whether a merge may round them again.
 
-In: the record beside an adapter (`adapter_ktc.json`), or the recipe of a compiled model where an adapter has none.
-Out: by module, the grid, and whether a frozen base was rounded, beside which the adapter is exact, or the sums that a
-merge writes.
-Refused: a merge that rounds again and was not asked for (Q505), and a scheme or modules that are not those of training
-(Q506).
+In: the record of an adapter (`adapter_ktc.json`), or the recipe of a compiled model where an adapter has none. Out: by
+module, the grid, and what was rounded: a frozen base, to which the adapter is added exactly, or the sums that a merge
+writes.
+Refused: a merge that rounds again without a request for it (Q505), and another scheme or other modules than those of
+training (Q506).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _of_program(model: Path) -> Mapping[str, Rounded]:
 def merged_grid(rounded: Mapping[str, Rounded], hint: str = _BESIDE) -> str:
     """Return the grid of the sums or trained weights that a merge writes, "" for none.
 
-    Raises InputRefused (Q505) where a frozen base was rounded, beside which the adapter is exact.
+    Raises InputRefused (Q505) where a frozen base was rounded, to which the adapter is added exactly.
     """
     frozen = next(((path, module) for path, module in rounded.items() if module.is_frozen), None)
     if frozen is not None:
@@ -83,7 +83,7 @@ def _within(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
 
 
-def rounds_again(beside: str, hint: str = _BESIDE) -> Diagnostic:
+def rounds_again(weights: str, hint: str = _BESIDE) -> Diagnostic:
     """Return the refusal (Q505) of a merge with weights that were rounded before."""
-    message = f"the adapter was trained beside {beside}, and a merge rounds the sum of both again"
+    message = f"the adapter was trained beside {weights}, and a merge rounds the sum of both again"
     return Diagnostic("Q505", message, hint=hint)

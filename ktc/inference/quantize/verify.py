@@ -1,7 +1,7 @@
 """Verification of converted checkpoints: merged, INT4 and GGUF folders.
 
 In: a folder with the record of its conversion. Out: a `Finding` per file of weights: its digest, and with `source` also
-whether converting the original again gives the same bytes. That writes the files once more, beside the folder, and
+whether converting the original again gives the same bytes. That writes the files once more, next to the folder, and
 removes them.
 """
 
@@ -46,10 +46,10 @@ def _compared(name: str, path: Path, expected: str) -> Finding:
 
 
 def _against_source(folder: Path, made: Conversion, model: Path, progress: Progress | None) -> Iterator[Finding]:
-    with refusing(folder), folder_beside(folder.absolute()) as beside:
-        _convert(made, model, beside / "again", progress)
+    with refusing(folder), folder_beside(folder.absolute()) as scratch:
+        _convert(made, model, scratch / "again", progress)
         for file, expected in made.files.items():
-            yield _compared("converted again", beside / "again" / file, expected)
+            yield _compared("converted again", scratch / "again" / file, expected)
 
 
 def _convert(made: Conversion, model: Path, out: Path, progress: Progress | None) -> None:

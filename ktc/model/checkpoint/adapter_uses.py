@@ -1,4 +1,4 @@
-"""The uses of an adapter that the names of its weights and its original rule out.
+"""The later uses of an adapter that are impossible by the names of its weights or by its original.
 
 In: `AdapterFacts`, known before anything is trained. Out: a finding (A613) for each later command that will refuse the
 adapter, with its reason and the ways that remain. `ktc.adapters` refuses for the same reasons, by the same functions.

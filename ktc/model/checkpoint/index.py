@@ -56,9 +56,9 @@ def has_weights(folder: Path) -> bool:
 def open_index(folder: Path) -> CheckpointIndex:
     """Return the index of the checkpoint in `folder`. Raises `InputRefused` with every problem found."""
     weight_map = _read_weight_map(folder) if (folder / INDEX_FILE).is_file() else None
-    beside = gguf_files(folder)
+    gguf = gguf_files(folder)
     if weight_map is None and not (folder / SINGLE_FILE).is_file():
-        if beside:
+        if gguf:
             return CheckpointIndex(folder, *read_gguf(folder))
         raise InputRefused(_nothing_to_read(folder))
     files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
@@ -67,7 +67,7 @@ def open_index(folder: Path) -> CheckpointIndex:
         problems += _missing_tensors(weight_map, by_file)
     if problems:
         raise InputRefused(*problems)
-    return CheckpointIndex(folder, _merge(weight_map or {}, by_file), unread=beside)
+    return CheckpointIndex(folder, _merge(weight_map or {}, by_file), unread=gguf)
 
 
 def _nothing_to_read(folder: Path) -> Diagnostic:

@@ -53,5 +53,5 @@ def quantization_config_of(config: PreTrainedConfig) -> Mapping[str, Any] | None
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     """Return the number of tokens: of the config, or of the embedding where the config has a part of another name."""
-    told = getattr(model.config.get_text_config(), "vocab_size", None)
-    return told if isinstance(told, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])

@@ -18,7 +18,7 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """`at` tokens come before the part. `alone` are the tokens of the text before it that the whole text has not."""
+    """`at` tokens come before the part. `alone` are tokens that only the text before it has, and the whole does not."""
 
     at: int
     alone: tuple[int, ...] = ()

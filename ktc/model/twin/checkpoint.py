@@ -85,8 +85,8 @@ def write(name: str, cache_dir: Path) -> Path:
     if folder.is_dir():
         return folder
     try:
-        with new_folder(folder) as beside:
-            _write_checkpoint(name, beside)
+        with new_folder(folder) as unfinished:
+            _write_checkpoint(name, unfinished)
     except OSError as error:
         if folder.is_dir():  # another process was first, with the same content
             return folder

@@ -121,8 +121,8 @@ def _counted(name: str, count: int, old: Settings, depth: int) -> Iterator[_Colu
     elif name == _SHARING_LAST:
         yield _column(name, "sharing", [i >= depth - count for i in range(depth)], {})
     elif name in _PERIODS and count > 1:
-        told = _PERIODS[name]
-        phase = int(old.get(told) or 0) if isinstance(told, str) else told % count
+        offset = _PERIODS[name]
+        phase = int(old.get(offset) or 0) if isinstance(offset, str) else offset % count
         meaning = {True: True, False: False} if name in _SPARSE_PERIODS else {}
         yield _column(name, "period", [i % count == phase for i in range(depth)], meaning)
 
@@ -168,9 +168,9 @@ def _rows(columns: Sequence[_Column], depth: int) -> list[str]:
 
 def _sparse(columns: Sequence[_Column], depth: int) -> list[int]:
     """Return the layers with experts, as far as the settings show; all layers of a model without experts."""
-    said = [[column.experts[index] for column in columns] for index in range(depth)]
-    told = any(True in layer for layer in said)
-    sparse = [i for i, layer in enumerate(said) if False not in layer and (True in layer or not told)]
+    flags = [[column.experts[index] for column in columns] for index in range(depth)]
+    known = any(True in layer for layer in flags)
+    sparse = [i for i, layer in enumerate(flags) if False not in layer and (True in layer or not known)]
     return sparse or list(range(depth))
 
 

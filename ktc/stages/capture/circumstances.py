@@ -163,12 +163,12 @@ _circumstances_checked: ContextVar[bool] = ContextVar("circumstances_checked", d
 
 
 def circumstances_checked() -> AbstractContextManager[object]:
-    """Return a context in which nothing is asked: a capture of the same code, with other sizes, has asked it."""
+    """Return a context without these checks: a capture of the same code, with other sizes, has done them."""
     return context_value(_circumstances_checked, True)
 
 
 def are_circumstances_checked() -> bool:
-    """Return whether the capture of the model has asked already."""
+    """Return whether a capture of the same code has done these checks."""
     return _circumstances_checked.get()
 
 
@@ -201,8 +201,8 @@ def question(module: nn.Module, run: Run) -> str:
     mentions = Mentions()
     with suppress(Exception):
         _run(module, run, (), mentions, training=False)
-    asked = (row for row in CIRCUMSTANCES if row.names & mentions.names and not row.names & _OF_ANY_CODE)
-    row = next(asked, None)
+    tested = (row for row in CIRCUMSTANCES if row.names & mentions.names and not row.names & _OF_ANY_CODE)
+    row = next(tested, None)
     return _outside(mentions.missing, mentions.outside) if row is None else f"it reads {row.when}"
 
 

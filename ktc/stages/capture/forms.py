@@ -111,9 +111,9 @@ def _effect(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
 
 
 def _differs_by_call(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
-    """Return whether code computes something else in the module's own dtype than in fp32, casts aside.
+    """Return whether the computation depends on the dtype, on a mode of torch or on the number of rows.
 
-    The same is asked of the modes of torch, and of the number of rows.
+    The module's own dtype is compared with fp32, without casts.
     """
     dtypes = (next(module.parameters()).dtype, torch.float32)
     samples = [torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in dtypes]

@@ -71,7 +71,7 @@ def map_gguf(model: PreTrainedModel, index: CheckpointIndex) -> GgufMap:
     unasked, left = _others(index, rows.keys() | copies | _COMPUTED, named, config.num_hidden_layers)
     problems += [_unknown(index, name, architecture) for name in unasked]
     ordered = tuple(rows[name] for name in index.tensors if name in rows)
-    return GgufMap(ordered, tuple(problems), (*warnings, *_told(left)))
+    return GgufMap(ordered, tuple(problems), (*warnings, *_not_loaded(left)))
 
 
 def _require_gguf() -> None:
@@ -162,19 +162,19 @@ def _missing(index: CheckpointIndex, target: str, tensor: Tensor, ways: Choices)
 
 def _named(index: CheckpointIndex) -> str:
     name = (index.gguf or {}).get("general.name")
-    told = f"the file calls its model `{name!s:.60}`; " if name else ""
-    return f"{told}use config.json of the model that was converted"
+    named = f"the file calls its model `{name!s:.60}`; " if name else ""
+    return f"{named}use config.json of the model that was converted"
 
 
 def _others(
-    index: CheckpointIndex, settled: Collection[str], named: Collection[str], layers: int
+    index: CheckpointIndex, used: Collection[str], named: Collection[str], layers: int
 ) -> tuple[list[str], list[str]]:
     """Return the remaining tensors: those not allowed in the model's own layers, and those to report."""
     unknown: list[str] = []
     left: list[str] = []
     for name in index.tensors:
         layer = _LAYER.match(name)
-        if name in settled:
+        if name in used:
             continue
         beyond = layer is not None and int(layer[1]) >= layers  # layers that predict further tokens
         (left if beyond or name in named else unknown).append(name)
@@ -186,7 +186,7 @@ def _unknown(index: CheckpointIndex, name: str, architecture: str) -> Diagnostic
     return Diagnostic("I122", message, hint="use config.json of the model that was converted, or its safetensors")
 
 
-def _told(left: Sequence[str]) -> Iterator[Diagnostic]:
+def _not_loaded(left: Sequence[str]) -> Iterator[Diagnostic]:
     if left:
         message = f"the model has no place for {listing(left, 3)}; {len(left)} tensors of the GGUF file are not loaded"
         yield Diagnostic("I118", message, severity="warning")

@@ -149,7 +149,7 @@ def _missing_attributes(names: dict[str, None]) -> AbstractContextManager[None]:
     """Return a context that collects the attributes which the code of models asks of modules without them."""
     stock = nn.Module.__getattr__
 
-    def asked(self: nn.Module, name: str) -> Any:
+    def noting(self: nn.Module, name: str) -> Any:
         try:
             return stock(self, name)
         except AttributeError:
@@ -159,7 +159,7 @@ def _missing_attributes(names: dict[str, None]) -> AbstractContextManager[None]:
                 names[name] = None
             raise
 
-    return attributes(nn.Module, __getattr__=asked)
+    return attributes(nn.Module, __getattr__=noting)
 
 
 # Values outside of modules --------------------------------------------------------------------------------------------

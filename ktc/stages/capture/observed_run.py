@@ -70,7 +70,7 @@ def unrecorded() -> AbstractContextManager[object]:
 
 
 class _Calls(TorchFunctionMode):
-    """Records each call that makes or changes a tensor, with its constants and connections; others are `asked`."""
+    """Records each call that makes or changes a tensor, with constants and connections. `asked` has other names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

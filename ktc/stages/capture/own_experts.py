@@ -87,12 +87,12 @@ def own_experts(
         modes = [call.in_mode(training).operations() for training in (False, True)]
         effects = [side_effect(module.train(training), call.run) for training in (False, True)]
         plain = [call.traced(mode) for mode in MODES]
-        asked = dependence(module, call.run_with)
+        dependent = dependence(module, call.run_with)
     if modes[0] != modes[1]:
         raise NoExperts("it computes something else in training mode")
     if any(other != plain[0] for other in plain):
         raise NoExperts("it computes something else in inference mode or with autocast")
-    if reason := next(filter(None, effects), asked):
+    if reason := next(filter(None, effects), dependent):
         raise NoExperts(reason)
     return OwnExperts("", loop.sizes, loop.form, loop.parts, inputs, loop.called)
 

@@ -193,5 +193,5 @@ def training_mode(module: nn.Module, training: bool | None = None) -> Generator[
             inner.training = mode
 
 
-# The modes of torch in which code of a model may be called, beside evaluation and training.
+# The modes of torch in which a model's code may be called, besides evaluation and training.
 MODES: tuple[Callable[[], AbstractContextManager[object]], ...] = (nullcontext, inference, autocast)

@@ -32,8 +32,8 @@ def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
         if _value(require.condition, unit, rules, facts) is not True:
             reason = f": {require.message.value}" if require.message else ""
             references = (part.parts for part in syntax.walk(require.condition) if isinstance(part, syntax.Reference))
-            asked = dict.fromkeys(parts for parts in references if len(parts) == 2)
-            shown = ", ".join(f"`{'.'.join(fact)}` is `{facts.about(*fact)}`" for fact in asked)
+            tested = dict.fromkeys(parts for parts in references if len(parts) == 2)
+            shown = ", ".join(f"`{'.'.join(fact)}` is `{facts.about(*fact)}`" for fact in tested)
             problems.append(Diagnostic("M063", f"requirement not met{reason}", require.condition.span, label=shown))
     return problems
 

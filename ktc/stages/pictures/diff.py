@@ -166,7 +166,7 @@ def _block_lines(block: BlockDiff) -> Iterator[str]:
     for node in block.nodes:
         if node.kind == "changed":
             assert node.after is not None, "a changed node has both sides"
-            alike.setdefault(_change_text(_told(node.changes)), []).append(printable(node.after.name, 80))
+            alike.setdefault(_change_text(_main_changes(node.changes)), []).append(printable(node.after.name, 80))
         else:
             shown = node.before or node.after
             assert shown is not None, "a node of a difference has one side at least"
@@ -175,7 +175,7 @@ def _block_lines(block: BlockDiff) -> Iterator[str]:
         yield f"  ~ {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}: {change}"
 
 
-def _told(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
+def _main_changes(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
     """Return the changes of operator, rule, device and type; other changes only if there are no such changes."""
     first = tuple(c for c in changes if c.field in ("op", "shape", "dtype", "device", "rule"))
     return first or changes

@@ -175,9 +175,9 @@ def _experts(rule: KtRule) -> Kernel | None:
 
 def _no_kernel(rule: KtRule, training: bool) -> str:
     """Return why ktc has no kernel for the operations of a rule, "" where it has one or the rule names none."""
-    asked = operations(rule)[:1] if rule.kind == "experts" else operations(rule)
+    named = operations(rule)[:1] if rule.kind == "experts" else operations(rule)
     kernels = {**names.GPU_EXPERTS, **({} if training else names.LINEAR_KERNELS)}
-    missing = next((name for name in asked if name in kernels and kernels[name] is None), "")
+    missing = next((name for name in named if name in kernels and kernels[name] is None), "")
     return f"ktc has no kernel for `{missing}`: the modules stay unchanged" if missing else ""
 
 
