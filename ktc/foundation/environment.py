@@ -88,7 +88,6 @@ def use_kt() -> bool:
 
 
 def switch_on_kt() -> None:
-    """Set `USE_KT=1` for this process."""
     os.environ["USE_KT"] = "1"
 
 

@@ -74,12 +74,10 @@ class Dense(Format):
 
     @property
     def dtype(self) -> Dtype:
-        """The dtype that kernels compute in."""
         return self.computes
 
     @property
     def coded(self) -> bool:
-        """Whether a weight is a code with a scale, rather than a value."""
         return False
 
 
@@ -104,7 +102,6 @@ class Codes(Format):
 
     @property
     def whole(self) -> int:
-        """Rows must be a multiple of this many weights."""
         return self.group_sizes[0] if self.even else 1
 
 
@@ -173,17 +170,14 @@ class Blocks(Format):
 
     @property
     def whole(self) -> int:
-        """Rows must be a multiple of this many weights."""
         return self.weights
 
     @property
     def coded(self) -> bool:
-        """Whether a weight is a code with a scale, rather than a value."""
         return self.weights > 1
 
     @property
     def quantises(self) -> bool:
-        """Whether weights stored in another format can be converted to it."""
         return self.quantise is not None or not self.coded
 
 

@@ -67,7 +67,6 @@ class Int4Grid:
         return fake_quantised(weight.reshape(-1, weight.shape[-1]), self.group, self.scale_mode).view(weight.shape)
 
     def coded(self, matrix: Tensor) -> Int4:
-        """Return the codes and scales of a matrix (rows, K)."""
         return quantised(matrix, self.group, self.scale_mode)
 
 

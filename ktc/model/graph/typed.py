@@ -23,7 +23,6 @@ def nodes_by_name(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def input_names(graph_module: fx.GraphModule) -> list[str]:
-    """Return the names of the graph's placeholders, in order."""
     return [node.name for node in nodes_of(graph_module) if node.op == "placeholder"]
 
 

@@ -105,14 +105,12 @@ def with_gradients(module: nn.Module) -> Generator[Given]:
 # Modes of torch -------------------------------------------------------------------------------------------------------
 @_state
 def without_gradients(_: nn.Module) -> Generator[Given]:
-    """Run without gradients."""
     with torch.no_grad():
         yield _as_given
 
 
 @_state
 def inference(_: nn.Module) -> Generator[Given]:
-    """Inference mode."""
     with torch.inference_mode():
         yield Tensor.clone
 

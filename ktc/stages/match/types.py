@@ -90,5 +90,4 @@ class Matches:
     optional: frozenset[str] = frozenset()
 
     def of(self, rule: str) -> tuple[Match, ...]:
-        """Return the matches of the rule `rule`."""
         return tuple(m for m in self.matches if m.rule == rule)

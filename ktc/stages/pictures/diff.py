@@ -69,7 +69,6 @@ class ModelDiff:
         return bool(self.blocks or self.modules)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`."""
         return json.loads(json.dumps(asdict(self)))
 
     def text(self) -> str:

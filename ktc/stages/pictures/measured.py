@@ -57,7 +57,6 @@ def of_block(block: BlockDump, measured: Sequence[Measured], layer: int | None =
 
 
 def error_text(error: float | None) -> str:
-    """Return an error with two digits."""
     return "not finite" if error is None else f"{error:.1e}"
 
 

@@ -74,7 +74,6 @@ def make_report(
     verified: Verified,
     captured: CapturedModel,
 ) -> Report:
-    """Return the report of a verified import."""
     fired = [rule for rule in read.rules if replayed.fired.get(rule.number)]
     derived, differing = _out_devices(outcomes, verified.effect)
     maps_derived, maps_differing = _transfer_maps(fired, captured, verified.effect)

@@ -49,5 +49,4 @@ def _choice(patterns: list[CheckedPattern], choices: int) -> Capture:
 
 
 def union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
-    """Return the union of the sets."""
     return frozenset(name for names in sets for name in names)
