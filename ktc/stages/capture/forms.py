@@ -170,7 +170,7 @@ def form_of_code(
         code(_samples(_SPREAD, width)[: _SAMPLES // 2])
     if numbers.reads_values:
         return None  # a branch on values, of which a sample takes one side
-    constants = frozenset(numbers.found)
+    constants = frozenset(numbers.constants)
     sample = _samples(max([_SPREAD, *(1.5 * abs(number) for number in constants)]), width)  # exceeds every limit
     with torch.no_grad():
         expected = code(sample).double()
@@ -238,12 +238,12 @@ class _Numbers(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[float] = set()
+        self.constants: set[float] = set()
         self.reads_values = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads_values |= "_local_scalar_dense" in str(func)
         if not any(layout in str(func) for layout in LAYOUT):
             leaves = pytree.tree_leaves((args, dict(kwargs or {})))
-            self.found |= {float(leaf) for leaf in leaves if type(leaf) in (int, float) and math.isfinite(leaf)}
+            self.constants |= {float(leaf) for leaf in leaves if type(leaf) in (int, float) and math.isfinite(leaf)}
         return func(*args, **(kwargs or {}))

@@ -181,7 +181,11 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
         return BlockGraph(key, name, None, more)
     forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
-    return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph, own=own_experts)
+    return (
+        BlockGraph(key, name, None, unsupported)
+        if unsupported
+        else BlockGraph(key, name, graph, own_experts=own_experts)
+    )
 
 
 def _not_experts(block: nn.Module) -> str:

@@ -35,7 +35,7 @@ class View(StockExperts):
         super().__init__(
             stock_experts(module, experts.form, experts.parts, experts.sizes), experts.inputs, experts.called
         )
-        self.own = experts
+        self.experts = experts
 
 
 class _Known:
@@ -83,12 +83,12 @@ class _Call:
             return self._forward(*args, **kwargs)
         self._known.note_settings(self._code)
         given = inspect.signature(self._forward).bind(*args, **kwargs).arguments
-        roles = {role: given[name] for name, role in view.own.inputs.items()}
+        roles = {role: given[name] for name, role in view.experts.inputs.items()}
 
         def compute(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            return self._marker(hidden, index, weights, view, str(view.own.form))
+            return self._marker(hidden, index, weights, view, str(view.experts.form))
 
-        count, called = view.own.sizes[0], view.own.called
+        count, called = view.experts.sizes[0], view.experts.called
         return call_routed(called, count, compute, roles["hidden"], roles.get("index"), roles.get("weights"))
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OwnExperts | None:
@@ -139,7 +139,7 @@ def own_experts_marked(model: PreTrainedModel, marker: Marker) -> Generator[None
 def recognised(block: nn.Module) -> tuple[OwnExperts, ...]:
     """Return the recognised modules in a block, with their FQNs there."""
     views = [(name, module) for name, module in named_modules(block) if isinstance(module, View)]
-    return tuple(replace(view.own, fqn=name.rpartition(STOCK)[0].rstrip(".")) for name, view in views)
+    return tuple(replace(view.experts, fqn=name.rpartition(STOCK)[0].rstrip(".")) for name, view in views)
 
 
 def not_recognised(block: nn.Module) -> str:

@@ -82,7 +82,7 @@ class BlockGraph:
     graph: fx.GraphModule | None
     opaque: str = ""
     experts: ExpertList | None = None  # the list whose loop the graph replaces
-    own: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
+    own_experts: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
     refuted: str = ""
 
     @property

@@ -140,7 +140,7 @@ def _at_site(in_block: Match, site: str, layer: int, captured: CapturedModel) ->
 
 def _near_miss(rule: RuleDefinition, block: BlockGraph, captured: CapturedModel, best: Attempt) -> NearMiss:
     site = captured.sites_of(block.key)[0].fqn
-    return NearMiss(rule.name, rule.root, block.key, site, best.matched, best.node, best.found, best.wanted, best.span)
+    return NearMiss(rule.name, rule.root, block.key, site, best.matched, best.node, best.actual, best.wanted, best.span)
 
 
 # selection -----------------------------------------------------------------------------------------------------------

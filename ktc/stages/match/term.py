@@ -32,7 +32,7 @@ class Attempt:
 
     matched: int = -1
     node: str = ""
-    found: str = ""
+    actual: str = ""
     wanted: str = ""
     span: Span = syntax.NOWHERE
 
@@ -213,11 +213,11 @@ class TermMatcher:
         if len(state.nodes) <= self.best.matched:
             return
         if value.node is None:
-            node, found = "", f"the constant {value.scalar:g}"
+            node, actual = "", f"the constant {value.scalar:g}"
         else:
             result = f" (result {value.index})" if value.index else ""
-            node, found = value.node.name, f"`{ops.operator(value.node)}`{result}"
-        self.best = Attempt(len(state.nodes), node, found, wanted, term.span)
+            node, actual = value.node.name, f"`{ops.operator(value.node)}`{result}"
+        self.best = Attempt(len(state.nodes), node, actual, wanted, term.span)
 
 
 def _binding_of(declaration: syntax.Pattern, name: str) -> syntax.Binding | None:

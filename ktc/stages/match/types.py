@@ -67,13 +67,13 @@ class NearMiss:
     site: str
     matched: int
     node: str
-    found: str
+    actual: str
     wanted: str
     span: Span
 
     def __str__(self) -> str:
         nodes = f"{self.matched} node{'s' * (self.matched != 1)} of `{self.pattern}`"
-        stop = f"expected {self.wanted}, found {self.found} ({self.span})"
+        stop = f"expected {self.wanted}, found {self.actual} ({self.span})"
         return f"{nodes} matched in {self.site}, then at `{self.node}` {stop}"
 
 

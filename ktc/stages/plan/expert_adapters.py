@@ -98,7 +98,7 @@ def _other_layout(captured: CapturedModel, claim: Claim, module: ModuleInfo | No
     Code of the model's own may keep more rows than experts, or its matrices the other way round.
     """
     block = captured.block(claim.block)
-    if block.own:
+    if block.own_experts:
         return _OWN_CODE
     graph = block.graph
     assert graph is not None and module is not None, "a claimed node is in a captured block"

@@ -256,7 +256,7 @@ def _has_stock_layout(captured: CapturedModel, claim: Claim, module: nn.Module) 
     form, sizes = parse_form(str(about["form"])), (int(about["num_experts"]), int(about["hidden"]), int(about["inter"]))
     wanted = {str(name): stock_shape(form, name, *sizes) for name in stock_names(form)}
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    return found == wanted and not captured.block(claim.block).own
+    return found == wanted and not captured.block(claim.block).own_experts
 
 
 def _rounded(claim: Claim, claims: Sequence[Claim]) -> bool:

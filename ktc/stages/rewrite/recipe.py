@@ -25,7 +25,7 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
         for site in block.rewrite.sites:
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
-            rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own]
+            rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own_experts]
             for action in carriers(block.rewrite.actions):
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 # The adapter of a layer that another rewrite absorbs has no call of its own.

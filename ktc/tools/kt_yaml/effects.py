@@ -52,7 +52,7 @@ class Outcome:
 class Reach:
     """The operands of `match` by path, and the linears that a rewritten latent attention absorbs."""
 
-    found: Mapping[str, frozenset[str]]
+    paths: Mapping[str, frozenset[str]]
     absorbed: frozenset[str]
 
 
@@ -183,7 +183,7 @@ def _no_kernel(rule: KtRule, training: bool) -> str:
 
 def _attention(rule: KtRule, path: str, reach: Reach) -> Kernel:
     core = names.attention_kernel(rule.replacement)
-    if path in reach.found[GQA]:
+    if path in reach.paths[GQA]:
         return Kernel(GQA, FusedAttention.name, (("kernel", core),))
     absorb = "always" if rule.settings.get("absorb_for_prefill") else "decode"
     return Kernel(MLA, MlaAbsorbed.name, (("absorb", absorb), ("kernel", core)))
@@ -198,7 +198,7 @@ def _lost(kernel: Kernel | None, path: str, reach: Reach, training: bool) -> str
     kernel_name = dict(kernel.settings).get("kernel")
     if training and kernel_name in TARGETS[kernel.target].without_backward:
         return f"`{kernel_name}` has no backward pass, and other rules of the file are for training"
-    if kernel.root == "module" or path in reach.found[kernel.root]:
+    if kernel.root == "module" or path in reach.paths[kernel.root]:
         return ""
     what = {MLA: "attention", GQA: "attention"}.get(kernel.root, f"`{kernel.root}`")
     return f"ktc finds no {what} at `{path}` that `{kernel.target}` could rewrite"

@@ -26,9 +26,9 @@ def find_reach(captured: CapturedModel) -> Reach:
     """Find the paths of everything that a rule for KTransformers' modules could rewrite."""
     rules = tuple(_claim(f"find_{number}", root) for number, root in enumerate(_ROOTS))
     _, matches = run_program(syntax.Module("reach.ktr", (import_attention(), *rules)), captured)
-    found = {str(rule.root): frozenset(found.path for found in matches.of(rule.name.text)) for rule in rules}
-    latent = (found for found in matches.matches if found.root == MLA)
-    return Reach(found, frozenset(path for found in latent for path in _absorbed(found, captured)))
+    paths = {str(rule.root): frozenset(match.path for match in matches.of(rule.name.text)) for rule in rules}
+    latent = (match for match in matches.matches if match.root == MLA)
+    return Reach(paths, frozenset(path for match in latent for path in _absorbed(match, captured)))
 
 
 def _absorbed(latent: Match, captured: CapturedModel) -> Iterator[str]:

@@ -212,7 +212,7 @@ def test_verification_sees_a_changed_setting() -> None:
 def test_what_ktc_cannot_rewrite_is_refused_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     there = model("deepseek_v2")
     reach = find_reach(there)
-    reach = replace(reach, found={**reach.found, "experts": frozenset[str]()})
+    reach = replace(reach, paths={**reach.paths, "experts": frozenset[str]()})
     monkeypatch.setattr("ktc.tools.kt_yaml.find_reach", lambda captured: reach)
     found = imported_text((FILES / "deepseek_v2.yaml").read_text(encoding="utf-8"), "deepseek_v2")
     told = found.report.rules[5]
