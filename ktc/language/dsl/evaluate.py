@@ -111,6 +111,6 @@ def _contains(container: range | tuple[Value, ...], value: Result) -> bool:
 
 
 _OPERATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "<": op.lt, "<=": op.le, ">": op.gt, ">=": op.ge, "+": op.add, "-": op.sub, "*": op.mul, "/": op.truediv,
-    "%": lambda left, right: left % right,
+    "<": op.lt, "<=": op.le, ">": op.gt, ">=": op.ge, "+": op.add, "-": op.sub, "*": op.mul,
+    "/": lambda left, right: left / right, "%": lambda left, right: left % right,
 }  # fmt: skip
