@@ -56,9 +56,9 @@ IMPORTS = {
     "compile --help": (41, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "explain E040": (43, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "fmt --check rules": (99, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (101, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
+    "check moe-lora": (100, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
-    "import ktc.compiler": (215, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
+    "import ktc.compiler": (216, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }
 
 # One process: each command line runs in a fork of it, which answers with the modules that it has imported.

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Final, TypeVar
 
-from ktc.foundation.temporary_values import context_value
-
 Listener = Callable[[int, int], None]
 Step = TypeVar("Step")
 
@@ -21,6 +19,8 @@ _LISTENER: Final[ContextVar[Listener | None]] = ContextVar("listener", default=N
 
 def listening(listener: Listener) -> AbstractContextManager[object]:
     """Return a context that reports all steps inside it to the listener."""
+    from ktc.foundation.temporary_values import context_value
+
     return context_value(_LISTENER, listener)
 
 
