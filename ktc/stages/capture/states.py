@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from ktc.foundation.temporary_values import attributes
 from ktc.stages.capture.observed_run import name_of
+from ktc.stages.capture.private_api import as_if_compiling
 from ktc.stages.capture.trace import autocast as autocast_enabled
 
 Given = Callable[[Tensor], Tensor]  # what an input becomes
@@ -141,8 +141,7 @@ AUTOCAST = (_autocast, _autocast_half)
 @_state
 def compiling(_: nn.Module) -> Generator[Given]:
     """Code that is being compiled or exported."""
-    flags = {"_is_compiling_flag": True, "_is_exporting_flag": True, "is_dynamo_compiling": lambda: True}
-    with attributes(torch.compiler, **flags):
+    with as_if_compiling():
         yield _as_given
 
 
