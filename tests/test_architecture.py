@@ -107,7 +107,7 @@ def test_no_file_reads_the_environment_but_its_own_and_cli() -> None:
 
 _SAY_NOTHING = frozenset({"each", "found", "held", "own"})  # fit everything: docs/glossary.md, "The law for names"
 _NAMED = (
-    "compiler.py", "diagnostics.py", "inference/quantize", "language", "model/checkpoint", "model/graph", "model/hf",
+    "compiler.py", "diagnostics.py", "inference/quantize", "language", "model/checkpoint", "model/graph",
     "model/twin", "stages/capture", "stages/link", "stages/match", "stages/pictures", "tools/kt_yaml",
     "tools/llama_factory",
 )  # fmt: skip
