@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ktc.dsl.settings import SettingSpec, settings_of, words_of
 from ktc.dsl.types import FLOAT, INT, SIZE, STRING, Type
-from ktc.formats import FORMATS, Codes, Dense
+from ktc.formats import FORMATS, Codes
 from ktc.isa import INSTRUCTION_SETS
 from ktc.targets import TARGETS, LoraLinear
 from ktc.targets.settings import Bounds
@@ -19,8 +19,14 @@ DECLARATIONS = ("import", "param", "require", "pattern", "rule", "plan", "lora")
 _CLAUSES = ("as", "with", "in", "else", "is", "overrides", "match", "at", "except", "where", "expect", "on")
 KEYWORDS = frozenset((*DECLARATIONS, *_CLAUSES, "and", "or", "not", "has", "true", "false"))
 
+
+def _on_every_isa(dtype: str) -> bool:
+    """Return whether each instruction set has kernels for weights of a dtype, so that no program gets the oracle."""
+    return all(dtype in row.dtypes for row in INSTRUCTION_SETS.values())
+
+
 ENUMS: Mapping[str, tuple[str, ...]] = {
-    "format": ("stored", *(name for name, row in FORMATS.items() if not (isinstance(row, Dense) and row.oracle))),
+    "format": ("stored", *(name for name, row in FORMATS.items() if _on_every_isa(row.dtype))),
     "isa": ("auto", *INSTRUCTION_SETS),
     "dtype": ("f64", "f32", "f16", "bf16", "fp8", "int8", "int4"),
     "act": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"),
@@ -29,7 +35,6 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "auto": ("none", "intensity", "sequential", "balanced"),
     "mode": ("train", "infer"),
     "weights": ("safetensors", "gguf"),
-    "recompute": ("none", "experts", "layers"),
     "device": ("auto", "cpu"),  # besides the literals cuda:0, cuda:1
     **words_of(TARGETS.values()),  # those that only targets' settings have
 }
@@ -185,9 +190,9 @@ REQUANTISING: Mapping[str, str | None] = {
 # `plan` also takes a size under each device: its budget.
 BLOCKS: Mapping[str, Mapping[str, Type]] = {
     "plan": _types(
-        auto="auto", unplaced="device", grads="device", tokens="int", mode="mode", cuda_graph="phase",
+        auto="auto", unplaced="device", tokens="int", mode="mode", cuda_graph="phase",
         native_step="phase",
-        weights="weights", layerwise_prefill="int", stream_buffer="size", recompute="recompute",
+        weights="weights", layerwise_prefill="int", stream_buffer="size",
     ),
     "lora": _types(rank="int", alpha="float", dropout="float", dtype="dtype", targets="list[string]"),
 }  # fmt: skip

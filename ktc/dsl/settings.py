@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ktc.dsl.types import BOOL, FLOAT, INT, STRING, Type
-from ktc.targets.settings import Bounds, Value, Words
+from ktc.targets.settings import Bounds, EnumName, Value
 from ktc.targets.target import Target
 
 _SCALARS = {int: INT, float: FLOAT, bool: BOOL, str: STRING}
@@ -32,7 +32,7 @@ class _Annotation:
     """A field's annotation: a type with its marks, alone or in a tuple."""
 
     base: Any
-    words: Words | None
+    words: EnumName | None
     bounds: Bounds | None
     many: bool
 
@@ -77,6 +77,6 @@ def _read(hint: Any, many: bool = False) -> _Annotation:
     if get_origin(hint) is tuple:
         return _read(get_args(hint)[0], many=True)
     base, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    words = next((mark for mark in marks if isinstance(mark, Words)), None)
+    words = next((mark for mark in marks if isinstance(mark, EnumName)), None)
     bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
     return _Annotation(base, words, bounds, many)

@@ -17,7 +17,6 @@ from ktc.kt_yaml.effects import Kernel, Outcome
 from ktc.kt_yaml.reach import run_program
 from ktc.match import Matches
 from ktc.plan.claims import resolve_claims
-from ktc.targets import Place
 
 MAX_SHOWN = 10
 
@@ -69,9 +68,8 @@ def _effect(ruleset: RuleSet, matches: Matches) -> Effect:
             for action in rule.actions:
                 if action.facet == "kernel":
                     kernels[match.path] = (*kernels.get(match.path, ()), action)
-                elif isinstance(action.target, Place):
-                    device = action.target.device
-                    places[match.path] = (device, action.target.prefill or device)
+                elif place := action.target.placement:
+                    places[match.path] = (place.device, place.prefill or place.device)
     return Effect(kernels, places)
 
 

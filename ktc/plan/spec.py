@@ -1,14 +1,5 @@
-"""`Spec`: what one kernel is generated from, of any kind.
+"""`Spec`: what one kernel is generated from, of any kind. A spec holds all that the template of its kind reads."""
 
-Every spec is hashable and has `op`, the name of its kind; `entry`, the kernel's name in a library; `dtype` and `isa`,
-what the kernel computes in and with which instructions; and `summary`, for people.
-"""
+from ktc.targets.target import Spec
 
-from __future__ import annotations
-
-from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.linear_spec import LinearSpec, PackedLinearSpec
-from ktc.plan.step_spec import StepSpec
-
-Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec | Int8AttentionSpec | SparseAttentionSpec | StepSpec
+__all__ = ["Spec"]

@@ -11,22 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ktc.capture import CapturedModel
 from ktc.checkpoint import WeightSource
 from ktc.formats import BLOCKS, CODES, FORMATS, METHODS, WeightFormat
-from ktc.plan.explain import collapse
+from ktc.plan.collapse import collapse
+from ktc.plan.draft import PlanDraft
 from ktc.plan.kernel_spec import KernelSpec
-from ktc.plan.linear_spec import PackedLinearSpec
 from ktc.plan.types import Reason
 
 
-def conversions(
-    captured: CapturedModel,
-    weights: Sequence[WeightSource],
-    kernels: Mapping[str, KernelSpec],
-    linears: Mapping[str, PackedLinearSpec],
-) -> Iterator[Reason]:
-    """Yield the weights that the loader converts, by format and module; from the config if `weights` is empty.
+def explain_conversions(draft: PlanDraft) -> PlanDraft:
+    """Explain what the loader converts, by format and module; from the config without a checkpoint."""
+    return draft.giving(*_conversions(draft))
 
-    `kernels` has the kernel of each module of experts that one runs, `linears` that of each linear layer in blocks.
-    """
+
+def _conversions(draft: PlanDraft) -> Iterator[Reason]:
+    captured, weights, kernels, linears = draft.captured, draft.request.sources, draft.experts, draft.packed_linears
     if not weights:
         yield from _by_config(captured, kernels)
     groups: dict[tuple[str, str], list[WeightSource]] = {}

@@ -13,7 +13,7 @@ from ktc.host import Host
 from ktc.model.manifest import Rewrite
 from ktc.rewrite.apply import RewrittenBlock
 from ktc.rewrite.block_code import block_code
-from ktc.targets.module_target import ITSELF, ModuleTarget, carriers, place_of
+from ktc.targets.module_target import ITSELF, carriers, module_target, place_of
 from ktc.targets.target import NodeAction
 
 
@@ -30,16 +30,15 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 # The adapter of a layer that another rewrite absorbs has no call of its own.
                 call = nodes.get(place_of(action)) or nodes[ITSELF]
-                rows.append((site.layer, _row(action, action.at(site.fqn), device, call, host)))
+                rows.append((site.layer, step_of(action, action.at(site.fqn), device, call, host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
-def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -> Rewrite:
-    """Return the loader's step for a node: the module, its kernel, its arguments."""
-    assert isinstance(action.target, ModuleTarget), f"`{action.target.name}` puts no module"
-    entry = action.kernel.entry if action.kernel else None
-    arguments = action.target.recipe(action, node, host)
-    return Rewrite(fqn, action.target.placed(action), entry, device, arguments, action.rule, str(action.span))
+def step_of(action: NodeAction, fqn: str, device: str, node: fx.Node | None, host: Host) -> Rewrite:
+    """Return the loader's step for a node: the module, its kernel, its arguments. `node` is None outside the blocks."""
+    target, entry = module_target(action), action.kernel.entry if action.kernel else None
+    arguments = target.recipe(action, node, host)
+    return Rewrite(fqn, target.placed(action), entry, device, arguments, action.rule, str(action.span))
 
 
 def _own_experts(block: RewrittenBlock, own: OwnExperts, site: str) -> Rewrite:

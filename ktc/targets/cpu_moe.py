@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
+from ktc.diagnostics import listing
 from ktc.targets.fake_quant import FakeQuant
 from ktc.targets.lora_experts import LoraExperts
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
 from ktc.targets.quantize import Quantize
-from ktc.targets.settings import Format, Isa, Threads, Words
-from ktc.targets.target import NodeAction, Spec
+from ktc.targets.settings import EnumName, Format, Isa, Threads
+from ktc.targets.target import NodeAction, NodeLora, NodeMemory, Spec
 from ktc.targets.train import Train
 
 if TYPE_CHECKING:
@@ -25,35 +26,26 @@ if TYPE_CHECKING:
     from ktc.experts.module import FusedMoe
     from ktc.experts.stock_layout import StockTensor
     from ktc.host import Host
-
-
-class ExpertsSpec(Spec, Protocol):
-    """The fields of a kernel's spec that the recipe records."""
-
-    @property
-    def format_gate_up(self) -> str: ...
-    @property
-    def format_down(self) -> str: ...
+    from ktc.plan.kernel_spec import KernelSpec
+    from ktc.targets.node_plan import CapturedNode, NodePlan
 
 
 @dataclass(frozen=True, slots=True)
 class CpuMoe(ModuleTarget):
-    """`activations` says whether backward finds gate and up as forward left them, or computes them again."""
+    """`activations`: `keep` saves gate and up for backward, `recompute` recomputes them."""
 
     format: Format = "stored"
     isa: Isa = "auto"
-    numa: Annotated[Literal["none", "shard", "replicate"], Words("numa")] = "shard"
-    activations: Annotated[Literal["keep", "recompute"], Words("activations")] = "keep"
+    numa: Annotated[Literal["none", "shard"], EnumName("numa")] = "shard"
+    activations: Annotated[Literal["keep", "recompute"], EnumName("activations")] = "keep"
     threads: Threads | None = None
 
     name: ClassVar = "cpu_moe"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("moe", "experts")
-    absorbs: ClassVar = ("experts",)
-    pins: ClassVar = {"experts": "cpu"}
-    hosts: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
-    available: ClassVar = True
-    built: ClassVar = {"numa": ("none", "shard")}  # no copies of the weights for each node
+    consumes: ClassVar = ("experts",)
+    required_devices: ClassVar = {"experts": "cpu"}
+    fuses: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
     module: ClassVar = "fused_moe"
     arguments: ClassVar = {
         **dict.fromkeys(
@@ -66,6 +58,47 @@ class CpuMoe(ModuleTarget):
     def num_threads(self, host: Host) -> int:
         """Return the rule's number, or one thread per core that this process may use."""
         return self.threads or host.workers
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
+        """Return the kernel for the experts' sizes and stored weights."""
+        from ktc.targets.experts_kernel import choose_fused_moe
+
+        return choose_fused_moe(plan, seen, self.format, self.isa)
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return the weights and the kernel; with LoRA in the program also what waits for backward."""
+        from ktc.plan.working_memory import slots_of
+
+        spec, host, prefill = cast("KernelSpec", plan.spec), seen.host, plan.prefill
+        better = host.isas[: host.isas.index(spec.isa)] if spec.isa in host.isas else ()
+        passed_over = f"; {', '.join(better)}: no kernel in this version" if better else ""
+        chosen = f"the best this host can run{passed_over}" if self.isa == "auto" else "requested"
+        moved = "" if plan.device == "cpu" else f", hidden states move {plan.device} -> cpu -> {plan.device}"
+        if prefill is not None:
+            sent = "where the weights stay" if prefill.resident else "where the weights are sent"
+            moved += f"; from {prefill.tokens} tokens on {listing(prefill.devices)}, {sent}"
+        how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
+        computed = f"routed experts as one node on cpu ({how}){moved}"
+        if lora is None:
+            return (computed,)
+        keeps = self.activations == "keep"
+        saved, instead = (slots_of(spec, keep=keep, ranks=lora.ranks).saved for keep in (keeps, not keeps))
+        done, other = ("kept", "recompute") if keeps else ("computed again", "keep")
+        waiting = f"{saved:,} bytes per token and layer wait for backward: gate and up are {done}"
+        return computed, f"{waiting} (`activations = {other}`: {instead:,})"
+
+    def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
+        """Return what a layer keeps for backward, and the workspace of its kernel."""
+        from ktc.plan.working_memory import slots_of
+
+        slots = slots_of(
+            cast("KernelSpec", plan.spec),
+            keep=self.activations == "keep",
+            ranks=lora.ranks if lora else (0, 0),
+            threads=self.num_threads(seen.host),
+            weights_train=bool(plan.weights.masters) or plan.weights.merged,
+        )
+        return NodeMemory(slots=slots)
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `FusedMoe` without weights and kernel: its PyTorch reference, which proofs run."""
@@ -80,11 +113,11 @@ class CpuMoe(ModuleTarget):
         with torch.device("meta"):
             return FusedMoe(*sizes, top_k, str(about["form"]), dtype=node.meta["val"].dtype)
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
         """Return the arguments of `FusedMoe` in the loaded model."""
         from ktc.graph import ops
 
-        about, kernel = ops.attributes(node), cast("ExpertsSpec", action.kernel)
+        about, kernel = ops.attributes(node), cast("KernelSpec", action.kernel)
         return {
             "num_experts": int(about["num_experts"]),
             "hidden": int(about["hidden"]),

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from ktc.targets.quantisation import Quantisation
-from ktc.targets.settings import Words
+from ktc.targets.settings import EnumName
 
 
 @dataclass(frozen=True, slots=True)
 class FakeQuant(Quantisation):
     """Quantisation-aware training. `weights` says what is rounded: those of the base, or base and adapter together."""
 
-    weights: Annotated[Literal["base", "merged"], Words("rounded_weights")] = "base"
+    weights: Annotated[Literal["base", "merged"], EnumName("rounded_weights")] = "base"
 
     name: ClassVar = "fake_quant"
     module: ClassVar = "fake_quant_linear"

@@ -1,29 +1,38 @@
 """`gpu_moe`: the routed experts of a layer become one node on the GPU of their block.
 
-It is not built: `compile` refuses it by name.
+No kernel of it is built yet, so each plan with it is refused (M066).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.targets.fake_quant import FakeQuant
 from ktc.targets.lora_experts import LoraExperts
 from ktc.targets.quantize import Quantize
-from ktc.targets.settings import Words
-from ktc.targets.target import Target
+from ktc.targets.settings import EnumName
+from ktc.targets.target import Spec, Target
 from ktc.targets.train import Train
+
+if TYPE_CHECKING:
+    from ktc.targets.node_plan import CapturedNode, NodePlan
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMoe(Target):
     """`kernel` names the product of all experts."""
 
-    kernel: Annotated[Literal["torch", "grouped_mm"], Words("moe_kernel")]
+    kernel: Annotated[Literal["torch", "grouped_mm"], EnumName("moe_kernel")]
 
     name: ClassVar = "gpu_moe"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("moe", "experts")
-    absorbs: ClassVar = ("experts",)
-    hosts: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
+    consumes: ClassVar = ("experts",)
+    fuses: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
+        """Raise InputRefused (M066)."""
+        message = f"`{self.name}` on `{plan.claim.path}` is not available in this version"
+        raise InputRefused(Diagnostic("M066", message, plan.claim.span, hint="write `cpu_moe()` instead"))

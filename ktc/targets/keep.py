@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from ktc.targets.settings import Facet, Words
+from ktc.targets.settings import EnumName, Facet
 from ktc.targets.target import Target
 
 
@@ -13,12 +13,12 @@ from ktc.targets.target import Target
 class Keep(Target):
     """`facet` is the one to leave alone."""
 
-    facet: Annotated[Facet, Words("facet")]
+    facet: Annotated[Facet, EnumName("facet")]
 
     name: ClassVar = "keep"
-    fills: ClassVar = None
+    fixed_facet: ClassVar = None
     accepts: ClassVar = ("*",)
-    available: ClassVar = True
+    keeps: ClassVar = True
 
     @property
     def claimed_facet(self) -> Facet:

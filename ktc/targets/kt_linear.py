@@ -9,42 +9,79 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
 
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.targets.module_target import Arguments, ModuleTarget
-from ktc.targets.settings import Words
-from ktc.targets.target import NodeAction
+from ktc.targets.settings import EnumName
+from ktc.targets.target import NodeAction, NodeLora, NodeMemory, Spec
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.experts.kernel_library import Kernel
     from ktc.host import Host
+    from ktc.plan.linear_spec import PackedLinearSpec
+    from ktc.targets.node_plan import CapturedNode, NodePlan
 
-LinearKernel = Annotated[Literal["torch", "gemv", "fp8", "q8", "w8a8"], Words("kernel")]
-ManyRowsKernel = Annotated[
-    Literal["torch", "gemv", "fp8", "q8", "w8a8", "packed", "auto"], Words("many_rows")
-]  # `gemv` to `w8a8` are planned
-
+LinearKernel = Annotated[Literal["torch", "gemv"], EnumName("kernel")]
+ManyRowsKernel = Annotated[Literal["torch", "packed", "auto"], EnumName("many_rows")]
 
 STORED_LINEAR: Final = "stored_linear"  # the module of a layer whose weight stays in blocks
 
 
 @dataclass(frozen=True, slots=True)
-class KtLinear(ModuleTarget):
+class LinearTarget(ModuleTarget):
     """`prefill` is the kernel for many rows, of prompts and in training."""
 
     kernel: LinearKernel
     prefill: ManyRowsKernel | None = None
 
     name: ClassVar = "kt_linear"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("linear",)
-    available: ClassVar = True
-    built: ClassVar = {"kernel": ("torch", "gemv"), "prefill": (None, "torch", "packed", "auto")}
-    without_backward: ClassVar = frozenset({"fp8", "q8", "w8a8"})
+    fixed_weights: ClassVar = True
+    replaces_modules: ClassVar = True
     module: ClassVar = "kt_linear"
     arguments: ClassVar = {"threads": int, "few": str, "many": str, "grid": str}
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel for the layer's dtype, or for the blocks that a GGUF file stores. Raises (M077).
+
+        A layer outside the captured blocks must have no code of its own around the product.
+        """
+        from ktc.linears.plain import is_plain_linear
+        from ktc.targets.linear_kernel import choose_linear
+
+        spec = choose_linear(plan, seen, self.kernel, self.prefill)
+        if seen.node is None and not is_plain_linear(seen.stock):
+            stock = type(seen.stock).__name__
+            message = f"`{self.name}` on `{plan.claim.path}`: it is a `{stock}` with code of its own"
+            raise InputRefused(Diagnostic("M077", message, plan.claim.span, hint="narrow the rule"))
+        return spec
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return the rows that each kernel computes."""
+        spec = plan.spec
+        if spec is None:
+            return (f"is run by PyTorch, on {plan.device}",)
+        if spec.op == "packed_linear":
+            stored = cast("PackedLinearSpec", spec).weight_format
+            return (f"{stored} weights, {spec.isa} kernel for few and for many rows, on {plan.device}",)
+        by = f"by the {spec.isa} kernel for {spec.dtype}"
+        few = [f"few rows without gradients {by}"] * (self.kernel == "gemv")
+        faster = ", or by PyTorch if that is faster on this processor" * (self.prefill == "auto")
+        many = [f"many rows {by}{faster}"] * (self.prefill in ("packed", "auto"))
+        return (f"{', '.join((*few, *many, 'all others by PyTorch'))}, on {plan.device}",)
+
+    def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
+        """Return the workspace of the product with many rows, where a kernel computes it."""
+        from ktc.plan.working_memory import ProductRows
+
+        spec = plan.spec
+        if spec is None or (spec.op == "linear" and self.prefill not in ("packed", "auto")):
+            return NodeMemory()
+        return NodeMemory(product=ProductRows(max(seen.linear_sizes), seen.host.workers))
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph."""
@@ -60,7 +97,7 @@ class KtLinear(ModuleTarget):
         """Return `stored_linear` where the weight stays in the blocks of its file."""
         return STORED_LINEAR if stored_format(action) else self.module
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
         """Return the same arguments for every layer with this kernel."""
         return self.module_arguments(action, host)
 

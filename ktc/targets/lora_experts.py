@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from ktc.targets.settings import Alpha, Rank, Words
+from ktc.targets.settings import Alpha, EnumName, Rank
 from ktc.targets.target import Target
 
-ExpertPart = Annotated[Literal["gate", "up", "down"], Words("expert_part")]
+ExpertPart = Annotated[Literal["gate", "up", "down"], EnumName("expert_part")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class LoraExperts(Target):
     alpha: Alpha | None = None
 
     name: ClassVar = "lora_experts"
-    fills: ClassVar = "adapter"
+    fixed_facet: ClassVar = "adapter"
+    adapts: ClassVar = "experts"
     accepts: ClassVar = ("moe", "experts")
-    inside: ClassVar = ("experts",)
-    available: ClassVar = True
+    default_captures: ClassVar = ("experts",)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ktc.targets.module_target import ModuleTarget
-from ktc.targets.settings import Alpha, Dropout, Dtype, Rank
-from ktc.targets.target import NodeAction
+from ktc.targets.settings import Alpha, Dropout, Rank
+from ktc.targets.target import LoraBytes, NodeAction, NodeLora, NodeMemory
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.experts.kernel_library import Kernel
+    from ktc.targets.node_plan import CapturedNode, NodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,23 @@ class LoraLinear(ModuleTarget):
     rank: Rank | None = None
     alpha: Alpha | None = None
     dropout: Dropout | None = None
-    dtype: Dtype | None = None
 
     name: ClassVar = "lora_linear"
-    fills: ClassVar = "adapter"
+    fixed_facet: ClassVar = "adapter"
     accepts: ClassVar = ("linear",)
-    available: ClassVar = True
-    built: ClassVar = {"dtype": (None,)}
+    adapts: ClassVar = "linear"
     module: ClassVar = "lora_linear"
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return that the layer takes LoRA."""
+        return (f"takes LoRA, on {plan.device}",)
+
+    def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
+        """Return the adapter. A GPU keeps a dropout mask as bytes, a CPU as numbers of the adapter's dtype."""
+        assert lora is not None, "a program with an adapter has the plan of it"
+        item = max(4, seen.dtype.itemsize)
+        mask = 0 if not lora.dropout else 1 if plan.device != "cpu" else item
+        return NodeMemory(lora=LoraBytes(lora.ranks[0], item, mask))
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` without an adapter, which PEFT adds to the loaded model."""

@@ -7,19 +7,22 @@ between the cache and the output projection.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ktc.targets.lora_linear import LoraLinear
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, KvFormat, Phase, Words
-from ktc.targets.target import NodeAction
+from ktc.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, Phase
+from ktc.targets.target import NodeAction, NodeLora, Spec, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.experts.kernel_library import Kernel
     from ktc.host import Host
+    from ktc.targets.node_plan import CapturedNode, NodePlan
+
+_SHOWN: Final = (1_024, 16_384)  # positions for which the break-even is reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +32,83 @@ class MlaAbsorbed(ModuleTarget):
     `kv` is what the cache holds.
     """
 
-    cache: Annotated[Literal["compressed", "expanded"], Words("cache")] = "compressed"
     absorb: Phase = "decode"
     move_elision: bool = True
     kernel: AttentionKernel = "sdpa"
     kv: KvFormat = "auto"
 
     name: ClassVar = "mla_absorbed"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("mla",)
-    absorbs: ClassVar = ("kv_b", "core")
-    hosts: ClassVar = (LoraLinear.name,)
-    available: ClassVar = True
-    built: ClassVar = {"cache": ("compressed",), "kernel": ("sdpa", FLASH_DECODE)}
-    without_backward: ClassVar = ATTENTION_WITHOUT_BACKWARD
+    consumes: ClassVar = ("kv_b", "core")
+    fuses: ClassVar = (LoraLinear.name,)
     module: ClassVar = "absorbed_attention"
     may_be_zero: ClassVar = frozenset({"elide"})
     arguments: ClassVar = {
         **dict.fromkeys(("heads", "nope", "rope", "value", "latent", "elide", "threads"), int),
         **dict.fromkeys(("kv_b", "absorb", "kv"), str),
     }
+
+    @property
+    def int8_cache(self) -> bool:
+        """Whether keys and values are int8 codes."""
+        return self.kv == INT8
+
+    @property
+    def without_codes(self) -> MlaAbsorbed:
+        """The target with keys and values in the model's dtype."""
+        return replace(self, kv="auto")
+
+    def cached(self, seen: CapturedNode, per_position: int) -> int:
+        """Return the bytes of a position in the layer's cache."""
+        from ktc.targets.attention_kernel import code_bytes
+
+        return code_bytes(seen) if self.int8_cache else per_position
+
+    def unsuited(self, seen: CapturedNode) -> Unsuited | None:
+        """Return why attention keeps its own code: an unknown function (M092), or a cache of other values (M081)."""
+        from ktc.graph.latent import latent_operands
+        from ktc.hf.latent_cache import caches_latents
+        from ktc.targets.attention_kernel import unknown_core
+
+        stock = type(seen.stock)
+        if unknown := unknown_core(seen):
+            return unknown
+        reason = f"`{stock.__name__}` caches keys and values, and no latents"
+        if caches_latents(stock):
+            reason = latent_operands(seen.core).reason
+        own = "keep the model's own code", "the model's own code stays"
+        return Unsuited("M081", reason, *own) if reason else None
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel for the model's dtype and the layer's cache. Raises InputRefused (M077)."""
+        from ktc.targets.attention_kernel import choose_attention
+
+        return choose_attention(plan, seen) if self.kernel == FLASH_DECODE else None
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return when attention is absorbed."""
+        from ktc.targets.attention_kernel import explained_codes
+
+        by = f"; a few new tokens without gradients by the {plan.spec.isa} kernel" if plan.spec else ""
+        codes = explained_codes(seen) if self.int8_cache else ""
+        how = "scores are two products" if self.move_elision else "latents and rotary keys are concatenated"
+        if self.absorb in ("never", "always"):
+            when = f"{self.absorb} absorbed ({how})"
+        else:
+            when = self._break_even(seen, how)
+        return (f"attention on the compressed cache, {when}{by}{codes}, on {plan.device}",)
+
+    def _break_even(self, seen: CapturedNode, how: str) -> str:
+        from ktc.attention.latent_sizes import LatentSizes
+        from ktc.graph.latent import latent_operands
+
+        operands = latent_operands(seen.core)
+        sizes = LatentSizes(operands.heads, operands.nope, operands.rope, operands.value, operands.rank)
+        limits = " and ".join(f"{sizes.break_even(length):.0f} at {length:,}" for length in _SHOWN)
+        side = "fewer" if self.absorb == "decode" else "more"
+        than = f"for {side} new tokens than the break-even ({limits} positions)"
+        return f"absorbed ({how}) {than}, expanded for others"
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the core, with the weight of the up-projection."""
@@ -81,7 +141,7 @@ class MlaAbsorbed(ModuleTarget):
         sizes = {"heads": found.heads, "nope": found.nope, "rope": found.rope, "value": found.value}
         return {**ops.attributes(node), **sizes, "latent": found.rank, "kv_b": str(found.kv_b.meta["fqn"])}
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
         """Return the sizes, the name of the up-projection, and when attention is absorbed."""
         from ktc.graph import ops
 

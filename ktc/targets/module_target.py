@@ -50,7 +50,7 @@ class ModuleTarget(Target):
         """Return the name in `ktc.json` of the module that this action puts."""
         return self.module
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
         """Return the arguments of the module in the loaded model, as `arguments` declares them. `node` is its call."""
         return {}
 
@@ -104,6 +104,12 @@ class ModuleTarget(Target):
         graph.graph.erase_node(node)
 
 
+def module_target(action: NodeAction) -> ModuleTarget:
+    """Return the target of an action that puts a module."""
+    assert isinstance(action.target, ModuleTarget), f"`{action.target.name}` puts no module"
+    return action.target
+
+
 def place_of(action: NodeAction) -> str:
     """Return the name of the action's module in the rewritten graph, which cannot put a module at itself."""
     return action.fqn or ITSELF
@@ -122,4 +128,4 @@ def carriers(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
 
 
 def _of(actions: Sequence[NodeAction], facet: Facet) -> list[NodeAction]:
-    return [action for action in actions if action.target.fills == facet]
+    return [action for action in actions if action.target.fixed_facet == facet]

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.targets.module_target import Arguments, ModuleTarget
-from ktc.targets.settings import Bounds, Dtype, Words
-from ktc.targets.target import NodeAction
+from ktc.targets.settings import Bounds, EnumName
+from ktc.targets.target import NodeAction, NodeLora
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.experts.kernel_library import Kernel
     from ktc.host import Host
+    from ktc.targets.node_plan import CapturedNode, NodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +30,16 @@ class Quantisation(ModuleTarget):
     for the codes and the product, as the trainer of that name does.
     """
 
-    format: Annotated[Literal["int4", "int8", "fp8"], Words("quant")]
+    format: Annotated[Literal["int4"], EnumName("quant")]
     group: Annotated[int, Bounds(-1, 4096)] = 32
-    symmetric: bool = True
-    scale: Dtype = "bf16"
-    pack: Annotated[Literal["none", "int32x8", "gguf_q4_k"], Words("pack")] = "none"
-    scale_mode: Annotated[Literal["scale_first", "slime"], Words("scale_mode")] = "scale_first"
+    pack: Annotated[Literal["none", "int32x8"], EnumName("pack")] = "none"
+    scale_mode: Annotated[Literal["scale_first", "slime"], EnumName("scale_mode")] = "scale_first"
 
-    fills: ClassVar = "quant"
+    fixed_facet: ClassVar = "quant"
     accepts: ClassVar = ("linear", "experts", "moe", "mlp")
-    inside: ClassVar = ("experts",)
-    available: ClassVar = True
-    built: ClassVar = {
-        "format": ("int4",),
-        "group": (32, 64, 128, -1),
-        "symmetric": (True,),
-        "scale": ("bf16",),
-        "pack": ("none", "int32x8"),
-    }
+    default_captures: ClassVar = ("experts",)
+    group_sizes: ClassVar = (32, 64, 128, -1)  # that kernels have, and codes in files
     arguments: ClassVar = {"grid": str, "masters": str, "merged": str}
-    # Layouts of packed weights that hold one format only.
-    packs: ClassVar[Mapping[str, str]] = {"int32x8": "int4", "gguf_q4_k": "int4"}
 
     @property
     def grid(self) -> str:
@@ -57,14 +47,18 @@ class Quantisation(ModuleTarget):
         return f"{self.format} {self.group} {self.scale_mode}"
 
     @property
-    def is_built(self) -> bool:
-        """Whether this version carries out all of its settings."""
-        return all(self.settings[name] in values for name, values in self.built.items())
+    def rounding(self) -> Quantisation:
+        """The grid that weights are rounded to."""
+        return self
 
     @property
     def merges(self) -> bool:
         """Whether the adapter is added to the weights before they are rounded."""
         return False
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return nothing: the plan explains all weights that are rounded or train together."""
+        return ()
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph: rounding changes values, and no computation."""
@@ -72,7 +66,7 @@ class Quantisation(ModuleTarget):
 
         return linear_in_graph(graph, node, action.fqn)
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
         """Return the grid, and how its weights train."""
         return action.weights.arguments
 

@@ -1,6 +1,6 @@
 """How a target says what its settings may be: annotations of its fields, and the types that several targets share.
 
-A field annotated with `Words` takes words of the rule language. Where its type is a `Literal`, that lists the words.
+A field annotated with `EnumName` takes words of the rule language. Where its type is a `Literal`, that lists the words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Facet = Literal["kernel", "adapter", "quant", "place"]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class EnumName:
     """The name of an enum of the rule language."""
 
     name: str
@@ -37,16 +37,15 @@ Count = Annotated[int, Bounds(0, 2**24)]
 Positive = Annotated[int, Bounds(1, 2**20)]
 
 # Their words are those of the whole language (`ktc/dsl/schema.py`).
-Format = Annotated[str, Words("format")]
-Isa = Annotated[str, Words("isa")]
-Dtype = Annotated[str, Words("dtype")]
-Device = Annotated[str, Words("device")]
-Phase = Annotated[str, Words("phase")]
+Format = Annotated[str, EnumName("format")]
+Isa = Annotated[str, EnumName("isa")]
+Dtype = Annotated[str, EnumName("dtype")]
+Device = Annotated[str, EnumName("device")]
+Phase = Annotated[str, EnumName("phase")]
 
 # `flash_decode` computes few new tokens without gradients, `sdpa` all other calls.
-AttentionKernel = Annotated[Literal["sdpa", "flash", "flashinfer", "eager", "flash_decode"], Words("attn")]
+AttentionKernel = Annotated[Literal["sdpa", "flash_decode"], EnumName("attn")]
 FLASH_DECODE = "flash_decode"
 # The numbers that a cache of keys and values holds: the model's dtype, or codes that `flash_decode` reads.
-KvFormat = Annotated[Literal["auto", "int8"], Words("kv_format")]
+KvFormat = Annotated[Literal["auto", "int8"], EnumName("kv_format")]
 INT8 = "int8"
-ATTENTION_WITHOUT_BACKWARD = frozenset({"flashinfer"})

@@ -14,8 +14,8 @@ from ktc.targets.fused_attention import FusedAttention
 from ktc.targets.lora_linear import LoraLinear
 from ktc.targets.mla_absorbed import MlaAbsorbed
 from ktc.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.targets.settings import FLASH_DECODE, Bounds, Count, Positive, Words
-from ktc.targets.target import NodeAction
+from ktc.targets.settings import FLASH_DECODE, Bounds, Count, EnumName, Positive
+from ktc.targets.target import NodeAction, NodeLora, Spec, Target, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from ktc.attention.sparsity import Sparsity
     from ktc.experts.kernel_library import Kernel
     from ktc.host import Host
+    from ktc.targets.node_plan import CapturedNode, NodePlan
 
 _MOST = 2**20
+_SHOWN = (32_768, 131_072)  # positions for which the bytes of a step are reported
 _SIZES = ("heads", "nope", "rope", "value", "latent")
 
 
@@ -40,15 +42,15 @@ class SparseAttention(ModuleTarget):
     sink: Count = 64
     local: Count = 256
     dense_layers: Annotated[int, Bounds(0, 4096)] = 2
-    index: Annotated[Literal["int4", "sign"], Words("key_index")] = "int4"
-    choice: Annotated[Literal["auto", "head", "group"], Words("choice")] = "auto"
+    index: Annotated[Literal["int4", "sign"], EnumName("key_index")] = "int4"
+    choice: Annotated[Literal["auto", "head", "group"], EnumName("choice")] = "auto"
 
     name: ClassVar = "sparse_attention"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("attention", "mla")
-    absorbs: ClassVar = ("kv_b", "core")
-    hosts: ClassVar = (LoraLinear.name,)
-    available: ClassVar = True
+    consumes: ClassVar = ("kv_b", "core")
+    fuses: ClassVar = (LoraLinear.name,)
+    varies_by_step: ClassVar = True
     module: ClassVar = "sparse_attention"
     may_be_zero: ClassVar = frozenset({"sink", "local", "shared", *_SIZES})
     arguments: ClassVar = {
@@ -72,6 +74,75 @@ class SparseAttention(ModuleTarget):
         shared = self.choice == "group" or (self.choice == "auto" and latent)
         return Sparsity(self.k, self.sink, self.local, self.index, shared)
 
+    def at_layer(self, layer: int, seen: CapturedNode, device: str) -> Target | None:
+        """Return the rewrite of a layer: of the first ones a dense one, None where it has no kernel."""
+        from ktc.targets.linear_kernel import DTYPES
+
+        if layer >= self.dense_layers:
+            return self
+        dense = self.dense(latent=_is_latent(seen.core))
+        if device == "cpu" and seen.dtype in DTYPES:
+            return dense
+        return replace(dense, kernel="sdpa") if isinstance(dense, MlaAbsorbed) else None
+
+    def unsuited(self, seen: CapturedNode) -> Unsuited | None:
+        """Return why attention stays dense: an unknown function (M092), or more than causal products (M083)."""
+        from ktc.targets.attention_kernel import unknown_core
+        from ktc.targets.sparse_facts import not_sparse
+
+        if unknown := unknown_core(seen):
+            return unknown
+        reason = not_sparse(seen)
+        return Unsuited("M083", reason, "stay dense", "this attention stays dense") if reason else None
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel; None where PyTorch computes it."""
+        from ktc.plan.attention_spec import SparseAttentionSpec, attention_isa
+        from ktc.targets.linear_kernel import DTYPES
+
+        if plan.device != "cpu" or seen.dtype not in DTYPES:
+            return None
+        dtype = DTYPES[seen.dtype]
+        return SparseAttentionSpec("sparse_attention", dtype, attention_isa(dtype, seen.host))
+
+    def cached(self, seen: CapturedNode, per_position: int) -> int:
+        """Return the bytes of a position in the layer's cache, with its codes in the index."""
+        from ktc.targets.sparse_facts import index_bytes
+
+        return per_position + index_bytes(seen, self.sparsity(latent=_is_latent(seen.core)))
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return the positions that an attention reads, and the bytes of a step."""
+        from ktc.hf.indexer import positions_of_indexer
+
+        latent, by = _is_latent(seen.core), f"the {plan.spec.isa} kernel" if plan.spec else "PyTorch"
+        how = "attention on the compressed cache" if latent else "attention"
+        if positions := positions_of_indexer(seen.stock):
+            read = (
+                f"{positions:,} positions that the model's own trained indexer chooses and no others, by {by}"
+            )  # fmt: skip
+        else:
+            read = self._read(seen, latent, by)
+        return (f"{how}; few new tokens without gradients read {'the ' * bool(positions)}{read}, on {plan.device}",)
+
+    def _read(self, seen: CapturedNode, latent: bool, by: str) -> str:
+        from ktc.targets.sparse_facts import traffic
+
+        sparsity = self.sparsity(latent=latent)
+        who = "each query head chooses"
+        if sparsity.shared:
+            who = "the query heads of a key head choose together"
+        steps = {positions: traffic(seen, sparsity, positions) for positions in _SHOWN}
+        counted = " and ".join(
+            f"{(step.index + step.gathered) / 1e6:.1f} of {step.dense / 1e6:.1f} MB at {positions:,}"
+            for positions, step in steps.items()
+        )
+        return (
+            f"{self.k:,} positions by an index of {self.index} codes, the first {self.sink} and the last {self.local} "
+            f"({who}), by {by}: {counted} positions; dense up to {self.k + self.sink + self.local:,} positions, and "
+            "for many new tokens"
+        )
+
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the dense core: over the positions of one call."""
         return self.dense(latent=_is_latent(node)).put(graph, node, action)
@@ -86,7 +157,7 @@ class SparseAttention(ModuleTarget):
         settings = {name: self.settings[name] for name in ("k", "sink", "local", "index")}
         return {**self.dense(latent=latent).described(node), **settings, "shared": self.sparsity(latent=latent).shared}
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
         """Return what a query reads; of latent attention the sizes and the name of the up-projection too."""
         from ktc.graph import ops
 

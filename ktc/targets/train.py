@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.targets.module_target import Arguments, ModuleTarget
-from ktc.targets.settings import Words
-from ktc.targets.target import NodeAction
+from ktc.targets.settings import EnumName
+from ktc.targets.target import NodeAction, NodeLora
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.experts.kernel_library import Kernel
     from ktc.host import Host
+    from ktc.targets.node_plan import CapturedNode, NodePlan
 
 
-Masters = Annotated[Literal["fp32", "bf16"], Words("masters")]
+Masters = Annotated[Literal["fp32", "bf16"], EnumName("masters")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,16 @@ class Train(ModuleTarget):
     masters: Masters | None = None
 
     name: ClassVar = "train"
-    fills: ClassVar = "adapter"
+    fixed_facet: ClassVar = "adapter"
     accepts: ClassVar = ("*",)
-    inside: ClassVar = ("experts",)
-    available: ClassVar = True
+    default_captures: ClassVar = ("experts",)
     module: ClassVar = "trained_linear"
+    trains_weights: ClassVar = True
     arguments: ClassVar = {"masters": str}
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return nothing: the plan explains all weights that are rounded or train together."""
+        return ()
 
     def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph: proofs compare values, not optimizers."""
@@ -45,7 +50,7 @@ class Train(ModuleTarget):
 
         return linear_in_graph(graph, node, action.fqn)
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
         """Return the dtype of the masters."""
         return {"masters": action.weights.masters}
 

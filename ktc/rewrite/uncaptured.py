@@ -1,0 +1,14 @@
+"""The recipe's rows of linear layers outside the captured blocks."""
+
+from __future__ import annotations
+
+from ktc.model.manifest import Rewrite
+from ktc.plan import Plan
+from ktc.rewrite.recipe import step_of
+
+
+def uncaptured_rows(plan: Plan) -> tuple[Rewrite, ...]:
+    """Return the loader's steps for the layers that a rule gives a kernel."""
+    return tuple(
+        step_of(linear.action, linear.action.fqn, linear.device, None, plan.host) for linear in plan.uncaptured
+    )
