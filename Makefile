@@ -103,7 +103,7 @@ lf-environment:
 
 # The table of all mixture-of-experts families, generated again.
 census: $(READY)
-	$(BIN)/ktc census --format markdown -o docs/census.md
+	PYTHONPATH=benchmarks $(BIN)/python -m census --format markdown -o docs/census.md
 
 # Mutants of everything that is read from outside for SECONDS; the corpus in build/fuzz grows. KINDS="gguf configs"
 # chooses; FUZZ=--json or FUZZ="-o FILE" writes the table as JSON.

@@ -48,7 +48,7 @@ def test_the_public_names_are_all_there() -> None:
 _MODELS = ("torch", "transformers", "peft", "numpy", "jinja2", "graphlay", "psutil")
 _LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.prove", "ktc.codegen", "ktc.link",
                  "ktc.training", "ktc.tune.train", "ktc.adapters", "ktc.generate", "ktc.serving", "ktc.bench.run",
-                 "ktc.census", "ktc.kt_yaml")  # fmt: skip
+                 "ktc.kt_yaml")  # fmt: skip
 IMPORTS = {
     "--version": (39, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
     "--help": (39, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),

@@ -66,7 +66,6 @@ HELD = (
     "ktc/analysis.py",
     "ktc/bench",
     "ktc/capture",
-    "ktc/census",
     "ktc/checkpoint",
     "ktc/cli",
     "ktc/codegen",

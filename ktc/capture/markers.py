@@ -25,6 +25,10 @@ from ktc.graph import ops
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
 # Where a config keeps the names of its implementations; the public setters accept only names of transformers.
 _CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
+# The options of an attention core that `sdpa` expresses. Dropout is none in evaluation.
+_OPTIONS = frozenset({
+    "scaling", "dropout", "sliding_window", "s_aux", "is_causal", "softcap", "position_bias", "sinks",
+})  # fmt: skip
 _UNUSED = frozenset({"position_ids", "cache_position"})  # an attention core may be given them and does not use them
 # The model has no masks of its own during capture; blocks that compute with a mask are given one.
 _masks_are_given = ContextVar("masks_are_given", default=False)
@@ -107,28 +111,28 @@ class _CaptureExperts:
 
 
 def _capture_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, s_aux: Tensor | None = None,
-    is_causal: bool | None = None, softcap: float | None = None, position_bias: Tensor | None = None,
-    sinks: Tensor | None = None, **more: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Return the core's result as one `sdpa` marker, and no weights. `options` are named as in transformers."""
     if attention_mask is not None and not _masks_are_given.get() and _takes_mask(module):
         raise UnsupportedAttention("attention that computes a mask of its own is not supported in this version")
-    for name, given in more.items():
+    for name, given in options.items():
         # An explicit mask alone determines what is attended to: the indices are for other kernels. Unknown scores
         # remain part of the computation.
         counts = isinstance(given, Tensor) and (attention_mask is None or given.is_floating_point())
-        if counts and name not in _UNUSED:
+        if counts and name not in _OPTIONS | _UNUSED:
             raise UnsupportedAttention(f"attention whose core is given `{name}` is not supported in this version")
+    scaling, is_causal, sliding_window, s_aux, sinks = map(
+        options.get, ("scaling", "is_causal", "sliding_window", "s_aux", "sinks")
+    )
     if s_aux is not None and sinks is not None:
         raise UnsupportedAttention("attention whose core is given both `s_aux` and `sinks` is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = -1 if sliding_window is None else int(sliding_window)
     window = window if attention_mask is None else -1  # the mask includes the window
-    kept = s_aux if sinks is None else sinks
-    operands = query, key, value, float(scale), causal, window, kept, attention_mask, softcap, position_bias
-    return torch.ops.ktc_capture.sdpa(*operands), None
+    operands = query, key, value, float(scale), causal, window, s_aux if sinks is None else sinks, attention_mask
+    return torch.ops.ktc_capture.sdpa(*operands, options.get("softcap"), options.get("position_bias")), None
 
 
 def _takes_mask(module: nn.Module) -> bool:

@@ -185,10 +185,10 @@ def doctor_command(
     if clean:
         _clean(session)
         return
-    from ktc.cli.tables import doctor_table
+    from ktc.cli.tables import findings_table
 
     here, findings = examine()
-    session.show(doctor_table(findings))
+    session.show(findings_table(findings, {"missing": "MISSING"}))
     session.result(to_json(here, findings))
     session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
     session.next("ktc", "check", RULES, "tiny:qwen3_moe")

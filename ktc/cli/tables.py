@@ -6,8 +6,8 @@ the stages; it imports no stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from rich import box
 from rich.table import Table
@@ -16,10 +16,8 @@ from rich.text import Text
 from ktc.cli.amounts import count, size
 
 if TYPE_CHECKING:
-    from ktc.cli.doctor import Finding
     from ktc.dsl import RuleSet
     from ktc.match import Matches
-    from ktc.model.verify import Finding as VerifyFinding
     from ktc.plan import LoraPlan, Plan
     from ktc.prove import Proof
 
@@ -28,8 +26,11 @@ _KINDS = {
     "embeddings": "embeddings", "lm_head": "lm_head", "other": "other",
 }  # fmt: skip
 _UNITS = (("B", 10**9), ("M", 10**6), ("K", 10**3))
-_VERDICTS = {"good": "green", "stale": "yellow", "altered": "bold red", "missing": "bold red"}
-_STATES = {"works": ("works", "green"), "limited": ("limited", "yellow"), "missing": ("MISSING", "bold red")}
+# Of `ktc doctor` and of `ktc verify`.
+_STYLES = {
+    "works": "green", "limited": "yellow", "missing": "bold red", "good": "green", "stale": "yellow",
+    "altered": "bold red",
+}  # fmt: skip
 
 
 def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
@@ -152,18 +153,6 @@ def reasons_table(plan: Plan) -> Table:
     return table
 
 
-def doctor_table(findings: Iterable[Finding]) -> Table:
-    """Return one row per finding, with the remedy below the fact."""
-    table = _table("", "state", "found")
-    for finding in findings:
-        word, style = _STATES[finding.state]
-        found = Text(finding.found)
-        if finding.remedy:
-            found.append(f"\n{finding.remedy}", style="dim")
-        table.add_row(finding.name, Text(word, style=style), found)
-    return table
-
-
 def _rewrites_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
     counts: dict[tuple[str, str], int] = {}
     for rewrite in plan.rewrites:
@@ -188,14 +177,28 @@ def _places_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "place", str(modules), device
 
 
-def findings_table(findings: tuple[VerifyFinding, ...]) -> Table:
-    """Return one row per verified part of a compiled model, with the remedy below the fact."""
+class Finding(Protocol):
+    """A row about a part of the machine, or of a compiled model. `remedy` is "" if no action is needed."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def found(self) -> str: ...
+    @property
+    def remedy(self) -> str: ...
+
+
+def findings_table(findings: Iterable[Finding], words: Mapping[str, str] | None = None) -> Table:
+    """Return one row per finding, with the remedy below the fact. `words` replace the names of states."""
     table = _table("", "state", "found")
     for finding in findings:
-        found = Text(finding.found)
+        fact = Text(finding.found)
         if finding.remedy:
-            found.append(f"\n{finding.remedy}", style="dim")
-        table.add_row(finding.name, Text(finding.state, style=_VERDICTS[finding.state]), found)
+            fact.append(f"\n{finding.remedy}", style="dim")
+        word = (words or {}).get(finding.state, finding.state)
+        table.add_row(finding.name, Text(word, style=_STYLES[finding.state]), fact)
     return table
 
 

@@ -49,7 +49,7 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class TextSegment:
     """A segment of text, `*` and choices."""
 
     text: str
@@ -70,7 +70,7 @@ class Words:
         return self.regex.fullmatch(segment) is not None
 
 
-Segment = AnyDepth | Integers | Words
+Segment = AnyDepth | Integers | TextSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _segment(text: str, offset: int) -> Segment:
             raise GlobError(f"the range {text} is empty", offset, len(text))
         return Integers(first, last)
     _refuse(text, offset)
-    return Words(text, re.compile("".join(_regex(piece) for piece in _PIECES.split(text))))
+    return TextSegment(text, re.compile("".join(_regex(piece) for piece in _PIECES.split(text))))
 
 
 def _choices(text: str) -> int:

@@ -155,7 +155,7 @@ class _Loader:
             self._refuse("E013", f"a program has at most {parser.MAX_WORDS} words", Span(shown, 1, 1, 1, 1))
             return None
         try:
-            module, diagnostics = parser.parse_what_stands(text, shown)
+            module, diagnostics = parser.parse_recovering(text, shown)
         except InputRefused as error:
             self.program.diagnostics += error.diagnostics
             return None

@@ -30,13 +30,13 @@ _REMEMBERED, _MOST_REMEMBERED = 64, 1 << 16  # texts, and characters of one: pro
 
 def parse(text: str, file: str) -> syntax.Module:
     """Return the file's declarations and comments. `file` is the name that spans carry. Raises InputRefused."""
-    module, diagnostics = parse_what_stands(text, file)
+    module, diagnostics = parse_recovering(text, file)
     if diagnostics:
         raise InputRefused(*diagnostics)
     return module
 
 
-def parse_what_stands(text: str, file: str) -> tuple[syntax.Module, list[Diagnostic]]:
+def parse_recovering(text: str, file: str) -> tuple[syntax.Module, list[Diagnostic]]:
     """Return the declarations without errors, and the errors of the others.
 
     Raises InputRefused for a file beyond a limit.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ktc.dsl.globs import AnyDepth, Glob, Integers, Words, compile_glob
+from ktc.dsl.globs import AnyDepth, Glob, Integers, TextSegment, compile_glob
 from ktc.dsl.intervals import ANY_LAYER, Layers
 
 _SPARE = "x"  # stands for the letters that no glob names
@@ -128,7 +128,7 @@ class _Search:
 # Distinguishable segments --------------------------------------------------------------------------------------------
 def _words(globs: Iterable[Glob], budget: Budget) -> list[str]:
     """Return one word for each distinguishable set of segments that match some word other than a number."""
-    segments = {s.text: s for glob in globs for s in glob.segments if isinstance(s, Words)}
+    segments = {s.text: s for glob in globs for s in glob.segments if isinstance(s, TextSegment)}
     patterns = tuple(frozenset(segment.spellings) for segment in segments.values())
     letters = sorted({letter for spellings in patterns for text in spellings for letter in text} - {"*"})
     spare = _SPARE if _SPARE not in letters else next(c for c in "yzwvuzabcdefghijklmnopq_" if c not in letters)
@@ -169,7 +169,7 @@ def _integers(globs: Iterable[Glob], layers: Layers) -> list[str]:
             if isinstance(segment, Integers):
                 last = segment.first if segment.last is None else segment.last
                 numbers |= {max(segment.first - 1, 0), segment.first, last, last + 1}
-            elif isinstance(segment, Words):
+            elif isinstance(segment, TextSegment):
                 numbers |= {int(text) for text in segment.spellings if text.isdigit()}
                 if any("*" in text and text.strip("*").isdigit() for text in segment.spellings):
                     numbers |= set(range(_DECIMALS))
@@ -192,8 +192,8 @@ def _agree(first: Glob, second: Glob) -> bool:
     for a, b in zip(first.segments, second.segments, strict=False):
         if isinstance(a, AnyDepth) or isinstance(b, AnyDepth):
             return True
-        if isinstance(a, Words) and a.plain and not b.accepts(a.text):
+        if isinstance(a, TextSegment) and a.plain and not b.accepts(a.text):
             return False
-        if isinstance(b, Words) and b.plain and not a.accepts(b.text):
+        if isinstance(b, TextSegment) and b.plain and not a.accepts(b.text):
             return False
     return True

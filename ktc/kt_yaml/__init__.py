@@ -80,7 +80,7 @@ def import_for(source: Source, read: KtRules, captured: CapturedModel) -> Import
         verified = verify(emitted.module, found, captured)
     except KtcError as error:
         raise type(error)(*error.diagnostics, sources={**error.sources, source.name: source.text}) from error
-    report = make_report(source.name, read.rules, read.warnings, replayed, found, emitted.became, verified, captured)
+    report = make_report(source.name, read, replayed, found, emitted.became, verified, captured)
     return Imported(print_module(emitted.module), report, read.warnings, {source.name: source.text})
 
 

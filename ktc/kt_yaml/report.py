@@ -5,16 +5,15 @@ It is text for people and plain values for `--json`. Nothing is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ktc.capture import CapturedModel
-from ktc.diagnostics import Diagnostic
 from ktc.kt_yaml import names
 from ktc.kt_yaml.effects import Outcome, implied, operations, trains
 from ktc.kt_yaml.replay import Replay
-from ktc.kt_yaml.rules import KtRule
+from ktc.kt_yaml.rules import KtRule, KtRules
 from ktc.kt_yaml.verify import Effect, Verified
 
 State = Literal["imported", "implied", "dead", "refused"]
@@ -66,19 +65,24 @@ class Report:
 
 
 def make_report(
-    file: str, rules: Sequence[KtRule], warnings: Iterable[Diagnostic], replayed: Replay, found: Sequence[Outcome],
-    became: Mapping[int, tuple[str, ...]], verified: Verified, captured: CapturedModel,
-) -> Report:  # fmt: skip
+    file: str,
+    read: KtRules,
+    replayed: Replay,
+    outcomes: Sequence[Outcome],
+    became: Mapping[int, tuple[str, ...]],
+    verified: Verified,
+    captured: CapturedModel,
+) -> Report:
     """Return the report of a verified import."""
-    fired = [rule for rule in rules if replayed.fired.get(rule.number)]
-    derived, differing = _out_devices(found, verified.effect)
+    fired = [rule for rule in read.rules if replayed.fired.get(rule.number)]
+    derived, differing = _out_devices(outcomes, verified.effect)
     maps_derived, maps_differing = _transfer_maps(fired, captured, verified.effect)
-    ignored = [Note(d.span.line, d.message) for d in warnings if d.span is not None]
-    left_out = [*ignored, *differing, *maps_differing, *_losses(fired), *_lost(found)]
+    ignored = [Note(d.span.line, d.message) for d in read.warnings if d.span is not None]
+    left_out = [*ignored, *differing, *maps_differing, *_losses(fired), *_lost(outcomes)]
     return Report(
         file,
         str(captured.facts["type"]),
-        tuple(_rule(rule, replayed, found, became) for rule in rules),
+        tuple(_rule(rule, replayed, outcomes, became) for rule in read.rules),
         tuple(sorted((*derived, *maps_derived), key=_line)),
         tuple(sorted(left_out, key=_line)),
         verified.modules,

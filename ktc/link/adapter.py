@@ -6,44 +6,34 @@ like in `target_modules` of a mixture-of-experts model as the routed experts, fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.plan import LoraPlan
 
 _NOTHING = "dummy-target-modules"  # peft.utils.constants.DUMMY_TARGET_MODULES: no layer has to match
 _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
-def adapter_json(
-    targets: Sequence[str],
-    r: int,
-    lora_alpha: float,
-    lora_dropout: float,
-    rank_pattern: Mapping[str, int],
-    alpha_pattern: Mapping[str, float],
-    parameters: Sequence[str] = (),
-    modules: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Return arguments of `LoraConfig` for the modules `targets` and the weights `parameters` of experts (full names).
-
-    The `modules` train themselves.
+def adapter_json(lora: LoraPlan) -> dict[str, Any]:
+    """Return the arguments of `LoraConfig` for a planned adapter.
 
     Raises `InputRefused` (I150) for a dropout on a layer that PEFT can only name by its weight.
     """
-    by_weight = [fqn for fqn in targets if fqn.rpartition(".")[2] in _EXPERT_NAMES]
-    if by_weight and lora_dropout:
+    by_weight = [fqn for fqn in lora.targets if fqn.rpartition(".")[2] in _EXPERT_NAMES]
+    if by_weight and lora.lora_dropout:
         message = f"`{by_weight[0]}` cannot have a LoRA dropout: PEFT adapts it by its weight, without one"
         raise InputRefused(Diagnostic("I150", message, hint="write `dropout = 0` in the `lora` block"))
+    by_name = [fqn for fqn in lora.targets if fqn not in by_weight]
     renamed = {fqn: f"{fqn}.weight" for fqn in by_weight}
     return {
         "task_type": "CAUSAL_LM",
-        "r": r,
-        "lora_alpha": lora_alpha,
-        "lora_dropout": lora_dropout,
-        "target_modules": [fqn for fqn in targets if fqn not in renamed] if targets or parameters else _NOTHING,
-        "target_parameters": [*renamed.values(), *parameters] or None,
-        "rank_pattern": {renamed.get(fqn, fqn): value for fqn, value in rank_pattern.items()},
-        "alpha_pattern": {renamed.get(fqn, fqn): value for fqn, value in alpha_pattern.items()},
-        **({"modules_to_save": list(modules)} if modules else {}),
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": by_name if lora.targets or lora.parameters else _NOTHING,
+        "target_parameters": [*renamed.values(), *lora.parameters] or None,
+        "rank_pattern": {renamed.get(fqn, fqn): value for fqn, value in lora.rank_pattern.items()},
+        "alpha_pattern": {renamed.get(fqn, fqn): value for fqn, value in lora.alpha_pattern.items()},
+        **({"modules_to_save": list(lora.modules)} if lora.modules else {}),
     }

@@ -39,7 +39,7 @@ def assemble(
     captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
-    lora, steps = plan.lora, (*recipe(blocks, plan.host), *uncaptured_rows(plan), *stream_rows(plan))
+    steps = (*recipe(blocks, plan.host), *uncaptured_rows(plan), *stream_rows(plan))
     return Package(
         name=captured.source.name,
         checkpoint=captured.source.folder,
@@ -61,18 +61,7 @@ def assemble(
         memory={held.device: held.weights for held in plan.devices},
         cuda_graph=plan.cuda_graph,
         model_type=captured.source.config.model_type,
-        lora=None
-        if lora is None
-        else adapter_json(
-            lora.targets,
-            lora.r,
-            lora.lora_alpha,
-            lora.lora_dropout,
-            lora.rank_pattern,
-            lora.alpha_pattern,
-            lora.parameters,
-            lora.modules,
-        ),
+        lora=plan.lora and adapter_json(plan.lora),
         proofs=tuple(proof.to_json() for proof in proofs),
         own_code=captured.source.own_code,
         code=captured.source.code,

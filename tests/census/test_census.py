@@ -11,10 +11,10 @@ from importlib.metadata import version
 import pytest
 from places import DOCS
 
+from census import BlockProof, Census, Family, examine, markdown
+from census.markdown import COLUMNS, TWIN_COLUMNS, table
+from census.programs import PROGRAMS
 from ktc import twin
-from ktc.census import BlockProof, Census, Family, examine, markdown
-from ktc.census.markdown import COLUMNS, TWIN_COLUMNS, table
-from ktc.census.programs import PROGRAMS
 from ktc.cli import app as cli
 from ktc.prove import Proof
 
@@ -71,7 +71,7 @@ def test_whatever_a_family_raises_is_its_reason(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_twin_that_was_not_shrunk_is_refused_before_it_gets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.census.run.LARGEST", 1000)
+    monkeypatch.setattr("census.run.LARGEST", 1000)
     row = examine("llama")
     assert not row.proven
     assert "parameters, most of them in" in row.reasons[0]
@@ -80,7 +80,7 @@ def test_a_twin_that_was_not_shrunk_is_refused_before_it_gets_weights(monkeypatc
 def test_a_rewrite_that_differs_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = {"hidden_states": float("inf")}
     proof = Proof("mlp_0", "mlp_0", "Block", ("known",), ("mlp",), 0.5, gradients, ("one token",), (), 0)
-    monkeypatch.setattr("ktc.census.run.prove_on", lambda *_: (proof,))
+    monkeypatch.setattr("census.run.prove_on", lambda *_: (proof,))
     row = examine("llama")
     assert (row.wrong, row.proven) == (True, False)
     assert row.reasons[0].startswith("WRONG: ")
@@ -111,7 +111,7 @@ def _finish_with(monkeypatch: pytest.MonkeyPatch, *rows: Family | BaseException)
                 raise row
             yield row
 
-    monkeypatch.setattr("ktc.census.examine_all", examine_all)
+    monkeypatch.setattr("census.command.examine_all", examine_all)
 
 
 def test_a_name_that_is_no_model_type_is_refused_with_what_was_meant(capfd: pytest.CaptureFixture[str]) -> None:

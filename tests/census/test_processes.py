@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerProcess
 import pytest
 from odd_families import examine
 
-from ktc.census import default_jobs, examine_all, processes
+from census import default_jobs, examine_all, processes
 from ktc.host import available_memory, usable_threads
 
 
@@ -57,5 +57,5 @@ def test_a_process_that_cannot_be_started_is_a_row_with_its_reason(monkeypatch: 
 def test_no_more_families_run_at_once_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= default_jobs() <= usable_threads()
     assert available_memory() > 0
-    monkeypatch.setattr("ktc.census.processes.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("census.processes.available_memory", lambda: 1 << 20)
     assert default_jobs() == 1

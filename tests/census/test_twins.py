@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from census.twins import compare_twins
+from census.types import TwinProof
 from ktc import twin
-from ktc.census.twins import compare_twins
-from ktc.census.types import TwinProof
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"]

@@ -18,6 +18,7 @@ from ktc import files
 from ktc.diagnostics import HostLacks, InputRefused, KtcError
 from ktc.link import adapter_json, check_out, folder, link, rule_files
 from ktc.link.folder import write_folder
+from ktc.plan import LoraPlan
 
 
 def fill(path: Path) -> None:
@@ -199,13 +200,13 @@ def test_rule_files_keep_their_place_and_never_their_machine_path(tmp_path: Path
 
 
 def test_layers_that_peft_mistakes_for_experts_are_named_by_their_weights() -> None:
-    targets = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.shared_experts.up_proj"]
-    adapter = adapter_json(targets, 8, 32, 0.0, {targets[1]: 4}, {})
-    assert adapter["target_modules"] == targets[:1]
+    targets = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.shared_experts.up_proj")
+    adapter = adapter_json(LoraPlan(targets, (), 8, 32, 0.0, {targets[1]: 4}, {}, 0))
+    assert adapter["target_modules"] == [targets[0]]
     assert adapter["target_parameters"] == [f"{targets[1]}.weight"]
     assert adapter["rank_pattern"] == {f"{targets[1]}.weight": 4}
     with pytest.raises(InputRefused, match="I150"):
-        adapter_json(targets, 8, 32, 0.1, {}, {})
+        adapter_json(LoraPlan(targets, (), 8, 32, 0.1, {}, {}, 0))
 
 
 def test_code_of_a_checkpoint_never_reaches_out(

@@ -101,13 +101,14 @@ def test_an_adapter_on_shared_experts_and_dense_layers_runs_on_the_stock_model_t
     on_path: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     from ktc.link import adapter_json
+    from ktc.plan import LoraPlan
 
-    targets = [
+    targets = (
         "model.layers.0.mlp.down_proj",
         "model.layers.1.mlp.shared_experts.gate_proj",
         "model.layers.2.self_attn.o_proj",
-    ]
-    config = LoraConfig(**adapter_json(targets, 4, 16, 0.0, {}, {}))
+    )
+    config = LoraConfig(**adapter_json(LoraPlan(targets, (), 4, 16, 0.0, {}, {}, 0)))
     inputs = batch(checkpoint)
     plain = import_module(on_path).load(reference=True)
     before = plain(**inputs).logits

@@ -66,9 +66,7 @@ def test_ranks_of_their_own_stand_beside_those_of_linear_layers(tmp_path: Path) 
     assert lora is not None
     assert {path.rpartition(".")[2] for path in lora.parameters} == {"down_proj"}
     assert lora.rank_pattern == dict.fromkeys(lora.parameters, 4)
-    config = adapter_json(
-        lora.targets, lora.r, lora.lora_alpha, lora.lora_dropout, lora.rank_pattern, lora.alpha_pattern, lora.parameters
-    )
+    config = adapter_json(lora)
     assert config["target_parameters"] == list(lora.parameters)
     assert config["alpha_pattern"] == dict.fromkeys(lora.parameters, 8.0)
     assert (config["r"], config["lora_dropout"]) == (8, 0.0)

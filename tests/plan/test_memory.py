@@ -97,10 +97,7 @@ def test_a_sliding_window_is_cached_up_to_its_width() -> None:
 def test_the_planned_adapter_has_as_many_parameters_as_peft_makes(family: str) -> None:
     _, plan = planned(captured(family), dsl.load("moe-lora", {}))
     assert plan.lora is not None
-    settings = adapter_json(
-        plan.lora.targets, plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout, plan.lora.rank_pattern,
-        plan.lora.alpha_pattern,
-    )  # fmt: skip
+    settings = adapter_json(plan.lora)
     stock = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
     trained = [p for p in get_peft_model(stock, LoraConfig(**settings)).parameters() if p.requires_grad]
     assert sum(p.numel() for p in trained) == plan.lora.trainable

@@ -21,6 +21,7 @@ from ktc.experts.kernel_library import KernelLibrary
 from ktc.link import KernelFile, Package, adapter_json
 from ktc.model.manifest import Rewrite
 from ktc.model.stock_facts import assumptions_of
+from ktc.plan import LoraPlan
 from ktc.plan.kernel_spec import KernelSpec
 from ktc.targets.target import AS_STORED
 
@@ -91,7 +92,7 @@ def package(checkpoint: Path, kernel: tuple[KernelFile, KernelLibrary] | None = 
         rewrites=rewrites,
         assumptions=assumptions_of(model, rewrites),
         placement={"model": "cpu", "lm_head": "cpu"},
-        lora=adapter_json(targets, 8, 32, 0.0, {}, {}),
+        lora=adapter_json(LoraPlan(tuple(targets), (), 8, 32, 0.0, {}, {}, 0)),
         graphs={"captured": "{}"},
     )
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from ktc.census import Family
+from census import Family
 
 
 def examine(name: str) -> Family:

@@ -3,9 +3,9 @@
 Input: names of families, by default all of transformers. Output: one `Family` per name, never an exception.
 """
 
-from ktc.census.markdown import markdown
-from ktc.census.processes import default_jobs, examine_all
-from ktc.census.run import examine
-from ktc.census.types import BlockProof, Census, Family
+from census.markdown import markdown
+from census.processes import default_jobs, examine_all
+from census.run import examine
+from census.types import BlockProof, Census, Family
 
 __all__ = ["BlockProof", "Census", "Family", "default_jobs", "examine", "examine_all", "markdown"]

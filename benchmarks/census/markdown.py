@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import date
 
-from ktc.census.types import MATCHED, Census, Family, TwinProof
+from census.types import MATCHED, Census, Family, TwinProof
 
 COLUMNS = (
     "family", "experts", "proven", "whole twin", "forward", "gradient", "routing", "activation", "shared experts",

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ktc.census.types import TwinProof
+from census.types import TwinProof
 from ktc.graph.typed import named_modules
 from ktc.model import peft_glue
 from ktc.prove.compare import InDouble, relative_error

@@ -15,19 +15,21 @@ from datetime import date
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from rich import box
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from transformers import CONFIG_MAPPING
 
+from census.markdown import COLUMNS, cells, markdown
+from census.processes import default_jobs, examine_all
+from census.types import Census, Family
+from ktc import __version__, twin
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
-
-if TYPE_CHECKING:
-    from ktc.census import Census, Family
 
 _WIDE = 200  # columns of the table in a file
 
@@ -42,12 +44,10 @@ def run(
     Raises:
         InputRefused: a name is not a model type (I103).
     """
-    from ktc.census import Census, default_jobs, examine_all
-
     started, asked = time.perf_counter(), _asked(names)
     jobs = min(jobs or default_jobs(), len(asked))
     done: list[Family] = []
-    versions = {"ktc": _ktc_version(), **{name: version(name) for name in ("torch", "transformers")}}
+    versions = {"ktc": __version__, **{name: version(name) for name in ("torch", "transformers")}}
     try:
         with closing(examine_all(asked, jobs, timeout)) as rows:
             _collect(session, rows, len(asked), done)
@@ -63,10 +63,6 @@ def run(
 
 def _asked(names: Sequence[str]) -> tuple[str, ...]:
     """Return the families to examine, sorted. Raises InputRefused (I103)."""
-    from transformers import CONFIG_MAPPING
-
-    from ktc import twin
-
     known = list(CONFIG_MAPPING)
     faults = [
         Diagnostic(
@@ -114,8 +110,6 @@ def _show(session: Session, census: Census, form: str, output: Path | None) -> N
 
 
 def _page(census: Census) -> str:
-    from ktc.census import markdown
-
     return markdown(census, date.today())
 
 
@@ -133,8 +127,6 @@ _FORMS: dict[str, Callable[[Census], str]] = {"markdown": _page, "json": _json, 
 
 
 def _table(census: Census) -> Table:
-    from ktc.census.markdown import COLUMNS, cells
-
     table = Table(*COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for family in census.families:
         table.add_row(*(Text(cell) for cell in cells(family)))
@@ -149,9 +141,3 @@ def _summary(census: Census) -> str:
     missing = census.asked - len(census.families)
     summary = f"{counts['families']} families: {words}" + f"; interrupted, {missing} not examined" * bool(missing)
     return f"{summary}; {census.seconds:.0f} s"
-
-
-def _ktc_version() -> str:
-    from ktc import __version__
-
-    return __version__

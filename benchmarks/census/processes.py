@@ -21,11 +21,18 @@ from typing import Final, cast
 
 import torch
 
-from ktc.census.run import examine
-from ktc.census.types import Family
+from census.run import examine
+from census.types import Family
 from ktc.host import available_memory, usable_threads
 
 TIMEOUT = 900.0  # seconds; the slowest family takes a tenth of it on a core of its own
+# what takes long to import
+_PRELOADED: Final = (
+    "ktc.compiler",
+    "ktc.prove",
+    "ktc.link.adapter",
+    "ktc.model.peft_glue",
+)
 _PAUSES: Final = (0.1, 1.0)  # seconds before a process is started again
 BYTES = 3 << 29  # of memory for a family; the largest measured takes half of it
 
@@ -92,7 +99,7 @@ def _until(deadline: float) -> float | None:
 
 def _start(examine: Callable[[str], Family], family: str) -> _Running:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["ktc.census.run"])
+    context.set_forkserver_preload(list(_PRELOADED))
     rows, theirs = cast("tuple[Connection, Connection]", context.Pipe(duplex=False))
     process = context.Process(target=_report, args=(examine, family, theirs), daemon=True)
     for pause in _PAUSES:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+from census.twins import compare_twins
+from census.types import TwinProof
 from ktc import dsl
 from ktc.capture import CapturedModel
-from ktc.census.twins import compare_twins
-from ktc.census.types import TwinProof
 from ktc.diagnostics import KtcError
 from ktc.dsl import RuleSet
 from ktc.host import Host
@@ -55,10 +55,7 @@ def _twin_proof(captured: CapturedModel, witness: Witness, program: str) -> Twin
         _, plan, blocks = rewritten(captured, program)
         if not blocks:
             return TwinProof(program, failure="it rewrites nothing")
-        adapter = plan.lora and adapter_json(
-            plan.lora.targets, plan.lora.r, plan.lora.lora_alpha, plan.lora.lora_dropout, plan.lora.rank_pattern,
-            plan.lora.alpha_pattern, plan.lora.parameters,
-        )  # fmt: skip
+        adapter = plan.lora and adapter_json(plan.lora)
     except KtcError as error:
         return TwinProof(program, failure=f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
     carried = [carried_over(captured, block, witness) for block in blocks]

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import torch
 
+from census import describe
+from census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
+from census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc import twin
 from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.capture.length import PLAIN
-from ktc.census import describe
-from ktc.census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
-from ktc.census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.graph import ops
 from ktc.match import Match, Matches
