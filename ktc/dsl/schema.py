@@ -194,7 +194,7 @@ BLOCKS: Mapping[str, Mapping[str, Type]] = {
         native_step="phase",
         weights="weights", layerwise_prefill="int", stream_buffer="size",
     ),
-    "lora": _types(rank="int", alpha="float", dropout="float", dtype="dtype", targets="list[string]"),
+    "lora": _types(rank="int", alpha="float", dropout="float", targets="list[string]"),
 }  # fmt: skip
 FACTS: Mapping[str, Mapping[str, Type]] = {
     "host": {"isa": type_of("set[isa]"), "cores": INT, "numa": INT, "memory": SIZE},

@@ -41,7 +41,7 @@ def _place(claim: Claim) -> _Place:
 def _planned(
     draft: PlanDraft, claim: Claim, together: Mapping[Facet, Claim], devices: Mapping[str, str]
 ) -> NodePlan:  # fmt: skip
-    siblings = {facet: other for facet, other in together.items() if other is not claim}
+    siblings: dict[Facet, Claim] = {facet: other for facet, other in together.items() if other is not claim}
     plan = NodePlan(claim, siblings, device_of(claim.path, devices), weights=draft.treatment(claim.path))
     if not claim.node and not claim.target.replaces_modules:
         return plan

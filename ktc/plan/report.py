@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from ktc.plan.types import BlockRewrite, Plan
 from ktc.targets.target import NodeAction, Spec
@@ -20,12 +20,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "outside": [{**_action(each.action), "device": each.device} for each in plan.uncaptured],
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
         "streams": [{"fqn": s.fqn, "device": s.device, "buffer": s.buffer, "rule": s.rule} for s in plan.streams],
-        "kernels": [
-            {"entry": spec.entry, **asdict(cast("Any", spec))} for spec in plan.kernels if spec.op == "fused_moe"
-        ],
-        "linears": [
-            {"entry": spec.entry, **asdict(cast("Any", spec))} for spec in plan.kernels if spec.op != "fused_moe"
-        ],
+        "kernels": [_spec(spec) for spec in plan.kernels if spec.op == "fused_moe"],
+        "linears": [_spec(spec) for spec in plan.kernels if spec.op != "fused_moe"],
         "lora": None if plan.lora is None else asdict(plan.lora),
         "memory": asdict(plan.memory),
         "reasons": [asdict(reason) for reason in plan.reasons],
@@ -33,7 +29,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _spec(spec: Spec) -> dict[str, Any]:
-    return {"entry": spec.entry, **asdict(cast("Any", spec))}
+    return {"entry": spec.entry, **asdict(spec)}
 
 
 def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from torch import fx
+from typing import Any
 
 from ktc.capture import CapturedModel, ExpertList
 from ktc.experts.own_module import OwnExperts
+from ktc.graph import ops
 from ktc.graph.typed import nodes_of
 from ktc.host import Host
 from ktc.model.manifest import Rewrite
@@ -30,14 +30,14 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 # The adapter of a layer that another rewrite absorbs has no call of its own.
                 call = nodes.get(place_of(action)) or nodes[ITSELF]
-                rows.append((site.layer, step_of(action, action.at(site.fqn), device, call, host)))
+                rows.append((site.layer, step_of(action, action.at(site.fqn), device, ops.attributes(call), host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
-def step_of(action: NodeAction, fqn: str, device: str, node: fx.Node | None, host: Host) -> Rewrite:
-    """Return the loader's step for a node: the module, its kernel, its arguments. `node` is None outside the blocks."""
+def step_of(action: NodeAction, fqn: str, device: str, about: Mapping[str, Any], host: Host) -> Rewrite:
+    """Return the loader's step for a node: the module, its kernel, its arguments."""
     target, entry = module_target(action), action.kernel.entry if action.kernel else None
-    arguments = target.recipe(action, node, host)
+    arguments = target.recipe(action, about, host)
     return Rewrite(fqn, target.placed(action), entry, device, arguments, action.rule, str(action.span))
 
 

@@ -9,6 +9,4 @@ from ktc.rewrite.recipe import step_of
 
 def uncaptured_rows(plan: Plan) -> tuple[Rewrite, ...]:
     """Return the loader's steps for the layers that a rule gives a kernel."""
-    return tuple(
-        step_of(linear.action, linear.action.fqn, linear.device, None, plan.host) for linear in plan.uncaptured
-    )
+    return tuple(step_of(linear.action, linear.action.fqn, linear.device, {}, plan.host) for linear in plan.uncaptured)

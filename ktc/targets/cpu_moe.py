@@ -113,16 +113,14 @@ class CpuMoe(ModuleTarget):
         with torch.device("meta"):
             return FusedMoe(*sizes, top_k, str(about["form"]), dtype=node.meta["val"].dtype)
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return the arguments of `FusedMoe` in the loaded model."""
-        from ktc.graph import ops
-
-        about, kernel = ops.attributes(node), cast("KernelSpec", action.kernel)
+        kernel = cast("KernelSpec", action.kernel)
         return {
             "num_experts": int(about["num_experts"]),
             "hidden": int(about["hidden"]),
             "intermediate": int(about["inter"]),
-            "top_k": int(ops.shape_of(node.args[1])[-1]),
+            "top_k": int(kernel.top_k or 0),
             "form": str(about["form"]),
             "activations": self.activations,
             "threads": self.num_threads(host),

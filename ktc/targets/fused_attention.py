@@ -90,7 +90,7 @@ class FusedAttention(ModuleTarget):
             more = more[:-1]
         return query, keys, values, *more
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return the number of threads, which is the host's, and what the cache holds."""
         return {"threads": host.workers, "kv": self.kv}
 

@@ -97,11 +97,7 @@ class LinearTarget(ModuleTarget):
         """Return `stored_linear` where the weight stays in the blocks of its file."""
         return STORED_LINEAR if stored_format(action) else self.module
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
-        """Return the same arguments for every layer with this kernel."""
-        return self.module_arguments(action, host)
-
-    def module_arguments(self, action: NodeAction, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return the number of threads, which is the host's, and the format or the kernels for few and many rows."""
         if weight_format := stored_format(action):
             return {"threads": host.workers, "format": weight_format}

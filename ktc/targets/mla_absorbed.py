@@ -141,11 +141,8 @@ class MlaAbsorbed(ModuleTarget):
         sizes = {"heads": found.heads, "nope": found.nope, "rope": found.rope, "value": found.value}
         return {**ops.attributes(node), **sizes, "latent": found.rank, "kv_b": str(found.kv_b.meta["fqn"])}
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return the sizes, the name of the up-projection, and when attention is absorbed."""
-        from ktc.graph import ops
-
-        about = ops.attributes(node)
         sizes: Arguments = {name: int(about[name]) for name in ("heads", "nope", "rope", "value", "latent")}
         return {
             **sizes,

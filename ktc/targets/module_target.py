@@ -50,8 +50,11 @@ class ModuleTarget(Target):
         """Return the name in `ktc.json` of the module that this action puts."""
         return self.module
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
-        """Return the arguments of the module in the loaded model, as `arguments` declares them. `node` is its call."""
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
+        """Return the arguments of the module in the loaded model, as `arguments` declares them.
+
+        `about` has the attributes of its call, none outside the captured blocks.
+        """
         return {}
 
     @staticmethod

@@ -66,7 +66,7 @@ class Quantisation(ModuleTarget):
 
         return linear_in_graph(graph, node, action.fqn)
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return the grid, and how its weights train."""
         return action.weights.arguments
 

@@ -157,11 +157,8 @@ class SparseAttention(ModuleTarget):
         settings = {name: self.settings[name] for name in ("k", "sink", "local", "index")}
         return {**self.dense(latent=latent).described(node), **settings, "shared": self.sparsity(latent=latent).shared}
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return what a query reads; of latent attention the sizes and the name of the up-projection too."""
-        from ktc.graph import ops
-
-        about = ops.attributes(node)
         sizes: Arguments = {name: int(about.get(name, 0)) for name in _SIZES}
         names: Arguments = {"index": self.index, "kv_b": str(about.get("kv_b", ""))}
         budget = {"k": self.k, "sink": self.sink, "local": self.local, "shared": int(about["shared"])}

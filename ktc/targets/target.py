@@ -6,8 +6,8 @@ Nothing here imports torch, since the rule language reads these classes. A pass 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from dataclasses import Field, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ktc.diagnostics import Span
 from ktc.isa import Isa
@@ -137,7 +137,9 @@ class Target:
 
 
 class Spec(Protocol):
-    """A kernel that the plan chose for a target. A spec is hashable."""
+    """What one kernel is generated from, of any kind: a hashable dataclass with all that the kind's template reads."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def op(self) -> str:

@@ -50,7 +50,7 @@ class Train(ModuleTarget):
 
         return linear_in_graph(graph, node, action.fqn)
 
-    def recipe(self, action: NodeAction, node: fx.Node | None, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return the dtype of the masters."""
         return {"masters": action.weights.masters}
 

@@ -14,7 +14,7 @@ from ktc import dsl, resources
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.dsl import loader, schema
 from ktc.regular_files import open_regular
-from ktc.targets import TARGETS, Place
+from ktc.targets import Place
 
 PROGRAM = """
 import "std/moe.ktr"
@@ -250,24 +250,6 @@ def test_a_missing_program_is_refused_with_a_suggestion(tmp_path: Path) -> None:
 
 
 # The schema itself -----------------------------------------------------------------------------------------------
-def test_the_targets_of_this_version() -> None:
-    available = {name for name, target in TARGETS.items() if target.available}
-    assert available == {
-        "lora_linear",
-        "lora_experts",
-        "kt_linear",
-        "cpu_moe",
-        "fused_attention",
-        "mla_absorbed",
-        "sparse_attention",
-        "fake_quant",
-        "quantize",
-        "train",
-        "place",
-        "keep",
-    }
-
-
 def test_every_default_of_the_schema_has_the_type_of_its_setting() -> None:
     for name, specs in schema.SETTINGS.items():
         for setting, spec in specs.items():

@@ -8,7 +8,7 @@ import pytest
 
 from ktc import compiler
 from ktc.model.manifest import _step_faults
-from ktc.rewrite import uncaptured_rows, recipe, stream_rows
+from ktc.rewrite import recipe, stream_rows, uncaptured_rows
 
 PROGRAMS = {
     "latents in one product": ("deepseek_v2", "match attn.mla => mla_absorbed(move_elision = false)"),

@@ -53,7 +53,6 @@ def test_the_weights_of_the_experts_are_named_and_counted(tmp_path: Path) -> Non
     assert plan.lora.trainable == trainable
     (cpu,) = plan.devices
     assert cpu.adapter == 16 * trainable  # fp32 masters, their gradients, two moments of Adam
-    assert not plan.unavailable
 
 
 def test_ranks_of_their_own_stand_beside_those_of_linear_layers(tmp_path: Path) -> None:

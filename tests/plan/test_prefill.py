@@ -26,7 +26,6 @@ def plan_of(text: str, folder: Path, host: Host = GPU) -> Plan:
 @pytest.mark.parametrize(("extra", "tokens"), [("", 1024), ("plan { layerwise_prefill = 300 }", 300)])
 def test_calls_with_many_tokens_go_to_the_gpu_and_the_experts_stay(extra: str, tokens: int, tmp_path: Path) -> None:
     plan = plan_of(EXPERTS + MANY + extra, tmp_path)
-    assert plan.unavailable == ()
     assert {p.fqn for p in plan.placements} == {""}  # nothing lies elsewhere
     steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
     assert steps
@@ -41,7 +40,6 @@ def test_calls_with_many_tokens_go_to_the_gpu_and_the_experts_stay(extra: str, t
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_without_a_gpu_everything_stays_with_the_kernel(device: str, tmp_path: Path) -> None:
     plan = plan_of(EXPERTS + MANY.replace("cuda:0", device), tmp_path, CPU)
-    assert plan.unavailable == ()
     steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
     assert {step.args["prefill"] for step in steps} == {""}
 
@@ -66,7 +64,7 @@ def test_weights_in_codes_are_sent_as_they_are_stored(tmp_path: Path) -> None:
 
 
 def test_a_number_of_tokens_without_experts_that_go_elsewhere_is_told(tmp_path: Path) -> None:
-    (told,) = plan_of(EXPERTS + "plan { layerwise_prefill = 300 }", tmp_path).unavailable
+    (told,) = plan_of(EXPERTS + "plan { layerwise_prefill = 300 }", tmp_path).warnings
     assert told.code == "M066"
     assert "has no effect" in told.message
 
@@ -90,7 +88,7 @@ def test_the_memory_that_weights_pass_through_is_a_setting_and_counted(tmp_path:
     steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
     assert {step.args["stream_buffer"] for step in steps} == {300 << 20}
     assert {held.device: held.streaming for held in plan.devices} == {"cpu": 0, "cuda:0": 300 << 20}
-    (told,) = plan_of(EXPERTS + "plan { stream_buffer = 300MiB }", tmp_path).unavailable
+    (told,) = plan_of(EXPERTS + "plan { stream_buffer = 300MiB }", tmp_path).warnings
     assert "has no effect: no weights are sent to a GPU" in told.message
 
 
@@ -110,7 +108,6 @@ def test_a_budget_keeps_as_many_layers_on_the_gpu_as_it_has_room_for(tmp_path: P
 def test_linear_layers_are_streamed_and_their_weights_stay_on_the_host(tmp_path: Path) -> None:
     program = EXPERTS + 'rule attention { match module at "model.layers.*.self_attn" => place(stream = cuda:0) }'
     plan = plan_of(program, tmp_path)
-    assert plan.unavailable == ()
     assert {each.fqn.rpartition(".")[2] for each in plan.streams} >= {"kv_b_proj", "o_proj"}
     assert {each.device for each in plan.streams} == {"cuda:0"}
     held = {each.device: each for each in plan.devices}

@@ -57,7 +57,6 @@ def test_the_first_layers_stay_dense(family: str, pattern: str, dense: type[Targ
     assert all(isinstance(each, SparseAttention) for each in found[1:])
     assert any(isinstance(spec, SparseAttentionSpec) for spec in plan.kernels)
     assert any("stays dense" in reason.text and reason.path.endswith("layers.0.self_attn") for reason in plan.reasons)
-    assert not plan.unavailable
     nodes = [node for block in rewrite(model, plan) for node in nodes_of(block.graph)]
     (node, *_) = [node for node in nodes if ops.operator(node) == "sparse_attention"]
     assert (ops.attributes(node)["k"], ops.attributes(node)["index"]) == (2048, "int4")

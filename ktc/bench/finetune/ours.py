@@ -25,7 +25,7 @@ from ktc.bench.watch import Watch
 from ktc.experts.module import FusedMoe
 from ktc.model import peft_glue
 from ktc.model.load import load
-from ktc.plan import Point
+from ktc.plan import BatchShape
 
 
 def compiled(request: Request, stack: Stack, out: Path, watch: Watch) -> Path:
@@ -35,7 +35,7 @@ def compiled(request: Request, stack: Stack, out: Path, watch: Watch) -> Path:
         request.rule,
         request.settings,
         observe=watch.stage,
-        asked=Point(1, request.length),
+        asked=BatchShape(1, request.length),
         to_compile=True,
         random_weights=request.random_weights,
     )

@@ -98,7 +98,7 @@ def _other_grid(one: RuleAction, other: RuleAction) -> Fault | None:
     """Return a fault if the kernel's own weight format would quantise fake-quantised weights to another grid."""
     if not one.target.takes_experts or other.target.rounding is None:
         return None
-    own, wanted = one.target.settings.get("format"), other.target.rounding.format
+    own, wanted = str(one.target.settings.get("format")), other.target.rounding.format
     if own not in REQUANTISING or wanted in (None, REQUANTISING[own]):
         return None
     hosting = [name for name in ENUMS["format"] if REQUANTISING.get(name, wanted) == wanted]

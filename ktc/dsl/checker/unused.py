@@ -10,6 +10,7 @@ from ktc.dsl.checker.names import UnitNames
 from ktc.dsl.checker.report import Report
 from ktc.dsl.loader import alias_of
 from ktc.dsl.ruleset import RuleDefinition
+from ktc.targets.settings import Value
 
 
 def warn_unused(
@@ -32,8 +33,8 @@ def _warn_budgets(rules: list[RuleDefinition], plan: CheckedBlock, report: Repor
     if plan.values.get("auto", "none") != "none":
         return
     places = [place for rule in rules for a in rule.actions if (place := a.target.placement)]
-    named = {device for place in places for device in (place.device, place.prefill, place.stream)}
-    named.add(plan.values.get("unplaced"))
+    named: set[Value] = {device for place in places for device in (place.device, place.prefill, place.stream)}
+    named |= {plan.values.get("unplaced")}
     for key, span in plan.spans.items():
         if ":" in key and key not in named and not ("auto" in named and key == "cuda:0"):
             report.warning("W057", f"the plan has a budget for {key}, but nothing is placed there", span)
