@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ktc.generate.language_model import open_language_model
-from ktc.serving import batch, engine, reading
-from ktc.serving.decoder import Decoder
-from ktc.serving.request import Limits, Request
+from ktc.inference.generate.language_model import open_language_model
+from ktc.inference.serving import batch, engine, reading
+from ktc.inference.serving.decoder import Decoder
+from ktc.inference.serving.request import Limits, Request
 
 _PARTS = [
     ("steps", batch.RowBatch, "step"), ("reading prompts", reading.Reading, "advance"), ("choice of tokens", engine,

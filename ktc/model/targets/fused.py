@@ -1,0 +1,29 @@
+"""`fused`: a router runs as one kernel, from the logits to the chosen experts and their weights.
+
+No kernel of it is built yet, so each plan with it is refused (M066).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.targets.target import Spec, Target
+
+if TYPE_CHECKING:
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Fused(Target):
+    """The kernel follows from the router's own routing: it has no settings."""
+
+    name: ClassVar = "fused"
+    fixed_facet: ClassVar = "kernel"
+    accepts: ClassVar = ("router",)
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
+        """Raise InputRefused (M066)."""
+        message = f"`{self.name}` on `{plan.claim.path}` is not available in this version"
+        raise InputRefused(Diagnostic("M066", message, plan.claim.span, hint="leave it out of the rule"))

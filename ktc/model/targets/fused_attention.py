@@ -1,0 +1,106 @@
+"""`fused_attention`: the core of attention is computed by the kernel that a rule names.
+
+The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.decoding` is the function that it
+calls for the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
+from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat
+from ktc.model.targets.target import NodeAction, NodeLora, Spec, Unsuited
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from ktc.foundation.host import Host
+    from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention(ModuleTarget):
+    """`kernel` names the core, and `kv` what the cache holds."""
+
+    kernel: AttentionKernel
+    kv: KvFormat = "auto"
+
+    name: ClassVar = "fused_attention"
+    fixed_facet: ClassVar = "kernel"
+    accepts: ClassVar = ("attention", "mla")
+    consumes: ClassVar = ("core",)
+    module: ClassVar = "decoding_attention"
+    arguments: ClassVar = {"threads": int, "kv": str}
+
+    @property
+    def int8_cache(self) -> bool:
+        """Whether keys and values are int8 codes."""
+        return self.kv == INT8
+
+    @property
+    def without_codes(self) -> FusedAttention:
+        """The target with keys and values in the model's dtype."""
+        return replace(self, kv="auto")
+
+    def cached(self, seen: CapturedNode, per_position: int) -> int:
+        """Return the bytes of a position in the layer's cache."""
+        from ktc.model.targets.attention_kernel import code_bytes
+
+        return code_bytes(seen) if self.int8_cache else per_position
+
+    def unsuited(self, seen: CapturedNode) -> Unsuited | None:
+        """Return why the core keeps its own code (M092): it is a function that ktc does not know."""
+        from ktc.model.targets.attention_kernel import unknown_core
+
+        return unknown_core(seen)
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel for the model's dtype and the layer's cache. Raises InputRefused (M077)."""
+        from ktc.model.targets.attention_kernel import choose_attention
+
+        return choose_attention(plan, seen) if self.kernel == FLASH_DECODE else None
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return which calls are the kernel's."""
+        from ktc.model.targets.attention_kernel import explained_codes
+
+        if plan.spec is None:
+            return (f"is run by PyTorch, on {plan.device}",)
+        codes = explained_codes(seen) if self.int8_cache else ""
+        return (f"few new tokens without gradients by the {plan.spec.isa} kernel, all others by sdpa{codes}, on cpu",)
+
+    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+        """Return the core with the settings of the node."""
+        from ktc.model.graph.sdpa_core import SdpaCore
+
+        scale, causal, window = cast("tuple[float, bool, int]", node.args[3:6])
+        return SdpaCore(scale, causal, window, softcap=cast("float | None", node.args[8]))
+
+    def inputs(self, node: fx.Node) -> tuple[Any, ...]:
+        """Return queries, keys and values, and where the core has them sinks, a mask and a bias."""
+        from ktc.model.graph import ops
+
+        query, keys, values, *_ = node.args
+        more = node.args[ops.SDPA_SINKS], node.args[ops.SDPA_MASK], node.args[9]
+        while more and more[-1] is None:
+            more = more[:-1]
+        return query, keys, values, *more
+
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
+        """Return the number of threads, which is the host's, and what the cache holds."""
+        return {"threads": host.workers, "kv": self.kv}
+
+    @staticmethod
+    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+        """Return the stock module, of a class that decodes by the kernel."""
+        from ktc.model.attention.decoding import decoding
+        from ktc.model.attention.int8_decode import decoder
+
+        try:
+            return decoding(old, None if kernel is None else decoder(kernel, arguments["threads"], arguments["kv"]))
+        except ValueError as error:
+            raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

@@ -1,5 +1,0 @@
-"""`Spec`: what one kernel is generated from, of any kind. A spec holds all that the template of its kind reads."""
-
-from ktc.targets.target import Spec
-
-__all__ = ["Spec"]

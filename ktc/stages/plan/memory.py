@@ -1,0 +1,203 @@
+"""The decisions of a draft -> `MemoryPlan`: bytes per device, and the lengths and batches that fit.
+
+Weights, adapters and caches are counted; activations follow the model of `activations` and `workloads`. The one place
+that compares bytes with budgets. Nothing is refused here: what does not fit is a value, which `compile` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.model.graph import ops
+from ktc.model.graph.typed import nodes_of
+from ktc.model.kernels.packed_size import packed_bytes, packed_linear_bytes
+from ktc.stages.capture import BlockGraph, CapturedModel
+from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.placement import budget_of, device_of, gib
+from ktc.stages.plan.streamed_bytes import streamed_bytes
+from ktc.stages.plan.types import ANY_SIZE, BatchShape, DeviceMemory, MemoryPlan, Plan, Workload
+from ktc.stages.plan.workloads import workloads
+
+KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
+_BYTES = {"bf16": 2, "fp32": 4}  # of a master
+_RECURRENT = frozenset({"conv1d", "convolution", "cumsum", "softplus"})
+
+
+def count_memory(draft: PlanDraft) -> PlanDraft:
+    """Count the bytes on each device, and the inputs that fit."""
+    weights, adapters, streaming = _weights(draft), _adapters(draft), streamed_bytes(draft)
+    devices = tuple(
+        DeviceMemory(
+            name, budget_of(name, draft.rules, draft.host), weights.get(name, {}), adapters.get(name, 0),
+            streaming.get(name, 0),
+        )
+        for name in sorted({*weights, *adapters, *streaming}, key=lambda name: (name == "cpu", name))
+    )  # fmt: skip
+    uses, notes = workloads(draft, devices)
+    total = sum(parameter.numel() for _, parameter in draft.captured.model.named_parameters())
+    memory = MemoryPlan(total, total - _idle(draft.captured), devices, uses, notes)
+    return replace(draft, memory=memory)
+
+
+def compare_with_budgets(draft: PlanDraft) -> PlanDraft:
+    """Record the devices whose budget is exceeded."""
+    assert draft.memory is not None, "the pass before counts the memory"
+    return replace(draft, over_budget=over_budget(draft.memory, draft.mode, draft.request.asked))
+
+
+def require_feasible(plan: Plan) -> None:
+    """Raise HostLacks for a plan over a memory budget."""
+    if plan.over_budget:
+        raise HostLacks(*plan.over_budget)
+
+
+def over_budget(memory: MemoryPlan, mode: str, asked: BatchShape) -> tuple[Diagnostic, ...]:
+    """Return one diagnostic per device that cannot hold the permanent bytes (M070) or the requested input (M075)."""
+    found: list[Diagnostic] = []
+    for held in memory.devices:
+        adapter = held.adapter if mode == "train" else 0
+        if held.budget is not None and held.weights + adapter + held.streaming > held.budget:
+            state = f" and {gib(adapter)} for its adapter" if adapter else ""
+            state += f" and {gib(held.streaming)} for streamed weights" if held.streaming else ""
+            message = f"the plan puts {gib(held.weights)} of weights{state} on `{held.device}`, its budget is "
+            hint = f"place less there, choose a smaller format, or set `plan {{ {held.device} = SIZE }}`"
+            found.append(Diagnostic("M070", message + gib(held.budget), hint=hint))
+    if not found and asked != ANY_SIZE:
+        found += [problem for problem in [_asked_for_too_much(memory.workloads, mode)] if problem is not None]
+    return tuple(found)
+
+
+def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
+    """Of the ways to do what the program is for, the last one needs least memory."""
+    use = ([use for use in uses if use.name.startswith(mode)] or [*uses])[-1]  # nothing trains without an adapter
+    if not use.shortfall:
+        return None
+    short = ", ".join(f"{gib(size)} on `{device}`" for device, size in use.shortfall.items())
+    message = f"{use.name} at batch {use.batch} and length {use.length} is short of {short}"
+    hint = f"what fits: length {use.max_length} at batch 1, batch {use.max_batch} at length {use.length}"
+    return Diagnostic("M075", message, hint=hint)
+
+
+# Weights -------------------------------------------------------------------------------------------------------------
+def _weights(draft: PlanDraft) -> dict[str, dict[str, int]]:
+    """Return bytes by device and kind. A tensor that several modules share is on the device of the first."""
+    devices = {**draft.devices, **{linear.fqn: "cpu" for linear in draft.streams}}
+    kinds, experts, linears = _kinds(draft.captured), draft.experts, draft.packed_linears
+    totals: dict[str, dict[str, int]] = {}
+
+    def add(device: str, kind: str, size: int) -> None:
+        of_device = totals.setdefault(device, dict.fromkeys(KINDS, 0))
+        of_device[kind] += size
+
+    for fqn, tensor in _tensors(draft.captured):
+        owner, _, leaf = fqn.rpartition(".")
+        size = tensor.numel() * tensor.element_size()
+        if owner in linears and leaf == "weight":
+            size = packed_linear_bytes(linears[owner], *tensor.shape)
+        treatment = draft.treatment(owner)
+        if treatment.masters:
+            size = tensor.numel() * _BYTES[treatment.masters]
+        if owner not in experts or treatment.masters or treatment.merged:  # what a kernel packs is counted as packed
+            add(device_of(owner, devices), _nearest(owner, kinds), size)
+    for spec in experts.values():
+        add("cpu", "experts", packed_bytes(spec))
+    return {device: {kind: size for kind, size in sizes.items() if size} for device, sizes in totals.items()}
+
+
+def _tensors(captured: CapturedModel) -> Iterator[tuple[str, Tensor]]:
+    yield from captured.model.named_parameters()
+    yield from captured.model.named_buffers()
+
+
+def _kinds(captured: CapturedModel) -> dict[str, str]:
+    """Return the kind of the modules by FQN; a module has the kind of its nearest ancestor here."""
+    kinds = {"": "other"}
+    for site in captured.sites:
+        block = captured.block(site.block)
+        kinds[site.fqn] = _kind_of(block)
+        for name in _experts_of(block):
+            kinds[f"{site.fqn}.{name}".rstrip(".")] = "experts"
+    table, head = captured.ends
+    return {**kinds, **({head: "lm_head"} if head else {}), **({table: "embeddings"} if table else {})}
+
+
+def _kind_of(block: BlockGraph) -> str:
+    """Attention has a core; a dense or shared MLP is what has neither that nor a memory of its own."""
+    if block.graph is None:
+        return "other"
+    names = {ops.operator(node) for node in nodes_of(block.graph)}
+    if "sdpa" in names:
+        return "attention"
+    return "other" if names & _RECURRENT else "mlp"
+
+
+def _nearest(fqn: str, kinds: Mapping[str, str]) -> str:
+    while fqn not in kinds:
+        fqn = fqn.rpartition(".")[0]
+    return kinds[fqn]
+
+
+# Parameters ----------------------------------------------------------------------------------------------------------
+def _adapters(draft: PlanDraft) -> dict[str, int]:
+    """Bytes by device: PEFT keeps LoRA in fp32 at least, beside its base layer; Adam needs four of each number.
+
+    A module that trains is copied by PEFT, with its packed weights, or with the weight that it rounds.
+    """
+    nbytes: dict[str, int] = {}
+    lora, model, devices, experts = draft.lora, draft.captured.model, draft.devices, draft.experts
+    if lora is None:
+        return nbytes
+
+    def add(device: str, size: int) -> None:
+        nbytes[device] = nbytes.get(device, 0) + size
+
+    item = max(4, model.dtype.itemsize)
+    for path in lora.targets:
+        rows, columns = model.get_submodule(path).get_parameter("weight").shape
+        add(device_of(path, devices), 4 * item * lora.rank_pattern.get(path, lora.r) * (rows + columns))
+    for path in lora.parameters:  # as masters on the host, where the experts' kernel reads them
+        num_experts, rows, columns = model.get_parameter(path).shape
+        add("cpu", 4 * item * lora.rank_pattern.get(path, lora.r) * num_experts * (rows + columns))
+    for path in draft.trained_modules:
+        masters = _BYTES.get(draft.treatment(path).masters)
+        for parameter in model.get_submodule(path).parameters():
+            kept = parameter.numel() * (model.dtype.itemsize if masters and path not in experts else 0)
+            trained = 4 * (masters or parameter.element_size()) * parameter.numel()
+            add(device_of(path, devices), trained + kept)
+        if path in experts:
+            add("cpu", packed_bytes(experts[path]))
+    return nbytes
+
+
+def _idle(captured: CapturedModel) -> int:
+    """Parameters that one token does not meet."""
+    idle = 0
+    for site in captured.sites:
+        block = captured.block(site.block)
+        for name, share in _experts_of(block).items():
+            module = captured.model.get_submodule(f"{site.fqn}.{name}".rstrip("."))
+            idle += round(sum(parameter.numel() for parameter in module.parameters()) * (1 - share))
+    table, head = captured.ends
+    if not table or (head and _weight(captured, head) is _weight(captured, table)):
+        return idle  # a tied table is the head as well
+    return idle + sum(parameter.numel() for parameter in captured.model.get_submodule(table).parameters())
+
+
+def _weight(captured: CapturedModel, fqn: str) -> object:
+    return getattr(captured.model.get_submodule(fqn), "weight", None)
+
+
+def _experts_of(block: BlockGraph) -> dict[str, float]:
+    """Return the modules of routed experts in a block, relative to it, with the share that a token uses."""
+    if block.graph is None:
+        return {}
+    found: dict[str, float] = {}
+    for node in nodes_of(block.graph):
+        if ops.operator(node) == "experts":
+            chosen = int(ops.shape_of(node.args[1])[-1])
+            found[str(node.meta["fqn"])] = chosen / int(ops.attributes(node)["num_experts"])
+    return found

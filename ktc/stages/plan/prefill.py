@@ -1,0 +1,109 @@
+"""Where calls of routed experts with many tokens are computed: `place(cpu, prefill = D)` on experts of `cpu_moe`.
+
+`place(stream = D)` on them is the same for calls of any size. `auto` is every GPU of the host, each with a share.
+In: the claims, the program and the host. Out: for each experts module its devices, from how many tokens on, and the
+memory that weights pass through. `keep_resident` then marks the layers whose weights a device has room for.
+Refused: a GPU that the host does not have, weights that are cut for several NUMA nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.host import Host
+from ktc.language.dsl.ruleset import RuleSet
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
+from ktc.model.targets.target import Prefill, Target
+from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.memory import count_memory
+from ktc.stages.plan.nodes import group_sites
+from ktc.stages.plan.placement import require_gpu, resolve_device
+from ktc.stages.plan.streamed_bytes import sent_experts, share_bytes
+
+# A GPU on a bus of 55 GB/s takes the time of 16 AMX cores for 1,200 tokens of DeepSeek-V2-Lite (docs/benchmarks.md),
+# and that of slower cores for fewer; `plan { layerwise_prefill = N }` says otherwise.
+DEFAULT_TOKENS: Final = 1024
+
+
+def send_experts(draft: PlanDraft) -> PlanDraft:
+    """Decide where each experts module computes many tokens. Raises HostLacks (M069) and InputRefused (M078)."""
+    prefills, problems = dict[str, Prefill](), dict[str, Diagnostic]()
+    on_host = {claim.path: claim.target for claim in draft.claims if claim.target.required_device == "cpu"}
+    for claim in draft.claims:
+        place = claim.target.placement
+        experts = on_host.get(claim.path)
+        if place is None or not (place.prefill or place.stream):
+            continue
+        setting, device = ("prefill", place.prefill) if place.prefill else ("stream", str(place.stream))
+        devices = _devices(str(device), draft.host)
+        if experts is None and setting == "stream":
+            continue  # linear layers are streamed, which `streams.py` decides
+        if experts is not None and devices == ("cpu",):
+            continue
+        for name in devices:
+            require_gpu(name, setting, claim, draft.host)
+        if why := _unsuited(experts, draft.host):
+            message = f"`place({setting} = {device})`: {why}"
+            problems[why] = Diagnostic("M078", message, claim.span, hint="see `ktc explain M078`")
+        tokens = draft.rules.plan.get("layerwise_prefill")
+        least = tokens if isinstance(tokens, int) else DEFAULT_TOKENS
+        prefills[claim.path] = Prefill(devices, least if place.prefill else 1, stream_buffer(draft.rules))
+    if problems:
+        raise InputRefused(*problems.values())
+    return _with(draft, prefills)
+
+
+def _with(draft: PlanDraft, prefills: Mapping[str, Prefill]) -> PlanDraft:
+    """Return the draft with the prefills of its experts."""
+    nodes = (
+        replace(plan, prefill=prefills.get(plan.claim.path)) if plan.target.takes_experts else plan
+        for plan in draft.nodes
+    )
+    return replace(draft, nodes=tuple(nodes))
+
+
+def stream_buffer(rules: RuleSet) -> int:
+    """Return the bytes that streamed weights pass through on each device."""
+    asked = rules.plan.get("stream_buffer")
+    return asked if isinstance(asked, int) else DEFAULT_BUFFER
+
+
+def _devices(device: str, host: Host) -> tuple[str, ...]:
+    if device == "auto" and host.gpus:
+        return tuple(f"cuda:{number}" for number in range(len(host.gpus)))
+    return (resolve_device(device, host),)
+
+
+def _unsuited(experts: Target | None, host: Host) -> str:
+    """Return why the weights cannot be multiplied on another device, "" if they can."""
+    if experts is None:
+        return "no rule runs routed experts there on the CPU, whose weights could be sent"
+    if host.numa > 1 and experts.settings["numa"] == "shard":
+        return f"weights that are cut for several NUMA nodes cannot be sent; write `{experts.name}(numa = none)`"
+    return ""
+
+
+def keep_resident(draft: PlanDraft) -> PlanDraft:
+    """Keep as many layers on their devices as the budgets hold, at even distances, and count the memory again.
+
+    A device without a budget keeps none. Room is left for that use in the program's mode that needs least.
+    """
+    sent, memory = sent_experts(draft), draft.memory
+    devices = {device for prefill, _ in sent.values() for device in prefill.devices}
+    budgets = {device: size for device in devices if isinstance(size := draft.rules.plan.get(device), int)}
+    if not sent or budgets.keys() != devices or memory is None:
+        return draft
+    uses = [use for use in memory.workloads if use.name.startswith(draft.mode)] or [*memory.workloads]
+    needs = uses[-1].needs
+    room = {device: budget - sum(needs.get(device, {}).values()) for device, budget in budgets.items()}
+    largest = {d: max(share_bytes(spec, p) for p, spec in sent.values() if d in p.devices) for d in devices}
+    paths = list(sent)
+    count = min(len(paths), *(max(0, room[device]) // largest[device] for device in devices))
+    if not count:
+        return draft
+    chosen = {paths[(2 * number + 1) * len(paths) // (2 * count)] for number in range(count)}
+    prefills = {path: replace(prefill, resident=path in chosen) for path, (prefill, _) in sent.items()}
+    return count_memory(group_sites(_with(draft, prefills)))

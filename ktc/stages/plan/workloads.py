@@ -1,0 +1,273 @@
+"""The needs of training and generation beside the permanent bytes, and the largest inputs that fit.
+
+Training is one step of LoRA with Adam, once with every layer's activations kept and once with gradient checkpointing;
+generation reads the prompt in one pass and then holds its cache. Every need is a monotone function of batch and length,
+so the largest that fits is found by bisection. The formulas are in docs/design.md, "Memory".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from ktc.model.graph import ops
+from ktc.model.graph.typed import nodes_of
+from ktc.model.hf.stock_model import vocabulary_of
+from ktc.model.targets.node_plan import NodePlan
+from ktc.model.targets.target import NodeMemory
+from ktc.stages.capture import CapturedModel
+from ktc.stages.capture.types import CacheLayer
+from ktc.stages.plan.activations import Footprint, footprint
+from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.placement import device_of
+from ktc.stages.plan.types import BatchShape, DeviceMemory, Workload
+from ktc.stages.plan.working_memory import ProductRows, Slots
+
+DEFAULT_LENGTH = 2048
+TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"
+_MOST = 1 << 20  # where the search for a batch ends, and for a length if the model names none
+_LONGEST = 1 << 32  # no model names more positions in earnest
+_LOSS = 12  # bytes per logit beside itself: fp32 log-probabilities, their gradient, and that of the logits
+_OPAQUE = 34  # bytes saved per token and unit of width in a block that could not be captured: a usual layer's, no more
+
+Needs = dict[str, dict[str, int]]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Bytes per token of one layer by device, and the routed experts and linear layers that run on the host."""
+
+    device: str
+    saved: dict[str, float] = field(default_factory=dict[str, float])
+    live: dict[str, float] = field(default_factory=dict[str, float])
+    slots: Slots | None = None
+    product: ProductRows | None = None
+
+    def add(self, device: str, saved: float, live: float) -> None:
+        self.saved[device] = self.saved.get(device, 0.0) + saved
+        self.live[device] = max(self.live.get(device, 0.0), live)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes of one block: per token, of its routed experts, and of its widest product with many rows."""
+
+    footprint: Footprint
+    slots: Slots | None = None
+    product: ProductRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The inputs of the computation. `head` is the device of the logits; `per_hidden` the bytes of one state."""
+
+    layers: tuple[_Layer, ...]
+    cache: tuple[CacheLayer, ...]
+    devices: tuple[DeviceMemory, ...]
+    head: str
+    vocabulary: int
+    item: int
+    per_hidden: int
+    outside: ProductRows | None = None  # of linear layers outside the blocks
+
+
+def workloads(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
+    """Return the uses of the model, and notes on the limits of their numbers. A program with LoRA has training."""
+    captured, asked = draft.captured, draft.request.asked
+    model = _described(draft, devices)
+    limit = _positions(getattr(captured.source.config.get_text_config(), "max_position_embeddings", None))
+    tokens = draft.rules.plan.get("tokens")
+    usual = tokens if isinstance(tokens, int) and tokens > 1 else DEFAULT_LENGTH
+    shape = BatchShape(asked.batch or 1, asked.length or min(usual, limit))
+    uses: list[tuple[str, Callable[[int, int], Needs]]] = []
+    if draft.lora is not None:
+        uses.append((TRAINING, lambda b, n: _training(model, b, n, checkpointed=False)))
+        uses.append((CHECKPOINTED, lambda b, n: _training(model, b, n, checkpointed=True)))
+    uses.append((GENERATION, lambda b, n: _generation(model, b, n)))
+    return tuple(_workload(name, need, devices, shape, limit) for name, need in uses), tuple(_notes(captured))
+
+
+def _positions(named: object) -> int:
+    """Return the longest input that the config names, or None for other values."""
+    return min(named, _LONGEST) if type(named) is int and named >= 1 else _MOST
+
+
+def _notes(captured: CapturedModel) -> Iterator[str]:
+    yield "weights, adapter and cache are counted; activations are estimated, to a quarter or so (docs/design.md)"
+    yield "budgets leave a tenth of each device to CUDA or the process itself, unless the program sets them"
+    if captured.cache is None:
+        yield "this model's cache could not be measured and is not counted"
+    if any(block.graph is None for block in captured.blocks):
+        yield "blocks that could not be captured count as usual layers"
+
+
+# The search ----------------------------------------------------------------------------------------------------------
+def _workload(
+    name: str, need: Callable[[int, int], Needs], devices: Sequence[DeviceMemory], shape: BatchShape, limit: int
+) -> Workload:
+    batch, length = shape.batch or 1, shape.length or 1
+    max_length = _largest(limit, lambda n: not _shortfall(need(1, n), devices))
+    max_batch = _largest(_MOST, lambda b: not _shortfall(need(b, length), devices))
+    beyond = _shortfall(need(1, max_length + 1), devices)
+    bound = "the model" if max_length == limit else max(beyond, key=lambda d: beyond[d])
+    needs = need(batch, length)
+    return Workload(name, batch, length, needs, _shortfall(needs, devices), max_length, max_batch, bound)
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `limit` that fits, 0 if 1 does not. `fits` is monotone."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _shortfall(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
+    missing = {d.device: sum(needs[d.device].values()) - d.budget for d in devices if d.budget is not None}
+    return {device: size for device, size in missing.items() if size > 0}
+
+
+# What each use needs -------------------------------------------------------------------------------------------------
+def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> Needs:
+    """At the deepest point of a step: all that forward saved, and the larger of the loss and one layer's backward."""
+    tokens, needs = batch * length, _resident(model, adapter=True)
+    for device, held in needs.items():
+        saved = [layer.saved.get(device, 0.0) for layer in model.layers]
+        inside = 2 * max((layer.live.get(device, 0.0) for layer in model.layers), default=0.0)
+        kept = sum(saved)
+        if checkpointed:
+            kept = sum(layer.device == device for layer in model.layers) * model.per_hidden
+            inside += max(saved, default=0.0)
+        loss = model.vocabulary * (model.item + _LOSS) if device == model.head else 0
+        held["activations"] = round(tokens * (kept + inside))
+        held["logits"] = max(0, round(tokens * (loss - inside)))  # they are gone when the first layer goes back
+    experts = [layer.slots for layer in model.layers if layer.slots is not None]
+    if experts:
+        kept = [slots.saved for slots in experts]
+        needs["cpu"]["experts"] = tokens * (max(kept) if checkpointed else sum(kept))
+        needs["cpu"]["workspace"] = max(slots.backward(tokens) for slots in experts)
+    return _with_products(model, needs, tokens)
+
+
+def _generation(model: _Model, batch: int, length: int) -> Needs:
+    """At the end of a prompt of `length` tokens read at once, or of a text that grew to that length."""
+    tokens, needs = batch * length, _resident(model, adapter=False)
+    for device, held in needs.items():
+        live = max((layer.live.get(device, 0.0) for layer in model.layers), default=0.0)
+        held["activations"] = round(tokens * (live + 2 * model.per_hidden))
+        held["logits"] = batch * model.vocabulary * (model.item + 4) if device == model.head else 0
+        held["cache"] = 0
+    for number, cached in enumerate(model.cache):
+        layer = model.layers[min(number, len(model.layers) - 1)]
+        seen = length if cached.window is None else min(length, cached.window)
+        needs[layer.device]["cache"] += batch * (cached.fixed + cached.per_token * seen)
+    experts = [layer.slots for layer in model.layers if layer.slots is not None]
+    if experts:
+        needs["cpu"]["workspace"] = max(slots.forward(tokens) for slots in experts)
+    return _with_products(model, needs, tokens)
+
+
+def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
+    """Linear layers share the experts' workspace."""
+    held = [layer.product for layer in model.layers] + [model.outside]
+    products = [product.workspace(tokens) for product in held if product is not None]
+    if products:
+        needs["cpu"]["workspace"] = max(needs["cpu"].get("workspace", 0), *products)
+    return needs
+
+
+def _resident(model: _Model, *, adapter: bool) -> Needs:
+    return {
+        d.device: {"weights": d.weights, "adapter": d.adapter if adapter else 0, "streaming": d.streaming}
+        for d in model.devices
+    }
+
+
+# The model in numbers ------------------------------------------------------------------------------------------------
+def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
+    captured, placed = draft.captured, draft.devices
+    hidden, item = int(captured.facts["hidden"]), captured.model.dtype.itemsize
+    by_site = {site.fqn: rewrite for rewrite in draft.rewrites for site in rewrite.sites}
+    nodes = draft.nodes_by_site()
+    known: dict[tuple[str, str], _Block] = {}
+    layers: dict[int, _Layer] = {}
+    cached = {number: layer.per_token for number, layer in enumerate(captured.cache or ())}
+    for site in captured.sites:
+        rewrite = by_site.get(site.fqn)
+        key = (site.block, rewrite.key if rewrite else "")
+        if key not in known:
+            known[key] = _block(draft, site.block, nodes.get(site.fqn, ()), hidden)
+        block = known[key]
+        layer = layers.setdefault(site.layer, _Layer(device_of(site.fqn.rpartition(".")[0], placed)))
+        layer.add(device_of(site.fqn, placed), block.footprint.saved, block.footprint.live)
+        layer.slots = block.slots or layer.slots
+        layer.product = _widest(block.product, layer.product)
+        if site.layer in cached:
+            cached[site.layer] = _cached(draft, nodes.get(site.fqn, ()), cached[site.layer])
+    for fqn, number in _norms_between_blocks(captured, hidden):
+        layers[number].add(device_of(fqn, placed), 4 * hidden, 0.0)
+    outside = (plan for plan in draft.nodes if plan.target.replaces_modules and not plan.claim.node)
+    return _Model(
+        layers=tuple(layers[number] for number in sorted(layers)),
+        cache=tuple(replace(layer, per_token=cached[at]) for at, layer in enumerate(captured.cache or ())),
+        devices=devices,
+        head=device_of(captured.ends[1], placed),
+        vocabulary=vocabulary_of(captured.model),
+        item=item,
+        per_hidden=hidden * item,
+        outside=_widest(*(_memory(draft, plan).product for plan in outside)),
+    )
+
+
+def _memory(draft: PlanDraft, plan: NodePlan) -> NodeMemory:
+    return plan.target.memory(plan, draft.seen(plan.claim), draft.lora_of(plan))
+
+
+def _cached(draft: PlanDraft, nodes: Sequence[NodePlan], per_position: int) -> int:
+    for plan in nodes:
+        per_position = plan.target.cached(draft.seen(plan.claim), per_position)
+    return per_position
+
+
+def _block(draft: PlanDraft, key: str, nodes: Sequence[NodePlan], hidden: int) -> _Block:
+    """Return the bytes of a block of which `nodes` are rewritten."""
+    graph, item = draft.captured.block(key).graph, draft.captured.model.dtype.itemsize
+    if graph is None:
+        return _Block(Footprint(_OPAQUE * hidden, 4.0 * hidden * item))
+    memories = [(plan.claim.node, _memory(draft, plan)) for plan in nodes]
+    adapters = {node: memory.lora for node, memory in memories if memory.lora}
+    slots = next((memory.slots for _, memory in memories if memory.slots), None)
+    running = footprint(graph, adapters, hidden)
+    if slots is None:
+        stock = sum(map(_stock_experts, _experts(graph)))
+        running = Footprint(running.saved + stock * item, running.live)
+    return _Block(running, slots, _widest(*(memory.product for _, memory in memories)))
+
+
+def _widest(*products: ProductRows | None) -> ProductRows | None:
+    return max((each for each in products if each is not None), key=lambda product: product.width, default=None)
+
+
+def _experts(graph: fx.GraphModule) -> Iterator[tuple[int, int, int]]:
+    for node in nodes_of(graph):
+        if ops.operator(node) == "experts":
+            about = ops.attributes(node)
+            yield int(ops.shape_of(node.args[1])[-1]), int(about["hidden"]), int(about["inter"])
+
+
+def _stock_experts(sizes: tuple[int, int, int]) -> int:
+    """Elements that stock experts save per token: the gathered state, gate, up, their product, and the weighted sum."""
+    top_k, hidden, intermediate = sizes
+    return top_k * (2 * hidden + 4 * intermediate)
+
+
+def _norms_between_blocks(captured: CapturedModel, hidden: int) -> Iterator[tuple[str, int]]:
+    """Yield the norms of a layer outside its blocks, with the layer's number."""
+    layers = {site.fqn.rpartition(".")[0]: site.layer for site in captured.sites}
+    for module in captured.modules:
+        around = module.fqn.rpartition(".")[0]
+        if around in layers and any(tensor.shape == (hidden,) for tensor in module.tensors):
+            yield module.fqn, layers[around]
