@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from ktc.inference.generate.language_model import open_language_model
-from ktc.inference.serving import batch, engine, reading
-from ktc.inference.serving.decoder import Decoder
+from ktc.inference.serving import batch, prefill, worker
+from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.request import Limits, Request
 
 _PARTS = [
-    ("steps", batch.RowBatch, "step"), ("reading prompts", reading.Reading, "advance"), ("choice of tokens", engine,
-    "choose"), ("joining rows", batch.RowBatch, "join"), ("preparing requests", engine, "Generation"),
-    ("prefix cache", engine.PrefixCache, "length"), ("prefix cache", engine.PrefixCache, "find"),
-    ("prefix cache", engine.PrefixCache, "add"),
+    ("steps", batch.RowBatch, "step"), ("prefill", prefill.PrefillBatch, "advance"), ("choice of tokens", worker,
+    "choose_tokens"), ("joining rows", batch.RowBatch, "join"), ("preparing requests", worker, "Generation"),
+    ("prefix cache", worker.PrefixCache, "length"), ("prefix cache", worker.PrefixCache, "find"),
+    ("prefix cache", worker.PrefixCache, "add"), ("scheduling", worker.Scheduler, "_admit"),
 ]  # fmt: skip
 _EACH = 5.0  # seconds of processor time between two lines
 
@@ -65,7 +66,7 @@ def run(out: Path, clients: int, seconds: float, system: int) -> None:
         prompt = tuple(chance.randrange(model.config.vocab_size) for _ in range(chance.randint(16, 128)))
         return Request(f"{number}", beginning + prompt, chance.randint(64, 192), config, number)
 
-    serving = engine.Engine(Decoder(model), Limits(clients, cache_bytes=6 << 30, prefix_bytes=2 << 30), emit)
+    serving = Engine(ModelRunner(model), Limits(clients, cache_bytes=6 << 30, prefix_bytes=2 << 30), emit)
     serving.start()
     if beginning:
         serving.submit(Request("first", beginning, 1, model.generation_config))

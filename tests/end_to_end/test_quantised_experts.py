@@ -20,7 +20,7 @@ from ktc.foundation.formats import WeightFormat
 from ktc.model.checkpoint import open_index
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.quantised_reference import dequantise
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.packed_store import weight_store
 from ktc.stages.capture.weights import map_weights
 from ktc.stages.codegen.build import build
@@ -138,7 +138,7 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
     assert told["model.layers.[1..2].mlp.experts"] == f"stored as {stored}, multiplied as stored"
 
     sizes = (None, None, None, None)
-    spec = KernelSpec("fused_moe", *sizes, "bf16", codes[0], codes[0], "scalar", group_size=codes[1])
+    spec = FusedMoeSpec("fused_moe", *sizes, "bf16", codes[0], codes[0], "scalar", group_size=codes[1])
     kernel = build(render((spec,), {spec: "test"}), host.detect()).kernel(spec.entry)
     index = open_index(tmp_path)
     sources = map_weights(model, index).sources

@@ -14,8 +14,8 @@ from torch import Tensor
 import ktc
 from ktc.cli import app as cli
 from ktc.foundation.host import find_compiler
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.request import Limits, Request
 from ktc.model.attention.reads import counters, reads_since
 from ktc.model.attention.sparsity import Sparsity, Traffic
@@ -123,7 +123,7 @@ def test_rows_of_a_running_batch_are_answered_as_alone_and_counted(compiled_spar
     wanted = {name: alone(model, prompts[name], config, count) for name, (_, count) in asked.items()}
     before, module = counters(model), attention(model)[1]
     alone_traffic = module.traffic
-    engine = Engine(Decoder(model), Limits(batch=3), answers)
+    engine = Engine(ModelRunner(model), Limits(batch=3), answers)
     engine.start()
     for name, (_, count) in asked.items():
         engine.submit(Request(name, prompts[name], count, config))

@@ -12,7 +12,7 @@ from ktc.foundation.formats import BLOCKS, CODES, FORMATS, Dense
 from ktc.foundation.isa import Isa
 from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
 from ktc.model.kernels.linear_spec import Dtype, LinearSpec, PackedLinearSpec
 from ktc.model.kernels.spec import Spec
@@ -36,7 +36,7 @@ def every_spec(isa: Isa) -> tuple[Spec, ...]:
     return tuple(dict.fromkeys(specs))
 
 
-def _moe_specs(isa: Isa) -> Iterator[KernelSpec]:
+def _moe_specs(isa: Isa) -> Iterator[FusedMoeSpec]:
     """Experts in every weight format, with every size of groups, and with two formats in one layer."""
     for name in KERNELS[isa]:
         row = FORMATS[name]

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ktc.foundation import host
 from ktc.model.checkpoint import open_index
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.manifest.stock_facts import assumptions_of
 from ktc.model.targets.target import AS_STORED
@@ -61,7 +61,7 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
 
 def scalar_kernel() -> tuple[KernelFile, KernelLibrary]:
     """A kernel that every machine runs and that fits every model, from the cache or built now."""
-    spec = KernelSpec("fused_moe", None, None, None, None, "bf16", "bf16", "bf16", "scalar")
+    spec = FusedMoeSpec("fused_moe", None, None, None, None, "bf16", "bf16", "bf16", "scalar")
     source = render([spec], {spec: "moe-lora.ktr:5:3"})
     text = next(unit.text for unit in source.units if unit.name.startswith(spec.entry))
     return KernelFile(spec.entry, asdict(spec), text), build(source, host.detect())

@@ -116,7 +116,7 @@ class Answers(GenerateManager):
         return min((limit for limit, _ in self._limits(model)), default=None)
 
     def _limits(self, model: str) -> list[tuple[int, str]]:
-        longest = self.engine.longest
+        longest = self.engine.max_length
         cached = None if longest is None else longest + 1  # the last token is not cached
         both = (self._models.names[model].opened.max_length, "the model's length"), (cached, "the room of the cache")
         return [(limit, whose) for limit, whose in both if limit is not None]

@@ -22,11 +22,11 @@ from transformers.cli.serving.utils import GenerationState, Modality
 
 from ktc.inference.serving import handlers, update_routes
 from ktc.inference.serving.answers import Answers
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.disconnect import CancelOnDisconnect
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.guard import Gate, Guard
 from ktc.inference.serving.metrics import CONTENT_TYPE, Metrics
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters, ServedModels
 from ktc.inference.serving.refusals import RequestRefused, error_object
 from ktc.inference.serving.request import Limits
@@ -40,11 +40,11 @@ _HANDLERS: Final = ("chat_completion", "completion", "response")
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """The ASGI application, and the engine that it asks. `alone` says why requests do not share batches, or ""."""
+    """The ASGI application, and the engine that it asks. `unbatched_reason` is as of `ModelRunner`."""
 
     app: Any
     engine: Engine
-    alone: str
+    unbatched_reason: str
 
 
 def make_application(
@@ -57,17 +57,17 @@ def make_application(
     opened = models.default.opened
     adapters = LoadedAdapters(opened.model)
     adapters.use(models.default.adapter)
-    decoder = Decoder(opened.model)
+    runner = ModelRunner(opened.model)
     metrics = Metrics()
     answers = Answers(models, metrics)
-    engine = Engine(decoder, limits, answers.emit, adapters)
+    engine = Engine(runner, limits, answers.emit, adapters)
     answers.engine = engine
     metrics.watch(engine)
     engine.start()
     app = _application(models, answers, metrics, gate)
     if access is not None:
         update_routes.add_routes(app, access, Updates(access.root, models, adapters, engine, metrics))
-    return Application(app, engine, decoder.alone)
+    return Application(app, engine, runner.unbatched_reason)
 
 
 def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate: Gate) -> Any:

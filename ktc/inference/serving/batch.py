@@ -1,19 +1,19 @@
 """The running batch of one adapter: sequences that take one step of decoding together.
 
-In: generations whose prompts are read. Out: the scores of every sequence's next token.
+In: generations whose prompts are prefilled. Out: the logits of every sequence's next token, (rows, V) in fp32.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ktc.foundation.memory_faults import memory_fault
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.generation import Generation
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import PagePool
 from ktc.inference.serving.row_cache import CachedRow, RowCache
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 class RowBatch:
     """Sequences in one cache, aligned at their last token. An empty one can be used again."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.running: list[Generation] = []
-        self._decoder, self._native = decoder, decoder.native_rows()
-        self._rows = RowCache(decoder.paged)
+        self._runner, self._native = runner, runner.native_rows()
+        self._rows = RowCache(runner.paged)
 
     @property
     def nbytes(self) -> int:
@@ -35,7 +35,7 @@ class RowBatch:
 
     @property
     def pool(self) -> PagePool | None:
-        """The pages of running sequences and of those that are kept, which make an empty batch worth keeping."""
+        """The pages of running sequences and of the prefix cache, which make an empty batch worth keeping."""
         return self._rows.pool
 
     def compact(self) -> None:
@@ -50,7 +50,7 @@ class RowBatch:
             log.warning("memory was missing to make a cache smaller: %s", error)
 
     def hold(self, row: CachedRow, beginning: CachedRow | None) -> CachedRow:
-        """Return a row to be kept, and to join once: see `RowCache.hold`."""
+        """Return a row for the prefix cache, which may join once: see `RowCache.hold`."""
         return self._rows.hold(row, beginning)
 
     def join(self, generation: Generation, row: CachedRow) -> None:
@@ -61,8 +61,7 @@ class RowBatch:
     def leave(self, at: int) -> None:
         """Remove a sequence; the last one takes its place."""
         self._rows.leave(at)
-        self.running[at] = self.running[-1]
-        self.running.pop()
+        _swap_out(self.running, at)
 
     def clear(self) -> list[Generation]:
         """Remove all sequences, as after a failed step, and return them."""
@@ -75,33 +74,36 @@ class RowBatch:
         return self._rows.row(at)
 
     def step(self) -> Tensor:
-        """Read the last token of every sequence; return the scores of the next, (rows, V)."""
-        device = self._decoder.device
-        ids = torch.tensor([[each.tokens[-1]] for each in self.running], device=device)
+        """Read the last token of every sequence; return the logits of the next."""
+        ids = torch.tensor([[each.tokens[-1]] for each in self.running], device=self._runner.device)
         self._rows.begin_step()
-        found = None if self._native is None else self._native.scores(self._rows, ids)
-        scores = self._eager(ids) if found is None else found
+        native = None if self._native is None else self._native.logits(self._rows, ids)
+        logits = self._eager(ids) if native is None else native
         self._rows.appended()
-        return scores
+        return logits
 
     def _eager(self, ids: Tensor) -> Tensor:
-        device = self._decoder.device
+        device = self._runner.device
         lengths = torch.tensor(self._rows.lengths, device=device)[:, None]
         columns = self._rows.columns
         mask: Tensor | None = None
         if min(self._rows.lengths) < columns:
             mask = (torch.arange(columns + 1, device=device) >= columns - lengths).long()
-        return self._decoder.scores(ids, self._rows.cache, mask, lengths)
+        return self._runner.logits(ids, self._rows.cache, mask, lengths)
 
 
-class LoneBatch:
+class UnbatchedSequences:
     """Sequences that each have a cache of their own, and take their steps one after the other."""
 
-    nbytes = 0
+    nbytes: Final = 0
+    pool: Final = None
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.running: list[Generation] = []
-        self._decoder, self._caches = decoder, list[Any]()
+        self._runner, self._caches = runner, list[Any]()
+
+    def compact(self) -> None:
+        """Do nothing: no memory is shared."""
 
     def join(self, generation: Generation, cache: Any) -> None:
         """Add a sequence with its cache, which lacks its last token."""
@@ -110,9 +112,8 @@ class LoneBatch:
 
     def leave(self, at: int) -> None:
         """Remove a sequence; the last one takes its place."""
-        for each in (self.running, self._caches):
-            each[at] = each[-1]
-            each.pop()
+        _swap_out(self.running, at)
+        _swap_out(self._caches, at)
 
     def clear(self) -> list[Generation]:
         """Remove all sequences, and return them."""
@@ -121,12 +122,14 @@ class LoneBatch:
         return running
 
     def step(self) -> Tensor:
-        """Read the last token of every sequence; return the scores of the next, (rows, V)."""
-        scores = [
-            self._decoder.scores(self._ids(each), cache, None, None)
+        """Read the last token of every sequence; return the logits of the next."""
+        device = self._runner.device
+        return torch.cat([
+            self._runner.logits(torch.tensor([each.tokens[-1:]], device=device), cache, None, None)
             for each, cache in zip(self.running, self._caches, strict=True)
-        ]
-        return torch.cat(scores)
+        ])  # fmt: skip
 
-    def _ids(self, generation: Generation) -> Tensor:
-        return torch.tensor([generation.tokens[-1:]], device=self._decoder.device)
+
+def _swap_out(rows: list[Any], at: int) -> None:
+    rows[at] = rows[-1]
+    rows.pop()

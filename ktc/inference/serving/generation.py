@@ -1,14 +1,15 @@
-"""`Generation`: a request that is being answered, with its processors of scores and its random numbers.
+"""`Generation`: a request that is being answered, with its logits processors and its random numbers.
 
 In: a request and the model. `generate` of transformers prepares it: the processors are those of the model's generation
-config and of the request, and the cache is the one that `generate` would use. Out: the next token, from scores.
+config and of the request, and the cache is the one that `generate` would use. Out: the next token, from logits.
 """
 
 from __future__ import annotations
 
 import copy
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,23 +35,23 @@ class Generation:
         self._generator.manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         self._stop = _StopTexts(request.stop, request.tokenizer) if request.stop else None
 
-    def begin_again(self, model: Any) -> None:
-        """Take an empty cache: all tokens so far are read again."""
+    def restart(self, model: Any) -> None:
+        """Take an empty cache, for a prefill of all tokens so far."""
         device = model.get_input_embeddings().weight.device
         self.cache = _prepared(self.request, torch.tensor([self.request.tokens], device=device), model).cache
 
     @property
-    def takes_the_likeliest(self) -> bool:
-        """Whether the next token is the one of the highest score, unprocessed."""
+    def is_greedy(self) -> bool:
+        """Whether the next token is the most probable one, and no processor changes the logits."""
         return not self._drawn and not self._processors
 
-    def choose(self, scores: Tensor) -> int:
-        """Return the next token from scores (1, V), fp32, as `generate` does."""
+    def choose(self, logits: Tensor) -> int:
+        """Return the next token from logits (1, V), fp32, as `generate` does."""
         if self._seen is not None:
-            scores = self._processors(self._seen, scores)
+            logits = self._processors(self._seen, logits)
         if not self._drawn:
-            return int(scores.argmax(-1))
-        return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+            return int(logits.argmax(-1))
+        return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator))
 
     def add(self, token: int) -> End | None:
         """Append the next token; return the end if it ends the answer."""
@@ -60,6 +61,22 @@ class Generation:
         if token in self._ends or (self._stop is not None and self._stop.completes(token)):
             return End("stop")
         return End("length") if len(self.tokens) - len(self.request.tokens) >= self.request.max_new_tokens else None
+
+
+def choose_tokens(generations: Sequence[Generation], logits: Tensor) -> list[int | Exception]:
+    """Return the next token of every sequence from logits (rows, V), or the exception of its own processors."""
+    greedy = cast("list[int]", logits.argmax(-1).tolist())
+    return [
+        token if each.is_greedy else _chosen(each, logits[at : at + 1])
+        for at, (each, token) in enumerate(zip(generations, greedy, strict=True))
+    ]
+
+
+def _chosen(generation: Generation, logits: Tensor) -> int | Exception:
+    try:
+        return generation.choose(logits)
+    except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
+        return error
 
 
 class _Prepared:

@@ -48,7 +48,7 @@ class Metrics:
         """Read the gauges from `engine`."""
         self._running.set_function(lambda: engine.num_running)
         self._waiting.set_function(lambda: engine.num_waiting)
-        self._prefix_tokens.set_function(lambda: engine.cached_tokens)
+        self._prefix_tokens.set_function(lambda: engine.num_cached_tokens)
         self._prefix_bytes.set_function(lambda: engine.prefix_bytes)
         self._cache.set_function(lambda: engine.cache_bytes)
 

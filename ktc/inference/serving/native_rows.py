@@ -1,11 +1,11 @@
 """`NativeRows`: steps of a few sequences of a running batch as native programs, on the batch's own pages.
 
-In: the rows of a batch. Out: the scores of every row's next token, or None for a step that the model computes itself.
-A program is recorded per number of rows and memory (`ktc.model.decode_steps.native_step`), when that number has taken some steps:
-a recording takes the time of about ten. Rows that join and leave change its inputs only: ids, positions, and the
-batch's table, which says where the pages of a row are and how long it is. The mask is constant and hides nothing, since
-a kernel reads the positions of a row alone.
-Refused with a warning (L453): a model that cannot be recorded, and layers that are not in pages.
+In: the rows of a batch. Out: the logits of every row's next token, or None for a step that the model computes itself.
+A program is recorded per number of rows and memory (`ktc.model.decode_steps.native_step`), when that number has taken
+some steps: a recording takes the time of about ten. Rows that join and leave change its inputs only: ids, positions,
+and the batch's table, which says where the pages of a row are and how long it is. The mask is constant and hides
+nothing, since a kernel reads the positions of a row alone. Refused with a warning (L453): a model that cannot be
+recorded, and layers that are not in pages.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class NativeRows:
         graphs = getattr(model, "decode_graphs", None)
         return cls(model, graphs) if graphs is not None and graphs.means.device == "cpu" else None
 
-    def scores(self, rows: RowCache, ids: Tensor) -> Tensor | None:
-        """Read ids (rows, 1) in a step that `rows` has begun; return the next scores (rows, V) in fp32."""
+    def logits(self, rows: RowCache, ids: Tensor) -> Tensor | None:
+        """Read ids (rows, 1) in a step that `rows` has begun; return the next logits (rows, V) in fp32."""
         self._follow(rows.memory)
         number = len(rows.lengths)
         if self._is_refused or number > MOST_ROWS:
@@ -81,11 +81,11 @@ class NativeRows:
         if not rows.is_in_pages:
             self._refuse("a layer has a window, no keys and values of its own, or attention that reads no pages")
             return None
-        found = {"input_ids": ids, "position_ids": torch.tensor(rows.lengths)[:, None]}
-        step = self._steps.get(number) or self._recorded(rows, number, found)
+        given = {"input_ids": ids, "position_ids": torch.tensor(rows.lengths)[:, None]}
+        step = self._steps.get(number) or self._recorded(rows, number, given)
         if step is None:
             return None
-        for name, value in found.items():
+        for name, value in given.items():
             step.inputs[name].copy_(value)
         step.replay()()
         return cast("Tensor", step.output.logits)[:, -1].float()
@@ -103,7 +103,7 @@ class NativeRows:
             self._steps.clear()
             self._taken.clear()
 
-    def _recorded(self, rows: RowCache, number: int, found: dict[str, Tensor]) -> _Step | None:
+    def _recorded(self, rows: RowCache, number: int, given: dict[str, Tensor]) -> _Step | None:
         """Return a new program, or None before its number of rows is frequent, and where there is none."""
         self._taken[number] += 1
         if self._taken[number] <= RECORDED_AFTER:
@@ -114,7 +114,7 @@ class NativeRows:
         places = _Places.of(rows)
         try:
             all_seen = {"attention_mask": torch.ones((number, rows.table.columns), dtype=torch.int64)}
-            inputs, output, replay, _ = record_step(self._model, places, found, self._graphs.means, all_seen)
+            inputs, output, replay, _ = record_step(self._model, places, given, self._graphs.means, all_seen)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code not made for programs
             self._refuse(str(error).strip().partition("\n")[0] or type(error).__name__)
             return None

@@ -30,8 +30,8 @@ class Request:
     tokenizer: Any = field(default=None, repr=False)
 
     @property
-    def longest(self) -> int:
-        """The tokens that its cache holds at most: the last token is not read."""
+    def max_cached_tokens(self) -> int:
+        """The most tokens that its cache has: the last token of an answer is not read."""
         return len(self.tokens) + self.max_new_tokens - 1
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from ktc.inference.serving.band import ROOM
+from ktc.inference.serving.contiguous_kv import ROOM
 from ktc.inference.serving.pages import LayerRow, Page, PagePool
 from ktc.inference.serving.row_layers import PagedLayer, RowLayer, SlidingRowLayer
 from ktc.inference.serving.row_table import RowTable

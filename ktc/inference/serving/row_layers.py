@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from ktc.inference.serving.band import Band
+from ktc.inference.serving.contiguous_kv import ContiguousKV
 from ktc.inference.serving.pages import LayerRow, Memory
 from ktc.inference.serving.row_table import RowTable
 from ktc.model.attention.row_indices import RowIndices
@@ -78,8 +78,8 @@ class PagedStepLayer(StaticLayer):
 class _Rows:
     """The bands of a layer; empty until a row with content joins."""
 
-    _keys: Band | None
-    _values: Band | None
+    _keys: ContiguousKV | None
+    _values: ContiguousKV | None
     _room: int
     is_initialized: bool
 
@@ -89,14 +89,14 @@ class _Rows:
         return sum(band.nbytes for band in self.bands)
 
     @property
-    def bands(self) -> tuple[Band, ...]:
+    def bands(self) -> tuple[ContiguousKV, ...]:
         """Keys and values, nothing before a row with content."""
         return () if self._keys is None or self._values is None else (self._keys, self._values)
 
     def join(self, row: LayerRow) -> None:
         """Add a row after the others."""
         if self._keys is None or self._values is None:
-            self._keys, self._values = (Band(each, self._room) for each in row)
+            self._keys, self._values = (ContiguousKV(each, self._room) for each in row)
             self.is_initialized = True
         self._keys.join(row.keys)
         self._values.join(row.values)

@@ -101,7 +101,7 @@ def make_server(
         made.app, http=Connection, ws="none", log_level="error", server_header=False,
         h11_max_incomplete_event_size=LONGEST_HEAD, timeout_graceful_shutdown=_CLOSING,
     )  # fmt: skip
-    return GracefulServer(config, made.engine, grace), tuple(_notes(made.alone))
+    return GracefulServer(config, made.engine, grace), tuple(_notes(made.unbatched_reason))
 
 
 def _body_bytes(lengths: Iterable[int | None]) -> int:
@@ -110,9 +110,9 @@ def _body_bytes(lengths: Iterable[int | None]) -> int:
     return max(known) * _BYTES_PER_TOKEN + _BYTES_AROUND if known else _LARGEST_BODY
 
 
-def _notes(alone: str) -> Iterator[Diagnostic]:
-    if alone:
-        message = f"requests take turns, and share no batch: {alone}"
+def _notes(unbatched_reason: str) -> Iterator[Diagnostic]:
+    if unbatched_reason:
+        message = f"requests take turns, and share no batch: {unbatched_reason}"
         yield Diagnostic("G724", message, hint="throughput is that of one request", severity="note")
 
 

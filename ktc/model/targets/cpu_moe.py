@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ktc.foundation.host import Host
     from ktc.model.experts.module import FusedMoe
     from ktc.model.experts.stock_layout import StockTensor
+    from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
     from ktc.model.kernels.kernel_library import Kernel
-    from ktc.model.kernels.kernel_spec import KernelSpec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 
@@ -67,9 +67,9 @@ class CpuMoe(ModuleTarget):
 
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
         """Return the weights and the kernel; with LoRA in the program also what waits for backward."""
-        from ktc.stages.plan.working_memory import slots_of
+        from ktc.model.kernels.working_memory import slots_of
 
-        spec, host, prefill = cast("KernelSpec", plan.spec), seen.host, plan.prefill
+        spec, host, prefill = cast("FusedMoeSpec", plan.spec), seen.host, plan.prefill
         better = host.isas[: host.isas.index(spec.isa)] if spec.isa in host.isas else ()
         passed_over = f"; {', '.join(better)}: no kernel in this version" if better else ""
         chosen = f"the best this host can run{passed_over}" if self.isa == "auto" else "requested"
@@ -89,10 +89,10 @@ class CpuMoe(ModuleTarget):
 
     def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
         """Return what a layer keeps for backward, and the workspace of its kernel."""
-        from ktc.stages.plan.working_memory import slots_of
+        from ktc.model.kernels.working_memory import slots_of
 
         slots = slots_of(
-            cast("KernelSpec", plan.spec),
+            cast("FusedMoeSpec", plan.spec),
             keep=self.activations == "keep",
             ranks=lora.ranks if lora else (0, 0),
             threads=self.num_threads(seen.host),
@@ -115,7 +115,7 @@ class CpuMoe(ModuleTarget):
 
     def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
         """Return the arguments of `FusedMoe` in the loaded model."""
-        kernel = cast("KernelSpec", action.kernel)
+        kernel = cast("FusedMoeSpec", action.kernel)
         return {
             "num_experts": int(about["num_experts"]),
             "hidden": int(about["hidden"]),

@@ -9,7 +9,7 @@ from ktc.foundation.isa import Isa, isa_of
 from ktc.model.checkpoint.int4 import Int4Grid
 from ktc.model.graph import ops
 from ktc.model.kernels.form import parse_form
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.targets.node_plan import CapturedNode, Claim, NodePlan, StoredFormat
 
 # A format counts as built if every instruction set has it, so that no user gets the scalar oracle unawares.
@@ -18,7 +18,7 @@ ON_EVERY_ISA = tuple(name for name in FORMATS if all(name in formats for formats
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
 
 
-def choose_fused_moe(plan: NodePlan, seen: CapturedNode, asked: str, isa: str) -> KernelSpec:
+def choose_fused_moe(plan: NodePlan, seen: CapturedNode, asked: str, isa: str) -> FusedMoeSpec:
     """Return the kernel of routed experts. `asked` is the rule's format, `isa` its instruction set.
 
     Raises InputRefused (M068) if no kernel multiplies the weights, HostLacks (M064) if the host lacks the instruction
@@ -42,7 +42,7 @@ def choose_fused_moe(plan: NodePlan, seen: CapturedNode, asked: str, isa: str) -
             stored = " (the checkpoint's own)" if asked == "stored" else ""
             raise _no_format(claim, f"no kernel multiplies `{weight_format}` weights{stored}")
     form = parse_form(str(about["form"]))
-    return KernelSpec(
+    return FusedMoeSpec(
         op="fused_moe",
         hidden=hidden,
         intermediate=inter,

@@ -76,7 +76,7 @@ class LinearTarget(ModuleTarget):
 
     def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
         """Return the workspace of the product with many rows, where a kernel computes it."""
-        from ktc.stages.plan.working_memory import ProductRows
+        from ktc.model.kernels.working_memory import ProductRows
 
         spec = plan.spec
         if spec is None or (spec.op == "linear" and self.prefill not in ("packed", "auto")):

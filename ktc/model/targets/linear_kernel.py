@@ -16,7 +16,7 @@ import torch
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.formats import BLOCKS
 from ktc.foundation.isa import PREFERENCE
-from ktc.model.kernels.kernel_spec import KERNELS
+from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.linear_spec import ISAS, Dtype, LinearSpec, PackedLinearSpec
 from ktc.model.targets.node_plan import CapturedNode, NodePlan
 

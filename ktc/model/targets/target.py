@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch import fx
 
     from ktc.foundation.host import Host
+    from ktc.model.kernels.working_memory import ProductRows, Slots
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
     from ktc.model.targets.place import Place
     from ktc.model.targets.quantisation import Quantisation
-    from ktc.stages.plan.working_memory import ProductRows, Slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ktc.foundation.host import Host
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.checkpoint import WeightSource
 from ktc.model.graph.typed import nodes_by_name
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.spec import Spec
 from ktc.model.targets.node_plan import CapturedNode, Claim, NodePlan
@@ -143,9 +143,9 @@ class PlanDraft:
         return NodeLora((first, ranks.get(f"{path}.down_proj", 0)), dropout)
 
     @property
-    def experts(self) -> dict[str, KernelSpec]:
+    def experts(self) -> dict[str, FusedMoeSpec]:
         """The kernel of each module of routed experts that one runs, by FQN."""
-        return {plan.claim.path: plan.spec for plan in self.nodes if isinstance(plan.spec, KernelSpec)}
+        return {plan.claim.path: plan.spec for plan in self.nodes if isinstance(plan.spec, FusedMoeSpec)}
 
     @property
     def packed_linears(self) -> dict[str, PackedLinearSpec]:

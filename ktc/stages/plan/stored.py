@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ktc.foundation.formats import BLOCKS, CODES, FORMATS, METHODS, WeightFormat
 from ktc.model.checkpoint import WeightSource
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.stages.capture import CapturedModel
 from ktc.stages.plan.collapse import collapse
 from ktc.stages.plan.draft import PlanDraft
@@ -42,7 +42,7 @@ def _conversions(draft: PlanDraft) -> Iterator[Reason]:
         yield Reason(_paths(sources), text.format(size=f"{size:,}"))
 
 
-def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
+def _fate(source: WeightSource, spec: FusedMoeSpec | None, loaded: str) -> str:
     """Describe the conversion of a tensor, empty if it is kept; `{size}` is replaced by bytes of the model's dtype."""
     leaf = source.target.rpartition(".")[2]
     if spec is not None and (weight_format := spec.format_of(leaf)) in (*CODES, *BLOCKS):
@@ -61,16 +61,16 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
     )
 
 
-def _is_kept(source: WeightSource, spec: KernelSpec, weight_format: WeightFormat) -> bool:
+def _is_kept(source: WeightSource, spec: FusedMoeSpec, weight_format: WeightFormat) -> bool:
     return source.kept_as == (weight_format, _unit(spec, weight_format))
 
 
-def _unit(spec: KernelSpec, weight_format: WeightFormat) -> int:
+def _unit(spec: FusedMoeSpec, weight_format: WeightFormat) -> int:
     """Return the number of weights in a block of a kernel's format, or in a group with a scale."""
     return BLOCKS[weight_format].weights if weight_format in BLOCKS else spec.group_of(weight_format)
 
 
-def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
+def _rounded(spec: FusedMoeSpec, weight_format: WeightFormat) -> str:
     if not FORMATS[weight_format].coded:
         return f"rounded to {weight_format} at load, and to bf16 as it is multiplied"
     if weight_format in BLOCKS:
@@ -82,10 +82,10 @@ def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
     return f"quantised to {weight_format} {groups} at load, which rounds each weight{rows}"
 
 
-def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> Iterable[Reason]:
+def _by_config(captured: CapturedModel, kernels: Mapping[str, FusedMoeSpec]) -> Iterable[Reason]:
     stored = captured.stored_format
     kept = False
-    by_spec: dict[KernelSpec, list[str]] = {}
+    by_spec: dict[FusedMoeSpec, list[str]] = {}
     for path, spec in kernels.items():
         by_spec.setdefault(spec, []).append(path)
     for spec, paths in by_spec.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ktc.model.experts.stream_sizes import ring_bytes
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.model.targets.target import Prefill
 from ktc.stages.plan.draft import PlanDraft
@@ -27,15 +27,15 @@ def streamed_bytes(draft: PlanDraft) -> dict[str, int]:
     return nbytes
 
 
-def sent_experts(draft: PlanDraft) -> dict[str, tuple[Prefill, KernelSpec]]:
+def sent_experts(draft: PlanDraft) -> dict[str, tuple[Prefill, FusedMoeSpec]]:
     """Return the experts whose weights are sent to devices, by FQN."""
     return {
         plan.claim.path: (plan.prefill, plan.spec)
         for plan in draft.nodes
-        if plan.prefill is not None and isinstance(plan.spec, KernelSpec)
+        if plan.prefill is not None and isinstance(plan.spec, FusedMoeSpec)
     }
 
 
-def share_bytes(spec: KernelSpec, prefill: Prefill) -> int:
+def share_bytes(spec: FusedMoeSpec, prefill: Prefill) -> int:
     """Return the bytes of a layer's experts on each of its devices."""
     return -(-packed_bytes(spec) // len(prefill.devices))

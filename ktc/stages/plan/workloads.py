@@ -15,6 +15,7 @@ from torch import fx
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.stock_model import vocabulary_of
+from ktc.model.kernels.working_memory import ProductRows, Slots
 from ktc.model.targets.node_plan import NodePlan
 from ktc.model.targets.target import NodeMemory
 from ktc.stages.capture import CapturedModel
@@ -23,7 +24,6 @@ from ktc.stages.plan.activations import Footprint, footprint
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import device_of
 from ktc.stages.plan.types import BatchShape, DeviceMemory, Workload
-from ktc.stages.plan.working_memory import ProductRows, Slots
 
 DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"

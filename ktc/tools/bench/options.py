@@ -16,7 +16,7 @@ from ktc.foundation import environment, host
 from ktc.foundation.formats import FORMATS
 from ktc.foundation.isa import Isa
 from ktc.model.experts.lora import MAX_RANK
-from ktc.model.kernels.kernel_spec import KERNELS
+from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.tools.bench import kt, ours, peers
 from ktc.tools.bench.request import PASSES, SHAPES, Pass, Request, Shape
 

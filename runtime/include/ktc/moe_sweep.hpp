@@ -231,7 +231,7 @@ class SweepWindow {
 };
 
 // Sums that a worker of `sweep` keeps at hand, in accumulators. The plan counts on the bounds
-// (ktc/plan/working_memory.py).
+// (ktc/model/kernels/working_memory.py).
 template <class Isa>
 constexpr std::int64_t sums_at_hand() {
   constexpr std::int64_t kBytes = sizeof(typename Isa::Accumulator);

@@ -259,18 +259,18 @@ def test_a_fault_of_one_request_is_not_one_of_its_batch(models: ServedModels, mo
 def test_missing_memory_refuses_the_request_that_needs_it(
     models: ServedModels, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    from ktc.inference.serving.decoder import Decoder
+    from ktc.inference.serving.model_runner import ModelRunner
 
-    scores, needed = Decoder.scores, iter(range(failures))
+    logits, needed = ModelRunner.logits, iter(range(failures))
 
-    def failing(self: Decoder, ids: Any, *more: Any) -> Any:
+    def failing(self: ModelRunner, ids: Any, *more: Any) -> Any:
         if ids.shape[1] > 100 and next(needed, None) is not None:
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 12345 bytes"
             )
-        return scores(self, ids, *more)
+        return logits(self, ids, *more)
 
-    monkeypatch.setattr(Decoder, "scores", failing)
+    monkeypatch.setattr(ModelRunner, "logits", failing)
     large = json.dumps({**LONG, "prompt": "word " * 300, "max_tokens": 2}).encode()
     with served(models, Limits(batch=4, prefill_chunk=2048)) as url, ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda body: answer(port_of(url), post("completions", body)), (large, SHORT)))

@@ -14,11 +14,10 @@ from decoding_models import latent_modules, stock_model
 from engine_answers import Answers, alone, config_of
 from transformers import PreTrainedModel
 
-from ktc.inference.serving import engine as engine_module
+from ktc.inference.serving import worker
 from ktc.inference.serving.batch import RowBatch
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.engine import Engine
-from ktc.inference.serving.reading import Reading
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.request import End, Event, Limits, Refused, Request
 from ktc.model.attention.absorbed import Absorption, absorb
 from ktc.model.attention.decoding import decoding
@@ -48,7 +47,7 @@ class Served:
 
     def __init__(self, model: PreTrainedModel, limits: Limits, **more: Any) -> None:
         self.answers = Answers()
-        self.engine = Engine(Decoder(model), limits, self.answers, **more)
+        self.engine = Engine(ModelRunner(model), limits, self.answers, **more)
 
     def __enter__(self) -> Served:
         self.engine.start()
@@ -203,14 +202,14 @@ def test_a_fault_ends_the_requests_of_its_batch_and_the_engine_goes_on(
 def test_a_request_that_cannot_be_prepared_or_read_fails_alone(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, scores = config_of(model), Decoder.scores
+    config, logits = config_of(model), ModelRunner.logits
 
-    def failing(decoder: Decoder, ids: Any, *more: Any) -> Any:
+    def failing(runner: ModelRunner, ids: Any, *more: Any) -> Any:
         if ids.shape[1] == 23:
             raise RuntimeError("unreadable")
-        return scores(decoder, ids, *more)
+        return logits(runner, ids, *more)
 
-    monkeypatch.setattr(Decoder, "scores", failing)
+    monkeypatch.setattr(ModelRunner, "logits", failing)
     wrong = config_of(model)
     wrong.do_sample, wrong.temperature = True, -1.0
     with Served(model, Limits()) as served:
@@ -224,9 +223,9 @@ def test_a_request_that_cannot_be_prepared_or_read_fails_alone(
 
 def test_what_does_not_fit_waits_and_what_never_fits_is_refused(model: PreTrainedModel) -> None:
     config = config_of(model)
-    size = Decoder(model).size
-    with Served(model, Limits(cache_bytes=size.of(30))) as served:
-        assert served.engine.longest == 30
+    size = ModelRunner(model).size
+    with Served(model, Limits(cache_bytes=size.nbytes(30))) as served:
+        assert served.engine.max_length == 30
         with pytest.raises(Refused) as refused:
             served.ask("long", PROMPTS[1], 9, config)
         assert refused.value.reason == "too long"
@@ -304,8 +303,8 @@ def test_changes_come_between_turns_or_when_nothing_runs(model: PreTrainedModel)
 @pytest.mark.parametrize("name", ["qwen3_next", "llama4"])
 def test_a_model_whose_cache_cannot_be_joined_answers_each_request_alone(name: str) -> None:
     model = stock_model(name, torch.float32)
-    config, decoder = config_of(model), Decoder(model)
-    assert "layers of another kind" in decoder.alone
+    config, runner = config_of(model), ModelRunner(model)
+    assert "layers of another kind" in runner.unbatched_reason
     with Served(model, Limits(prefill_chunk=8)) as served:
         for at, prompt in enumerate(PROMPTS[:3]):
             served.ask(str(at), prompt, 6, config)
@@ -348,13 +347,13 @@ def test_sparse_attention_in_a_running_batch_chooses_as_alone(name: str, caplog:
 def test_prompts_of_like_lengths_are_read_side_by_side_and_the_first_is_among_them(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, make = list[list[str]](), engine_module.Reading
+    prefilled, make = list[list[str]](), worker.PrefillBatch
 
-    def recorded(decoder: Decoder, adapter: str, generations: Any, known: Any) -> Any:
-        read.append([each.request.name for each in generations])
-        return make(decoder, adapter, generations, known)
+    def recorded(runner: ModelRunner, generations: Any, beginnings: Any) -> Any:
+        prefilled.append([each.request.name for each in generations])
+        return make(runner, generations, beginnings)
 
-    monkeypatch.setattr(engine_module, "Reading", recorded)
+    monkeypatch.setattr(worker, "PrefillBatch", recorded)
     lengths = {"first": 20, "short": 14, "long": 40, "like": 21, "other": 19}
     served = Served(model, Limits(prefill_chunk=64))
     for name, length in lengths.items():
@@ -362,20 +361,20 @@ def test_prompts_of_like_lengths_are_read_side_by_side_and_the_first_is_among_th
     with served:
         for name, length in lengths.items():
             assert served.answers.wait(name)[0] == alone(model, tuple(range(5, 5 + length)), config_of(model), 2)
-    assert read == [["first", "like", "other"], ["short"], ["long"]]
+    assert prefilled == [["first", "like", "other"], ["short"], ["long"]]
 
 
 def test_prompts_that_a_small_rest_of_a_chunk_would_cut_begin_with_the_next(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, advance = list[int](), Reading.advance
+    passes, logits = list[int](), ModelRunner.logits
 
-    def counted(reading: Reading, most: int) -> int:
-        passes.append(advance(reading, most))
-        return passes[-1]
+    def counted(runner: ModelRunner, ids: Any, *more: Any) -> Any:
+        passes.append(ids.numel())
+        return logits(runner, ids, *more)
 
-    monkeypatch.setattr(Reading, "advance", counted)
     served = Served(model, Limits(prefill_chunk=16))
+    monkeypatch.setattr(ModelRunner, "logits", counted)
     for at, length in enumerate((12, 13, 40)):
         served.ask(str(at), range(5, 5 + length), 1, config_of(model))
     with served:

@@ -18,12 +18,12 @@ import ktc
 from ktc.foundation.host import find_compiler
 from ktc.inference.serving import native_rows
 from ktc.inference.serving.batch import RowBatch
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.generation import Generation
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.native_rows import MOST_ROWS, NativeRows
 from ktc.inference.serving.pages import LayerRow
-from ktc.inference.serving.reading import Reading
+from ktc.inference.serving.prefill import PrefillBatch
 from ktc.inference.serving.request import Limits, Request
 from ktc.inference.serving.row_cache import CachedRow, RowCache
 from ktc.model.attention.paged_tensor import PAGE
@@ -59,8 +59,8 @@ class Pair:
     """The same sequences in a batch with native steps and in one without."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.decoder = model, Decoder(model)
-        self.batches = [RowBatch(self.decoder) for _ in range(2)]
+        self.model, self.runner = model, ModelRunner(model)
+        self.batches = [RowBatch(self.runner) for _ in range(2)]
         self.batches[1]._native = None
         self.chance = random.Random(1)
 
@@ -69,11 +69,11 @@ class Pair:
         config = config_of(self.model)
         for batch in self.batches:
             generation = Generation(Request("", tokens, 400, config), self.model)
-            reading = Reading(self.decoder, "", [generation])
-            reading.advance(length)
-            assert reading.scores is not None
-            generation.add(int(reading.scores.argmax()))
-            batch.join(generation, reading.row(0))
+            prefill = PrefillBatch(self.runner, [generation])
+            logits = prefill.advance(length)
+            assert logits is not None
+            generation.add(int(logits.argmax()))
+            batch.join(generation, prefill.row(0))
 
     def leave(self, at: int) -> None:
         for batch in self.batches:
@@ -83,8 +83,8 @@ class Pair:
         native, eager = (batch.step() for batch in self.batches)
         assert native.dtype == eager.dtype == torch.float32
         assert float((native - eager).norm() / eager.norm()) < 0.02
-        for each, other, scores in zip(self.batches[0].running, self.batches[1].running, eager, strict=True):
-            token = int(scores.argmax())
+        for each, other, logits in zip(self.batches[0].running, self.batches[1].running, eager, strict=True):
+            token = int(logits.argmax())
             each.add(token)
             other.add(token)
 
@@ -182,7 +182,7 @@ def test_more_rows_are_eager(model: Any, programs: list[StepProgram]) -> None:
 
 def test_the_engine_keeps_programs_from_one_request_to_the_next(model: Any, programs: list[StepProgram]) -> None:
     answers, config = Answers(), config_of(model)
-    engine = Engine(Decoder(model), Limits(), answers)
+    engine = Engine(ModelRunner(model), Limits(), answers)
     engine.start()
     for number in range(3):
         engine.submit(Request(str(number), (5, 9, 33, number + 7), 12, config))
@@ -202,7 +202,7 @@ def test_windows_and_faults_are_told(
     row: Tensor = torch.zeros(2, 5, 4)
     rows.join(CachedRow(9, (LayerRow(row, row),), (6,)))
     monkeypatch.setattr(native._graphs, "_told", set())
-    assert native.scores(rows, ids) is None
+    assert native.logits(rows, ids) is None
     assert "L453" in caplog.text and "window" in caplog.text
 
     def failing(*_: Any) -> Any:

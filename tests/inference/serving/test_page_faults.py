@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ktc.foundation.host import find_compiler
-from ktc.inference.serving import engine as engine_module
-from ktc.inference.serving.band import Band
+from ktc.inference.serving import worker
 from ktc.inference.serving.batch import RowBatch
-from ktc.inference.serving.decoder import Decoder
+from ktc.inference.serving.contiguous_kv import ContiguousKV
 from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import LayerRow, PageMemory, PagePool
 from ktc.inference.serving.request import Limits, Request
 from ktc.inference.serving.row_cache import CachedRow, RowCache
@@ -61,7 +61,7 @@ def test_requests_of_other_adapters_survive_where_memory_cannot_be_released(
 ) -> None:
     """A step without memory releases what is kept, and the smaller pool has no memory either."""
     answers = Answers()
-    engine = Engine(Decoder(model), Limits(prefix_bytes=1 << 24), answers)
+    engine = Engine(ModelRunner(model), Limits(prefix_bytes=1 << 24), answers)
     engine.start()
     for at, prompt in enumerate(PROMPTS):
         engine.submit(Request(str(at), prompt, 12, config, adapter="other" if at % 2 else ""))
@@ -78,7 +78,7 @@ def test_a_failed_step_ends_its_requests_and_leaves_kept_pages_to_the_next_ones(
     model: Any, config: GenerationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Answers()
-    engine = Engine(Decoder(model), Limits(prefix_bytes=1 << 24), answers)
+    engine = Engine(ModelRunner(model), Limits(prefix_bytes=1 << 24), answers)
     engine.start()
     prompt = tuple(random.Random(9).choices(range(3, 500), k=PAGE + 40))
     engine.submit(Request("first", prompt, 4, config))
@@ -93,7 +93,7 @@ def test_a_failed_step_ends_its_requests_and_leaves_kept_pages_to_the_next_ones(
         assert "a fault" in answers.wait("broken")[1].error
     engine.submit(Request("last", (*prompt, 6), 4, config))
     assert answers.wait("last")[0] == alone(model, (*prompt, 6), config, 4)
-    batch = engine.change(lambda: engine._empty[""], idle=True)
+    batch = engine.change(lambda: engine._worker.batches[""], idle=True)
     assert batch.pool is not None and engine.prefix_bytes == batch.pool.used * batch.pool.page_bytes
     engine.stop()
 
@@ -123,16 +123,16 @@ def test_a_row_without_memory_does_not_join(monkeypatch: pytest.MonkeyPatch) -> 
 
     rows.join(row(20))
     calls = [0]
-    join = Band.join
+    join = ContiguousKV.join
 
-    def second_fails(band: Band, of: Tensor) -> None:
+    def second_fails(band: ContiguousKV, of: Tensor) -> None:
         calls[0] += 1
         if calls[0] == 2:
             raise MemoryError("no more memory")
         join(band, of)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Band, "join", second_fails)
+        patch.setattr(ContiguousKV, "join", second_fails)
         with pytest.raises(MemoryError):
             rows.join(row(30))
     assert rows.lengths == [20] and len(rows.table.rows) == 1
@@ -153,10 +153,10 @@ def test_kept_prompts_at_the_bound_of_unused_pages_do_not_move_at_every_request(
         resize(memory, pages)
 
     monkeypatch.setattr(PageMemory, "resize", counted)
-    monkeypatch.setattr(engine_module, "_KEPT", 1)
+    monkeypatch.setattr(worker, "_MAX_IDLE_BYTES", 1)
     answers = Answers()
-    decoder = Decoder(model)
-    engine = Engine(decoder, Limits(prefix_bytes=7 * decoder.size.of(PAGE)), answers)
+    runner = ModelRunner(model)
+    engine = Engine(runner, Limits(prefix_bytes=7 * runner.size.nbytes(PAGE)), answers)
     engine.start()
     for at in range(14):
         prompt = tuple(random.Random(at).choices(range(3, 500), k=2 * PAGE + 9))
@@ -175,10 +175,10 @@ def test_layers_whose_calls_no_kernel_takes_are_not_in_pages(config: GenerationC
     last = len(model.model.layers) - 1
     stock = model.model.layers[last].self_attn.forward
     model.model.layers[last].self_attn.forward = lambda *given, **named: stock(*given, **named, output_attentions=True)
-    decoder = Decoder(model)
-    assert set(decoder.paged) == set(range(last))
+    runner = ModelRunner(model)
+    assert set(runner.paged) == set(range(last))
     answers = Answers()
-    engine = Engine(decoder, Limits(), answers)
+    engine = Engine(runner, Limits(), answers)
     engine.start()
     for at, prompt in enumerate(PROMPTS):
         engine.submit(Request(str(at), prompt, 8, config))
@@ -188,13 +188,16 @@ def test_layers_whose_calls_no_kernel_takes_are_not_in_pages(config: GenerationC
 
 
 def test_windows_count_as_wide_as_the_longest_row() -> None:
-    """They are in bands beside layers in pages: each row takes the columns of the longest, up to the window."""
-    decoder = Decoder(paged_model("gpt_oss"))
-    assert decoder.paged
-    window = next(most for _, most in decoder.size.layers if most is not None)
-    by_layer = {most: sum(nbytes for nbytes, of in decoder.size.layers if of == most) for most in (None, window)}
+    """They are contiguous beside layers in pages: each row takes the columns of the longest, up to the window."""
+    runner = ModelRunner(paged_model("gpt_oss"))
+    assert runner.paged and all(window is None for _, window in runner.size.paged)
+    ((_, window), *_) = runner.size.contiguous
+    assert window is not None
+    all_layers, windows = (
+        sum(nbytes for nbytes, _ in layers) for layers in (runner.size.paged, runner.size.contiguous)
+    )
     lengths = [3, 2 * window]
-    assert decoder.bytes_of(lengths) == sum(lengths) * by_layer[None] + 2 * window * by_layer[window]
+    assert runner.size.batch_nbytes(lengths) == sum(lengths) * all_layers + 2 * window * windows
 
 
 def test_a_row_that_is_held_joins_once() -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import ktc
 from ktc.foundation.host import find_compiler
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import LayerRow
 from ktc.inference.serving.request import Limits, Request
 from ktc.inference.serving.row_cache import CachedRow, RowCache
@@ -162,7 +162,7 @@ def test_a_pool_of_which_little_is_used_is_made_smaller() -> None:
 
 def pages_of(engine: Engine) -> tuple[int, int]:
     """The number of used pages of the only batch, and the bytes of each."""
-    pool = engine._empty[""].pool
+    pool = engine._worker.batches[""].pool
     assert pool is not None
     return pool.used, pool.page_bytes
 
@@ -174,7 +174,7 @@ PROMPTS = tuple((*SYSTEM, *random.Random(at).choices(range(3, 500), k=3 + 5 * at
 def answered(model: Any, *, shares: bool = True) -> list[list[int]]:
     """The answers to all prompts, of which five come when the first has been answered."""
     config, answers = config_of(model), Answers()
-    engine = Engine(Decoder(model), Limits(prefix_bytes=1 << 26), answers)
+    engine = Engine(ModelRunner(model), Limits(prefix_bytes=1 << 26), answers)
     engine.start()
     for at, prompt in enumerate(PROMPTS):
         engine.submit(Request(str(at), prompt, 20, config))
@@ -185,9 +185,9 @@ def answered(model: Any, *, shares: bool = True) -> list[list[int]]:
     if shares:
         # Two pages are all sequences'; each has one of its own, and another one that its answer may have begun.
         assert 2 + len(PROMPTS) <= used <= 2 + 2 * len(PROMPTS)
-        assert engine.cached_tokens >= 5 * len(SYSTEM) and engine.prefix_bytes == used * page_bytes
+        assert engine.num_cached_tokens >= 5 * len(SYSTEM) and engine.prefix_bytes == used * page_bytes
     engine.change(engine.forget, idle=True)
-    assert engine.prefix_bytes == 0 and not engine._empty
+    assert engine.prefix_bytes == 0 and not engine._worker.batches
     engine.stop()
     return found
 

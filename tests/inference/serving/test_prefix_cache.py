@@ -9,8 +9,8 @@ from engine_answers import Answers, alone, config_of
 from transformers import PreTrainedModel
 
 from ktc.inference.serving import prefix_cache
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import LayerRow
 from ktc.inference.serving.prefix_cache import PrefixCache
 from ktc.inference.serving.request import Limits, Request
@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def test_answers_are_the_same_over_cached_beginnings(model: PreTrainedModel) -> None:
     config, answers = config_of(model), Answers()
-    engine = Engine(Decoder(model), Limits(prefix_bytes=1 << 24), answers)
+    engine = Engine(ModelRunner(model), Limits(prefix_bytes=1 << 24), answers)
     engine.start()
     first = alone(model, SHARED, config, 20)
     # Behind the answer, within it, within the prompt, the prompt itself, and nothing in common.
@@ -38,7 +38,7 @@ def test_answers_are_the_same_over_cached_beginnings(model: PreTrainedModel) -> 
         for prompt in prompts:
             assert answers.wait(f"{at} {prompt}")[0] == alone(model, prompt, config, 20)
     engine.stop()
-    assert engine.cached_tokens >= 43 + 18
+    assert engine.num_cached_tokens >= 43 + 18
 
 
 def row(length: int) -> CachedRow:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktc.inference.serving.band import Band
+from ktc.inference.serving.contiguous_kv import ContiguousKV
 from ktc.inference.serving.pages import LayerRow
 from ktc.inference.serving.row_cache import CachedRow, RowCache
 
@@ -80,14 +80,14 @@ def test_an_empty_cache_holds_no_memory() -> None:
 
 def test_rows_of_growing_lengths_seldom_move_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that come in the order of their lengths would copy all rows at every join."""
-    moved, relocate = list[int](), Band._relocate
+    moved, relocate = list[int](), ContiguousKV._relocate
 
-    def counted(band: Band, slots: int, width: int) -> None:
+    def counted(band: ContiguousKV, slots: int, width: int) -> None:
         moved.append(slots)
         relocate(band, slots, width)
 
-    monkeypatch.setattr(Band, "_relocate", counted)
-    band, lengths = Band(torch.zeros(2, 1, 3), 256), range(20, 148, 2)
+    monkeypatch.setattr(ContiguousKV, "_relocate", counted)
+    band, lengths = ContiguousKV(torch.zeros(2, 1, 3), 256), range(20, 148, 2)
     for length in lengths:
         band.join(torch.full((2, length, 3), float(length)))
     for at, length in enumerate(lengths):

@@ -14,8 +14,8 @@ from ktc.diagnostics import InputRefused
 from ktc.inference.generate.answers import Sampling, answer
 from ktc.inference.generate.language_model import LanguageModel, open_language_model
 from ktc.inference.generate.prompts import render
-from ktc.inference.serving.decoder import Decoder
 from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters, ServedModels, named_adapters, open_served_models
 from ktc.inference.serving.request import Limits, Request
 
@@ -47,7 +47,7 @@ def test_each_name_answers_as_its_adapter_alone(
     folders = dict(zip(models.names, (None, adapter, on_experts), strict=True))
     answers = Answers()
     model = models.default.opened.model
-    engine = Engine(Decoder(model), Limits(), answers, LoadedAdapters(model))
+    engine = Engine(ModelRunner(model), Limits(), answers, LoadedAdapters(model))
     engine.start()
     for name, served in models.names.items():
         for text in TEXTS:

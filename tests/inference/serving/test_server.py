@@ -30,7 +30,7 @@ from ktc.inference.generate.language_model import LanguageModel
 from ktc.inference.generate.prompts import render
 from ktc.inference.serving import server as serve
 from ktc.inference.serving.batch import RowBatch
-from ktc.inference.serving.decoder import Decoder
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import ServedModels, open_served_models
 from ktc.inference.serving.prompt_length import least_tokens
 from ktc.inference.serving.request import Limits
@@ -320,8 +320,8 @@ def test_a_fault_is_a_500_for_its_requests_and_the_server_continues(
 
 
 def test_a_prompt_that_the_cache_cannot_hold_is_refused(models: ServedModels, opened: LanguageModel) -> None:
-    size = Decoder(opened.model).size
-    with served(models, Limits(cache_bytes=size.of(20))) as address:
+    size = ModelRunner(opened.model).size
+    with served(models, Limits(cache_bytes=size.nbytes(20))) as address:
         status, words = request(f"{address}/completions", {**LONG, "prompt": "word " * 30})
         assert (status, "the room of the cache is 21" in words) == (400, True)
         status, words = request(f"{address}/completions", {**LONG, "prompt": "Rain"})

@@ -11,11 +11,11 @@ from parsed_sources import trees
 from ktc.diagnostics import InputRefused
 from ktc.language import dsl
 from ktc.language.dsl import schema
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets import TARGETS
 from ktc.stages.codegen.render import render
 
-SPEC = KernelSpec("fused_moe", 64, 48, 16, 4, "bf16", "bf16", "bf16", "avx2")
+SPEC = FusedMoeSpec("fused_moe", 64, 48, 16, 4, "bf16", "bf16", "bf16", "avx2")
 HOSTILE = (
     '"; system("id"); //',
     "$(id)",

@@ -31,8 +31,8 @@ from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.quantised_reference import dequantise, quantise
 from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
 from ktc.model.kernels.attention_spec import AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KERNELS
 from ktc.model.kernels.spec import Spec
 from ktc.stages.codegen import self_test, toolchain
 from ktc.stages.codegen.build import build
@@ -79,7 +79,7 @@ def test_a_rendered_kernel_says_where_it_comes_from() -> None:
     unit = render([spec], {spec: "known (rules/moe-lora.ktr:31:3)"}).units[0]
     assert unit.name == f"{spec.entry}.cpp"
     assert unit.text.startswith(
-        "// Rule: known (rules/moe-lora.ktr:31:3)\n// KernelSpec: op=fused_moe, hidden=70, intermediate=None,"
+        "// Rule: known (rules/moe-lora.ktr:31:3)\n// FusedMoeSpec: op=fused_moe, hidden=70, intermediate=None,"
     )
     assert max(map(len, unit.text.splitlines())) <= 120
     assert "using Shape = ktc::MoeShape<70, ktc::kDynamic, 5, 2>;" in unit.text

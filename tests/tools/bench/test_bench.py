@@ -17,7 +17,7 @@ from rich.console import Console
 from ktc.cli.bench_table import tables
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation import host
-from ktc.model.kernels.kernel_spec import KERNELS
+from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.tools.bench import kt, memory, ours
 from ktc.tools.bench.options import DEFAULT_IMPLS, Typed, parse
 from ktc.tools.bench.report import LeftOut, Report, Row

@@ -1,14 +1,13 @@
-"""`Decoder`: the forward passes of a model, and whether its sequences may share a cache.
+"""`ModelRunner`: the forward passes of a model, and whether its sequences may share a cache.
 
-In: a model, with or without adapters. Out: scores of the next token, (rows, V) in fp32. Sequences run together where
-every layer of the cache holds keys and values by position; others run each with a cache of its own.
+In: a model, with or without adapters. Out: logits of the next token, (rows, V) in fp32. Sequences run together where
+every layer of the cache has keys and values by position; others run each with a cache of its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ktc.inference.serving.cache_size import CacheSize, LayerSize
 from ktc.inference.serving.generation import Generation
 from ktc.inference.serving.native_rows import NativeRows
 from ktc.inference.serving.request import Request
@@ -31,37 +31,11 @@ _KINDS: Final = frozenset({"full_attention", "sliding_attention"})  # of `layer_
 _BY_LENGTH: Final = frozenset({"dynamic", "longrope"})  # rotary frequencies that depend on the longest of a batch
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSize:
-    """Bytes per token of every layer of a cache, with the tokens that the layer keeps (None: all)."""
-
-    layers: tuple[tuple[int, int | None], ...]
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a layer keeps the last tokens only."""
-        return any(most is not None for _, most in self.layers)
-
-    def of(self, tokens: int) -> int:
-        """Return the bytes of a sequence."""
-        return sum(nbytes * (tokens if most is None else min(tokens, most)) for nbytes, most in self.layers)
-
-    def tokens(self, nbytes: int) -> int | None:
-        """Return the longest sequence within a number of bytes, None where every length fits."""
-        if self.of(1 << 40) <= nbytes:
-            return None
-        low, high = 0, 1 << 40
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.of(middle) <= nbytes else (low, middle)
-        return low
-
-
-class Decoder:
-    """`alone` says why sequences cannot share a cache, "" where they can."""
+class ModelRunner:
+    """`unbatched_reason` says why sequences cannot share a cache, "" where they can."""
 
     def __init__(self, model: Any) -> None:
-        """Read one short prompt, which shows the cache."""
+        """Prefill one short prompt, which shows the cache."""
         self.model = model
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._arguments = frozenset(inspect.signature(self._base.forward).parameters)
@@ -69,17 +43,15 @@ class Decoder:
         self.paged: Mapping[int, DecodeAttention] = paged_layers(self._base)
         """The layers whose attention reads pages, by their numbers."""
         asked = Request("probe", (0, 1), 1, model.generation_config)
-        probe = Generation(asked, model)
-        self.alone = self._reason(probe.cache)
-        self.size = self._in_pages = self._in_bands = CacheSize(())
-        if probe.cache is not None and not self.alone:
-            self.scores(torch.tensor([asked.tokens], device=self.device), probe.cache, None, None)
-            row = cached_row(probe.cache, 0, None, len(asked.tokens))
+        cache = Generation(asked, model).cache
+        self.unbatched_reason = self._reason(cache)
+        self.size = CacheSize()
+        if cache is not None and not self.unbatched_reason:
+            self.logits(torch.tensor([asked.tokens], device=self.device), cache, None, None)
+            row = cached_row(cache, 0, None, len(asked.tokens))
             self.paged = self._without_copies(row)
-            numbers = range(len(row.layers))
-            self.size, self._in_pages, self._in_bands = (
-                _size(row, layers) for layers in (numbers, self.paged, set(numbers) - self.paged.keys())
-            )
+            others = set(range(len(row.layers))) - self.paged.keys()
+            self.size = CacheSize(_layer_sizes(row, self.paged), _layer_sizes(row, others))
 
     def _without_copies(self, row: CachedRow) -> dict[int, DecodeAttention]:
         """Take a step in pages, and return the layers that read them where they are.
@@ -90,18 +62,18 @@ class Decoder:
         rows.join(row)
         rows.begin_step()
         position = torch.tensor([[row.length]], device=self.device)
-        with copies() as found:
-            self.scores(torch.zeros_like(position), rows.cache, None, position)
-        copied = set(map(id, found))
+        with copies() as copied:
+            self.logits(torch.zeros_like(position), rows.cache, None, position)
+        ids = set(map(id, copied))
         layers = {} if rows.pool is None else rows.pool.layers
         return {
             number: self.paged[number]
             for number, memories in layers.items()
-            if not any(id(tensor) in copied for memory in memories for tensor in memory.tensors)
+            if not any(id(tensor) in ids for memory in memories for tensor in memory.tensors)
         }
 
-    def scores(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Read ids (rows, T) after a cache; return the scores of the token after each row, fp32.
+    def logits(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Read ids (rows, T) after a cache; return the logits of the token after each row, fp32.
 
         `mask` (rows, all positions) hides padding, `positions` (rows, T) count each row's tokens.
         """
@@ -112,10 +84,6 @@ class Decoder:
             given["logits_to_keep"] = 1
         with torch.no_grad():
             return self._base(input_ids=ids, **given).logits[:, -1].float()
-
-    def bytes_of(self, lengths: Sequence[int]) -> int:
-        """Return the bytes of sequences of these lengths in one batch: in bands, all are as long as the longest."""
-        return sum(map(self._in_pages.of, lengths)) + len(lengths) * self._in_bands.of(max(lengths))
 
     def native_rows(self) -> NativeRows | None:
         """Return what computes steps of a few rows natively, None for a model without native steps."""
@@ -140,29 +108,13 @@ class Decoder:
         return ""
 
 
-def choose(generations: list[Generation], scores: Tensor) -> list[int | Exception]:
-    """Return the next token of every sequence from scores (rows, V), or the exception of its own processors."""
-    likeliest = cast("list[int]", scores.argmax(-1).tolist())
-    return [
-        token if each.takes_the_likeliest else _chosen(each, scores[at : at + 1])
-        for at, (each, token) in enumerate(zip(generations, likeliest, strict=True))
-    ]
-
-
-def _chosen(generation: Generation, scores: Tensor) -> int | Exception:
-    try:
-        return generation.choose(scores)
-    except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
-        return error
-
-
-def _size(row: CachedRow, numbers: Collection[int]) -> CacheSize:
+def _layer_sizes(row: CachedRow, numbers: Collection[int]) -> tuple[LayerSize, ...]:
     layers = enumerate(zip(row.layers, row.windows, strict=True))
-    return CacheSize(tuple(
+    return tuple(
         ((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[1], None if window is None else window - 1)
         for number, (layer, window) in layers
         if layer is not None and number in numbers
-    ))  # fmt: skip
+    )
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

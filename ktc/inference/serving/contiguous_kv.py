@@ -1,4 +1,4 @@
-"""`Band`: keys or values of several sequences in one block of memory, aligned at their last token.
+"""`ContiguousKV`: keys or values of several sequences in one block of memory, aligned at their last token.
 
 In: rows (heads, length, width), then (rows, heads, T, width) for all of them. Out: views of the memory. Sequences join
 and leave without a copy of the others. Columns that no row has are zeros or older values, always finite.
@@ -15,11 +15,11 @@ from ktc.model.experts.packed import zeros_on_huge_pages
 ROOM: Final = 256  # columns: the steps between two copies of all rows
 
 
-class Band:
+class ContiguousKV:
     """Memory (slots, heads, columns, width). Rows are the first slots, and their last token is in column `end` - 1."""
 
     def __init__(self, like: Tensor, room: int = ROOM) -> None:
-        """Make an empty band for rows such as `like` (heads, any length, width), with `room` for further columns."""
+        """Make an empty one for rows such as `like` (heads, any length, width), with `room` for further columns."""
         self._room, self.rows, self.left, self.end = room, 0, 0, 0
         self._memory = like.new_zeros((0, like.shape[0], 0, like.shape[2]))
 
@@ -80,7 +80,7 @@ class Band:
     def _relocate(self, slots: int, width: int) -> None:
         """Copy the rows to memory with `width` columns at its left and room behind them."""
         _, heads, _, size = self._memory.shape
-        rows, held = self.view(), self.width
+        rows, used = self.view(), self.width
         self._memory = zeros_on_huge_pages((slots, heads, width + self._room, size), self._memory)
-        self._memory[: self.rows, :, width - held : width] = rows
-        self.left, self.end = width - held, width
+        self._memory[: self.rows, :, width - used : width] = rows
+        self.left, self.end = width - used, width
