@@ -1,5 +1,39 @@
-"""`Spec`: what one kernel is generated from, of any kind. A spec holds all that the template of its kind reads."""
+"""`Spec`: what one kernel is generated from, of any kind."""
 
-from ktc.model.targets.target import Spec
+from __future__ import annotations
 
-__all__ = ["Spec"]
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol
+
+from ktc.foundation.isa import Isa
+
+
+class Spec(Protocol):
+    """What one kernel is generated from, of any kind: a hashable dataclass with all that the kind's template reads."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def op(self) -> str:
+        """The name of its kind."""
+        ...
+
+    @property
+    def entry(self) -> str:
+        """The name under which the kernel library exposes it."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that it computes in."""
+        ...
+
+    @property
+    def isa(self) -> Isa:
+        """The instruction set that it is built for."""
+        ...
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The computation, its sizes H, I, E and k, and the weight format, for a table of kernels."""
+        ...

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from ktc.diagnostics import listing
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.fake_quant import FakeQuant
 from ktc.model.targets.lora_experts import LoraExperts
 from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
 from ktc.model.targets.quantize import Quantize
 from ktc.model.targets.settings import EnumName, Format, Isa, Threads
-from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory, Spec
+from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
 from ktc.model.targets.train import Train
 
 if TYPE_CHECKING:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.foundation.formats import BLOCKS, CODES, FORMATS, STORED, Codes, WeightFormat
-from ktc.foundation.host import Host
 from ktc.foundation.isa import Isa, isa_of
 from ktc.model.checkpoint.int4 import Int4Grid
 from ktc.model.graph import ops
 from ktc.model.kernels.form import parse_form
 from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.targets.node_plan import CapturedNode, Claim, NodePlan, StoredFormat
+
+if TYPE_CHECKING:
+    from ktc.foundation.host import Host
 
 # A format counts as built if every instruction set has it, so that no user gets the scalar oracle unawares.
 ON_EVERY_ISA = tuple(name for name in FORMATS if all(name in formats for formats in KERNELS.values()))

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
 from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat
-from ktc.model.targets.target import NodeAction, NodeLora, Spec, Unsuited
+from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn

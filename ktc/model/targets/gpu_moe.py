@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.fake_quant import FakeQuant
 from ktc.model.targets.lora_experts import LoraExperts
 from ktc.model.targets.quantize import Quantize
 from ktc.model.targets.settings import EnumName
-from ktc.model.targets.target import Spec, Target
+from ktc.model.targets.target import Target
 from ktc.model.targets.train import Train
 
 if TYPE_CHECKING:

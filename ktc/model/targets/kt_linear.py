@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.module_target import Arguments, ModuleTarget
 from ktc.model.targets.settings import EnumName
-from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory, Spec
+from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
 
 if TYPE_CHECKING:
     from torch import fx, nn

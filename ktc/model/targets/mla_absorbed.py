@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
 from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, Phase
-from ktc.model.targets.target import NodeAction, NodeLora, Spec, Unsuited
+from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn

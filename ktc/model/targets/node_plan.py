@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ktc.diagnostics import Span
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.settings import Facet
-from ktc.model.targets.target import AS_STORED, NodeAction, NodeWeights, Prefill, Spec, Target
+from ktc.model.targets.target import AS_STORED, NodeAction, NodeWeights, Prefill, Target
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """`sparse_attention`: few new tokens over a long cache read the positions with the best estimated scores alone.
 
-The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.sparse` chooses the positions. On
-latent attention it is `mla_absorbed` as well.
+The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.sparse` chooses the
+positions. On latent attention it is `mla_absorbed` as well.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.fused_attention import FusedAttention
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.mla_absorbed import MlaAbsorbed
 from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
 from ktc.model.targets.settings import FLASH_DECODE, Bounds, Count, EnumName, Positive
-from ktc.model.targets.target import NodeAction, NodeLora, Spec, Target, Unsuited
+from ktc.model.targets.target import NodeAction, NodeLora, Target, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn

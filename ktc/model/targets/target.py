@@ -6,11 +6,11 @@ Nothing here imports torch, since the rule language reads these classes. A pass 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ktc.diagnostics import Span
-from ktc.foundation.isa import Isa
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.settings import Facet, Value
 
 if TYPE_CHECKING:
@@ -134,37 +134,6 @@ class Target:
     @classmethod
     def apply(cls, graph: fx.GraphModule, block: Block) -> None:
         """Run the target's pass over a copy of a block's graph."""
-
-
-class Spec(Protocol):
-    """What one kernel is generated from, of any kind: a hashable dataclass with all that the kind's template reads."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def op(self) -> str:
-        """The name of its kind."""
-        ...
-
-    @property
-    def entry(self) -> str:
-        """The name under which the kernel library exposes it."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that it computes in."""
-        ...
-
-    @property
-    def isa(self) -> Isa:
-        """The instruction set that it is built for."""
-        ...
-
-    @property
-    def summary(self) -> tuple[str, ...]:
-        """The computation, its sizes H, I, E and k, and the weight format, for a table of kernels."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ktc.model.targets.target import NodeAction, Spec
+from ktc.model.kernels.spec import Spec
+from ktc.model.targets.target import NodeAction
 from ktc.stages.plan.types import BlockRewrite, Plan
 
 
