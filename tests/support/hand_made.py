@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from plain_experts import PLAIN_EXPERTS
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -18,7 +19,6 @@ from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.manifest.stock_facts import assumptions_of
-from ktc.model.targets.target import AS_STORED
 from ktc.stages.capture.weights import map_weights
 from ktc.stages.codegen.build import build
 from ktc.stages.codegen.render import render
@@ -49,11 +49,7 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
                 "activations": "keep",
                 "threads": 1,
                 "numa": "shard",
-                "prefill": "",
-                "prefill_tokens": 1,
-                "stream_buffer": 1,
-                "streamed": "each pass",
-                **AS_STORED.arguments,
+                **PLAIN_EXPERTS,
             }
             steps.append(Rewrite(fqn, "fused_moe", kernel, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     return tuple(steps)

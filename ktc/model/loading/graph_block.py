@@ -21,6 +21,7 @@ from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.model.kernels.form import ExpertsForm, parse_form
 from ktc.model.loading.python_files import module_of
+from ktc.model.manifest.configs import GraphBlockConfig
 
 Forward = Callable[..., Any]
 _PREFIX = "ktc_block_"  # of the names of blocks' modules
@@ -35,32 +36,24 @@ class ExpertStack(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-def graph_block(block: nn.Module, args: Mapping[str, Any], folder: Path) -> nn.Module:
-    """`block` itself, of a class made for it. Raises `ValueError` where the arguments are those of another block."""
-    experts = block.get_submodule(args["experts"])
+def graph_block(block: nn.Module, config: GraphBlockConfig, folder: Path) -> nn.Module:
+    """`block` itself, of a class made for it. Raises `ValueError` where the config is that of another block."""
+    experts = block.get_submodule(config.experts)
     if not isinstance(experts, nn.ModuleList):
-        raise ValueError(f"`{args['experts']}` is a `{type(experts).__name__}`")
-    form, names = parse_form(args["form"]), parse_parts(args["parts"])
-    stack = ExpertStack(stacked_experts(experts, form, names))
-    sizes = (args["num_experts"], args["hidden"], args["intermediate"])
+        raise ValueError(f"`{config.experts}` is a `{type(experts).__name__}`")
+    form = parse_form(config.form)
+    stack = ExpertStack(stacked_experts(experts, form, config.parts))
+    sizes = (config.num_experts, config.hidden, config.intermediate)
     for name in stock_names(form):
         if tuple(getattr(stack, name).shape) != stock_shape(form, name, *sizes):
             raise ValueError(f"its experts are of other sizes: `{name}` {list(getattr(stack, name).shape)}")
-    block.set_submodule(args["experts"], stack)
+    block.set_submodule(config.experts, stack)
     stock = type(block)
-    forward = read_forward(folder / args["file"])
+    forward = read_forward(folder / config.file)
     block.__class__ = type(stock.__name__, (stock,), {  # of the same name: libraries choose blocks by it
         "__module__": stock.__module__, "__qualname__": stock.__qualname__, "forward": forward
     })  # fmt: skip
     return block
-
-
-def parse_parts(text: str) -> dict[str, str]:
-    """`gate=w1.weight up=w3.weight down=w2.weight`: where each part is in an expert. Raises `ValueError`."""
-    pairs = [pair.split("=") for pair in text.split(" ")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"`{text}` names no parts of an expert")
-    return dict(pairs)
 
 
 def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[str, str]) -> dict[StockTensor, Tensor]:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from ktc.diagnostics import listing
 from ktc.model.kernels.spec import Spec
+from ktc.model.targets.config import PositiveInt
 from ktc.model.targets.fake_quant import FakeQuant
 from ktc.model.targets.lora_experts import LoraExperts
-from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
+from ktc.model.targets.module_target import ModuleTarget, WrongModule
 from ktc.model.targets.quantize import Quantize
 from ktc.model.targets.settings import EnumName, Format, Isa, Threads
 from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
@@ -29,6 +30,32 @@ if TYPE_CHECKING:
     from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
     from ktc.model.kernels.kernel_library import Kernel
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """What `FusedMoe` is built with. `form` is an `ExpertsForm`, `grid` an `Int4Grid` as text, None for plain weights.
+
+    Calls of at least `prefill_tokens` tokens run on the devices `prefill`, through `stream_buffer` bytes on each, or
+    from weights that stay there (`resident`). `masters` is the dtype of weights that train; `merged` adds an adapter
+    to them before they are rounded.
+    """
+
+    num_experts: PositiveInt
+    hidden: PositiveInt
+    intermediate: PositiveInt
+    top_k: PositiveInt
+    threads: PositiveInt
+    form: str
+    activations: Literal["keep", "recompute"]
+    numa: Literal["none", "shard"]
+    prefill: tuple[str, ...] = ()
+    prefill_tokens: PositiveInt = 1
+    stream_buffer: PositiveInt = 1
+    resident: bool = False
+    grid: str | None = None
+    masters: str | None = None
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +75,7 @@ class CpuMoe(ModuleTarget):
     required_devices: ClassVar = {"experts": "cpu"}
     fuses: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
     module: ClassVar = "fused_moe"
-    arguments: ClassVar = {
-        **dict.fromkeys(
-            ("num_experts", "hidden", "intermediate", "top_k", "threads", "prefill_tokens", "stream_buffer"), int
-        ),
-        **dict.fromkeys(("form", "activations", "numa", "prefill", "streamed", "grid", "masters", "merged"), str),
-    }
+    config: ClassVar = ExpertsConfig
     operands: ClassVar = 3
 
     def num_threads(self, host: Host) -> int:
@@ -101,7 +123,7 @@ class CpuMoe(ModuleTarget):
         )
         return NodeMemory(slots=slots)
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `FusedMoe` without weights and kernel: its PyTorch reference, which proofs run."""
         import torch
 
@@ -114,29 +136,29 @@ class CpuMoe(ModuleTarget):
         with torch.device("meta"):
             return FusedMoe(*sizes, top_k, str(about["form"]), dtype=node.meta["val"].dtype)
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
-        """Return the arguments of `FusedMoe` in the loaded model."""
-        kernel = cast("FusedMoeSpec", action.kernel)
-        return {
-            "num_experts": int(about["num_experts"]),
-            "hidden": int(about["hidden"]),
-            "intermediate": int(about["inter"]),
-            "top_k": int(kernel.top_k or 0),
-            "form": str(about["form"]),
-            "activations": self.activations,
-            "threads": self.num_threads(host),
-            "numa": self.numa,
-            "prefill": ",".join(action.prefill.devices) if action.prefill else "",
-            "prefill_tokens": max(1, action.prefill.tokens) if action.prefill else 1,
-            "stream_buffer": action.prefill.buffer if action.prefill else 1,
-            "streamed": "resident" if action.prefill and action.prefill.resident else "each pass",
-            "format_gate_up": kernel.format_gate_up,
-            "format_down": kernel.format_down,
-            **action.weights.arguments,
-        }
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> ExpertsConfig:
+        """Return the config of `FusedMoe` in the loaded model."""
+        kernel, weights, prefill = cast("FusedMoeSpec", action.kernel), action.weights, action.prefill
+        return ExpertsConfig(
+            num_experts=int(about["num_experts"]),
+            hidden=int(about["hidden"]),
+            intermediate=int(about["inter"]),
+            top_k=int(kernel.top_k or 0),
+            threads=self.num_threads(host),
+            form=str(about["form"]),
+            activations=self.activations,
+            numa=self.numa,
+            prefill=prefill.devices if prefill else (),
+            prefill_tokens=max(1, prefill.tokens) if prefill else 1,
+            stream_buffer=prefill.buffer if prefill else 1,
+            resident=prefill is not None and prefill.resident,
+            grid=weights.grid or None,
+            masters=weights.masters or None,
+            merged=weights.merged,
+        )
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: ExpertsConfig, kernel: Kernel | None) -> nn.Module:
         """Return `FusedMoe` with the experts of `old`. On meta tensors the kernel allocates nothing."""
         import torch
 
@@ -148,9 +170,9 @@ class CpuMoe(ModuleTarget):
         from ktc.model.experts.weight_training import WeightTraining
         from ktc.model.kernels.form import parse_form
 
-        training = WeightTraining.parse(arguments["grid"], arguments["masters"], arguments["merged"])
-        form = parse_form(arguments["form"])
-        sizes = (arguments["num_experts"], arguments["hidden"], arguments["intermediate"])
+        training = WeightTraining.parse(config.grid, config.masters, merged=config.merged)
+        form = parse_form(config.form)
+        sizes = (config.num_experts, config.hidden, config.intermediate)
         stacked: dict[StockTensor, Tensor] = {}
         for name in stock_names(form):
             tensor, wanted = getattr(old, name, None), stock_shape(form, name, *sizes)
@@ -160,20 +182,20 @@ class CpuMoe(ModuleTarget):
                 found = f"`{name}` {list(tensor.shape)} instead of {list(wanted)}"
                 raise WrongModule(f"experts of other sizes: {found}")
             stacked[name] = tensor
-        devices = tuple(torch.device(name) for name in arguments["prefill"].split(",") if name)
-        tokens, resident = arguments["prefill_tokens"], arguments["streamed"] == "resident"
+        devices = tuple(map(torch.device, config.prefill))
+        offload = Offload(devices, config.prefill_tokens, config.stream_buffer, config.resident) if devices else None
         own = isinstance(old, StockExperts)
         make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if own else FusedMoe
         made = make(
             *sizes,
-            arguments["top_k"],
+            config.top_k,
             form,
             kernel=kernel,
-            threads=arguments["threads"],
+            threads=config.threads,
             dtype=stacked["down_proj"].dtype,
-            activations=arguments["activations"],
-            numa=arguments["numa"],
-            offload=Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
+            activations=config.activations,
+            numa=config.numa,
+            offload=offload,
             training=training,
         )
         if not stacked["down_proj"].is_meta:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ktc.model.kernels.spec import Spec
-from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
+from ktc.model.targets.config import PositiveInt
+from ktc.model.targets.module_target import ModuleTarget, WrongModule
 from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingConfig:
+    """The threads of the kernel, and what the cache holds."""
+
+    threads: PositiveInt
+    kv: KvFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class FusedAttention(ModuleTarget):
     accepts: ClassVar = ("attention", "mla")
     consumes: ClassVar = ("core",)
     module: ClassVar = "decoding_attention"
-    arguments: ClassVar = {"threads": int, "kv": str}
+    config: ClassVar = DecodingConfig
 
     @property
     def int8_cache(self) -> bool:
@@ -74,7 +83,7 @@ class FusedAttention(ModuleTarget):
         codes = explained_codes(seen) if self.int8_cache else ""
         return (f"few new tokens without gradients by the {plan.spec.isa} kernel, all others by sdpa{codes}, on cpu",)
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the core with the settings of the node."""
         from ktc.model.graph.sdpa_core import SdpaCore
 
@@ -91,17 +100,17 @@ class FusedAttention(ModuleTarget):
             more = more[:-1]
         return query, keys, values, *more
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> DecodingConfig:
         """Return the number of threads, which is the host's, and what the cache holds."""
-        return {"threads": host.workers, "kv": self.kv}
+        return DecodingConfig(host.workers, self.kv)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: DecodingConfig, kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that decodes by the kernel."""
         from ktc.model.attention.decoding import decoding
         from ktc.model.attention.int8_decode import decoder
 
         try:
-            return decoding(old, None if kernel is None else decoder(kernel, arguments["threads"], arguments["kv"]))
+            return decoding(old, None if kernel is None else decoder(kernel, config.threads, config.kv))
         except ValueError as error:
             raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.kernels.spec import Spec
-from ktc.model.targets.module_target import Arguments, ModuleTarget
-from ktc.model.targets.settings import EnumName
+from ktc.model.targets.linear_config import (
+    STORED_LINEAR,
+    LinearConfig,
+    LinearKernel,
+    ManyRowsKernel,
+    StoredLinearConfig,
+)
+from ktc.model.targets.module_target import ModuleTarget
 from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
 
 if TYPE_CHECKING:
@@ -24,11 +30,6 @@ if TYPE_CHECKING:
     from ktc.model.kernels.kernel_library import Kernel
     from ktc.model.kernels.linear_spec import PackedLinearSpec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
-
-LinearKernel = Annotated[Literal["torch", "gemv"], EnumName("kernel")]
-ManyRowsKernel = Annotated[Literal["torch", "packed", "auto"], EnumName("many_rows")]
-
-STORED_LINEAR: Final = "stored_linear"  # the module of a layer whose weight stays in blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class LinearTarget(ModuleTarget):
     fixed_weights: ClassVar = True
     replaces_modules: ClassVar = True
     module: ClassVar = "kt_linear"
-    arguments: ClassVar = {"threads": int, "few": str, "many": str, "grid": str}
+    config: ClassVar = LinearConfig
 
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
         """Return the kernel for the layer's dtype, or for the blocks that a GGUF file stores. Raises (M077).
@@ -84,7 +85,7 @@ class LinearTarget(ModuleTarget):
             return NodeMemory()
         return NodeMemory(product=ProductRows(max(seen.linear_sizes), seen.host.workers))
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph."""
         from ktc.model.targets.linear_module import linear_in_graph
 
@@ -94,27 +95,22 @@ class LinearTarget(ModuleTarget):
         """Return the library's entry, or the word of the rule where PyTorch is the kernel."""
         return action.kernel.entry if action.kernel else self.kernel
 
-    def placed(self, action: NodeAction) -> str:
+    def module_name(self, action: NodeAction) -> str:
         """Return `stored_linear` where the weight stays in the blocks of its file."""
         return STORED_LINEAR if stored_format(action) else self.module
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
-        """Return the number of threads, which is the host's, and the format or the kernels for few and many rows."""
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> LinearConfig | StoredLinearConfig:
+        """Return the number of threads, which is the host's, and the format or the kernels."""
         if weight_format := stored_format(action):
-            return {"threads": host.workers, "format": weight_format}
-        return {
-            "threads": host.workers,
-            "few": self.kernel,
-            "many": self.prefill or "torch",
-            "grid": action.weights.grid,
-        }
+            return StoredLinearConfig(host.workers, weight_format)
+        return LinearConfig(host.workers, self.kernel, self.prefill or "torch", action.weights.grid or None)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: LinearConfig, kernel: Kernel | None) -> nn.Module:
         """Return `KTLinear` with the layer's own weights, and the kernels where the plan chose one."""
         from ktc.model.targets.linear_module import linear_of_model
 
-        return linear_of_model(old, arguments, kernel)
+        return linear_of_model(old, config, kernel)
 
 
 def stored_format(action: NodeAction) -> str:

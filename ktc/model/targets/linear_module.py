@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import fx, nn
 
@@ -20,6 +17,7 @@ from ktc.model.linears.lora_linear import KTLinear
 from ktc.model.linears.many_rows import ManyRows
 from ktc.model.linears.plain import is_plain_linear
 from ktc.model.linears.trained_linear import TrainedLinear
+from ktc.model.targets.linear_config import LinearConfig
 from ktc.model.targets.module_target import WrongModule
 
 
@@ -34,15 +32,15 @@ def linear_in_graph(graph: fx.GraphModule, node: fx.Node, fqn: str) -> KTLinear:
     return linear
 
 
-def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> KTLinear:
+def linear_of_model(old: nn.Module, config: LinearConfig, kernel: Kernel | None) -> KTLinear:
     """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear` alone."""
     if not isinstance(old, nn.Linear) or not is_plain_linear(old):
         raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
-    grid = Int4Grid.parse(str(arguments.get("grid", "")))
+    grid = Int4Grid.parse(config.grid)
     if kernel is None:
         return KTLinear.from_linear(old, grid=grid)
-    threads, few, many = arguments["threads"], arguments["few"], arguments["many"]
-    decode = Gemv(kernel, threads) if few == "gemv" else None
+    threads, many = config.threads, config.prefill_kernel
+    decode = Gemv(kernel, threads) if config.decode_kernel == "gemv" else None
     # The kernel of many rows multiplies bf16; without bf16 weights the product is PyTorch's.
     product = None
     if many != "torch" and kernel.dtype == "bf16":
@@ -50,13 +48,13 @@ def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel
     return KTLinear.from_linear(old, decode, product, grid)
 
 
-def linear_on_grid(old: nn.Module, grid: str) -> KTLinear:
-    """Return the module for a stock layer whose frozen weight is rounded. Raises as `linear_of_model` does."""
-    return linear_of_model(old, {"grid": grid}, None)
+def linear_on_grid(old: nn.Module, grid: str | None = None) -> KTLinear:
+    """Return the module for a stock layer whose frozen weight may be rounded. Raises as `linear_of_model`."""
+    return linear_of_model(old, LinearConfig(1, "torch", "torch", grid), None)
 
 
-def trained_linear_of_model(old: nn.Module, grid: str, masters: str, merged: str) -> TrainedLinear:
+def trained_linear_of_model(old: nn.Module, training: WeightTraining) -> TrainedLinear:
     """Return the module for a stock layer whose weight changes in training. Raises as `linear_of_model` does."""
     if not isinstance(old, nn.Linear) or not is_plain_linear(old):
         raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
-    return TrainedLinear.from_linear(old, WeightTraining.parse(grid, masters, merged))
+    return TrainedLinear.from_linear(old, training)

@@ -5,10 +5,10 @@ Where another rule gives the layer a kernel, the adapter stands in that kernel's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from ktc.model.targets.config import NoConfig
 from ktc.model.targets.module_target import ModuleTarget
 from ktc.model.targets.settings import Alpha, Dropout, Rank
 from ktc.model.targets.target import LoraBytes, NodeAction, NodeLora, NodeMemory
@@ -45,15 +45,15 @@ class LoraLinear(ModuleTarget):
         mask = 0 if not lora.dropout else 1 if plan.device != "cpu" else item
         return NodeMemory(lora=LoraBytes(lora.ranks[0], item, mask))
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` without an adapter, which PEFT adds to the loaded model."""
         from ktc.model.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: NoConfig, kernel: Kernel | None) -> nn.Module:
         """Return `KTLinear` with the layer's own weights."""
-        from ktc.model.targets.linear_module import linear_of_model
+        from ktc.model.targets.linear_module import linear_on_grid
 
-        return linear_of_model(old, arguments, kernel)
+        return linear_on_grid(old)

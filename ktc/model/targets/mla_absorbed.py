@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
 from ktc.model.kernels.spec import Spec
+from ktc.model.targets.config import PositiveInt
 from ktc.model.targets.lora_linear import LoraLinear
-from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
+from ktc.model.targets.module_target import ModuleTarget, WrongModule
 from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, Phase
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
@@ -24,6 +25,22 @@ if TYPE_CHECKING:
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 _SHOWN: Final = (1_024, 16_384)  # positions for which the break-even is reported
+
+
+@dataclass(frozen=True, slots=True)
+class AbsorbedConfig:
+    """The sizes of latent attention, the name of the up-projection, and when attention is absorbed."""
+
+    heads: PositiveInt
+    nope: PositiveInt
+    rope: PositiveInt
+    value: PositiveInt
+    latent: PositiveInt
+    kv_b: str
+    absorb: Literal["never", "decode", "prefill", "always"]
+    move_elision: bool
+    kv: KvFormat
+    threads: PositiveInt
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +61,7 @@ class MlaAbsorbed(ModuleTarget):
     consumes: ClassVar = ("kv_b", "core")
     fuses: ClassVar = (LoraLinear.name,)
     module: ClassVar = "absorbed_attention"
-    may_be_zero: ClassVar = frozenset({"elide"})
-    arguments: ClassVar = {
-        **dict.fromkeys(("heads", "nope", "rope", "value", "latent", "elide", "threads"), int),
-        **dict.fromkeys(("kv_b", "absorb", "kv"), str),
-    }
+    config: ClassVar = AbsorbedConfig
 
     @property
     def int8_cache(self) -> bool:
@@ -111,7 +124,7 @@ class MlaAbsorbed(ModuleTarget):
         than = f"for {side} new tokens than the break-even ({limits} positions)"
         return f"absorbed ({how}) {than}, expanded for others"
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the core, with the weight of the up-projection."""
         from ktc.model.attention.core import LatentCore
         from ktc.model.graph import ops
@@ -142,31 +155,34 @@ class MlaAbsorbed(ModuleTarget):
         sizes = {"heads": found.heads, "nope": found.nope, "rope": found.rope, "value": found.value}
         return {**ops.attributes(node), **sizes, "latent": found.rank, "kv_b": str(found.kv_b.meta["fqn"])}
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> AbsorbedConfig:
         """Return the sizes, the name of the up-projection, and when attention is absorbed."""
-        sizes: Arguments = {name: int(about[name]) for name in ("heads", "nope", "rope", "value", "latent")}
-        return {
-            **sizes,
-            "kv_b": str(about["kv_b"]),
-            "absorb": self.absorb,
-            "elide": int(self.move_elision),
-            "kv": self.kv,
-            "threads": host.workers,
-        }
+        return AbsorbedConfig(
+            heads=int(about["heads"]),
+            nope=int(about["nope"]),
+            rope=int(about["rope"]),
+            value=int(about["value"]),
+            latent=int(about["latent"]),
+            kv_b=str(about["kv_b"]),
+            absorb=cast("Any", self.absorb),
+            move_elision=self.move_elision,
+            kv=self.kv,
+            threads=host.workers,
+        )
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: AbsorbedConfig, kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that absorbs."""
         from ktc.model.attention.absorbed import Absorption, absorb
         from ktc.model.attention.int8_decode import decoder
         from ktc.model.attention.latent_sizes import LatentSizes
 
-        sizes = LatentSizes(**{name: arguments[name] for name in ("heads", "nope", "rope", "value", "latent")})
-        absorption = Absorption(sizes, arguments["kv_b"], arguments["absorb"], bool(arguments["elide"]))
+        sizes = LatentSizes(config.heads, config.nope, config.rope, config.value, config.latent)
+        absorption = Absorption(sizes, config.kv_b, config.absorb, config.move_elision)
         try:
-            decode = None if kernel is None else decoder(kernel, arguments["threads"], arguments["kv"])
+            decode = None if kernel is None else decoder(kernel, config.threads, config.kv)
             return absorb(old, absorption, decode)
         except AttributeError as error:
-            raise WrongModule(f"a `{type(old).__name__}` without `{arguments['kv_b']}`") from error
+            raise WrongModule(f"a `{type(old).__name__}` without `{config.kv_b}`") from error
         except ValueError as error:
             raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

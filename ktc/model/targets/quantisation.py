@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from ktc.model.targets.module_target import Arguments, ModuleTarget
+from ktc.model.targets.module_target import ModuleTarget
 from ktc.model.targets.settings import Bounds, EnumName
 from ktc.model.targets.target import NodeAction, NodeLora
 
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedConfig:
+    """`grid` is an `Int4Grid` as text, `masters` the dtype of weights that train.
+
+    `merged` adds an adapter to the weights before they are rounded.
+    """
+
+    grid: str
+    masters: str | None
+    merged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,7 @@ class Quantisation(ModuleTarget):
     accepts: ClassVar = ("linear", "experts", "moe", "mlp")
     default_captures: ClassVar = ("experts",)
     group_sizes: ClassVar = (32, 64, 128, -1)  # that kernels have, and codes in files
-    arguments: ClassVar = {"grid": str, "masters": str, "merged": str}
+    config: ClassVar = RoundedConfig
 
     @property
     def grid(self) -> str:
@@ -60,21 +72,24 @@ class Quantisation(ModuleTarget):
         """Return nothing: the plan explains all weights that are rounded or train together."""
         return ()
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph: rounding changes values, and no computation."""
         from ktc.model.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> RoundedConfig:
         """Return the grid, and how its weights train."""
-        return action.weights.arguments
+        weights = action.weights
+        return RoundedConfig(weights.grid, weights.masters or None, weights.merged)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: RoundedConfig, kernel: Kernel | None) -> nn.Module:
         """Return the layer with its own weights, which the loader rounds once it has filled them."""
+        from ktc.model.experts.weight_training import WeightTraining
         from ktc.model.targets.linear_module import linear_on_grid, trained_linear_of_model
 
-        if arguments["masters"] or arguments["merged"]:
-            return trained_linear_of_model(old, arguments["grid"], arguments["masters"], arguments["merged"])
-        return linear_on_grid(old, arguments["grid"])
+        if config.masters or config.merged:
+            training = WeightTraining.parse(config.grid, config.masters, merged=config.merged)
+            return trained_linear_of_model(old, training)
+        return linear_on_grid(old, config.grid)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ktc.model.kernels.spec import Spec
+from ktc.model.targets.config import NaturalInt, PositiveInt
 from ktc.model.targets.fused_attention import FusedAttention
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.mla_absorbed import MlaAbsorbed
-from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
+from ktc.model.targets.module_target import ModuleTarget, WrongModule
 from ktc.model.targets.settings import FLASH_DECODE, Bounds, Count, EnumName, Positive
 from ktc.model.targets.target import NodeAction, NodeLora, Target, Unsuited
 
@@ -28,7 +29,24 @@ if TYPE_CHECKING:
 
 _MOST = 2**20
 _SHOWN = (32_768, 131_072)  # positions for which the bytes of a step are reported
-_SIZES = ("heads", "nope", "rope", "value", "latent")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """What a query reads. Latent attention has its sizes and the name of its up-projection, others 0 and None."""
+
+    k: PositiveInt
+    sink: NaturalInt
+    local: NaturalInt
+    shared: bool
+    index: Literal["int4", "sign"]
+    threads: PositiveInt
+    heads: NaturalInt
+    nope: NaturalInt
+    rope: NaturalInt
+    value: NaturalInt
+    latent: NaturalInt
+    kv_b: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +71,7 @@ class SparseAttention(ModuleTarget):
     fuses: ClassVar = (LoraLinear.name,)
     varies_by_step: ClassVar = True
     module: ClassVar = "sparse_attention"
-    may_be_zero: ClassVar = frozenset({"sink", "local", "shared", *_SIZES})
-    arguments: ClassVar = {
-        **dict.fromkeys(("k", "sink", "local", "shared", "threads", *_SIZES), int),
-        **dict.fromkeys(("index", "kv_b"), str),
-    }
+    config: ClassVar = SparseConfig
 
     @property
     def as_proven(self) -> SparseAttention:
@@ -144,9 +158,9 @@ class SparseAttention(ModuleTarget):
             "for many new tokens"
         )
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the dense core: over the positions of one call."""
-        return self.dense(latent=_is_latent(node)).put(graph, node, action)
+        return self.dense(latent=_is_latent(node)).build_reference(graph, node, action)
 
     def inputs(self, node: fx.Node) -> tuple[Any, ...]:
         """Return what the dense core takes."""
@@ -158,35 +172,44 @@ class SparseAttention(ModuleTarget):
         settings = {name: self.settings[name] for name in ("k", "sink", "local", "index")}
         return {**self.dense(latent=latent).described(node), **settings, "shared": self.sparsity(latent=latent).shared}
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> SparseConfig:
         """Return what a query reads; of latent attention the sizes and the name of the up-projection too."""
-        sizes: Arguments = {name: int(about.get(name, 0)) for name in _SIZES}
-        names: Arguments = {"index": self.index, "kv_b": str(about.get("kv_b", ""))}
-        budget = {"k": self.k, "sink": self.sink, "local": self.local, "shared": int(about["shared"])}
-        return {**sizes, **names, **budget, "threads": host.workers}
+        return SparseConfig(
+            k=self.k,
+            sink=self.sink,
+            local=self.local,
+            shared=bool(about["shared"]),
+            index=self.index,
+            threads=host.workers,
+            heads=int(about.get("heads", 0)),
+            nope=int(about.get("nope", 0)),
+            rope=int(about.get("rope", 0)),
+            value=int(about.get("value", 0)),
+            latent=int(about.get("latent", 0)),
+            kv_b=about.get("kv_b"),
+        )
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: SparseConfig, kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that decodes sparsely."""
         from ktc.model.attention.absorbed import Absorption, absorb
         from ktc.model.attention.decode import DecodeAttention
         from ktc.model.attention.decoding import decoding
         from ktc.model.attention.latent_sizes import LatentSizes
         from ktc.model.attention.sparse import Sparse
-        from ktc.model.attention.sparsity import IndexFormat, Sparsity
+        from ktc.model.attention.sparsity import Sparsity
         from ktc.model.hf.indexer import positions_of_indexer
 
-        k, sink, local, shared = (int(arguments[name]) for name in ("k", "sink", "local", "shared"))
-        sparsity = Sparsity(k, sink, local, cast("IndexFormat", arguments["index"]), bool(shared))
-        decode = None if kernel is None else DecodeAttention(kernel, arguments["threads"])
+        sparsity = Sparsity(config.k, config.sink, config.local, config.index, config.shared)
+        decode = None if kernel is None else DecodeAttention(kernel, config.threads)
         sparse = Sparse(sparsity, decode, positions_of_indexer(old) > 0)
         try:
-            if not arguments["kv_b"]:
+            if config.kv_b is None:
                 return decoding(old, decode, sparse)
-            sizes = LatentSizes(**{name: arguments[name] for name in _SIZES})
-            return absorb(old, Absorption(sizes, arguments["kv_b"], "decode", True), decode, sparse)
+            sizes = LatentSizes(config.heads, config.nope, config.rope, config.value, config.latent)
+            return absorb(old, Absorption(sizes, config.kv_b, "decode", True), decode, sparse)
         except AttributeError as error:
-            raise WrongModule(f"a `{type(old).__name__}` without `{arguments['kv_b']}`") from error
+            raise WrongModule(f"a `{type(old).__name__}` without `{config.kv_b}`") from error
         except ValueError as error:
             raise WrongModule(f"a `{type(old).__name__}`: {error}") from error
 

@@ -199,11 +199,6 @@ class NodeWeights:
     masters: str = ""
     merged: bool = False
 
-    @property
-    def arguments(self) -> dict[str, int | str]:
-        """The words of a recipe."""
-        return {"grid": self.grid, "masters": self.masters, "merged": "merged" if self.merged else ""}
-
 
 AS_STORED = NodeWeights()
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from ktc.model.targets.module_target import Arguments, ModuleTarget
+from ktc.model.targets.module_target import ModuleTarget
 from ktc.model.targets.settings import EnumName
 from ktc.model.targets.target import NodeAction, NodeLora
 
@@ -27,6 +27,13 @@ Masters = Annotated[Literal["fp32", "bf16"], EnumName("masters")]
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedConfig:
+    """The dtype of the weights that the optimizer changes."""
+
+    masters: Masters
+
+
+@dataclass(frozen=True, slots=True)
 class Train(ModuleTarget):
     """`masters` is the dtype of the weights that the optimizer changes; unset, fp32 where the layer can keep it."""
 
@@ -38,25 +45,26 @@ class Train(ModuleTarget):
     default_captures: ClassVar = ("experts",)
     module: ClassVar = "trained_linear"
     trains_weights: ClassVar = True
-    arguments: ClassVar = {"masters": str}
+    config: ClassVar = TrainedConfig
 
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
         """Return nothing: the plan explains all weights that are rounded or train together."""
         return ()
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `KTLinear` with the weights of the graph: proofs compare values, not optimizers."""
         from ktc.model.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> TrainedConfig:
         """Return the dtype of the masters."""
-        return {"masters": action.weights.masters}
+        return TrainedConfig(cast("Masters", action.weights.masters))
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: TrainedConfig, kernel: Kernel | None) -> nn.Module:
         """Return `TrainedLinear` with the layer's own weights."""
+        from ktc.model.experts.weight_training import WeightTraining
         from ktc.model.targets.linear_module import trained_linear_of_model
 
-        return trained_linear_of_model(old, "", arguments["masters"], "")
+        return trained_linear_of_model(old, WeightTraining.parse(None, config.masters))
