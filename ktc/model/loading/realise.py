@@ -26,7 +26,7 @@ from ktc.model.loading.graph_block import graph_block
 from ktc.model.manifest.configs import GraphBlockConfig, OwnExpertsConfig, StreamedLinearConfig
 from ktc.model.manifest.manifest import Rewrite, config_of
 from ktc.model.targets import MODULES
-from ktc.model.targets.linear_config import StoredLinearConfig
+from ktc.model.targets.kt_linear import StoredLinearConfig
 from ktc.model.targets.module_target import WrongModule
 
 

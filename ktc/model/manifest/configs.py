@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from ktc.model.experts.own_layout import Called, Held, Role
 from ktc.model.targets import MODULES
-from ktc.model.targets.config import PositiveInt
-from ktc.model.targets.linear_config import STORED_LINEAR, StoredLinearConfig
+from ktc.model.targets.kt_linear import STORED_LINEAR, StoredLinearConfig
+from ktc.model.targets.settings import PositiveInt
 
 GRAPH_BLOCK, OWN_EXPERTS, STREAMED_LINEAR = "graph_block", "own_experts", "streamed_linear"
 

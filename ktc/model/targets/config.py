@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ktc.foundation.decode import Undecodable, decode
@@ -17,16 +17,7 @@ from ktc.model.targets.settings import Bounds
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_LARGEST = 2**62
-PositiveInt = Annotated[int, Bounds(1, _LARGEST)]
-NaturalInt = Annotated[int, Bounds(0, _LARGEST)]
-
 ConfigT = TypeVar("ConfigT")
-
-
-@dataclass(frozen=True, slots=True)
-class NoConfig:
-    """The config of a module that follows from the stock module alone."""
 
 
 def read_config(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from ktc.diagnostics import listing
-from ktc.model.kernels.spec import Spec
-from ktc.model.targets.config import PositiveInt
 from ktc.model.targets.fake_quant import FakeQuant
 from ktc.model.targets.lora_experts import LoraExperts
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
 from ktc.model.targets.quantize import Quantize
-from ktc.model.targets.settings import EnumName, Format, Isa, Threads
+from ktc.model.targets.settings import EnumName, Format, Isa, PositiveInt, Threads
 from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
 from ktc.model.targets.train import Train
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from ktc.model.experts.stock_layout import StockTensor
     from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.kernels.spec import Spec
 from ktc.model.targets.target import Target
 
 if TYPE_CHECKING:
+    from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 

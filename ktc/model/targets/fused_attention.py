@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from ktc.model.kernels.spec import Spec
-from ktc.model.targets.config import PositiveInt
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
-from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat
+from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.kernels.spec import Spec
 from ktc.model.targets.fake_quant import FakeQuant
 from ktc.model.targets.lora_experts import LoraExperts
 from ktc.model.targets.quantize import Quantize
@@ -18,6 +17,7 @@ from ktc.model.targets.target import Target
 from ktc.model.targets.train import Train
 
 if TYPE_CHECKING:
+    from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 

@@ -9,18 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.kernels.spec import Spec
-from ktc.model.targets.linear_config import (
-    STORED_LINEAR,
-    LinearConfig,
-    LinearKernel,
-    ManyRowsKernel,
-    StoredLinearConfig,
-)
 from ktc.model.targets.module_target import ModuleTarget
+from ktc.model.targets.settings import EnumName, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
 
 if TYPE_CHECKING:
@@ -29,7 +22,32 @@ if TYPE_CHECKING:
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
     from ktc.model.kernels.linear_spec import PackedLinearSpec
+    from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+LinearKernel = Annotated[Literal["torch", "gemv"], EnumName("kernel")]
+ManyRowsKernel = Annotated[Literal["torch", "packed", "auto"], EnumName("many_rows")]
+
+STORED_LINEAR: Final = "stored_linear"  # the module of a layer whose weight stays in blocks
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """The kernels of few and of many rows. `grid` is an `Int4Grid` as text, None for weights that are not rounded."""
+
+    threads: PositiveInt
+    decode_kernel: LinearKernel
+    prefill_kernel: ManyRowsKernel
+    grid: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinearConfig:
+    """The threads of the kernel, and the format of the blocks."""
+
+    threads: PositiveInt
+    format: str
 
 
 @dataclass(frozen=True, slots=True)

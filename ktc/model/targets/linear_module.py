@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx, nn
 
@@ -17,8 +19,10 @@ from ktc.model.linears.lora_linear import KTLinear
 from ktc.model.linears.many_rows import ManyRows
 from ktc.model.linears.plain import is_plain_linear
 from ktc.model.linears.trained_linear import TrainedLinear
-from ktc.model.targets.linear_config import LinearConfig
 from ktc.model.targets.module_target import WrongModule
+
+if TYPE_CHECKING:
+    from ktc.model.targets.kt_linear import LinearConfig
 
 
 def linear_in_graph(graph: fx.GraphModule, node: fx.Node, fqn: str) -> KTLinear:
@@ -34,27 +38,29 @@ def linear_in_graph(graph: fx.GraphModule, node: fx.Node, fqn: str) -> KTLinear:
 
 def linear_of_model(old: nn.Module, config: LinearConfig, kernel: Kernel | None) -> KTLinear:
     """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear` alone."""
-    if not isinstance(old, nn.Linear) or not is_plain_linear(old):
-        raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
-    grid = Int4Grid.parse(config.grid)
+    layer, grid = _plain(old), Int4Grid.parse(config.grid)
     if kernel is None:
-        return KTLinear.from_linear(old, grid=grid)
+        return KTLinear.from_linear(layer, grid=grid)
     threads, many = config.threads, config.prefill_kernel
     decode = Gemv(kernel, threads) if config.decode_kernel == "gemv" else None
     # The kernel of many rows multiplies bf16; without bf16 weights the product is PyTorch's.
     product = None
     if many != "torch" and kernel.dtype == "bf16":
         product = ManyRows(kernel, permitted_threads(threads), many)
-    return KTLinear.from_linear(old, decode, product, grid)
+    return KTLinear.from_linear(layer, decode, product, grid)
 
 
 def linear_on_grid(old: nn.Module, grid: str | None = None) -> KTLinear:
     """Return the module for a stock layer whose frozen weight may be rounded. Raises as `linear_of_model`."""
-    return linear_of_model(old, LinearConfig(1, "torch", "torch", grid), None)
+    return KTLinear.from_linear(_plain(old), grid=Int4Grid.parse(grid))
 
 
 def trained_linear_of_model(old: nn.Module, training: WeightTraining) -> TrainedLinear:
-    """Return the module for a stock layer whose weight changes in training. Raises as `linear_of_model` does."""
+    """Return the module for a stock layer whose weight changes in training. Raises as `linear_of_model`."""
+    return TrainedLinear.from_linear(_plain(old), training)
+
+
+def _plain(old: nn.Module) -> nn.Linear:
     if not isinstance(old, nn.Linear) or not is_plain_linear(old):
         raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
-    return TrainedLinear.from_linear(old, training)
+    return old

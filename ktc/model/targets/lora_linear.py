@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ktc.model.targets.config import NoConfig
 from ktc.model.targets.module_target import ModuleTarget
-from ktc.model.targets.settings import Alpha, Dropout, Rank
+from ktc.model.targets.settings import Alpha, Dropout, NoConfig, Rank
 from ktc.model.targets.target import LoraBytes, NodeAction, NodeLora, NodeMemory
 
 if TYPE_CHECKING:

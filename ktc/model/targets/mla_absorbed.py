@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
-from ktc.model.kernels.spec import Spec
-from ktc.model.targets.config import PositiveInt
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
-from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, Phase
+from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, Phase, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
 
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 _SHOWN: Final = (1_024, 16_384)  # positions for which the break-even is reported

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from ktc.model.targets.config import NoConfig
-from ktc.model.targets.settings import Facet
+from ktc.model.targets.settings import Facet, NoConfig
 from ktc.model.targets.target import Block, NodeAction, Target
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ktc.diagnostics import Span
-from ktc.model.kernels.spec import Spec
 from ktc.model.targets.settings import Facet
 from ktc.model.targets.target import AS_STORED, NodeAction, NodeWeights, Prefill, Target
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from ktc.foundation.host import Host
     from ktc.model.checkpoint import WeightSource
+    from ktc.model.kernels.spec import Spec
 
 # How a checkpoint stores weights: a dtype or a method by name, and the size of groups or of GGUF's blocks that a kernel
 # may keep, or 0.

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from ktc.model.kernels.spec import Spec
-from ktc.model.targets.config import NaturalInt, PositiveInt
 from ktc.model.targets.fused_attention import FusedAttention
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.mla_absorbed import MlaAbsorbed
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
-from ktc.model.targets.settings import FLASH_DECODE, Bounds, Count, EnumName, Positive
+from ktc.model.targets.settings import FLASH_DECODE, Bounds, Count, EnumName, NaturalInt, Positive, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Target, Unsuited
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from ktc.foundation.host import Host
     from ktc.model.attention.sparsity import Sparsity
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 _MOST = 2**20

@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ktc.diagnostics import Span
-from ktc.model.kernels.spec import Spec
 from ktc.model.targets.settings import Facet, Value
 
 if TYPE_CHECKING:
     from torch import fx
 
     from ktc.foundation.host import Host
+    from ktc.model.kernels.spec import Spec
     from ktc.model.kernels.working_memory import ProductRows, Slots
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
     from ktc.model.targets.place import Place

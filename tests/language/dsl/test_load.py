@@ -85,10 +85,10 @@ def test_adapters_take_what_they_do_not_say_from_the_lora_block(program: Path) -
     ruleset = dsl.load(program)
     rules = {rule.name: rule for rule in ruleset.rules}
     assert ruleset.lora == {"rank": 16, "alpha": 16.0, "dropout": 0.0, "targets": ("**.q_proj",)}
-    assert rules["lower"].actions[0].target.settings == {"rank": 2, "alpha": 7.0, "dropout": 0.0, "dtype": None}
+    assert rules["lower"].actions[0].target.settings == {"rank": 2, "alpha": 7.0, "dropout": 0.0}
     targets = rules["lora.targets"]
     assert (targets.root, targets.at) == ("linear", ("**.q_proj",))
-    assert targets.actions[0].target.settings == {"rank": 16, "alpha": 16.0, "dropout": 0.0, "dtype": None}
+    assert targets.actions[0].target.settings == {"rank": 16, "alpha": 16.0, "dropout": 0.0}
 
 
 def test_plan_units_and_sources(program: Path) -> None:

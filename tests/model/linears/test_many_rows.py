@@ -24,7 +24,7 @@ from ktc.model.linears.choice import Choice
 from ktc.model.linears.gemv import DTYPES
 from ktc.model.linears.lora_linear import KTLinear
 from ktc.model.linears.many_rows import ManyRows
-from ktc.model.targets.linear_config import LinearConfig
+from ktc.model.targets.kt_linear import LinearConfig
 from ktc.model.targets.linear_module import linear_of_model
 
 SPECS = LINEARS[::3]  # bf16
