@@ -13,7 +13,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.attention.interface import unknown_function
 from ktc.model.graph import ops
 from ktc.model.graph.latent import is_latent, latent_operands
-from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, attention_isa
+from ktc.model.kernels.attention_spec import AttentionSpec, attention_isa
 from ktc.model.kernels.linear_spec import ISAS
 from ktc.model.targets.linear_kernel import DTYPES
 from ktc.model.targets.node_plan import CapturedNode, NodePlan
@@ -30,7 +30,7 @@ def unknown_core(seen: CapturedNode) -> Unsuited | None:
     return Unsuited("M092", reason, *own) if reason else None
 
 
-def choose_attention(plan: NodePlan, seen: CapturedNode) -> AttentionSpec | Int8AttentionSpec:
+def choose_attention(plan: NodePlan, seen: CapturedNode) -> AttentionSpec:
     """Return the kernel of a node. Raise InputRefused (M077)."""
     why = ""
     if plan.device != "cpu":
@@ -43,7 +43,7 @@ def choose_attention(plan: NodePlan, seen: CapturedNode) -> AttentionSpec | Int8
         raise InputRefused(Diagnostic("M077", message, span, hint="write `sdpa` instead, or narrow the rule"))
     dtype, host = DTYPES[seen.dtype], seen.host
     if plan.target.int8_cache:
-        return Int8AttentionSpec("int8_attention", dtype, next(isa for isa in ISAS if isa in host.isas))
+        return AttentionSpec("int8_attention", dtype, next(isa for isa in ISAS if isa in host.isas))
     return AttentionSpec("attention", dtype, attention_isa(dtype, host))
 
 

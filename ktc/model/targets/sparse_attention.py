@@ -111,13 +111,13 @@ class SparseAttention(ModuleTarget):
 
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
         """Return the kernel; None where PyTorch computes it."""
-        from ktc.model.kernels.attention_spec import SparseAttentionSpec, attention_isa
+        from ktc.model.kernels.attention_spec import AttentionSpec, attention_isa
         from ktc.model.targets.linear_kernel import DTYPES
 
         if plan.device != "cpu" or seen.dtype not in DTYPES:
             return None
         dtype = DTYPES[seen.dtype]
-        return SparseAttentionSpec("sparse_attention", dtype, attention_isa(dtype, seen.host))
+        return AttentionSpec("sparse_attention", dtype, attention_isa(dtype, seen.host))
 
     def cached(self, seen: CapturedNode, per_position: int) -> int:
         """Return the bytes of a position in the layer's cache, with its codes in the index."""
