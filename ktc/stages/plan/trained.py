@@ -113,7 +113,7 @@ def _unsuited(captured: CapturedModel, claim: Claim, target: Quantisation, claim
         kernel = _kernel(claim, claims)
         if kernel is None:
             return "no rule with `cpu_moe` runs these experts", "add `=> cpu_moe()` to the rule"
-        if (stored := kernel.settings["format"]) not in _OWN_FORMATS:
+        if (stored := kernel.settings.get("format", "stored")) not in _OWN_FORMATS:
             return f"`{kernel.name}(format = {stored})` stores them on another grid", "write `format = stored` there"
         about = ops.attributes(nodes_by_name(_graph(captured, claim))[claim.node])
         sizes = {"hidden": int(about["hidden"]), "intermediate": int(about["inter"])}
@@ -172,7 +172,7 @@ def _not_trained(captured: CapturedModel, claim: Claim, claims: Sequence[Claim])
     experts = _kernel(claim, claims) if claim.node else None
     if experts is not None and not _has_stock_layout(captured, claim, module):
         return "the model keeps these experts in a layout of its own, which no file of trained weights has", _KEEP
-    stored = experts.settings["format"] if experts is not None else "stored"
+    stored = experts.settings.get("format", "stored") if experts is not None else "stored"
     if experts is not None and stored not in ("stored", "bf16") and not _rounded(claim, claims):
         return f"`{experts.name}(format = {stored})` would round its masters", "write `fake_quant` to round them"
     return _elsewhere(claim, claims) if claim.node else None
