@@ -28,7 +28,7 @@ def read_config(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         bounds = next((mark for mark in _marks(hints[field.name]) if isinstance(mark, Bounds)), None)
         number = getattr(config, field.name)
         if bounds is not None and not bounds.low <= number <= bounds.high:
-            raise Undecodable(f"`.{field.name}` is {number}, and {bounds.low:g} at least")
+            raise Undecodable(f"expected at least {bounds.low:g} at `.{field.name}`, found {number}")
     return config
 
 
