@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.hf.patching import Patch
 from ktc.model.kernels.form import ExpertsForm, parse_form
 from ktc.model.loading.python_files import module_of
 from ktc.model.manifest.configs import GraphBlockConfig
@@ -37,7 +38,10 @@ class ExpertStack(nn.Module):
 
 
 def graph_block(block: nn.Module, config: GraphBlockConfig, folder: Path) -> nn.Module:
-    """`block` itself, of a class made for it. Raises `ValueError` where the config is that of another block."""
+    """Return `block` itself, patched with its graph.
+
+    Raises `ValueError` where the config is those of another block.
+    """
     experts = block.get_submodule(config.experts)
     if not isinstance(experts, nn.ModuleList):
         raise ValueError(f"`{config.experts}` is a `{type(experts).__name__}`")
@@ -48,12 +52,8 @@ def graph_block(block: nn.Module, config: GraphBlockConfig, folder: Path) -> nn.
         if tuple(getattr(stack, name).shape) != stock_shape(form, name, *sizes):
             raise ValueError(f"its experts are of other sizes: `{name}` {list(getattr(stack, name).shape)}")
     block.set_submodule(config.experts, stack)
-    stock = type(block)
-    forward = read_forward(folder / config.file)
-    block.__class__ = type(stock.__name__, (stock,), {  # of the same name: libraries choose blocks by it
-        "__module__": stock.__module__, "__qualname__": stock.__qualname__, "forward": forward
-    })  # fmt: skip
-    return block
+    graph: type[Patch] = type("GraphBlock", (Patch,), {"forward": read_forward(folder / config.file)})
+    return graph.put_on(block)
 
 
 def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[str, str]) -> dict[StockTensor, Tensor]:
