@@ -40,7 +40,7 @@ class ExpertStack(nn.Module):
 def graph_block(block: nn.Module, config: GraphBlockConfig, folder: Path) -> nn.Module:
     """Return `block` itself, patched with its graph.
 
-    Raises `ValueError` where the config is those of another block.
+    Raises `ValueError` where the config is that of another block.
     """
     experts = block.get_submodule(config.experts)
     if not isinstance(experts, nn.ModuleList):
