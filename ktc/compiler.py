@@ -25,7 +25,7 @@ from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.stages.capture.compilable import require_compilable
 from ktc.stages.capture.weights import WeightMap, map_weights
 from ktc.stages.match import match
-from ktc.stages.plan import ANY_SIZE, Point, kernel_origins, make_plan, require_feasible
+from ktc.stages.plan import ANY_SIZE, BatchShape, kernel_origins, make_plan, require_feasible
 from ktc.stages.rewrite import rewrite
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def analyse(
     host: Host | None = None,
     observe: Observe = _unobserved,
     *,
-    asked: Point = ANY_SIZE,
+    asked: BatchShape = ANY_SIZE,
     to_compile: bool = False,
     random_weights: bool = False,
     trust_remote_code: bool = False,
@@ -135,7 +135,7 @@ def analyse(
 
 def _decide(
     ruleset: dsl.RuleSet, captured: CapturedModel, weights: WeightMap, host: Host, observe: Observe,
-    asked: Point = ANY_SIZE,
+    asked: BatchShape = ANY_SIZE,
 ) -> Analysis:  # fmt: skip
     """Run the stages from `match` to `rewrite`."""
     matches = match(captured, ruleset, host)

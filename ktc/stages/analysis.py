@@ -37,8 +37,8 @@ class Analysis:
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
-        """The plan's findings: warnings, settings that this version does not build, budgets exceeded."""
-        return (*self.plan.warnings, *self.plan.unavailable, *self.plan.over_budget)
+        """The plan's findings: warnings, budgets exceeded."""
+        return (*self.plan.warnings, *self.plan.over_budget)
 
 
 @dataclass(frozen=True, slots=True)

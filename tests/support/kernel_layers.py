@@ -19,8 +19,8 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.model.kernels.form import ExpertsForm, parse_form
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
 from ktc.model.kernels.linear_spec import LinearSpec
 from ktc.stages.codegen.build import build
@@ -57,11 +57,11 @@ def spec_of(
     form: str = "silu",
     sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None),
     codes: tuple[WeightFormat, int] | None = None,
-) -> KernelSpec:
+) -> FusedMoeSpec:
     asked = parse_form(form)
     stored, group = codes or (dtype, 0)
     settings = {"gated": asked.gated, "biased": asked.biased, "group_size": group}
-    return KernelSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
+    return FusedMoeSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
 
 
 def is_quick(isa: Isa, form: str) -> bool:
@@ -97,7 +97,7 @@ QUICK_LINEARS = (*LINEARS[:4], *LINEARS[4::4])
 
 
 @cache
-def built(specs: tuple[KernelSpec | LinearSpec, ...]) -> KernelLibrary:
+def built(specs: tuple[FusedMoeSpec | LinearSpec, ...]) -> KernelLibrary:
     """Their library, built once per run: later builds, also of other processes, find it in the run's cache."""
     return build(render(specs, dict.fromkeys(specs, "test")), host.detect())
 

@@ -52,8 +52,8 @@ class Int4Grid:
         return f"int4 {self.group} {self.scale_mode}"
 
     @classmethod
-    def parse(cls, text: str) -> Int4Grid | None:
-        """Return the grid that `str` writes, `None` for "". Raises `ValueError` for another text."""
+    def parse(cls, text: str | None) -> Int4Grid | None:
+        """Return the grid that `str` writes, `None` for "" or None. Raises `ValueError` for another text."""
         if not text:
             return None
         name, group, mode = (*text.split(), "", "")[:3]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.own_module import Called, Role, parse_called, parse_inputs
-from ktc.model.manifest.manifest import Manifest, Rewrite
+from ktc.model.experts.own_module import Called, Role
+from ktc.model.manifest.manifest import Manifest, Rewrite, config_of
 
 _UNCHOSEN = -1
 
@@ -48,7 +48,8 @@ def experts_of(step: Rewrite, manifest: Manifest, path: str) -> Experts:
     own = own_step(step, manifest)
     if own is None:
         return Experts(*about)
-    return Experts(*about, tuple(parse_inputs(str(own.args["inputs"])).items()), parse_called(str(own.args["called"])))
+    config = config_of(own)
+    return Experts(*about, tuple(config.inputs.items()), config.called)
 
 
 def roles_of(experts: Experts, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Role, Any]:

@@ -25,11 +25,10 @@ from ktc.model.checkpoint import WeightSource
 from ktc.model.compare.experts import Experts, experts_of, own_step
 from ktc.model.compare.groups import inside
 from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks
-from ktc.model.experts.own_module import Held, parse_held
+from ktc.model.experts.own_module import Held
 from ktc.model.experts.quantised_reference import dequantise, int8_product, quantise
 from ktc.model.kernels.form import parse_form
-from ktc.model.loading.graph_block import parse_parts
-from ktc.model.manifest.manifest import Manifest, Rewrite
+from ktc.model.manifest.manifest import Manifest, Rewrite, config_of
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -96,9 +95,9 @@ def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[Held, str]:
     block = next((s for s in manifest.rewrites if s.module == "graph_block" and _holds(s, step.fqn)), None)
     own = own_step(step, manifest)
     if own is not None:
-        parts = parse_held(str(own.args["parts"]))
+        parts = dict(config_of(own).parts)
     elif block is not None:
-        parts = {part: Held(name) for part, name in parse_parts(str(block.args["parts"])).items()}
+        parts = {part: Held(name) for part, name in config_of(block).parts.items()}
     else:
         form = parse_form(str(step.args["form"]))
         gate_up = "gate_up_proj" if form.gated else "up_proj"

@@ -22,7 +22,7 @@ from ktc.tools.kt_yaml.reach import import_attention, rewrite_rule
 from ktc.tools.kt_yaml.rules import KtRule
 
 _NAMES = {
-    targets.KtLinear.name: "linears",
+    targets.LinearTarget.name: "linears",
     targets.CpuMoe.name: "experts",
     targets.GpuMoe.name: "gpu_experts",
     targets.Fused.name: "fused",

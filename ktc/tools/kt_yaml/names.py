@@ -50,10 +50,10 @@ LINEAR_KERNELS: Mapping[str, str | None] = {
     "KLinearTorch": "torch",
     "KLinearMarlin": None,
     "VLinearMarlin": None,
-    "KLinearFP8": "fp8",
-    "KLinearQ8": "q8",
+    "KLinearFP8": None,
+    "KLinearQ8": None,
     "KLinearIPEXLLM": None,
-    "KLinearTorchW8A8A2": "w8a8",
+    "KLinearTorchW8A8A2": None,
     "KLinearCPUInfer": None,
 }
 CPU_EXPERTS = ("KExpertsCPU", "KSFTExpertsCPU", "KExpertsCPUW8A8")
@@ -95,14 +95,6 @@ def kind_of(class_path: str) -> Kind | None:
     if not class_path.startswith(PACKAGE) or not name.isidentifier():
         return None
     return next((kind for pattern, kind in _KINDS if fnmatchcase(name, pattern)), None)
-
-
-def attention_kernel(class_path: str) -> str:
-    """Return the attention core of a replacement class."""
-    module, _, name = class_path.removeprefix(PACKAGE).rpartition(".")
-    if name == "deepseek_torch_attn":
-        return "eager"
-    return "flashinfer" if name == "flashinfer_attn" or module == "balance_serve_attention" else "sdpa"
 
 
 # Classes of modules --------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def _absorbed(latent: Match, captured: CapturedModel) -> Iterator[str]:
     graph = captured.block(latent.block).graph
     assert graph is not None, "a match of a pattern has a graph"
     nodes = {node.name: node for node in nodes_of(graph)}
-    for name in MlaAbsorbed.absorbs:
+    for name in MlaAbsorbed.consumes:
         binding = latent.capture((name,))
         if isinstance(binding, NodeRef) and "fqn" in nodes[binding.node].meta:
             yield f"{latent.site}.{nodes[binding.node].meta['fqn']}"

@@ -12,7 +12,6 @@ from ktc.diagnostics import Diagnostic, ProofFailed
 from ktc.language.dsl import syntax
 from ktc.language.dsl.ruleset import RuleAction, RuleSet
 from ktc.language.dsl.schema import SETTINGS
-from ktc.model.targets import Place
 from ktc.stages.capture import CapturedModel
 from ktc.stages.match import Matches
 from ktc.stages.plan.claims import resolve_claims
@@ -69,9 +68,8 @@ def _effect(ruleset: RuleSet, matches: Matches) -> Effect:
             for action in rule.actions:
                 if action.facet == "kernel":
                     kernels[match.path] = (*kernels.get(match.path, ()), action)
-                elif isinstance(action.target, Place):
-                    device = action.target.device
-                    places[match.path] = (device, action.target.prefill or device)
+                elif place := action.target.placement:
+                    places[match.path] = (place.device, place.prefill or place.device)
     return Effect(kernels, places)
 
 

@@ -23,7 +23,7 @@ from ktc.foundation.files import temporary_folder
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading import peft_glue
 from ktc.model.loading.load import load
-from ktc.stages.plan import Point
+from ktc.stages.plan import BatchShape
 from ktc.tools.bench.finetune.memory import require_room
 from ktc.tools.bench.finetune.reference import reference_of
 from ktc.tools.bench.finetune.report import FinetuneReport, LeftOut, Row, marked, whole_depth
@@ -81,7 +81,7 @@ def _compiled(request: Finetune, stack: Stack, out: Path, sink: ProgressSink) ->
         request.rule,
         request.settings,
         observe=sink.stage,
-        asked=Point(1, request.length),
+        asked=BatchShape(1, request.length),
         to_compile=True,
         random_weights=request.random_weights,
     )
