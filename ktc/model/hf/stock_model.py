@@ -6,6 +6,7 @@ meta tensors. Compiling and loading build it here, so both have the same modules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -47,3 +48,12 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     """Return the number of tokens: of the config, or of the embedding where the config has a part of another name."""
     told = getattr(model.config.get_text_config(), "vocab_size", None)
     return told if isinstance(told, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])
+
+
+def quantisation_of(model: PreTrainedModel) -> Mapping[str, Any] | None:
+    """Return `quantization_config` of the model's config as plain values, `None` without one."""
+    configs = (model.config, model.config.get_text_config())
+    settings: Any = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
+    return cast(
+        "Mapping[str, Any] | None", settings if settings is None or isinstance(settings, dict) else settings.to_dict()
+    )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ from ktc.model.checkpoint import (
 )
 from ktc.model.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 from ktc.model.hf.missing import why_missing
+from ktc.model.hf.stock_model import quantisation_of
 from ktc.stages.capture.gguf_weights import map_gguf
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
@@ -56,7 +57,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
         return WeightMap(found.sources, found.warnings)
     targets: dict[str, Tensor] = model.state_dict()
     place = placer(model, targets)
-    weights, broken = stored_weights(index.tensors, quantisation(model))
+    weights, broken = stored_weights(index.tensors, quantisation_of(model))
     if broken:
         raise InputRefused(*_shortened(broken))
     places = {weight.name: place(weight.name) for weight in weights}
@@ -89,13 +90,6 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
-
-
-def quantisation(model: PreTrainedModel) -> Mapping[str, Any] | None:
-    """Return `quantization_config` of config.json as plain values, `None` if missing."""
-    configs = (model.config, model.config.get_text_config())
-    found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
-    return cast("dict[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
 def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | None]:

@@ -143,8 +143,9 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
         # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
         rewrite = BlockRewrite(f"{block.rewrite.key}_{len(made)}", key, sites, actions, "cpu")
         graph = rewrite_block(small.graph, rewrite)
-        own = tuple(each for each in small.own if each.fqn in {known.fqn for known in block.own})
-        made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None, own))
+        called = {module.fqn for module in block.own}
+        modules = tuple(module for module in small.own if module.fqn in called)
+        made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None, modules))
     return SmallRewrite(block, tuple(made))
 
 
