@@ -26,11 +26,11 @@ demo: $(READY)
 
 # A small MoE is pre-trained on an invented world, compiled, tuned to two tasks and measured: docs/learning.md.
 learn: $(READY)
-	PYTHONPATH=docs $(BIN)/python -m learning $(LEARN)
+	PYTHONPATH=benchmarks $(BIN)/python -m learning $(LEARN)
 
 # The same model tuned and served in bf16 and INT4, in every way: docs/quantisation.md.
 learn-int4: $(READY)
-	PYTHONPATH=docs $(BIN)/python -m learning.modes $(LEARN)
+	PYTHONPATH=benchmarks $(BIN)/python -m learning.modes $(LEARN)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -87,7 +87,7 @@ sanitize: $(READY)
 
 # The kernels for AMX on a processor that has AVX512-BF16: their tile instructions are functions (test-all runs it too).
 tiles: $(READY)
-	$(QUICK) --software-tiles tests/model/experts tests/model/linears tests/model/attention
+	$(QUICK) --software-tiles tests/model/experts tests/model/linears tests/model/attention tests/stages/codegen/test_units.py
 
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:
