@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT))
 from ktc.foundation import versions  # noqa: E402 - the script runs without ktc installed
 
 TESTS = (
-    "tests/foundation/test_versions.py", "tests/test_private_names.py", "tests/stages/capture/test_capture.py",
+    "tests/foundation/test_versions.py", "tests/test_private_names.py", "tests/model/experts/test_private_api.py",
+    "tests/model/hf", "tests/stages/capture/test_private_api.py", "tests/inference/serving/test_private_api.py",
+    "tests/stages/capture/test_capture.py",
     "tests/stages/match/test_match.py", "tests/stages/rewrite",
     "tests/stages/proof", "tests/model/loading/test_load.py", "tests/end_to_end/test_compiled_model.py",
     "tests/model/experts/test_peft.py", "tests/model/linears/test_lora_linear.py", "tests/training", "tests/adapters",

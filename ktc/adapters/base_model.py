@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ktc.adapters.adapter import Adapter, require_base
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf import stock_model
+from ktc.model.hf.private_api import gate_code
 from ktc.model.manifest import manifest as compiled
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
@@ -133,8 +134,8 @@ def _stack(name: str, module: nn.Module, tensor: Tensor, order: int) -> Target:
 
 def _is_interleaved(module: nn.Module) -> bool:
     """Return whether gate and up are interleaved: then the second row reaches the first output of the gate code."""
-    code = getattr(module, "_apply_gate", None)
-    if not callable(code):
+    code = gate_code(module)
+    if code is None:
         return False
     rows = torch.tensor([[0.5, 0.25, 0.75, 0.125, 1.0, 0.375, 0.625, 0.875]])
     moved = rows.clone()

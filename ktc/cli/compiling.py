@@ -34,7 +34,7 @@ Format = Literal["text", "json", "dot", "svg", "html"]
 ProvenOn = Literal["witness", "full"]
 
 
-@in_session()
+@in_session(writes=("out",))
 def compile_command(
     session: Session,
     model: Model,

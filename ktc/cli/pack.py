@@ -20,7 +20,7 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 
-@in_session()
+@in_session(writes=("out",))
 def pack_command(
     session: Session,
     out: CompiledModel,

@@ -16,7 +16,7 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 
-@in_session("as_json", "quiet")
+@in_session("as_json", "quiet", writes=("files",))
 def fmt_command(
     session: Session,
     files: Annotated[list[Path], typer.Argument(help="Rule files, or folders of them.")],

@@ -44,7 +44,7 @@ def _ending() -> Iterator[signal.Signals]:
     """Yield the signals that end a command as Ctrl-C does: what is unfinished is removed first.
 
     A process of torchrun keeps its SIGTERM: torchrun sends it when another one failed
-    (`ktc.training.trainers.roll_call`).
+    (`ktc.training.trainers.rank_liveness`).
     """
     yield signal.SIGINT
     if _OF_TORCHRUN not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -1,7 +1,7 @@
 """The options of a session, declared once: `--json`, `--verbose`, `--quiet` and `--log-file`.
 
 In: a command whose first parameter is its `Session`. Out: the command for typer, with these options instead of that
-parameter. The folders that its arguments name are cleared first of what killed processes of ktc left there.
+parameter. First, what killed processes of ktc left is removed where the command writes. What it reads stays as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Final, ParamSpec, cast
 
 from ktc.cli.options import Json, LogFile, Quiet, Verbose
 from ktc.cli.session import Session
-from ktc.foundation.files import sweep
+from ktc.foundation.files import remove_stale_temp
 
 P = ParamSpec("P")
 
@@ -29,10 +29,16 @@ _OPTIONS: Final[Mapping[str, inspect.Parameter]] = {
 }
 
 _STORE: Final = "packed"  # of a compiled model, the folder that `ktc pack` fills
+_WRITTEN: Final = ("output", "plot", "trace")  # parameters with the path of a result
 
 
-def in_session(*names: str) -> Callable[[Callable[Concatenate[Session, P], None]], Callable[..., None]]:
-    """Run the decorated command within a `Session` that has the options `names`; without names, all four."""
+def in_session(
+    *names: str, writes: tuple[str, ...] = ()
+) -> Callable[[Callable[Concatenate[Session, P], None]], Callable[..., None]]:
+    """Run the decorated command within a `Session` that has the options `names`; without names, all four.
+
+    `writes` are parameters with paths that the command writes, besides those named in `_WRITTEN`.
+    """
     options = [_OPTIONS[name] for name in names or _OPTIONS]
 
     def decorate(command: Callable[Concatenate[Session, P], None]) -> Callable[..., None]:
@@ -40,8 +46,9 @@ def in_session(*names: str) -> Callable[[Callable[Concatenate[Session, P], None]
         def run(*arguments: Any, **named: Any) -> None:
             chosen = {option.name: named.pop(option.name, option.default) for option in options}
             with Session(**chosen) as session:
-                for place in dict.fromkeys(_places((*arguments, *named.values()))):
-                    sweep(place)
+                written = inspect.signature(run).bind_partial(*arguments, **named).arguments
+                for place in dict.fromkeys(_places(written.get(name) for name in (*_WRITTEN, *writes))):
+                    remove_stale_temp(place)
                 command(session, *arguments, **named)
 
         cast("Any", run).__signature__ = _with_options(command, options)
@@ -59,10 +66,9 @@ def _with_options(command: Callable[..., None], options: list[inspect.Parameter]
 
 
 def _places(values: Iterable[object]) -> Iterator[Path]:
-    """Yield the folders beside, at and in the packed store of each path. A text may be one: models are hub ids too."""
+    """Yield the folders beside, at and in the packed store of each path."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _places(cast("Iterable[object]", value))
-        elif isinstance(value, str | Path):
-            path = Path(value)
-            yield from (path.parent, path, path / _STORE)
+        elif isinstance(value, Path):
+            yield from (value.parent, value, value / _STORE)

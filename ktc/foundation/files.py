@@ -89,7 +89,7 @@ def folder_beside(path: Path, mark: str = "") -> Generator[Path]:
     First those that dead processes left there are removed. `mark` has the eight characters that are otherwise random,
     for processes that fill one folder together (`unfinished_name`).
     """
-    sweep(path.parent)
+    remove_stale_temp(path.parent)
     with _locked_folder(f".{prefix_of(path)}", path.parent, mark) as folder:
         yield folder
 
@@ -106,7 +106,7 @@ def temporary_folder(purpose: str) -> Generator[Path]:
     Those of dead processes go too. The folder itself is not locked: writers of OUT lock the folder that it is made in.
     """
     parent = Path(tempfile.gettempdir())
-    sweep(parent)
+    remove_stale_temp(parent)
     with _locked_folder(f"ktc-{purpose}-", parent) as locked:
         folder = locked / "files"
         folder.mkdir()
@@ -118,7 +118,7 @@ def prefix_of(path: Path) -> str:
     return os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME]) + "-"
 
 
-def sweep(folder: Path) -> None:
+def remove_stale_temp(folder: Path) -> None:
     """Remove the unfinished folders of dead processes in `folder`, as far as possible."""
     for left in leftovers(folder):
         remove_leftover(left)
@@ -172,7 +172,7 @@ def _try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def _locked_folder(prefix: str, parent: Path, mark: str = "") -> Generator[Path]:
-    """Make a folder and lock it. A sweep between the two may remove it; then another one is made."""
+    """Make a folder and lock it. Another writer may remove it between the two; then another one is made."""
     while True:
         folder = parent / f"{prefix}{mark or secrets.token_hex(4)}{_SUFFIX}"
         try:
@@ -192,14 +192,14 @@ def _locked_folder(prefix: str, parent: Path, mark: str = "") -> Generator[Path]
 
 
 def _made_and_locked(folder: Path) -> int | None:
-    """Make a private folder, and return the descriptor that locks it; None if a sweep removed it before."""
+    """Make a private folder, and return the descriptor that locks it; None if another writer removed it before."""
     folder.mkdir(0o700)
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        with suppress(OSError):  # a file system without locks: no sweep removes anything there
+        with suppress(OSError):  # a file system without locks: nothing is removed there
             fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return lock

@@ -115,7 +115,7 @@ def test_a_living_writer_keeps_its_folder(tmp_path: Path) -> None:
     with files.new_folder(tmp_path / "a") as beside:
         (beside / "content").write_text("first")
         assert files.leftovers(tmp_path) == []
-        assert in_a_child(lambda: files.sweep(tmp_path)) == 0
+        assert in_a_child(lambda: files.remove_stale_temp(tmp_path)) == 0
         assert not files.remove_leftover(beside)
     assert (tmp_path / "a" / "content").read_text() == "first"
 
@@ -126,7 +126,7 @@ def test_only_names_that_ktc_makes_are_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / ".file-abcdefgh.writing").write_text("a file")
     (tmp_path / ".link-abcdefgh.writing").symlink_to(tmp_path / ".a.writing")
-    files.sweep(tmp_path)
+    files.remove_stale_temp(tmp_path)
     assert len(names(tmp_path)) == len(kept) + 2
 
 

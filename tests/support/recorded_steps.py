@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Means, Replay, Wait
+from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Replay, StepRecorder, Wait
 
 
 def record_eagerly(
-    compute: Compute, device: torch.device, changing: Sequence[torch.Tensor] = ()
+    compute: Compute, device: torch.device, *_: object
 ) -> tuple[Any, Replay]:  # fmt: skip
     def computed() -> Any:
         found = compute()
@@ -57,5 +57,5 @@ class LastMoment:
         assert not self._work
 
 
-def eager_graphs(lane: Callable[[], Any] = LastMoment) -> DecodeGraphs:
-    return DecodeGraphs(Means(record_eagerly, "cpu", call_at_once, lane))
+def eager_graphs(order: Callable[[], Any] = LastMoment) -> DecodeGraphs:
+    return DecodeGraphs(StepRecorder(record_eagerly, "cpu", call_at_once, order))

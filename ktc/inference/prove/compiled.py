@@ -19,7 +19,6 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.loading import load_as
 from ktc.model.loading.buffers import compute_buffers
 from ktc.model.loading.compiled_model import compiled_class
-from ktc.model.loading.realise import realise
 from ktc.model.packed_store import weight_store, weights_stage
 from ktc.model.packed_store.packed_store import PackedStore
 from ktc.model.packed_store.placement import follow
@@ -32,9 +31,7 @@ class CompiledLayers:
         self._opened, self._layers = opened, layers
         manifest = opened.manifest
         model_class = compiled_class(opened.stock_class)
-        config = load_as.read_config(opened.folder, model_class)
-        self.model = load_as.build_on_meta(model_class, config, manifest, None, reference=False)
-        realise(self.model, manifest.rewrites, opened.library, opened.folder)
+        self.model = load_as.realised_on_meta(model_class, opened.folder, manifest, opened.library)
         self._placement = dict(manifest.placement)
         without_router_logits(self.model.config)
         compute_buffers(self.model, self._placement)
@@ -51,7 +48,8 @@ class CompiledLayers:
     def load(self, group: str) -> None:
         """Give the tensors of a group their values. Raises what the loader raises."""
         rows, store = self._rows_of(group), self._store_of(group)
-        weights_stage.fill_weights(self.model, rows, self._opened.index, self._placement, store, map=False)
+        stored = weights_stage.StoredWeights(rows, self._opened.index, store)
+        weights_stage.fill_weights(self.model, stored, self._placement, map=False)
         if group == OUTSIDE:
             self.model.tie_weights()
             tensors = tensors_of(self.model, self._layers, group)

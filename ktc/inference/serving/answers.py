@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
-from transformers.cli.serving.utils import GenerateManager, _StreamError  # pyright: ignore[reportPrivateUsage]
+from transformers.cli.serving.utils import GenerateManager
 
 from ktc.inference.generate.text_stream import HeldText
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.handlers import ADAPTER, SEED
 from ktc.inference.serving.metrics import Metrics, RequestClock
 from ktc.inference.serving.models import ServedModels
+from ktc.inference.serving.private_api import StreamError
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request import Event, Refused, Request
 
@@ -188,7 +189,7 @@ class _Streamed:
         if event.end is None:
             return
         if event.end.error:
-            self.queue.put_nowait(_StreamError(_plain(event.end.error)))
+            self.queue.put_nowait(StreamError(_plain(event.end.error)))
         else:
             self.streamer.end()
 

@@ -7,7 +7,7 @@ or 422, never ignored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
@@ -21,6 +21,7 @@ from transformers.cli.serving.utils import Modality
 from ktc.foundation import versions
 from ktc.inference.serving import fields
 from ktc.inference.serving.fields import Check, require_fields
+from ktc.inference.serving.private_api import HandlerHooks, messages_of_input
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.model.hf.stock_model import vocabulary_of
@@ -29,7 +30,7 @@ SEED: Final = "seed_of_the_request"  # an attribute of a generation config
 ADAPTER: Final = "model_of_the_request"
 
 
-class _Checked:
+class _Checked(HandlerHooks):
     """Mixin before a handler: validates a request before any work."""
 
     model_manager: Any
@@ -40,7 +41,7 @@ class _Checked:
         """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
         try:
             if is_long(body):
-                self._validate_request(body)
+                self.require_valid(body)
                 await self._require_room(body)
             return await cast("Any", super()).handle_request(body, request_id)
         except HTTPException:
@@ -53,7 +54,7 @@ class _Checked:
 
     async def _require_room(self, body: dict[str, Any]) -> None:
         """Raise RequestRefused (400) for a prompt that is far too long, without stopping the event loop."""
-        name, _, tokenizer = self._resolve_model(body)
+        name, _, tokenizer = self.resolve(body)
         answers: Any = self.generation_state.get_manager()
         longest = answers.longest_prompt(name)
         if longest is not None:
@@ -72,18 +73,18 @@ class _Checked:
             inputs, add_generation_prompt=True, tools=tools, tokenize=False, **variables
         )
 
-    def _validate_request(self, body: dict[str, Any]) -> None:
+    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
         require_fields(body, self.checks)
-        cast("Any", super())._validate_request(body)
+        stock()
 
-    def _build_generation_config(self, body: dict[str, Any], *more: Any, **named: Any) -> Any:
+    def configure(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], Any]) -> Any:
         """Return a config that samples for a temperature above 0 and not for 0, for any config of the model.
 
         It draws from all tokens, as `ktc generate` does, where the model's config has no `top_k`: transformers would
         draw from 50.
         """
         rest = {name: value for name, value in body.items() if name not in ("seed", "temperature")}
-        config: Any = cast("Any", super())._build_generation_config(rest, *more, **named)
+        config = stock(rest)
         temperature = body.get("temperature")
         if temperature is not None:
             config.do_sample = temperature > 0
@@ -94,14 +95,14 @@ class _Checked:
         setattr(config, ADAPTER, body.get("model"))
         return config
 
-    def _resolve_model(self, body: dict[str, Any]) -> Any:
+    def resolve(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         """Return the name, the model and the tokenizer of a request; refuse an unknown name with 404."""
         body["model"] = body.get("model") or self.model_manager.default
         model, tokenizer = self.model_manager.load_model_and_processor(body["model"])
         return body["model"], model, tokenizer
 
     def _require_template(self, body: dict[str, Any]) -> None:
-        _, _, tokenizer = self._resolve_model(body)
+        _, _, tokenizer = self.resolve(body)
         if not tokenizer.chat_template:
             message = "the model's tokenizer has no chat template; use /v1/completions"
             raise RequestRefused(400, message, "no_chat_template")
@@ -110,11 +111,11 @@ class _Checked:
 class Chat(_Checked, ChatCompletionHandler):
     checks = fields.CHAT
 
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
+    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
+        super().validate(body, stock)
         fields.require_messages(body.get("messages"), "messages")
         self._require_template(body)
-        _, model, _ = self._resolve_model(body)
+        _, model, _ = self.resolve(body)
         fields.require_biases(body, vocabulary_of(model))
         if "logit_bias" in body:
             body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
@@ -126,8 +127,8 @@ class Chat(_Checked, ChatCompletionHandler):
 class Completion(_Checked, CompletionHandler):
     checks = fields.COMPLETION
 
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
+    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
+        super().validate(body, stock)
         if "prompt" not in body:
             raise RequestRefused(400, "`prompt` is missing", "missing_required_parameter", "prompt")
 
@@ -138,9 +139,9 @@ class Completion(_Checked, CompletionHandler):
 class Response(_Checked, ResponseHandler):
     checks = fields.RESPONSE
 
-    def _validate_request(self, body: dict[str, Any]) -> None:
+    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
         _require_usage()
-        super()._validate_request(body)
+        super().validate(body, stock)
         given = body.get("input")
         if not (isinstance(given, (str, list)) and given):
             raise RequestRefused(400, "`input` must be a text or a list, and not empty", "invalid_value", "input")
@@ -150,9 +151,7 @@ class Response(_Checked, ResponseHandler):
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
-        handler = cast("Any", self)
-        tools = handler._normalize_tools(body.get("tools"))
-        return self._rendered(body, handler._normalize_input(body), tools, tokenizer)
+        return self._rendered(body, *messages_of_input(self, body), tokenizer)
 
 
 def _is_of_template(error: BaseException) -> bool:

@@ -70,7 +70,7 @@ class NativeRows:
     def of(cls, model: Any) -> NativeRows | None:
         """Return those of a model that takes native steps on the CPU, None for others."""
         graphs = getattr(model, "decode_graphs", None)
-        return cls(model, graphs) if graphs is not None and graphs.means.device == "cpu" else None
+        return cls(model, graphs) if graphs is not None and graphs.recorder.device == "cpu" else None
 
     def logits(self, rows: RowCache, ids: Tensor) -> Tensor | None:
         """Read ids (rows, 1) in a step that `rows` has begun; return the next logits (rows, V) in fp32."""
@@ -114,7 +114,7 @@ class NativeRows:
         places = _Places.of(rows)
         try:
             all_seen = {"attention_mask": torch.ones((number, rows.table.columns), dtype=torch.int64)}
-            inputs, output, replay, _ = record_step(self._model, places, given, self._graphs.means, all_seen)
+            inputs, output, replay, _ = record_step(self._model, places, given, self._graphs.recorder, all_seen)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code not made for programs
             self._refuse(str(error).strip().partition("\n")[0] or type(error).__name__)
             return None

@@ -1,6 +1,6 @@
 """A stock latent attention module that runs absorbed where that is cheaper: what `mla_absorbed` puts in the model.
 
-In: the stock module and the arguments of the recipe. Out: the same module, of a class made for it. The stock code
+In: the stock module and the arguments of the recipe. Out: the same module, patched. The stock code
 projects, rotates and updates the cache, which holds latents and rotary keys, and masks as before: every cache of
 transformers serves. Two of its calls are answered here. `expand_kv` hands the latents on, and the attention function,
 chosen by name in the module's own config, computes on them, or expands them and calls the stock function.
@@ -24,6 +24,7 @@ from ktc.model.attention.sparse import Sparse, follows_cache
 from ktc.model.attention.sparsity import Traffic
 from ktc.model.attention.up_projection import up_projection
 from ktc.model.hf.latent_cache import EXPAND, caches_latents
+from ktc.model.hf.patching import stock_class
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Absorption:
 
 
 class AbsorbedAttention(AnsweredAttention):
-    """Mixin before the stock class of a latent attention module."""
+    """The code of a latent attention module that absorbs."""
 
     absorption: Absorption
     decode: DecodeAttention | None
@@ -66,7 +67,7 @@ class AbsorbedAttention(AnsweredAttention):
 def absorb(
     module: nn.Module, absorption: Absorption, decode: DecodeAttention | None = None, sparse: Sparse | None = None
 ) -> nn.Module:
-    """Give `module` the class that absorbs. `decode` computes the calls that it serves, `sparse` those of long caches.
+    """Patch `module` so that it absorbs. `decode` computes the calls that it serves, `sparse` those of long caches.
 
     Raises ValueError for a module that caches no latents, or of other sizes.
     """
@@ -78,7 +79,9 @@ def absorb(
     found = tuple(cast("Tensor", kv_b.weight).shape)
     if found != wanted:
         raise ValueError(f"its `{absorption.kv_b}` is {list(found)} instead of {list(wanted)}")
-    answer(module, NAME, latent_attention, AbsorbedAttention, **({} if sparse is None else follows_cache(stock)))
+    answer(module, NAME, latent_attention, AbsorbedAttention)
+    if sparse is not None:
+        follows_cache(stock).put_on(module)
     made = cast("Any", module)
     made.absorption, made.decode, made.sparse = absorption, decode, sparse
     return module
@@ -116,7 +119,9 @@ def latent_attention(
                     return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
             if own.decode is not None and without_weights and own.decode.serves(query, heads, mask):
                 q_latent = torch.cat([up.into_latent(query[..., : sizes.nope]), query[..., sizes.nope :]], dim=-1)
-                summed = own.decode(q_latent, heads, scale=cast("float", scaling), mask=mask, sinks=s_aux)
+                summed = own.decode(
+                    q_latent, heads, scale=cast("float", scaling), mask=mask, sinks=s_aux, context=own.step_context
+                )
                 return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
             latent, k_rope = plain(latent), plain(k_rope)  # codes of a cache, where the kernel does not take the call
             out, weights = attend(
@@ -125,7 +130,7 @@ def latent_attention(
             )  # fmt: skip
             return out, weights.to(query.dtype) if implementation == "eager" else None
         _tell(own, up)
-    stock = own.stock_class
+    stock = stock_class(own)
     key, value = cast("tuple[Tensor, Tensor]", getattr(stock, EXPAND)(module, plain(latent), plain(k_rope)))
     options = more if s_aux is None else {**more, "s_aux": s_aux}
     return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ktc.model.attention.chosen import Chosen
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import PagedTensor, PageTable, memory_of
-from ktc.model.kernels.kernel_calls import HostCall, announce
+from ktc.model.kernels.kernel_calls import Bind, HostCall
 from ktc.model.kernels.kernel_library import (
     TURNS,
     Engine,
@@ -27,6 +27,7 @@ from ktc.model.kernels.kernel_library import (
     NativePages,
     permitted_threads,
 )
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import DTYPES, address, is_plain, is_traced
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
@@ -62,8 +63,9 @@ class DecodeAttention:
         return len(set(map(table_of, held))) == 1 and all(each.stride(-1) == 1 for each in tensors[1:])
 
     def __call__(
-        self, query: Tensor, heads: Heads, *, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, query: Tensor, heads: Heads, *, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None,
+        context: StepContext | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute query (B, H, T, k + r) -> (B, T, H, v). Without a `mask` new tokens are the last positions.
 
         `mask` is bool, (B or 1, 1, T, L); `sinks` (H,) are further scores without a value.
@@ -74,7 +76,9 @@ class DecodeAttention:
         seen = seen_by_kernel(mask, B, T, positions)
         sizes = B, key_heads, H // key_heads, T, positions
         nbytes = sum(each.nbytes for each in heads if each is not None)
-        self._forward(query.detach().contiguous(), heads, seen, sinks, out, sizes, scale, _ALL, nbytes)
+        call = self._forward(query.detach().contiguous(), heads, seen, sinks, out, sizes, scale, _ALL, nbytes)
+        if context is not None:
+            context.record_call(*call, out)
         return out
 
     def of_chosen(
@@ -102,7 +106,8 @@ class DecodeAttention:
     def _forward(
         self, query: Tensor, heads: Heads, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
         sizes: tuple[int, int, int, int, int], scale: float, chosen: tuple[int, int, int, int], nbytes: int,
-    ) -> None:  # fmt: skip
+    ) -> tuple[Bind, tuple[Tensor | None, ...]]:  # fmt: skip
+        """Fill `out`, and return how to call again and the tensors that the call read."""
         sink = None if sinks is None else sinks.detach().float().contiguous()
         native, engine = self._opened(nbytes)
         table = table_of(heads.keys)
@@ -120,13 +125,11 @@ class DecodeAttention:
         reads = (query, *held, seen, sink, pages, lengths)
         with TURNS:
             native.forward(*given(reads, out))
-        if chosen != _ALL:
-            return
 
         def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
             return HostCall(native.call(*given(reads, out)), (*reads, out))
 
-        announce(bind, reads, out)
+        return bind, reads
 
 
 def threads_for(nbytes: int, threads: int) -> int:

@@ -16,14 +16,14 @@ from ktc.model.attention.int8_tensor import plain
 from ktc.model.attention.interface import AnsweredAttention, answer, chosen, stock_function
 from ktc.model.attention.sparse import Sparse, follows_cache
 from ktc.model.attention.sparsity import Traffic
-from ktc.model.kernels.kernel_calls import recording
+from ktc.model.kernels.step_context import StepContext
 
 NAME: Final = "ktc_decode"  # of the attention function in transformers' register
 _BEYOND: Final = ("softcap", "position_bias")  # arguments of calls that the kernel does not compute
 
 
 class DecodingAttention(AnsweredAttention):
-    """Mixin before the stock class of an attention module; without a kernel the stock function computes all calls.
+    """The code of an attention module with a kernel; without one the stock function computes all calls.
 
     With `sparse`, calls over long caches read the positions that it chooses; `traffic` counts their bytes.
     """
@@ -36,8 +36,10 @@ class DecodingAttention(AnsweredAttention):
 
 def decoding(module: nn.Module, decode: DecodeAttention | None, sparse: Sparse | None = None) -> nn.Module:
     """Give `module` the kernel. Raises ValueError for a module without a config."""
-    members = {} if sparse is None else follows_cache(type(module))
-    answer(module, NAME, decoding_attention, DecodingAttention, **members)
+    stock = type(module)
+    answer(module, NAME, decoding_attention, DecodingAttention)
+    if sparse is not None:
+        follows_cache(stock).put_on(module)
     made = cast("Any", module)
     made.decode, made.sparse = decode, sparse
     return module
@@ -53,7 +55,7 @@ def decoding_attention(
     sparse: Sparse | None = own.sparse
     heads = Heads(key, value)
     if sparse is not None:
-        seen = _seen(attention_mask)
+        seen = _seen(attention_mask, own.step_context)
         if _is_plain(own, query, key, seen, dropout, more):
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
@@ -61,11 +63,11 @@ def decoding_attention(
             if found is not None:
                 return found, None
     mask = attention_mask if indices is None else chosen(attention_mask, indices, key.shape[2], query.dtype)
-    seen = _seen(mask)
+    seen = _seen(mask, own.step_context)
     if decode is not None and decode.serves(query, heads, seen) and _is_plain(own, query, key, seen, dropout, more):
         sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return decode(query, heads, scale=scale, mask=seen, sinks=sinks), None
+        return decode(query, heads, scale=scale, mask=seen, sinks=sinks, context=own.step_context), None
     key, value = plain(key), plain(value)  # codes of a cache, for a call that the kernel does not take
     return stock_function(own)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **more)
 
@@ -85,11 +87,12 @@ def _is_plain(
     return (query.shape[2] == 1 or bool(causal)) and (window is None or key.shape[2] <= window)
 
 
-def _seen(mask: Tensor | None) -> Tensor | None:
+def _seen(mask: Tensor | None, context: StepContext) -> Tensor | None:
     """Return a mask as bool where it is 0 or the dtype's smallest number, as eager attention takes it."""
     if mask is None or not mask.is_floating_point() or mask.device.type != "cpu":
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if recording():  # masks of a recorded step are made by transformers, and a program reads no value into Python
+    # Masks of a recorded step are made by transformers, and a program reads no value into Python.
+    if context.recorder is not None:
         return ~hidden
     return ~hidden if bool(((mask == 0) | hidden).all()) else mask

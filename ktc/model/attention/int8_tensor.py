@@ -15,9 +15,9 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ktc.model.attention.paged_tensor import PagedTensor
+from ktc.model.experts.private_api import schema_of, tree_map_only, wrapper_tensor
 
 GREATEST: Final = 127  # code
 _LEAST: Final = 2.0**-100  # a row below has no finite inverse scale for certain, and counts as zero
@@ -54,10 +54,9 @@ class Int8Tensor(Tensor):
     @staticmethod
     def __new__(cls: type[Int8Tensor], codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Tensor:
         """Make a tensor that has `dtype` for PyTorch."""
-        made: Any = Tensor._make_wrapper_subclass(
-            cls, codes.shape, strides=codes.stride(), storage_offset=codes.storage_offset(), dtype=dtype,
-            device=codes.device,
-        )  # fmt: skip
+        made: Any = wrapper_tensor(
+            cls, codes.shape, dtype, codes.device, strides=codes.stride(), storage_offset=codes.storage_offset()
+        )
         made.codes, made.scales = codes, scales
         return cast("Int8Tensor", made)
 
@@ -94,7 +93,7 @@ class Int8Tensor(Tensor):
                 own.codes.zero_()
                 own.scales.zero_()
                 return own
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 raise NotImplementedError(f"`{func}` would write into the codes of a cache")
         decoded = tree_map_only(Int8Tensor, Int8Tensor.decoded, (tuple(args), dict(kwargs or {})))
         return func(*decoded[0], **decoded[1])

@@ -1,6 +1,6 @@
 """The attention functions of transformers, which a module calls by the name in its config.
 
-In: a stock attention module. Out: the same module, of a class made for it, calling a function of ktc. The module's own
+In: a stock attention module. Out: the same module, patched, calling a function of ktc. The module's own
 config is a copy with that function's name, so masks and other layers follow the model's config. The stock function of
 the model's implementation stays at hand for the calls that ktc does not compute.
 """
@@ -20,6 +20,9 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.hf.patching import Patch, stock_class
+from ktc.model.hf.private_api import ATTENTION, attention_of
+from ktc.model.kernels.step_context import StepContext
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 _INNER: Final = ("sdpa", "eager")  # implementations that take keys, values and a mask
@@ -27,33 +30,28 @@ _EAGER: Final = "eager_attention_forward"  # its usual name, beside the class
 _OPERANDS: Final = ("module", "query", "key", "value")  # first parameters of an attention function
 
 
-class AnsweredAttention:
-    """Mixin before the stock class of an attention module whose core is computed by ktc."""
+class AnsweredAttention(Patch):
+    """The code of an attention module whose core is computed by ktc."""
 
     stock_config: Any
-    stock_class: type[nn.Module]
+    step_context: StepContext  # of the model, which gives its own
 
 
-def answer(module: nn.Module, name: str, function: Attention, mixin: type[AnsweredAttention], **members: Any) -> None:
-    """Make `module` call `function`, as a class made of `mixin` and its own, with further `members`.
-
-    Raises ValueError without a config.
-    """
-    made, stock = cast("Any", module), type(module)
-    if getattr(getattr(made, "config", None), "_attn_implementation", None) is None:
-        raise ValueError(f"`{stock.__name__}` has no config that names its attention function")
+def answer(module: nn.Module, name: str, function: Attention, patch: type[AnsweredAttention]) -> None:
+    """Put `patch` on `module` and make it call `function`. Raises ValueError for a module without a config."""
+    made = cast("Any", module)
+    if attention_of(getattr(made, "config", None)) is None:
+        raise ValueError(f"`{type(module).__name__}` has no config that names its attention function")
     AttentionInterface.register(name, function)
-    made.stock_config = made.config
+    made.stock_config, made.step_context = made.config, StepContext()
     made.config = copy.copy(made.config)
-    made.config._attn_implementation_internal = name
-    module.__class__ = type(f"{mixin.__name__.removesuffix('Attention')}{stock.__name__}", (mixin, stock), {
-        "stock_class": stock, **members
-    })  # fmt: skip
+    setattr(made.config, ATTENTION, name)
+    patch.put_on(module)
 
 
 def implementation_of(module: Any) -> str:
     """Return the implementation that the model's config names now."""
-    return str(module.stock_config._attn_implementation)
+    return str(attention_of(module.stock_config))
 
 
 def stock_function(module: Any) -> Attention:
@@ -62,9 +60,9 @@ def stock_function(module: Any) -> Attention:
     if implementation not in _INNER:
         message = f"attention that ktc computes runs beside `sdpa` or `eager`, and not `{implementation}`"
         raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
-    function = _function_of(module.stock_class, implementation)
+    function = _function_of(stock_class(module), implementation)
     if function is None:
-        message = f"`{module.stock_class.__name__}` names no function for `eager` attention"
+        message = f"`{type(module).__name__}` names no function for `eager` attention"
         raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
     return function
 
@@ -75,7 +73,7 @@ def unknown_function(module: nn.Module) -> str:
     ktc knows transformers' functions for `sdpa` and `eager`. The model may choose another, or register one of its own
     under their names.
     """
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    implementation = attention_of(getattr(module, "config", None))
     if implementation is None:
         return ""  # a class that looks no function up: `answer` has the last word
     if implementation not in _INNER:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from ktc.model.attention.decode import Heads
 from ktc.model.attention.key_codes import Codes, encode, mean_of
 from ktc.model.attention.sparsity import TOKENS, IndexFormat, block_bytes
+from ktc.model.experts.private_api import version_of
 
 _ROOM: Final = 64  # blocks: the steps between two copies of an index
 _INDEX: Final = "ktc_key_index"  # the attribute of a cache layer
@@ -134,8 +135,10 @@ def _tensors(layer: object) -> list[Tensor]:
 def _are_unchanged(made_of: tuple[Version, ...], held: list[Tensor]) -> bool:
     if len(made_of) != len(held) or any(each.is_inference() for each in held):
         return False
-    return all(seen() is each and version == each._version for (seen, version), each in zip(made_of, held, strict=True))
+    return all(
+        seen() is each and version == version_of(each) for (seen, version), each in zip(made_of, held, strict=True)
+    )
 
 
 def _versions(layer: object) -> tuple[Version, ...]:
-    return tuple((weakref.ref(each), each._version) for each in _tensors(layer))
+    return tuple((weakref.ref(each), version_of(each)) for each in _tensors(layer))

@@ -15,7 +15,8 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from ktc.model.experts.private_api import schema_of, tree_map_only, wrapper_tensor
 
 PAGE: Final = 128  # positions, `kPagePositions` of the kernels
 
@@ -58,7 +59,7 @@ class PagedTensor(Tensor):
         """Make a tensor (B, heads, columns, d); no sequence is longer than `columns`."""
         _, heads, _, width = memory.shape
         shape = table.lengths.shape[0], heads, columns, width
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=memory.dtype, device=memory.device)
+        made: Any = wrapper_tensor(cls, shape, memory.dtype, memory.device)
         made.memory, made.table = memory, table
         return cast("PagedTensor", made)
 
@@ -86,7 +87,7 @@ class PagedTensor(Tensor):
         """Compute with copies."""
         if func in _SAME:
             return args[0]
-        if func._schema.is_mutable and isinstance(args[0], PagedTensor):
+        if schema_of(func).is_mutable and isinstance(args[0], PagedTensor):
             raise NotImplementedError(f"`{func}` would write into the pages of a cache")
         copied = tree_map_only(PagedTensor, PagedTensor.decoded, (tuple(args), dict(kwargs or {})))
         return func(*copied[0], **copied[1])

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +25,8 @@ from ktc.model.attention.key_index import KeyIndex, index_of, is_followed, keep_
 from ktc.model.attention.row_indices import RowIndices, every_position, joined, row_lengths, row_of
 from ktc.model.attention.selection import attend_chosen, choose, visible_positions
 from ktc.model.attention.sparsity import Sparsity, Traffic
+from ktc.model.hf.patching import Patch
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import is_traced
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _CACHE: Final = "past_key_values"
 
 
 @dataclass(slots=True)
-class _Followed:
+class FollowedLayer:
     """A cache layer during one call of its module: its index as it was before, and how many positions it held."""
 
     cache: Any
@@ -45,9 +46,6 @@ class _Followed:
     def layer(self) -> Any:
         layers = getattr(self.cache, "layers", ())
         return layers[self.number] if self.number < len(layers) else None
-
-
-_FOLLOWED: Final[ContextVar[_Followed | None]] = ContextVar("followed cache layer", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Sparse:
         self, module: Any, query: Tensor, heads: Heads, mask: Tensor | None, scale: float, *, native: bool
     ) -> tuple[list[int], Chosen | None]:
         """Return the positions of each row, and those chosen by the index of the followed cache layer."""
-        followed = _FOLLOWED.get()
+        followed: FollowedLayer | None = module.step_context.followed_layer
         layer = None if followed is None else followed.layer
         if followed is None or layer is None or layer.keys is not heads.keys:
             return [], None
@@ -177,25 +175,23 @@ def _of_indexer(indices: Tensor, heads: Heads, mask: Tensor | None) -> Chosen | 
 
 
 @contextmanager
-def following(cache: Any, number: int) -> Generator[None]:
+def following(context: StepContext, cache: Any, number: int) -> Generator[None]:
     """While a stock module updates layer `number` of `cache` and attends to it, keep the index of that layer."""
-    followed = _Followed(cache, number, None, 0)
+    followed = FollowedLayer(cache, number, None, 0)
     layer = followed.layer
     if layer is not None and is_followed(layer) and layer.is_initialized:
         followed.index, followed.before = index_of(layer), length_of(layer)
         keep_index(layer, None)  # after an error there is none
-    token = _FOLLOWED.set(followed)
-    try:
+    with context.entered(followed_layer=followed):
         yield
-    finally:
-        _FOLLOWED.reset(token)
     layer = followed.layer
     if layer is not None and followed.index is not None:
         keep_index(layer, followed.index)
 
 
-def follows_cache(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Return the members of a subclass of `stock` whose calls follow the cache that they are given."""
+@functools.cache
+def follows_cache(stock: type[nn.Module]) -> type[Patch]:
+    """Return the patch of a module of class `stock` whose calls follow the cache that they are given."""
     forward = stock.forward
     place = list(inspect.signature(forward).parameters).index(_CACHE) - 1
 
@@ -204,10 +200,10 @@ def follows_cache(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         cache = kwargs.get(_CACHE, args[place] if place < len(args) else None)
         if cache is None:
             return forward(self, *args, **kwargs)
-        with following(cache, self.layer_idx):
+        with following(self.step_context, cache, self.layer_idx):
             return forward(self, *args, **kwargs)
 
-    return {"forward": followed}
+    return type("FollowsCache", (Patch,), {"forward": followed})
 
 
 def _tell(module: Any, layer: str) -> None:

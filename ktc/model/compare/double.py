@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ktc.model.experts.private_api import TorchDispatchMode, pytree
 
 
 class InDouble(TorchDispatchMode):

@@ -18,6 +18,7 @@ from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
 from ktc.model.compare.groups import list_of_layers
 from ktc.model.compare.stock import StockModel, own_dtypes
 from ktc.model.hf import remote_code
+from ktc.model.hf.private_api import EXPERTS
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.loading import load, load_as
 from ktc.model.manifest.manifest import Manifest, read_manifest
@@ -85,7 +86,7 @@ def _in_their_own_loop(model: PreTrainedModel, manifest: Manifest) -> None:
         experts = cast("Any", model.get_submodule(step.fqn))
         if step.module == "fused_moe" and isinstance(getattr(experts, "config", None), PreTrainedConfig):
             experts.config = copy.copy(experts.config)
-            experts.config._experts_implementation_internal = "eager"
+            setattr(experts.config, EXPERTS, "eager")
 
 
 def _config(opened: Opened) -> PreTrainedConfig:

@@ -27,14 +27,14 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache
 
 from ktc.diagnostics import Diagnostic, render
-from ktc.model.decode_steps import step_ahead
 from ktc.model.decode_steps.model_state import ModelState, foreign_hook
-from ktc.model.decode_steps.step_ahead import UnderWay
+from ktc.model.decode_steps.step_ahead import PendingStep
 from ktc.model.decode_steps.step_memory import DOUBLED, StepMemory, batch_of, capacity_for, length_of, rounded, unfit
-from ktc.model.experts.beside import Lane, SideStream
+from ktc.model.experts.beside import SideStream, StreamOrder
 from ktc.model.experts.host_node import HostNodes, Launch, on_current_stream
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed import PackedExperts
+from ktc.model.kernels.step_context import StepContext
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ Inputs = dict[str, Any]
 Compute = Callable[[], Any]  # to the output of a causal LM
 Wait = Callable[[], None]
 Replay = Callable[[], Wait]  # begins a recorded step; the function that it returns waits until the step is done
-Record = Callable[[Compute, torch.device, Sequence[Tensor]], tuple[Any, Replay]]
+Record = Callable[[Compute, torch.device, Sequence[Tensor], StepContext], tuple[Any, Replay]]
 
 
 def record_graph(
-    compute: Compute, device: torch.device, changing: Sequence[Tensor] = ()
-) -> tuple[Any, Replay]:  # fmt: skip
+    compute: Compute, device: torch.device, changing: Sequence[Tensor], context: StepContext
+) -> tuple[Any, Replay]:
     """Return the output of `compute`, and a function that replays it as a CUDA graph.
 
     Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
@@ -86,19 +86,19 @@ def record_graph(
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class StepRecorder:
     """How steps are captured.
 
     `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
     the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into a
-    stream of a GPU, in the order of a new `lane`. Batches are filled up to a power of two where they are `rounded`.
+    stream of a GPU, in the order of a new `order`. Batches are filled up to a power of two where they are `rounded`.
     `ahead` says that `generate` continues while a step is computed. `code` is that of the warning about other steps.
     """
 
     record: Record = record_graph
     device: str = "cuda"
     launch: Launch | None = on_current_stream
-    lane: Callable[[], Lane] = SideStream
+    order: Callable[[], StreamOrder] = SideStream
     rounded: bool = True
     ahead: bool = True
     code: str = "L451"
@@ -130,8 +130,8 @@ os.register_at_fork(after_in_child=_renew_locks)
 class DecodeGraphs:
     """The captured steps of one model. Copies of the model begin without any."""
 
-    def __init__(self, means: Means | None = None) -> None:
-        self._means = means or Means()
+    def __init__(self, recorder: StepRecorder | None = None) -> None:
+        self._recorder = recorder or StepRecorder()
         self._busy = threading.RLock()
         _ALL.add(self)
         self._memories: list[StepMemory] = []  # the last used last
@@ -139,10 +139,10 @@ class DecodeGraphs:
         self._state: ModelState | None = None
         self._told: set[str] = set()
         self._refusal: _Refusal | None = None  # of `_state`
-        self._last: UnderWay | None = None  # step of a `generate` that continues meanwhile
+        self._last: PendingStep | None = None  # step of a `generate` that continues meanwhile
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
-        return DecodeGraphs(self._means)
+        return DecodeGraphs(self._recorder)
 
     def __reduce__(self) -> Any:
         return DecodeGraphs, ()
@@ -150,10 +150,12 @@ class DecodeGraphs:
     def step(self, model: PreTrainedModel, **inputs: Any) -> Any:
         """Return the output of `model(**inputs)`. A captured step computes it, where one can.
 
-        Where a `StepAhead` is current, it waits for the step.
+        Where the model's context has a `StepAhead`, that waits for the step.
         """
         with self._busy:
-            ahead = step_ahead.current(self)
+            ahead = StepContext.of(model).step_ahead
+            if ahead is not None:
+                ahead.finish()
             self._settle()
             reason = self._unserved(model, inputs)
             captured = reason or self._captured(model, inputs)
@@ -187,9 +189,9 @@ class DecodeGraphs:
             last.settle()
 
     @property
-    def means(self) -> Means:
-        """How the steps are captured."""
-        return self._means
+    def recorder(self) -> StepRecorder:
+        """How the steps are recorded."""
+        return self._recorder
 
     def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         """Return why a call cannot be a captured step, "" if it can."""
@@ -198,7 +200,7 @@ class DecodeGraphs:
         if more:
             return f"it is called with `{more[0]}`"
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        device = self._means.device
+        device = self._recorder.device
         if ids is None or ids.device.type != device or ids.shape[1] != 1:
             return f"it is not one new token per sequence on `{device}`"
         if model.training or torch.is_grad_enabled():
@@ -219,7 +221,7 @@ class DecodeGraphs:
                     return reason
                 memory = self._taken(cache, inputs["input_ids"].shape[0])
             if id(memory) not in self._steps:
-                self._steps[id(memory)] = capture(model, memory, inputs, self._means)
+                self._steps[id(memory)] = capture(model, memory, inputs, self._recorder)
             return self._steps[id(memory)]
         except (
             RuntimeError,
@@ -241,7 +243,7 @@ class DecodeGraphs:
         For a new long one, those are dropped that are smaller and that no other cache uses: kept for later caches, they
         would take several times the memory of the last. `cache` itself keeps what it is a view of until it is copied.
         """
-        rows, capacity = rounded(batch) if self._means.rounded else batch, capacity_for(length_of(cache) + 1)
+        rows, capacity = rounded(batch) if self._recorder.rounded else batch, capacity_for(length_of(cache) + 1)
         memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
         if memory is None:
             smaller = [m for m in self._memories if m.rows == rows and DOUBLED <= m.capacity < capacity]
@@ -282,9 +284,9 @@ class DecodeGraphs:
         """Log why a step is not captured, once for each reason."""
         if reason not in self._told:
             self._told.add(reason)
-            message = f"a decoding step runs without {self._means.form}: {reason}"
-            hint = f"see `ktc explain {self._means.code}`"
-            log.warning("%s", render([Diagnostic(self._means.code, message, hint=hint, severity="warning")]))
+            message = f"a decoding step runs without {self._recorder.form}: {reason}"
+            hint = f"see `ktc explain {self._recorder.code}`"
+            log.warning("%s", render([Diagnostic(self._recorder.code, message, hint=hint, severity="warning")]))
 
 
 def _misshapen(inputs: Mapping[str, Any]) -> str:
@@ -325,7 +327,7 @@ class CapturedStep:
     replay: Replay
     nodes: HostNodes | None
 
-    def begin(self, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, UnderWay]:
+    def begin(self, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, PendingStep]:
         """Begin the step for `inputs`, whose cache the memory holds. The output is there when the step is done."""
         cache: DynamicCache = inputs[CACHE]
         length, batch = length_of(cache), inputs["input_ids"].shape[0]
@@ -345,7 +347,7 @@ class CapturedStep:
                 self.memory.show(cache, length)
                 raise
 
-        step = UnderWay(end)
+        step = PendingStep(end)
         try:
             self.memory.show(cache, length + 1)
             logits = self.output.logits[:batch].clone()
@@ -358,17 +360,17 @@ class CapturedStep:
         return type(self.output)(logits=logits, past_key_values=cache), step
 
 
-def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, means: Means) -> CapturedStep:
+def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, recorder: StepRecorder) -> CapturedStep:
     """Record a step of `model` on a memory that holds the cache of `inputs`.
 
-    Raises what the model and `means.record` raise, and `ValueError` for an output with more than logits.
+    Raises what the model and `recorder.record` raise, and `ValueError` for an output with more than logits.
     """
     memory.position.fill_(length_of(inputs[CACHE]))
-    return CapturedStep(memory, *record_step(model, memory, step_inputs(memory, inputs), means))
+    return CapturedStep(memory, *record_step(model, memory, step_inputs(memory, inputs), recorder))
 
 
 def record_step(
-    model: PreTrainedModel, memory: StepPlaces, found: Inputs, means: Means, constant: Inputs | None = None
+    model: PreTrainedModel, memory: StepPlaces, found: Inputs, recorder: StepRecorder, constant: Inputs | None = None
 ) -> tuple[Inputs, Any, Replay, HostNodes | None]:  # fmt: skip
     """Record a step of `model` that reads ids, positions and present columns such as `found` of all rows of `memory`.
 
@@ -377,15 +379,16 @@ def record_step(
     """
     with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
         held = {name: value.clone() for name, value in found.items()}
-    nodes = None if means.launch is None else HostNodes(means.launch, means.lane())
+    nodes = None if recorder.launch is None else HostNodes(recorder.launch, recorder.order())
+    context = StepContext.given_to(model)
 
     def compute() -> Any:
         read = held | (constant or {})
         given = read | {"attention_mask": masks_of(model, memory, read)}
-        with nullcontext() if nodes is None else nodes.recorded():
+        with nullcontext() if nodes is None else nodes.recorded(context):
             return model(**given, past_key_values=memory.cache, use_cache=True, return_dict=True)
 
-    output, replay = means.record(compute, held["input_ids"].device, (*held.values(), *memory.tensors))
+    output, replay = recorder.record(compute, held["input_ids"].device, (*held.values(), *memory.tensors), context)
     more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
     if more:
         raise ValueError(f"the model returns `{more[0]}`")

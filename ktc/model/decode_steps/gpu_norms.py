@@ -11,7 +11,6 @@ A module is recognised by its graph, and the first of its kind is compared with 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -23,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from ktc.model.graph.typed import named_modules, nodes_of
+from ktc.model.hf.patching import Patch
 from ktc.model.linears.plain import has_hooks
 
 _ROWS: Final = 16  # of the input on which a graph is recorded and both codes are compared
@@ -34,7 +34,7 @@ _STEPS: Final = ("pow", "mean", "add", "rsqrt", "mul")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The properties of a norm that decide its class."""
+    """The properties of a norm that decide its code."""
 
     stock: type[nn.Module]
     size: int
@@ -42,8 +42,8 @@ class _Kind:
     attributes: tuple[tuple[str, object], ...]
 
 
-class FusedNorm:
-    """Mixin before the stock class of a norm. `epsilon_name` is the attribute in which the module holds epsilon."""
+class FusedNorm(Patch):
+    """The code of a fused norm. `epsilon_name` is the attribute in which the module holds epsilon."""
 
     weight: Tensor
     epsilon_name: str
@@ -55,32 +55,17 @@ class FusedNorm:
         normal = functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=getattr(self, self.epsilon_name))
         return self.weight * normal
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle the module by the stock class, since no module has the fused one by its name."""
-        return _empty, (type(self).__bases__[1], self.epsilon_name), vars(self)
-
-
-@functools.cache
-def fused_class(stock: type[nn.Module], epsilon_name: str) -> type[nn.Module]:
-    """Return the class of a fused norm."""
-    return type(f"Fused{stock.__name__}", (FusedNorm, stock), {"epsilon_name": epsilon_name})
-
-
-def _empty(stock: type[nn.Module], epsilon_name: str) -> nn.Module:
-    made = fused_class(stock, epsilon_name)
-    return made.__new__(made)
-
 
 def fuse_norms(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
-    """Give the RMS norms of `model` on devices of this type the class that fuses them, and return their names."""
-    classes, fused = dict[_Kind, type[nn.Module] | None](), list[str]()
+    """Patch the RMS norms of `model` on devices of this type with the code that fuses them, and return their names."""
+    epsilon_names, fused = dict[_Kind, str | None](), list[str]()
     for name, norm in _candidates(model, device):
         weight = cast("Tensor", norm.weight)
         kind = _Kind(type(norm), weight.shape[0], weight.dtype, _attributes(norm))
-        if kind not in classes:
-            classes[kind] = _fused_class(norm)
-        if (made := classes[kind]) is not None:
-            norm.__class__ = made
+        if kind not in epsilon_names:
+            epsilon_names[kind] = _epsilon_name(norm)
+        if (epsilon_name := epsilon_names[kind]) is not None:
+            cast("Any", FusedNorm.put_on(norm)).epsilon_name = epsilon_name
             fused.append(name)
     return tuple(fused)
 
@@ -103,8 +88,8 @@ def _candidates(model: nn.Module, device: str) -> Iterator[tuple[str, nn.Module]
             yield name, module
 
 
-def _fused_class(norm: nn.Module) -> type[nn.Module] | None:
-    """Return the class for a norm, None for a module that computes something else."""
+def _epsilon_name(norm: nn.Module) -> str | None:
+    """Return the attribute in which a norm holds epsilon, None for a module that computes something else."""
     weight = cast("Tensor", norm.weight)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, weight.shape[0], generator=generator).to(weight.device, weight.dtype)
@@ -119,7 +104,7 @@ def _fused_class(norm: nn.Module) -> type[nn.Module] | None:
         if epsilon is None or name is None:
             return None
         found = random * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
-    return fused_class(type(norm), name) if _same(found, expected) else None
+    return name if _same(found, expected) else None
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

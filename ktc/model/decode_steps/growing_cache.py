@@ -23,10 +23,11 @@ _KEYS, _VALUES = "_room_of_keys", "_room_of_values"  # attributes of a layer
 
 
 def growing(cache: DynamicCache) -> DynamicCache:
-    """Change the layers of `cache` that hold every token; sliding and other layers stay as they are."""
-    for layer in cast("list[Any]", cache.layers):
+    """Replace the layers of `cache` that hold every token; sliding and other layers stay as they are."""
+    for number, layer in enumerate(cast("list[Any]", cache.layers)):
         if type(layer) is DynamicLayer:
-            layer.__class__ = GrowingLayer
+            made = cast("list[Any]", cache.layers)[number] = GrowingLayer()
+            vars(made).update(vars(layer))
     return cache
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ktc.model.experts.private_api import HOOKS, version_of
+from ktc.model.hf.private_api import attention_of, experts_of
 from ktc.model.manifest.code_facts import functions_of
-from ktc.model.manifest.watch import HOOKS
 
 _OWN: Final = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are compared otherwise
 # Modules whose hooks do nothing in a decoding step that returns logits alone, or what a replay does too.
@@ -89,7 +90,7 @@ def _facts(module: nn.Module) -> tuple[object, ...]:
 
 
 def _identity(tensor: Tensor) -> tuple[int, int, int]:
-    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _methods(module_class: type[nn.Module]) -> tuple[FunctionType, ...]:
@@ -98,7 +99,7 @@ def _methods(module_class: type[nn.Module]) -> tuple[FunctionType, ...]:
 
 def _implementations(config: object) -> tuple[object, ...]:
     """Return the code that a config chooses for attention and experts, which its dictionary does not have."""
-    return getattr(config, "_attn_implementation", None), getattr(config, "_experts_implementation", None)
+    return attention_of(config), experts_of(config)
 
 
 def _spelled(value: Any) -> str:

@@ -13,8 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Means, Replay, Wait
+from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Replay, StepRecorder, Wait
 from ktc.model.kernels.kernel_library import Kernel, permitted_threads
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.steps.program import StepProgram, record_program
 
 log = logging.getLogger(__name__)
@@ -27,10 +28,12 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
     threads = permitted_threads(threads)
 
     def record(
-        compute: Compute, device: torch.device, changing: Sequence[Tensor]
-    ) -> tuple[Any, Replay]:  # fmt: skip
+        compute: Compute, device: torch.device, changing: Sequence[Tensor], context: StepContext
+    ) -> tuple[Any, Replay]:
         try:
-            output, program, (logits,) = record_program(compute, changing, kernel, threads, lambda out: (out.logits,))
+            output, program, (logits,) = record_program(
+                compute, changing, kernel, threads, lambda out: (out.logits,), context
+            )
             _require_same(compute, program, logits, changing[0])
         except ValueError:
             raise
@@ -48,7 +51,7 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
         return output, replay
 
     return DecodeGraphs(
-        Means(record, "cpu", None, rounded=False, ahead=False, code="L453", form="a program of its own")
+        StepRecorder(record, "cpu", None, rounded=False, ahead=False, code="L453", form="a program of its own")
     )
 
 

@@ -11,17 +11,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
+from ktc.model.kernels.step_context import StepContext
+
 Work = Callable[[], None]
 
 
-class UnderWay:
+class PendingStep:
     """A step that has begun. `end` waits for it and raises its errors; it is called once."""
 
     def __init__(self, end: Work) -> None:
@@ -57,13 +58,12 @@ class UnderWay:
 
 
 class StepAhead:
-    """The last step of one `generate`, and the `owner` of the steps that it waits for."""
+    """The last step of one `generate`."""
 
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-        self._last: UnderWay | None = None
+    def __init__(self) -> None:
+        self._last: PendingStep | None = None
 
-    def begin(self, step: UnderWay) -> None:
+    def begin(self, step: PendingStep) -> None:
         """Let the step be waited for later. The one before is done: see `finish`."""
         self._last = step
 
@@ -74,7 +74,7 @@ class StepAhead:
             last.finish()
 
     def error_before(self, error: BaseException) -> BaseException:
-        """See `UnderWay.error_before`."""
+        """See `PendingStep.error_before`."""
         last, self._last = self._last, None
         return error if last is None else last.error_before(error)
 
@@ -106,32 +106,18 @@ class BeforeReading(StoppingCriteria):
         return self._on
 
 
-_CURRENT: Final[ContextVar[StepAhead | None]] = ContextVar("step_ahead", default=None)
-
-
-def current(owner: object) -> StepAhead | None:
-    """Return what waits for the next step of `owner`, when the one before is done. None: the caller waits."""
-    ahead = _CURRENT.get()
-    if ahead is None or ahead.owner is not owner:
-        return None
-    ahead.finish()
-    return ahead
-
-
 @contextmanager
-def waited_for_by(ahead: StepAhead | None) -> Generator[None]:
-    """Let steps in the context be waited for by `ahead`, or by callers. The last one is done at the end.
+def waited_for_by(ahead: StepAhead | None, context: StepContext) -> Generator[None]:
+    """Let steps inside the block be waited for by `ahead`, or by callers. The last one is done at the end.
 
-    Its error comes before one that the context raises.
+    Its error comes before one that the block raises.
     """
-    token = _CURRENT.set(ahead)
-    try:
-        yield
-        if ahead is not None:
-            ahead.finish()
-    except BaseException as error:
-        if ahead is not None and (first := ahead.error_before(error)) is not error:
-            raise first  # noqa: B904 - its cause is set
-        raise
-    finally:
-        _CURRENT.reset(token)
+    with context.entered(step_ahead=ahead):
+        try:
+            yield
+            if ahead is not None:
+                ahead.finish()
+        except BaseException as error:
+            if ahead is not None and (first := ahead.error_before(error)) is not error:
+                raise first  # noqa: B904 - its cause is set
+            raise

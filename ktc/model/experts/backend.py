@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ktc.model.experts import host_node
 from ktc.model.experts.cpu_backend import Activations, CpuKernel
 from ktc.model.experts.graph_backend import HostNode
 from ktc.model.experts.grouped_products import described
@@ -24,6 +23,7 @@ from ktc.model.experts.streamed_backend import Streamed
 from ktc.model.experts.trained_backend import Trained
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsSizes
+from ktc.model.kernels.step_context import StepContext
 
 
 class ExpertsBackend(Protocol):
@@ -74,18 +74,24 @@ class Offload:
 
 
 def choose(
-    weights: ExpertsWeights, tokens: int, *, activations: Activations, offload: Offload | None, plain: bool = False
-) -> ExpertsBackend:
-    """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""
+    weights: ExpertsWeights, tokens: int, context: StepContext, *, activations: Activations, offload: Offload | None,
+    plain: bool = False,
+) -> ExpertsBackend:  # fmt: skip
+    """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA.
+
+    `context` is that of the module's model.
+    """
     packed, form = weights.packed, weights.form
     if packed is None:
         return Reference(weights)
     if weights.training.repacks:
-        return Trained(weights, activations)
+        return Trained(weights, activations, context)
     if plain and offload is not None and offload.has_room_for_copies(tokens, packed.sizes):
         return ResidentFew(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:
         return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
-    if not torch.compiler.is_compiling() and (nodes := host_node.current()) is not None:
-        return HostNode(packed, form, nodes)
-    return CpuKernel(packed, form, weights.dtype, activations)
+    if torch.compiler.is_compiling():
+        return CpuKernel(packed, form, weights.dtype, activations)
+    if context.host_nodes is not None:
+        return HostNode(packed, form, context.host_nodes)
+    return CpuKernel(packed, form, weights.dtype, activations, context)

@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from ktc.model.experts.private_api import TorchDispatchMode, tree_iter
 
 Work = Callable[[], object]
 _VIEWS: Final = frozenset({
@@ -27,7 +27,7 @@ _VIEWS: Final = frozenset({
 """Operations that read no values. `reshape` is none of them: it may copy."""
 
 
-class Lane(Protocol):
+class StreamOrder(Protocol):
     """A second order of work on a device."""
 
     def start(self, device: torch.device, work: Work) -> None:
@@ -49,7 +49,7 @@ class SideStream:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, device: torch.device, work: Work) -> None:
-        """See `Lane.start`."""
+        """See `StreamOrder.start`."""
         if device.type != "cuda":
             work()
             return
@@ -61,7 +61,7 @@ class SideStream:
             work()
 
     def join(self, device: torch.device) -> None:
-        """See `Lane.join`."""
+        """See `StreamOrder.join`."""
         if device in self._streams:
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
@@ -69,9 +69,9 @@ class SideStream:
 class Beside(TorchDispatchMode):
     """Work that was started within the context `entered`, at most one at a time."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, order: StreamOrder) -> None:
         super().__init__()
-        self._lane = lane
+        self._order = order
         self._pending: Tensor | None = None  # held, so that no other tensor takes its memory
         self._thread = 0  # that entered
 
@@ -100,7 +100,7 @@ class Beside(TorchDispatchMode):
         """Start `work`, which writes `out`. Work that was started before is joined."""
         self.join()
         try:
-            self._lane.start(out.device, work)
+            self._order.start(out.device, work)
         finally:
             self._pending = out  # not before: the work itself writes it. After an error too: a part may be under way
 
@@ -108,7 +108,7 @@ class Beside(TorchDispatchMode):
         """Let the model's stream wait for what was started."""
         if (pending := self._pending) is not None:
             self._pending = None
-            self._lane.join(pending.device)
+            self._order.join(pending.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

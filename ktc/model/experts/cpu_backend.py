@@ -18,6 +18,7 @@ from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.staging import on_host
 from ktc.model.kernels.form import ExpertsForm
+from ktc.model.kernels.step_context import StepContext
 
 Activations = Literal["keep", "recompute"]  # whether gate and up of every slot are saved for backward
 
@@ -30,6 +31,7 @@ class CpuKernel:
     form: ExpertsForm
     dtype: torch.dtype
     activations: Activations
+    context: StepContext | None = None
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +58,9 @@ class CpuKernel:
             keep = wants_grad and self.activations == "keep"
             out_TH = fused_moe(packed, x, index, weights, lora, interleaved=interleaved, keep=keep)
         else:
-            out_TH, _ = packed.forward(x, index, weights, save=False, lora=lora, interleaved=interleaved)
+            out_TH, _ = packed.forward(
+                x, index, weights, save=False, lora=lora, interleaved=interleaved, context=self.context
+            )
         return out_TH.to(x_TH.dtype)
 
     def prepare(self) -> None:

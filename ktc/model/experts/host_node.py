@@ -14,42 +14,39 @@ import ctypes
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from ktc.model.experts.beside import Beside, Lane, SideStream
+from ktc.model.experts.beside import Beside, SideStream, StreamOrder
 from ktc.model.experts.call_memory import CallMemory
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.kernels.kernel_calls import HostCall
+from ktc.model.kernels.step_context import StepContext
 
 Launch = Callable[[int, int], None]  # the addresses of a C function and of its argument
-_CURRENT: Final[ContextVar[HostNodes | None]] = ContextVar("host_nodes", default=None)
 
 
 class HostNodes:
     """The calls of experts in one step of a model, and the memory that they share with the GPU."""
 
-    def __init__(self, launch: Launch | None = None, lane: Lane | None = None) -> None:
+    def __init__(self, launch: Launch | None = None, order: StreamOrder | None = None) -> None:
         self._launch = launch or on_current_stream
-        self._beside = Beside(lane or SideStream())
+        self._beside = Beside(order or SideStream())
         self._calls: list[tuple[PackedExperts, HostCall]] = []
         self._memories: dict[tuple[object, ...], CallMemory] = {}
 
     @contextmanager
-    def recorded(self) -> Generator[None]:
-        """Record the calls of experts in the context. Earlier ones are dropped: no stream may still run them."""
+    def recorded(self, context: StepContext) -> Generator[None]:
+        """Record the experts' calls of the model with this context, inside the block.
+
+        Earlier calls are dropped: no stream may still run them.
+        """
         self._calls.clear()
-        token = _CURRENT.set(self)
-        try:
-            with self._beside.entered():
-                yield
-        finally:
-            _CURRENT.reset(token)
+        with context.entered(host_nodes=self), self._beside.entered():
+            yield
 
     def run(
         self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora,
@@ -98,11 +95,6 @@ class HostNodes:
         if key not in self._memories:
             self._memories[key] = CallMemory(*inputs)
         return self._memories[key]
-
-
-def current() -> HostNodes | None:
-    """Return the recorder of calls of experts, None outside of `HostNodes.recorded`."""
-    return _CURRENT.get()
 
 
 def on_current_stream(function: int, argument: int) -> None:

@@ -22,11 +22,13 @@ from ktc.model.experts.cpu_backend import Activations
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import Numa, PackedExperts
+from ktc.model.experts.private_api import ConversionHook, LoadHooks
 from ktc.model.experts.stock_layout import stock_names
 from ktc.model.experts.weight_training import FROZEN, WeightTraining
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertPart, ExpertsForm, ExpertsSizes, parse_form
 from ktc.model.kernels.kernel_library import Kernel
+from ktc.model.kernels.step_context import StepContext
 
 
 class Check(Protocol):
@@ -37,7 +39,7 @@ class Check(Protocol):
         ...
 
 
-class FusedMoe(nn.Module):
+class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     """Routed experts; forward takes `(T, H), (T, K) int64, (T, K)` and returns `(T, H)`.
 
     PEFT needs the tensors of the stock module (`stock_names`: `gate_up_proj` or, without a gate, `up_proj`;
@@ -80,7 +82,8 @@ class FusedMoe(nn.Module):
         self.num_experts, self.hidden, self.intermediate, self.top_k = num_experts, hidden, intermediate, top_k
         self.activations: Activations = activations
         self.offload = offload
-        self.watch: Check | None = None  # of the loader
+        self.guard: Check | None = None  # of the loader
+        self.step_context = StepContext()  # of the model, which gives its own
         sizes = ExpertsSizes(num_experts, hidden, intermediate, top_k)
         packed = None if kernel is None else PackedExperts(kernel, threads, *sizes, numa)
         of_form = parse_form(form) if isinstance(form, str) else form
@@ -102,7 +105,7 @@ class FusedMoe(nn.Module):
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, in place of a stock tensor too: kernels do not read it, and the watch says so."""
+        """Register a parameter, in place of a stock tensor too: kernels do not read it, and the guard says so."""
         if name in self.weights.stock:
             self._parameters[name] = param
         else:
@@ -132,11 +135,12 @@ class FusedMoe(nn.Module):
         """Count weights and biases, as the stock module has them."""
         return sum(tensor.numel() for tensor in self.weights.stock.values())
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedMoe:
+    def converts(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Change the dtype of the weights as `fn` would. Those that train are then converted."""
         wanted = fn(torch.empty(1, dtype=self.weights.dtype)).dtype
         if wanted != self.weights.dtype:
             self._become(wanted)
-        return self if self.weights.training.trains else super()._apply(fn, recurse)
+        return not self.weights.training.trains
 
     def _become(self, dtype: torch.dtype) -> None:
         if self.weights.packed:
@@ -147,14 +151,16 @@ class FusedMoe(nn.Module):
         self.weights.become(dtype)
         self._show()
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def before_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Refuse weights of experts (L436). A load that is not strict would drop them without a word."""
         found = next((name for name in state_dict if name.startswith(prefix)), None)
         if found is not None and not self.weights.training.trains:
             message = f"`{found}` cannot be loaded into a compiled model: the weights of its experts are fixed"
             hint = "leave the experts out of the state dict, or load the checkpoint: `ktc.load(OUT, weights=FOLDER)`"
             raise InputRefused(Diagnostic("L436", message, hint=hint))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def after_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Count weights that train as loaded."""
         if all(f"{prefix}{name}" in state_dict for name in self.weights.stock):
             self.weights.loaded_all()
 
@@ -237,7 +243,9 @@ class FusedMoe(nn.Module):
 
     def backend(self, tokens: int, *, plain: bool = False) -> ExpertsBackend:
         """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""
-        return choose(self.weights, tokens, activations=self.activations, offload=self.offload, plain=plain)
+        return choose(
+            self.weights, tokens, self.step_context, activations=self.activations, offload=self.offload, plain=plain
+        )
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None
@@ -255,8 +263,8 @@ class FusedMoe(nn.Module):
     ) -> Tensor:
         lora = lora or ExpertsLora()
         self.weights.require_loaded()
-        if self.watch is not None and not torch.compiler.is_compiling():
-            self.watch.check()
+        if self.guard is not None and not torch.compiler.is_compiling():
+            self.guard.check()
         self._check(hidden_states, top_k_index, top_k_weights)
         self._check_lora(lora)
         if hidden_states.is_meta:  # shapes alone, differentiable as the values would be

@@ -29,7 +29,7 @@ from ktc.model.experts.lora import NO_LORA, ExpertsLora, native_argument
 from ktc.model.experts.saved_buffers import SavedBuffers
 from ktc.model.kernels import kernel_clock
 from ktc.model.kernels.form import ExpertPart, ExpertsSizes
-from ktc.model.kernels.kernel_calls import HostCall, announce
+from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import (
     TURNS,
     Engine,
@@ -38,6 +38,7 @@ from ktc.model.kernels.kernel_library import (
     nodes_for,
     permitted_threads,
 )
+from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -144,6 +145,11 @@ class PackedExperts:
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Count the bytes that forward saves for backward of each token, with LoRA of these ranks (0: none)."""
         return self._native.saved_bytes(1, gate_up_rank, down_rank)
+
+    @property
+    def address(self) -> int:
+        """Where the packed weights are."""
+        return self._packed
 
     @property
     def nbytes(self) -> int:
@@ -267,16 +273,18 @@ class PackedExperts:
         save: bool,
         lora: ExpertsLora = NO_LORA,
         interleaved: bool = False,
+        context: StepContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer's output, and if `save` the bytes that backward needs beside the inputs.
 
-        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up.
+        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up. A call that saves nothing is
+        handed to the recorder of `context`.
         """
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)
         ranks, read = lora.ranks, lora.to(self.weight_dtype)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
-        with TURNS, kernel_clock.timed("forward", tokens, self._sizes, ranks):
+        with TURNS, kernel_clock.timed(self._packed, "forward", tokens, self._sizes, ranks):
             self._native.forward(
                 self._engine,
                 self._packed,
@@ -288,8 +296,8 @@ class PackedExperts:
                 tokens,
                 *(native_argument(each, None, interleaved=interleaved) for each in read.products),
             )
-        if saved is None:
-            announce(
+        if saved is None and context is not None:
+            context.record_call(
                 lambda tensors, out: self._call(self._engine, tensors, out, read, interleaved=interleaved),
                 (x_TH, index_TK, weights_TK),
                 out_TH,
@@ -345,7 +353,7 @@ class PackedExperts:
         grad_x_TH = torch.empty_like(grad_TH)
         grad_weights_TK = torch.empty_like(weights_TK)
         read, gradients = lora.to(self.weight_dtype), lora.zeros(self.weight_dtype)
-        with TURNS, kernel_clock.timed("backward", grad_TH.shape[0], self._sizes, lora.ranks):
+        with TURNS, kernel_clock.timed(self._packed, "backward", grad_TH.shape[0], self._sizes, lora.ranks):
             self._native.backward(
                 self._engine,
                 self._packed,

@@ -27,6 +27,7 @@ from ktc.model.experts.tracing import never_traced
 from ktc.model.experts.weight_training import State
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsForm
+from ktc.model.kernels.step_context import StepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Trained:
 
     weights: ExpertsWeights
     activations: Activations
+    context: StepContext
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +68,9 @@ class Trained:
         else:
             beside = NO_LORA if self.weights.training.merged else lora
             interleaved = self.weights.form.interleaved
-            out_TH, _ = packed.forward(x, index, weights, save=False, lora=beside, interleaved=interleaved)
+            out_TH, _ = packed.forward(
+                x, index, weights, save=False, lora=beside, interleaved=interleaved, context=self.context
+            )
         return out_TH.to(x_TH.dtype)
 
     def prepare(self) -> None:

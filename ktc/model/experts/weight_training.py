@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ktc.diagnostics import Diagnostic
 from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.experts.private_api import version_of
 
 MASTERS: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -89,5 +90,5 @@ def state_of(parameters: Iterable[Tensor], scales: Iterable[float] = ()) -> Stat
     They must outlive the state: memory that is free again may be given to another tensor. A change through `.data`
     outside of an optimizer is not seen, as autograd does not see it either. Inference tensors have no versions.
     """
-    versions = ((each.data_ptr(), -1 if each.is_inference() else each._version) for each in parameters)
+    versions = ((each.data_ptr(), -1 if each.is_inference() else version_of(each)) for each in parameters)
     return (_STEPS.taken, *versions, *scales)

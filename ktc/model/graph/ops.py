@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from ktc.model.experts.private_api import schema_of
 from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.graph.typed import input_of, nodes_in, tensor_of
 from ktc.model.kernels.form import parse_form
@@ -164,7 +165,7 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """Return the argument of an ATen call by its schema name, or `default` if it is missing."""
     if name in node.kwargs:
         return node.kwargs[name]
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None:
         return default
     for position, declared in enumerate(schema.arguments):

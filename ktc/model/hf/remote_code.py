@@ -21,6 +21,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import read_json
 from ktc.foundation.regular_files import read_regular
 from ktc.model.hf.foreign_errors import raised_by
+from ktc.model.hf.patching import Patch
 
 _MODEL = "AutoModelForCausalLM"
 
@@ -119,6 +120,5 @@ def _as_auto_model_does(model_class: type[PreTrainedModel]) -> type[PreTrainedMo
 
 
 def _of_a_class_of_its_own(config: PreTrainedConfig) -> PreTrainedConfig:
-    stock = type(config)
-    config.__class__ = type(stock.__name__, (stock,), {"__module__": stock.__module__})
-    return config
+    own: type[Patch] = type("OwnConfig", (Patch,), {})
+    return own.put_on(config)

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ktc.model.hf.private_api import model_of_config
+
 
 def build_on_meta(
     config: PreTrainedConfig, dtype: torch.dtype, model_class: type[PreTrainedModel] | None = None, **options: Any
@@ -25,7 +27,7 @@ def build_on_meta(
         if model_class is None:
             made = cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype, **options)
         else:
-            made = cast("Any", model_class)._from_config(part_of(model_class, config), dtype=dtype, **options)
+            made = model_of_config(model_class, part_of(model_class, config), dtype=dtype, **options)
     return cast("PreTrainedModel", made).eval()
 
 

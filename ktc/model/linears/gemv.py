@@ -15,8 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.model.kernels.kernel_calls import HostCall, announce
+from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import TURNS, Engine, Kernel, NativeLinear, permitted_threads
+from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The fewest and most rows for which it was faster than F.linear (docs/kernels.md). For one fp32 row F.linear reads at
@@ -43,7 +44,7 @@ class Gemv:
         plain = all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors)
         return plain and weight.is_contiguous() and not is_traced() and not torch.is_autocast_enabled("cpu")
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, context: StepContext | None = None) -> Tensor:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         outputs, inputs = weight.shape
         x = x.detach().contiguous()
@@ -58,7 +59,8 @@ class Gemv:
             x_at, weight_at, bias_at = map(address, reads)
             return HostCall(native.call(engine, x_at, weight_at, bias_at, out.data_ptr(), *sizes), (*reads, out))
 
-        announce(bind, (x, weight, bias), out)
+        if context is not None:
+            context.record_call(bind, (x, weight, bias), out)
         return out
 
     def _threads(self, weight: Tensor) -> int:

@@ -7,12 +7,15 @@ Under `fake_quant` with a frozen base, the loader rounds the weight to the grid 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.experts.private_api import LoadHooks
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import Gemv
 from ktc.model.linears.many_rows import ManyRows
 
@@ -20,7 +23,7 @@ _STOCK_FORWARD = nn.Linear.forward  # KTLinear runs a replacement of it too
 _BAND = 1 << 22  # weights that are rounded at once: 16 MB as fp32
 
 
-class KTLinear(nn.Linear):
+class KTLinear(LoadHooks, nn.Linear):
     """An `nn.Linear` that a rule claimed; `ktc graph` and `print(model)` show it by this name.
 
     `decode` and `many` multiply the bytes of `weight` itself, so a PEFT merge into `weight` takes effect there too.
@@ -29,6 +32,7 @@ class KTLinear(nn.Linear):
     decode: Gemv | None = None
     many: ManyRows | None = None
     grid: Int4Grid | None = None
+    step_context: StepContext | None = None
 
     @classmethod
     def from_linear(
@@ -43,6 +47,7 @@ class KTLinear(nn.Linear):
         made.weight = linear.weight
         made.register_parameter("bias", linear.bias)
         made.decode, made.many, made.grid = decode, many, grid
+        made.step_context = None if decode is None and many is None else StepContext()
         return made.train(linear.training)
 
     def round_weight(self, *, in_place: bool = False) -> None:
@@ -60,9 +65,8 @@ class KTLinear(nn.Linear):
         if not in_place:
             self.weight = nn.Parameter(rounded, requires_grad=self.weight.requires_grad)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load as any layer, and put the weight on the grid again."""
-        super()._load_from_state_dict(*args, **kwargs)
+    def after_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Put the weight on the grid again."""
         if not self.weight.is_meta:
             self.round_weight(in_place=True)
 
@@ -73,9 +77,9 @@ class KTLinear(nn.Linear):
         # In training mode reentrant checkpointing runs a forward without gradients and repeats it with them.
         decode = None if self.training else self.decode
         if decode is not None and decode.serves(input, self.weight, self.bias):
-            return decode(input, self.weight, self.bias)
+            return decode(input, self.weight, self.bias, self.step_context)
         if self.many is not None and self.many.serves(input, self.weight, self.bias):
-            return self.many(input, self.weight, self.bias)
+            return self.many(input, self.weight, self.bias, self.step_context)
         return super().forward(input)
 
     def extra_repr(self) -> str:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktc.model.kernels.kernel_calls import HostCall, announce
+from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import TURNS, Kernel
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.choice import Choice, kept_choice, measured_choice
 from ktc.model.linears.gemv import DTYPES, address, is_plain, is_traced, opened
 
@@ -51,11 +52,11 @@ class ManyRows:
             return False
         return self.product == "packed" or self.choice().packed
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, context: StepContext | None = None) -> Tensor:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         x = x.to(weight.dtype)
         if not torch.is_grad_enabled():  # also in a step that is recorded: it has no operations of autograd
-            return self.multiply(x, weight, bias)
+            return self.multiply(x, weight, bias, context)
         return cast("Tensor", _Frozen.apply(x, weight, bias, self))
 
     def choice(self) -> Choice:
@@ -66,7 +67,10 @@ class ManyRows:
         """Describe the choice, for a report."""
         return str(self.choice()) if self.product == "auto" else "packed, as the rules request"
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+    def multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, context: StepContext | None = None,
+        *, transposed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return x (..., inputs) W^T + b, or with `transposed` x (..., outputs) W, without gradients."""
         (outputs, inputs), x = weight.shape, x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], inputs if transposed else outputs))
@@ -81,7 +85,8 @@ class ManyRows:
             call = native.multiply_call(engine, x_at, weight_at, bias_at, out.data_ptr(), *sizes, transposed)
             return HostCall(call, (*reads, out))
 
-        announce(bind, (x, weight, bias), out)
+        if context is not None:
+            context.record_call(bind, (x, weight, bias), out)
         return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils import parametrize
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from ktc.model.experts.private_api import HOOKS
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -27,4 +27,4 @@ def has_hooks(module: nn.Module) -> bool:
 
 def hooks_of(module: nn.Module) -> list[object]:
     """Return the functions that are called with the module."""
-    return [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
+    return [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]

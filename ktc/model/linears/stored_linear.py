@@ -20,8 +20,9 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.load_state import Loads
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.tracing import never_traced
-from ktc.model.kernels.kernel_calls import HostCall, announce
+from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import TURNS, Engine, Kernel, NativePackedLinear, permitted_threads
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.absent_weight import AbsentWeight
 from ktc.model.linears.gemv import address
 
@@ -36,6 +37,7 @@ class StoredLinear(nn.Linear):
     threads: int
     packed: Tensor | None
     loads: Loads[str]
+    step_context: StepContext
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, kernel: Kernel, weight_format: str, threads: int) -> StoredLinear:
@@ -47,7 +49,7 @@ class StoredLinear(nn.Linear):
         made.register_parameter("bias", linear.bias)
         made.kernel, made.format, made.packed = kernel, weight_format, None
         made.loads = Loads(["weight"])
-        made.threads = permitted_threads(threads)
+        made.threads, made.step_context = permitted_threads(threads), StepContext()
         return made.train(linear.training)
 
     @property
@@ -121,7 +123,7 @@ class StoredLinear(nn.Linear):
                 native.call(engine, x_at, packed, bias_at, out.data_ptr(), *sizes), (self.packed, *reads, out)
             )
 
-        announce(bind, (x, bias), out)
+        self.step_context.record_call(bind, (x, bias), out)
         return out
 
     def _held(self) -> int:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.experts.private_api import unsaved_buffers
+from ktc.model.hf.private_api import initialise_buffers
 from ktc.model.packed_store.placement import device_of
 
 
@@ -39,7 +41,7 @@ def compute_buffers(model: nn.Module, placement: Mapping[str, str]) -> None:
 
 
 def _non_persistent(module: nn.Module) -> Iterator[str]:
-    absent = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    absent = unsaved_buffers(module)
     return (name for name, _ in module.named_buffers(recurse=False) if name in absent)
 
 
@@ -59,14 +61,11 @@ def _initialised(model: nn.Module, module: nn.Module, name: str) -> Tensor | Non
 
     The parameters beside it are marked as loaded, in the way of transformers, so that they keep their values.
     """
-    initialise = getattr(model, "_init_weights", None)
     held = getattr(module, name)
-    if initialise is None or not held.is_floating_point():
+    if not held.is_floating_point():
         return None
-    for parameter in module.parameters(recurse=False):
-        cast("Any", parameter)._is_hf_initialized = True
     setattr(module, name, torch.full_like(held, torch.nan, device="cpu"))
-    initialise(module)
+    is_set = initialise_buffers(model, module)
     value = cast("Tensor", getattr(module, name))
     setattr(module, name, held)
-    return None if value.isnan().any() else value
+    return value if is_set and not value.isnan().any() else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +25,8 @@ from ktc.model.decode_steps.step_ahead import BeforeReading, BeforeSampling, Ste
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import remote_code
+from ktc.model.hf.private_api import GenerationHooks
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.loading import refresh
 from ktc.model.loading.load_as import load_as
@@ -47,8 +48,6 @@ _DECIDED = frozenset({
     "tp_plan", "tp_size",
 })  # fmt: skip
 
-_READS_PROMPT: ContextVar[bool] = ContextVar("generate reads the prompt", default=False)
-
 
 class _Empty:
     """Makes an empty object of the compiled form of a stock class, for a copy or a pickle."""
@@ -68,7 +67,7 @@ class _Empty:
         raise InputRefused(Diagnostic("L435", message, hint=hint))
 
 
-class CompiledModel:
+class CompiledModel(GenerationHooks):
     """Mixin before a stock causal LM. `decode_graphs` computes the decoding steps of `generate`, where there is one.
 
     `weights_state` says whether weights are being replaced: see `restore_weights`.
@@ -193,48 +192,47 @@ class CompiledModel:
             self.decode_graphs.clear()
         return cast("PreTrainedModel", cast("Any", super()).train(mode))
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def prepare_cache(self, model_kwargs: dict[str, Any], prepare: Callable[[], Any]) -> Any:
         """Make the cache of stock `generate`, with room for the next tokens. A caller's cache stays as it is."""
         given = model_kwargs.get(CACHE)
-        prepared = cast("Any", super())._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        prepared = prepare()
         made = model_kwargs.get(CACHE)
         if given is None and type(made) is DynamicCache and not getattr(made, "offloading", False):
             growing(as_int8(made, int8_kernels(cast("nn.Module", self))))
         return prepared
 
-    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any, *args: Any) -> bool:
+    def takes_compiled_steps(self, generation_config: Any) -> bool:
         """Return whether `generate` takes its steps from `get_compiled_call`.
 
         `torch.compile`, which stock code would use with a static cache, fails for kernels of experts.
         """
-        return self.decode_graphs is not None and not generation_config.disable_compile and not _READS_PROMPT.get()
+        reads_prompt = StepContext.of(cast("nn.Module", self)).reads_prompt
+        return self.decode_graphs is not None and not generation_config.disable_compile and not reads_prompt
 
-    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+    def prefill(self, read: Callable[[], Any]) -> Any:
         """Read the prompt as stock code does: its chunks (`prefill_chunk_size`) are not decoding steps."""
-        token = _READS_PROMPT.set(True)
-        try:
-            return cast("Any", super())._prefill(*args, **kwargs)
-        finally:
-            _READS_PROMPT.reset(token)
+        with StepContext.of(cast("nn.Module", self)).entered(reads_prompt=True):
+            return read()
 
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+    def sample(self, options: dict[str, Any], sample: Callable[[], Any]) -> Any:
         """Choose tokens as stock code does; a GPU computes a step while stock code prepares the choice after it.
 
         A streamer reads each token itself, and so each step is waited for.
         """
-        sample: Any = cast("Any", super())._sample
-        graphs, criteria, config = self.decode_graphs, kwargs.get("stopping_criteria"), kwargs.get("generation_config")
+        graphs, criteria, config = (
+            self.decode_graphs,
+            options.get("stopping_criteria"),
+            options.get("generation_config"),
+        )
         ahead: StepAhead | None = None
-        if graphs is not None and graphs.means.ahead and criteria is not None and kwargs.get("streamer") is None:
-            ahead = StepAhead(graphs)
-            kwargs["stopping_criteria"] = StoppingCriteriaList([BeforeReading(ahead), *criteria])
+        if graphs is not None and graphs.recorder.ahead and criteria is not None and options.get("streamer") is None:
+            ahead = StepAhead()
+            options["stopping_criteria"] = StoppingCriteriaList([BeforeReading(ahead), *criteria])
             if config is None or config.do_sample:
-                processors = kwargs.get("logits_processor") or ()
-                kwargs["logits_processor"] = LogitsProcessorList([*processors, BeforeSampling(ahead)])
-        with waited_for_by(ahead):
-            return sample(*args, **kwargs)
+                processors = options.get("logits_processor") or ()
+                options["logits_processor"] = LogitsProcessorList([*processors, BeforeSampling(ahead)])
+        with waited_for_by(ahead, StepContext.of(cast("nn.Module", self))):
+            return sample()
 
     def get_compiled_call(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Return the function for decoding steps: captured ones where the plan has them."""
@@ -244,8 +242,11 @@ class CompiledModel:
 
 
 def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
-    bases = cast("tuple[type[PreTrainedModel], ...]", model_class.__mro__)
-    return next(base for base in bases if not issubclass(base, CompiledModel))
+    return next(
+        base
+        for base in model_class.__mro__
+        if issubclass(base, PreTrainedModel) and not issubclass(base, CompiledModel)
+    )
 
 
 @functools.cache

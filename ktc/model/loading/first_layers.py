@@ -12,11 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktc.model.hf.private_api import set_tie_patterns, tie_patterns
 from ktc.model.manifest.manifest import Rewrite
 
 _NUMBERED: Final = re.compile(r"^(.*?)\.(\d+)\.(.*)$")
@@ -72,15 +73,14 @@ def _untie_removed(model: nn.Module, before: Mapping[nn.Module, frozenset[str]])
     A tie that matched nothing before stays: transformers refuses it with its own words.
     """
     for inner, left in _tensor_names(model).items():
-        ties = getattr(inner, "_tied_weights_keys", None)
-        if not isinstance(ties, dict):
-            continue
-        removed = before[inner] - left
-        cast("Any", inner)._tied_weights_keys = {
+        ties, removed = tie_patterns(inner), before[inner] - left
+        kept = {
             target: source
-            for target, source in cast("dict[str, str]", ties).items()
+            for target, source in ties.items()
             if not any(_matches(end, removed) and not _matches(end, left) for end in (target, source))
         }
+        if kept != ties:
+            set_tie_patterns(inner, kept)
 
 
 def _matches(pattern: str, names: frozenset[str]) -> bool:

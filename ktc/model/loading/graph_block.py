@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.hf.patching import Patch
 from ktc.model.kernels.form import ExpertsForm, parse_form
 from ktc.model.loading.python_files import module_of
 
@@ -36,7 +37,10 @@ class ExpertStack(nn.Module):
 
 
 def graph_block(block: nn.Module, args: Mapping[str, Any], folder: Path) -> nn.Module:
-    """`block` itself, of a class made for it. Raises `ValueError` where the arguments are those of another block."""
+    """Return `block` itself, patched with its graph.
+
+    Raises `ValueError` where the arguments are those of another block.
+    """
     experts = block.get_submodule(args["experts"])
     if not isinstance(experts, nn.ModuleList):
         raise ValueError(f"`{args['experts']}` is a `{type(experts).__name__}`")
@@ -47,12 +51,8 @@ def graph_block(block: nn.Module, args: Mapping[str, Any], folder: Path) -> nn.M
         if tuple(getattr(stack, name).shape) != stock_shape(form, name, *sizes):
             raise ValueError(f"its experts are of other sizes: `{name}` {list(getattr(stack, name).shape)}")
     block.set_submodule(args["experts"], stack)
-    stock = type(block)
-    forward = read_forward(folder / args["file"])
-    block.__class__ = type(stock.__name__, (stock,), {  # of the same name: libraries choose blocks by it
-        "__module__": stock.__module__, "__qualname__": stock.__qualname__, "forward": forward
-    })  # fmt: skip
-    return block
+    graph: type[Patch] = type("GraphBlock", (Patch,), {"forward": read_forward(folder / args["file"])})
+    return graph.put_on(block)
 
 
 def parse_parts(text: str) -> dict[str, str]:

@@ -7,29 +7,19 @@ that transformers does not have, model code that is not trusted or not the one t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 import transformers
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.progress import Progress
 from ktc.model.hf import remote_code
 from ktc.model.loading.compiled_model import compiled_class
-from ktc.model.loading.load_as import load_as
+from ktc.model.loading.load_as import LoadOptions, load_as
 from ktc.model.manifest.manifest import Manifest, read_manifest
 
 
-def load(
-    path: str | Path,
-    *,
-    weights: str | Path | None = None,
-    reference: bool = False,
-    map: bool = False,
-    allow_nonfinite: bool = False,
-    trust_remote_code: bool = False,
-    random_weights: int | None = None,
-    progress: Progress | None = None,
-) -> PreTrainedModel:
+def load(path: str | Path, *, trust_remote_code: bool = False, **options: Unpack[LoadOptions]) -> PreTrainedModel:
     """Load the compiled model in `path`, in evaluation mode, without adapters.
 
     Args:
@@ -46,21 +36,14 @@ def load(
 
     Raises:
         InputRefused: The folder, its checkpoint or the options cannot be used; the diagnostic has the remedy.
+        TypeError: An option is unknown.
         HostLacks: This machine lacks an instruction set, memory or a device.
     """
     manifest = read_manifest(Path(path))
+    weights = options.get("weights")
     checkpoint = None if weights is None else Path(weights)
     model_class = compiled_class(stock_class(manifest, Path(path), checkpoint, trust_remote_code=trust_remote_code))
-    return load_as(
-        model_class,
-        Path(path),
-        weights=weights,
-        reference=reference,
-        map=map,
-        allow_nonfinite=allow_nonfinite,
-        random_weights=random_weights,
-        progress=progress,
-    )
+    return load_as(model_class, Path(path), **options)
 
 
 def stock_class(

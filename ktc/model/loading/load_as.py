@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -25,12 +25,14 @@ from ktc.foundation import environment, host
 from ktc.foundation.files import file_digest
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
-from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index, read_sources
+from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 from ktc.model.decode_steps.gpu_norms import fuse_norms
 from ktc.model.decode_steps.native_step import native_steps
 from ktc.model.hf import generation_config, remote_code, stock_model
+from ktc.model.hf.private_api import kept_in_fp32
 from ktc.model.kernels.kernel_library import KernelLibrary, on_torch_threads
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.lora_linear import KTLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.loading import peft_glue
@@ -38,11 +40,10 @@ from ktc.model.loading.buffers import compute_buffers
 from ktc.model.loading.realise import realise
 from ktc.model.manifest import assumptions
 from ktc.model.manifest.manifest import Manifest, Versions, check_sealed, read_manifest
+from ktc.model.manifest.stale_change_guard import Remembered, guard, remember
 from ktc.model.manifest.stock_facts import assumptions_of
-from ktc.model.manifest.watch import Remembered, remember, watch
 from ktc.model.packed_store import process_gpu, weight_store, weights_stage
 from ktc.model.packed_store.memory import check_bytes
-from ktc.model.packed_store.packed_store import PackedStore
 from ktc.model.packed_store.placement import check_devices, device_map, follow
 from ktc.model.packed_store.random_weights import fill_random
 
@@ -63,6 +64,17 @@ class LoadedFrom:
         return self
 
 
+class LoadOptions(TypedDict, total=False):
+    """The options of `ktc.load` that say how weights are read."""
+
+    weights: str | Path | None
+    reference: bool
+    map: bool
+    allow_nonfinite: bool
+    random_weights: int | None
+    progress: Progress | None
+
+
 def load_as(
     model_class: type[PreTrainedModel],
     folder: Path,
@@ -70,27 +82,22 @@ def load_as(
     config: PreTrainedConfig | None = None,
     attention: str | None = None,
     experts: str | None = None,
-    weights: str | Path | None = None,
-    reference: bool = False,
-    map: bool = False,
-    allow_nonfinite: bool = False,
-    random_weights: int | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[LoadOptions],
 ) -> PreTrainedModel:
     """`load` as an instance of `model_class`, with a `config` that was read from the folder and then changed.
 
-    The model gets a copy of `config`.
+    The model gets a copy of `config`. Raises TypeError for an unknown option.
     """
+    if unknown := options.keys() - LoadOptions.__annotations__.keys():
+        raise TypeError(f"a load has no option `{min(unknown)}`")
+    weights, reference = options.get("weights"), options.get("reference", False)
     folder = folder.resolve()
     manifest = read_manifest(folder)
     if not reference:
         manifest = process_gpu.for_this_process(manifest, folder)
     checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
     library = check_fit(manifest, folder, checkpoint, reference)
-    if random_weights is None:
-        fill = _from_checkpoint(folder, manifest, checkpoint, library, map, allow_nonfinite)
-    else:
-        fill = _from_seed(random_weights, map)
+    fill = _filling(folder, manifest, checkpoint, library, options)
     placement = {} if reference else dict(manifest.placement)
     check_devices(placement)
     model = build_on_meta(
@@ -102,11 +109,11 @@ def load_as(
     if not reference:
         check_bytes(model, manifest, folder, placement)  # before anything is read, and below of what was
     with progress_bar(f"loading {folder.name}") as bar:
-        fill(model, placement, progress=progress or bar)
+        fill(model, placement, progress=options.get("progress") or bar)
     if library is not None:
         _tell_of_spinning(num_threads(manifest))
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
-    made_from = LoadedFrom(folder, manifest, library, reference, allow_nonfinite)
+    made_from = LoadedFrom(folder, manifest, library, reference, options.get("allow_nonfinite", False))
     return completed(model, made_from, placement, remembered, base)
 
 
@@ -131,7 +138,8 @@ def completed(
             module.round_weight()
         if isinstance(module, StreamedLinear) and not reference:
             module.begin()
-    watch(model, manifest.rewrites, remembered, folder)
+    StepContext.given_to(model)
+    guard(model, manifest.rewrites, remembered, folder)
     if manifest.cuda_graph and not reference:
         fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
@@ -157,48 +165,32 @@ def _tell_of_spinning(threads: int) -> None:
     log.warning("%s", render([Diagnostic("L452", message, hint=hint, severity="warning")]))
 
 
-def _from_seed(seed: int, map: bool) -> Callable[..., None]:
-    """Return the function that fills a model with random weights, which no file could be mapped for."""
-    if map:
-        raise InputRefused(Diagnostic("L443", "random weights cannot be mapped", hint="load them without `map`"))
-    return functools.partial(fill_random, seed=seed)
-
-
-def _from_checkpoint(
-    folder: Path,
-    manifest: Manifest,
-    checkpoint: Path,
-    library: KernelLibrary | None,
-    map: bool,
-    allow_nonfinite: bool,
+def _filling(
+    folder: Path, manifest: Manifest, checkpoint: Path, library: KernelLibrary | None, options: LoadOptions
 ) -> Callable[..., None]:
-    """Return the function that fills a model from its checkpoint. Every file is checked here."""
-    sources, index = read_rows(folder, manifest), open_index(checkpoint)
-    store = _store(folder, manifest, sources, index, library, map)
+    """Return the function that fills a model: from a seed, or from its checkpoint, whose files are checked here.
+
+    Raises InputRefused (L443) for random weights, or experts without a library, that are to be mapped.
+    """
+    map, seed = options.get("map", False), options.get("random_weights")
+    if seed is not None:
+        if map:
+            raise InputRefused(Diagnostic("L443", "random weights cannot be mapped", hint="load them without `map`"))
+        return functools.partial(fill_random, seed=seed)
+    sources, index, store = read_rows(folder, manifest), open_index(checkpoint), None
+    if library is not None:
+        store = weights_stage.usable_store(folder, manifest, sources, index, map=map)
+    elif map:
+        message = "experts that run as their reference have no packed form that could be mapped"
+        raise InputRefused(Diagnostic("L443", message, hint="load it without `map`"))
+    stored, allow_nonfinite = weights_stage.StoredWeights(sources, index, store), options.get("allow_nonfinite", False)
 
     def fill(model: PreTrainedModel, placement: Mapping[str, str], progress: Progress | None) -> None:
         weights_stage.fill_weights(
-            model, sources, index, placement, store, map=map, allow_nonfinite=allow_nonfinite, progress=progress
+            model, stored, placement, map=map, allow_nonfinite=allow_nonfinite, progress=progress
         )
 
     return fill
-
-
-def _store(
-    folder: Path,
-    manifest: Manifest,
-    sources: tuple[WeightSource, ...],
-    index: CheckpointIndex,
-    library: KernelLibrary | None,
-    map: bool,
-) -> PackedStore | None:
-    """Return the packed store to use. Without a library experts are not packed, and mapping is refused."""
-    if library is not None:
-        return weights_stage.usable_store(folder, manifest, sources, index, map=map)
-    if map:
-        message = "experts that run as their reference have no packed form that could be mapped"
-        raise InputRefused(Diagnostic("L443", message, hint="load it without `map`"))
-    return None
 
 
 # What must hold before anything is read
@@ -305,11 +297,19 @@ def build_on_meta(
     return model
 
 
+def realised_on_meta(
+    model_class: type[PreTrainedModel], folder: Path, manifest: Manifest, library: KernelLibrary | None,
+    *, reference: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """Build the compiled model of a folder without storage: its stock modules, with the recipe realised in them."""
+    model = build_on_meta(model_class, read_config(folder, model_class), manifest, None, reference)
+    realise(model, manifest.rewrites, library, folder)
+    return model
+
+
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Some tensors (a router's correction bias) stay fp32 in a model of half precision: the class names them."""
-    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = kept_in_fp32(model, half=dtype == torch.float16)
     if not kept or dtype not in (torch.float16, torch.bfloat16):
         return
     tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)

@@ -20,6 +20,7 @@ from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.peft_wrapper import ASKED, AskedTargets, ExpertsParamWrapper
 from ktc.model.hf.lora_values import value_faults
+from ktc.model.hf.private_api import register_layers
 from ktc.model.linears.merged_lora import MergedLoraLinear
 from ktc.model.linears.trained_linear import TrainedLinear
 from ktc.model.loading import all_linear
@@ -44,7 +45,7 @@ def install() -> None:
         original(self)
         if self.base_model_name_or_path is None:  # an adapter that is read names its base, and was checked when made
             setattr(self, ASKED, AskedTargets.of(self))
-        cast("Any", self)._register_custom_module({FusedMoe: ExpertsParamWrapper, TrainedLinear: MergedLoraLinear})
+        register_layers(self, {FusedMoe: ExpertsParamWrapper, TrainedLinear: MergedLoraLinear})
 
     setattr(with_modules, _INSTALLED, True)
     cast("Any", LoraConfig).__post_init__ = with_modules

@@ -27,11 +27,11 @@ from ktc.foundation.progress import Progress
 from ktc.model.checkpoint import open_index
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.private_api import unsaved_buffers
 from ktc.model.linears.lora_linear import KTLinear
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
-from ktc.model.loading.load_as import LoadedFrom, build_on_meta, read_config, read_rows
-from ktc.model.loading.realise import realise
+from ktc.model.loading.load_as import LoadedFrom, read_config, read_rows, realised_on_meta
 from ktc.model.packed_store import weight_store
 from ktc.model.packed_store.memory import in_gib, tensor_bytes
 from ktc.model.packed_store.new_checkpoint import require_same_codes, require_same_config
@@ -176,9 +176,7 @@ def _drop_captured(model: PreTrainedModel) -> None:
 def _shell(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model as it was built before its weights were read, without adapters."""
     of = cast("LoadedFrom", cast("Any", model).loaded_from)
-    made = build_on_meta(type(model), read_config(of.folder, type(model)), of.manifest, None, of.reference)
-    realise(made, of.manifest.rewrites, of.library, of.folder)
-    return made
+    return realised_on_meta(type(model), of.folder, of.manifest, of.library, reference=of.reference)
 
 
 def _fill(shell: PreTrainedModel, model: PreTrainedModel, checkpoint: Path, progress: Progress | None) -> None:
@@ -229,7 +227,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers of a module alone; those of packed experts have no values."""
     if isinstance(module, FusedMoe):
         return
-    absent = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    absent = unsaved_buffers(module)
     yield from module.named_parameters(recurse=False)
     yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in absent)
 

@@ -36,7 +36,7 @@ from ktc.model.loading.python_files import module_of
 from ktc.model.loading.realise import realise
 from ktc.model.loading.trial_steps import attempted
 from ktc.model.manifest.manifest import Manifest, read_manifest
-from ktc.model.manifest.watch import Remembered, remember
+from ktc.model.manifest.stale_change_guard import Remembered, remember
 from ktc.model.packed_store import weight_store
 from ktc.model.packed_store.placement import check_devices
 from ktc.model.packed_store.random_weights import fill_within

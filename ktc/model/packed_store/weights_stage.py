@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -35,6 +36,15 @@ log = logging.getLogger(__name__)
 _READERS = 4  # a disk serves several readers faster than one, and first touches of memory run side by side
 
 
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Where the weights of a compiled model are: its rows, the checkpoint that they name, and a packed store."""
+
+    sources: Sequence[WeightSource]
+    index: CheckpointIndex
+    store: PackedStore | None
+
+
 def usable_store(
     folder: Path, manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex, *, map: bool
 ) -> PackedStore | None:
@@ -52,24 +62,17 @@ def usable_store(
 
 
 def fill_weights(
-    model: nn.Module,
-    sources: Sequence[WeightSource],
-    index: CheckpointIndex,
-    placement: Mapping[str, str],
-    store: PackedStore | None,
-    *,
-    map: bool,
-    allow_nonfinite: bool = False,
+    model: nn.Module, stored: StoredWeights, placement: Mapping[str, str], *, map: bool, allow_nonfinite: bool = False,
     progress: Progress | None = None,
-) -> None:
-    """Load every tensor of `sources` into `model`: experts from `store` if it has them, read or mapped, others read.
+) -> None:  # fmt: skip
+    """Load every tensor into `model`: experts from the store if it has them, read or mapped, others read.
 
     With `map`, parameters on the CPU are mapped from the checkpoint too: packing has checked their values, and
     the store is valid only for the files that it checked. Raise the errors of `weight_store.fill`, and L441.
     """
-    started = time.perf_counter()
+    started, index, store = time.perf_counter(), stored.index, stored.store
     packed = dict(store.headers) if store is not None else {}
-    rest = [source for source in sources if source.target.rpartition(".")[0] not in packed]
+    rest = [source for source in stored.sources if source.target.rpartition(".")[0] not in packed]
     if map:
         rest = list(map_weights(model, rest, index, placement))
     to_read = sum(weight_store.stored_bytes(source, index) for source in rest)

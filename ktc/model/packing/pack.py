@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.files import sweep
+from ktc.foundation.files import remove_stale_temp
 from ktc.foundation.machine_faults import failed, fault_in
 from ktc.foundation.progress import Progress, Tally
 from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
@@ -29,7 +29,6 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.loading import load, load_as
 from ktc.model.loading.compiled_model import compiled_class
-from ktc.model.loading.realise import realise
 from ktc.model.manifest.manifest import Manifest, read_manifest
 from ktc.model.packed_store import packed_file, packed_store, weight_store
 from ktc.model.packed_store.finite_weights import is_finite, not_finite
@@ -143,7 +142,7 @@ def _sole_writer(store: Path) -> Generator[None]:
             message = f"another process is packing into `{store}`"
             raise InputRefused(Diagnostic("L445", message, hint="wait for it to end")) from error
         with _told_of_writes(store):
-            sweep(store)
+            remove_stale_temp(store)
             yield
     finally:
         os.close(lock)
@@ -206,10 +205,7 @@ class _Skeleton:
     """
 
     def __init__(self, opened: _Opened) -> None:
-        manifest = opened.manifest
-        config = load_as.read_config(opened.folder, opened.model_class)
-        self.model = load_as.build_on_meta(opened.model_class, config, manifest, None, reference=False)
-        realise(self.model, manifest.rewrites, opened.library, opened.folder)
+        self.model = load_as.realised_on_meta(opened.model_class, opened.folder, opened.manifest, opened.library)
 
     def size(self, layer: Layer) -> int:
         """Bytes that the packed layer will have."""

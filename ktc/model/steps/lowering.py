@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
+from ktc.model.experts.private_api import tree_iter
 from ktc.model.kernels.kernel_library import Engine, NativeProgram, NativeStep, NativeView
 
 TYPES: Final = {

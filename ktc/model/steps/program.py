@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
 
+from ktc.model.experts.private_api import tree_iter, tree_map
 from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import TURNS, Kernel, NativeProgram
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.steps.arena import Arena
 from ktc.model.steps.lowering import Builder
 from ktc.model.steps.recording import Operation, Recording, record, storage
@@ -65,10 +66,13 @@ class StepProgram:
 
 def record_program(
     compute: Callable[[], Any], changing: Iterable[Tensor], kernel: Kernel, threads: int,
-    results: Callable[[Any], Sequence[Tensor]],
+    results: Callable[[Any], Sequence[Tensor]], context: StepContext,
 ) -> tuple[Any, StepProgram, tuple[Tensor, ...]]:  # fmt: skip
-    """Record `compute`. Return its output, the program, and the tensors that stand for `results(output)` in it."""
-    recording = record(compute, changing)
+    """Record `compute`, whose kernels are those of a model with this context.
+
+    Return its output, the program, and the tensors that stand for `results(output)` in it.
+    """
+    recording = record(compute, changing, context)
     kept = tuple(results(recording.output))
     with torch.inference_mode(mode=False), torch.no_grad():
         arena = Arena(recording, kept)

@@ -16,10 +16,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from ktc.model.kernels.kernel_calls import KernelCall, recorded
+from ktc.model.experts.private_api import TorchDispatchMode, schema_of, tree_iter
+from ktc.model.kernels.kernel_calls import KernelCall
+from ktc.model.kernels.step_context import StepContext
 
 _ALLOCATING: Final = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 _SEEDED: Final = torch.Tag.nondeterministic_seeded
@@ -51,10 +51,14 @@ class Recording:
     output: Any
 
 
-def record(compute: Callable[[], Any], changing: Iterable[Tensor]) -> Recording:
-    """Run `compute` without gradients and return what it did. `changing` are tensors with other values in each run."""
+def record(compute: Callable[[], Any], changing: Iterable[Tensor], context: StepContext) -> Recording:
+    """Run `compute` without gradients and return what it did. `changing` are tensors with other values in each run.
+
+    `context` is that of the model whose kernels `compute` calls.
+    """
     recorder = _Recorder()
-    with torch.inference_mode(mode=False), torch.no_grad(), _NoValues(), recorder, recorded(recorder.kernel):
+    recorded = context.entered(recorder=recorder.kernel)
+    with torch.inference_mode(mode=False), torch.no_grad(), _NoValues(), recorder, recorded:
         output = compute()
     outside = {storage(each) for each in changing}
     outside |= {storage(each) for one in recorder.operations for each in one.writes} - recorder.allocated
@@ -130,7 +134,7 @@ def _name(func: Any) -> str:
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an argument of a call by its name, its default where the call has none, None where it has no such name."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     return None
@@ -138,7 +142,7 @@ def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the arguments that an operation writes to, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)

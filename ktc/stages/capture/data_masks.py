@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from ktc.model.experts.private_api import pytree
 from ktc.model.graph import ops
 from ktc.model.graph.typed import named_modules, nodes_of
 from ktc.stages.capture.forwards import replaced_forwards

@@ -17,7 +17,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ktc.model.experts.private_api import pytree
+from ktc.stages.capture.private_api import base_of
 
 _T = TypeVar("_T")
 _CHOOSE = frozenset({"topk", "sort", "argsort", "argmax", "max", "multinomial", "kthvalue"})
@@ -61,10 +63,11 @@ class Hits:
         if first is not None and _changes_its_first(name):
             call = (func, *pytree.tree_map(self._value_of, (tuple(args), dict(kwargs))))
             # What a view changes is changed in its base too, under another name.
-            known = None if first._base is not None else call
+            base = base_of(first)
+            known = None if base is not None else call
             self._set(first, _Value(_sizes(first), first.dtype, known, changes=True))
-            if first._base is not None:
-                self._set(first._base, _Value(_sizes(first._base), first._base.dtype))
+            if base is not None:
+                self._set(base, _Value(_sizes(base), base.dtype))
             return
         produced = [(i, leaf) for i, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)]
         if not produced:

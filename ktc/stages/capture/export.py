@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
+from ktc.model.experts.private_api import pytree
 from ktc.model.graph.typed import nodes_in, owner_of
 from ktc.stages.capture.markers import semantic_function
 from ktc.stages.capture.own_markers import STOCK

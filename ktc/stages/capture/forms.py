@@ -18,17 +18,17 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import use_experts_implementation
 
+from ktc.model.experts.private_api import TorchDispatchMode, pytree
 from ktc.model.experts.reference import activated
+from ktc.model.hf.private_api import gate_code
 from ktc.model.kernels.form import Activation, ExpertsForm, Function
 from ktc.model.linears.plain import has_hooks
 from ktc.stages.capture.circumstances import Inside, dependence
+from ktc.stages.capture.private_api import FakeTensorMode, source_of
 from ktc.stages.capture.side_effects import side_effect
 from ktc.stages.capture.states import Given
 from ktc.stages.capture.trace import LAYOUT, MODES, traced, without_sizes
@@ -60,7 +60,7 @@ def form_of(module: nn.Module) -> str:
 
 
 def _gate(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    code = getattr(module, "_apply_gate" if getattr(module, "has_gate", True) else "act_fn", None)
+    code = gate_code(module) if getattr(module, "has_gate", True) else getattr(module, "act_fn", None)
     return cast("Callable[[Tensor], Tensor]", code) if callable(code) else None
 
 
@@ -130,12 +130,10 @@ def _differs_by_call(code: Callable[[Tensor], Tensor], module: nn.Module) -> boo
 
 def reads_rows(code: Callable[[Tensor], Tensor], sample: Tensor) -> bool:
     """Return whether code branches on the number of its rows."""
-    from torch._dynamo.source import ConstantSource  # imports a compiler, which no command needs before
-
     shapes, many = ShapeEnv(), sample.repeat(8, 1)
     with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, torch.no_grad():
         rows = cast("Any", StatelessSymbolicContext)(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
-        code(mode.from_tensor(many, symbolic_context=rows, source=ConstantSource("rows")))
+        code(mode.from_tensor(many, symbolic_context=rows, source=source_of("rows")))
     return bool(shapes.guards)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+
+from ktc.model.hf.patching import with_attributes
 
 Forward = Callable[..., Any]
 
@@ -14,14 +16,7 @@ Forward = Callable[..., Any]
 @contextmanager
 def replaced_forwards(replacements: Iterable[tuple[nn.Module, Forward]]) -> Generator[None]:
     """Call each module by its replacement inside the context. A `forward` of the instance itself comes back."""
-    before: list[tuple[nn.Module, Forward | None]] = []
-    try:
+    with ExitStack() as stack:
         for module, forward in replacements:
-            before.append((module, vars(module).get("forward")))
-            module.forward = forward
+            stack.enter_context(with_attributes(module, forward=forward))
         yield
-    finally:
-        for module, own in reversed(before):
-            del module.forward
-            if own is not None:
-                module.forward = own

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ktc.model.experts.private_api import pytree
 from ktc.model.graph.typed import named_modules
 from ktc.stages.capture.expert_list import candidates
 from ktc.stages.capture.export import BATCH, SEQUENCE

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ktc.model.experts.private_api import TorchDispatchMode
 
 LONGEST = 100  # operations; a gated MLP has about 10, a group-limited router 60
 PLAIN = "neither experts nor softmax attention run in it"  # prefix of the reason for such a block

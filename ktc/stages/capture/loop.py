@@ -14,8 +14,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from ktc.model.experts.private_api import pytree
 from ktc.model.graph.typed import nodes_of
 from ktc.model.linears.plain import has_hooks
 from ktc.stages.capture.canonical import NoExperts, canonicalise, same_computation

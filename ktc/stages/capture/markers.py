@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.model.graph import ops
+from ktc.model.hf.private_api import ATTENTION, EXPERTS
 from ktc.stages.capture.forms import UNSUPPORTED, form_of, gate_dependence, is_interface
 from ktc.stages.capture.own_experts import more_than_interface
 from ktc.stages.capture.own_markers import code_of, own_experts_marked
 
 _NAME = "ktc_capture"  # of the operator library, and of our implementations in transformers' registers
 # Where a config keeps the names of its implementations; the public setters accept only names of transformers.
-_CHOICES = ("_experts_implementation_internal", "_attn_implementation_internal")
+_CHOICES = (EXPERTS, ATTENTION)
 # The options of an attention core that `sdpa` expresses. Dropout is none in evaluation.
 _OPTIONS = frozenset({
     "scaling", "dropout", "sliding_window", "s_aux", "is_causal", "softcap", "position_bias", "sinks",
@@ -151,7 +152,7 @@ def masks_given() -> Generator[None]:
     token, stock = _masks_are_given.set(True), cast("Callable[..., Any]", ALL_ATTENTION_FUNCTIONS["sdpa"])
     AttentionInterface.register("sdpa", _capture_attention)
     try:
-        with _chosen(_marked_configs.get(), {"_attn_implementation_internal": "sdpa"}):
+        with _chosen(_marked_configs.get(), {ATTENTION: "sdpa"}):
             yield
     finally:
         AttentionInterface.register("sdpa", stock)

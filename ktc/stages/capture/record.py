@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.stage_progress import tell
+from ktc.model.experts.private_api import pytree
 from ktc.model.hf.foreign_errors import raised_by
+from ktc.model.hf.private_api import takes_bool_masks
 from ktc.stages.capture.data_masks import masks_from_data
 from ktc.stages.capture.expert_hits import DependsOnData
 from ktc.stages.capture.expert_list import candidates
@@ -105,7 +106,7 @@ def _with_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     hidden = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     batch, length = hidden.shape[:2]
-    dtype = torch.bool if getattr(model, "_supports_sdpa", False) else model.dtype
+    dtype = torch.bool if takes_bool_masks(model) else model.dtype
     return {**kwargs, "attention_mask": torch.ones(batch, 1, length, length, dtype=dtype, device="meta")}
 
 

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
+from ktc.model.experts.private_api import TorchDispatchMode, pytree, schema_of
 from ktc.model.graph.typed import named_modules
 from ktc.model.linears.plain import hooks_of
 from ktc.stages.capture.trace import is_plain, plain_settings
@@ -60,8 +59,8 @@ class _Produced(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        named = dict(zip((declared.name for declared in func._schema.arguments), args, strict=False)) | given
-        for declared in func._schema.arguments:
+        named = dict(zip((declared.name for declared in schema_of(func).arguments), args, strict=False)) | given
+        for declared in schema_of(func).arguments:
             if declared.alias_info is not None and declared.alias_info.is_write:
                 self.changes |= any(id(_storage(t)) not in self._inside for t in _tensors(named.get(declared.name)))
         result = func(*args, **given)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from ktc.stages.capture.observed_run import name_of
+from ktc.stages.capture.private_api import as_if_compiling
 from ktc.stages.capture.trace import autocast as autocast_enabled
 
 Given = Callable[[Tensor], Tensor]  # what an input becomes
@@ -142,14 +143,8 @@ AUTOCAST = (_autocast, _autocast_half)
 @_state
 def compiling(_: nn.Module) -> Generator[Given]:
     """Code that is being compiled or exported."""
-    compiler = cast("Any", torch.compiler)
-    before = compiler._is_compiling_flag, compiler._is_exporting_flag, compiler.is_dynamo_compiling
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
-    compiler.is_dynamo_compiling = lambda: True
-    try:
+    with as_if_compiling():
         yield _as_given
-    finally:
-        compiler._is_compiling_flag, compiler._is_exporting_flag, compiler.is_dynamo_compiling = before
 
 
 @_state

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
+
+from ktc.model.experts.private_api import TorchDispatchMode, pytree
 
 # Operators that move values and compute nothing. Which of them run may depend on sizes.
 LAYOUT = (

@@ -29,6 +29,7 @@ from ktc.model.checkpoint import (
 )
 from ktc.model.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 from ktc.model.hf.missing import why_missing
+from ktc.model.hf.private_api import unexpected_keys
 from ktc.model.hf.stock_model import quantisation_of
 from ktc.stages.capture.gguf_weights import map_gguf
 
@@ -278,7 +279,7 @@ def _shortened(problems: Sequence[Diagnostic]) -> Sequence[Diagnostic]:
 
 
 def _unexpected(model: PreTrainedModel, unused: Sequence[str]) -> tuple[Diagnostic, ...]:
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored = [re.compile(pattern) for pattern in unexpected_keys(model)]
     names = [name for name in unused if not any(pattern.search(name) for pattern in ignored)]
     if not names:
         return ()

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.model.kernels.kernel_library import Kernel
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.kernels.step_spec import StepSpec
 from ktc.model.steps.program import StepProgram, record_program
 
@@ -93,7 +94,7 @@ def _program(kernel: Kernel, inputs: tuple[Tensor, ...], threads: int) -> tuple[
     def results(output: Any) -> tuple[Tensor, ...]:
         return output
 
-    _, program, tensors = record_program(lambda: _computed(*inputs), inputs, kernel, threads, results)
+    _, program, tensors = record_program(lambda: _computed(*inputs), inputs, kernel, threads, results, StepContext())
     if program.foreign:
         raise ValueError(f"`{program.foreign[0]}` has no native form")
     return program, tensors

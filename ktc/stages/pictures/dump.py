@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import Undecodable, decode, read_json, schema_fault
 from ktc.foundation.regular_files import read_regular
+from ktc.model.experts.private_api import schema_of
 
 if TYPE_CHECKING:
     import torch
@@ -222,7 +223,7 @@ def _attributes(node: fx.Node) -> Iterator[tuple[str, str]]:
 
     if node.op not in ("call_function", "call_method", "call_module"):
         return
-    schema: list[Any] = list(getattr(getattr(node.target, "_schema", None), "arguments", ()))
+    schema: list[Any] = list(getattr(schema_of(node.target), "arguments", ()))
     names: list[str] = [argument.name for argument in schema] or _parameters(node.target)
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     named = [(names[i] if i < len(names) else str(i), value) for i, value in enumerate(node.args)]

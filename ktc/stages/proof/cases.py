@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ktc.model.experts.private_api import pytree
 from ktc.model.hf.stock_model import vocabulary_of
 
 SCALES = tuple(8.0**power for power in range(1, 7))  # the factors of hidden states beyond constants, in order

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, set_grad_enabled
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktc.model.compare.comparison import Comparison, Values, compare
 from ktc.model.compare.double import InDouble
 from ktc.model.compare.errors import norm
 from ktc.model.compare.feed import same_random_numbers
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.private_api import TorchDispatchMode, pytree, schema_of, version_of
 from ktc.model.graph.typed import named_modules
 from ktc.stages.capture.trace import plain_settings
 from ktc.stages.proof.cases import MANY, Case
@@ -190,7 +189,7 @@ class _Version:
     """A tensor as it was: the same one unchanged is equal."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._version, self._id = tensor, tensor._version, id(tensor)
+        self.tensor, self._version, self._id = tensor, version_of(tensor), id(tensor)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Version) and (self._id, self._version) == (other._id, other._version)
@@ -267,7 +266,7 @@ class Constants(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket).rpartition(".")[2]
         if name.rstrip("_").startswith(self._COMPARISONS) and args and isinstance(args[0], Tensor):
-            schema = (declared.name for declared in func._schema.arguments)
+            schema = (declared.name for declared in schema_of(func).arguments)
             named: dict[str, object] = {**dict(zip(schema, args, strict=False)), **(kwargs or {})}
             for argument, value in named.items():
                 if isinstance(value, Tensor) and value is not args[0] and _is_one_limit(value, args[0]):

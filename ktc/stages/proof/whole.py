@@ -12,15 +12,16 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ktc.model.compare.comparison import Comparison, Values, compare, decided
 from ktc.model.compare.feed import same_random_numbers
+from ktc.model.experts.private_api import pytree
+from ktc.model.hf.private_api import ATTENTION, recorded_outputs
 from ktc.model.hf.stock_model import vocabulary_of
 
 BATCH, LENGTH, CACHED = 2, 24, 9
@@ -63,7 +64,7 @@ FORWARDS = (
 # Recorded outputs -----------------------------------------------------------------------------------------------------
 def _recordings(model: PreTrainedModel) -> Iterator[_Forward]:
     """Yield a forward for each option of the config or of transformers' recorders that returns inner results."""
-    recorders = (cast("dict[str, Any]", getattr(part, "_can_record_outputs", None) or {}) for part in _models(model))
+    recorders = map(recorded_outputs, _models(model))
     options = {f"output_{key}" for recorded in recorders for key in recorded}
     settings = vars(model.config.get_text_config()).items()
     options |= {name for name, value in settings if name.startswith("output_") and isinstance(value, bool)}
@@ -90,7 +91,7 @@ def _asked_for(model: PreTrainedModel, option: str) -> Generator[None]:
     configs = {id(part.config): vars(part.config) for part in _models(model)}.values()
     wanted = {option: True}
     if option == "output_attentions":
-        wanted = {"_output_attentions": True, "_attn_implementation_internal": "eager"}
+        wanted = {"_output_attentions": True, ATTENTION: "eager"}
     before = [(settings, name, settings.get(name, _ABSENT)) for settings in configs for name in wanted]
     try:
         for settings, name, _ in before:

@@ -27,6 +27,7 @@ from ktc.model.compare.copies import copied
 from ktc.model.graph import ops
 from ktc.model.graph.typed import input_of, nodes_of
 from ktc.model.hf.foreign_errors import raised_by
+from ktc.model.hf.private_api import experts_of
 from ktc.model.loading.realise import realise
 from ktc.model.targets.target import NodeAction, NodeWeights
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
@@ -91,7 +92,7 @@ def witness_of(captured: CapturedModel) -> Witness:
             model = twin.build(captured.source.config, SEED, torch.float32, "cpu")
     except Exception as error:  # foreign code on an unusual config raises anything
         raise ProofFailed(does_not_run(error)) from error
-    stock = str(getattr(model.config, "_experts_implementation", None) or "eager")
+    stock = experts_of(model.config) or "eager"
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # attention with sinks has only eager code

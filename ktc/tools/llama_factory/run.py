@@ -15,11 +15,11 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from threading import Event
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError, render
 from ktc.foundation import environment
+from ktc.model.hf.patching import with_attributes
 from ktc.tools.llama_factory.settings import Request
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ def _substituted(request: Request, begun: Event) -> Generator[None]:
     workflow = import_module(module)
     adapted = _by_rules(request.model) if request.by_rules else adapter.get_peft_model
     with ExitStack() as stack:
-        stack.enter_context(_replaced(workflow, name, _kt_trainer(getattr(workflow, name), begun)))
-        stack.enter_context(_replaced(adapter, "get_peft_model", _telling_of_routers(adapted)))
+        stack.enter_context(with_attributes(workflow, **{name: _kt_trainer(getattr(workflow, name), begun)}))
+        stack.enter_context(with_attributes(adapter, get_peft_model=_telling_of_routers(adapted)))
         if not request.do_train:
-            stack.enter_context(_replaced(adapter, "PeftModel", _Unmerged))
+            stack.enter_context(with_attributes(adapter, PeftModel=_Unmerged))
         yield
 
 
@@ -135,16 +135,6 @@ class _Unmerged:
         attached = attach(model, Path(folder), alone=True)
         cast("Any", attached).merge_and_unload = lambda: attached
         return attached
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Generator[None]:
-    stock = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
 
 
 @contextmanager

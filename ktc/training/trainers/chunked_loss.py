@@ -20,9 +20,9 @@ from torch.utils import checkpoint as checkpointing
 from transformers import Trainer
 from transformers.loss import loss_utils
 
+from ktc.model.hf.patching import call_stock, called_as
 from ktc.training.trainers import frozen_head
 from ktc.training.trainers.frozen_head import is_frozen_linear, summed_loss
-from ktc.training.trainers.private_api import call_stock, called_as
 
 MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
 _BYTES = 14  # per logit: itself, fp32 log-probabilities, and the gradients of both

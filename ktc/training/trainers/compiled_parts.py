@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ktc.model.experts.compiled_functions import has_compiler
+from ktc.model.hf.patching import call_stock, called_as, with_attributes
 from ktc.training.trainers.private_api import (
     CompilerError,
-    call_stock,
-    called_as,
     sizes_of_their_own,
-    with_attribute,
     with_fixed_width,
 )
 from ktc.training.trainers.random_state import RandomState
@@ -204,7 +202,7 @@ class CompiledLayer:
                 stack.callback(setattr, parent, name, getattr(parent, name))
                 setattr(parent, name, placeholder)
             # a layer that checkpoints itself would run its experts again
-            stack.enter_context(with_attribute(self._split.layer, "gradient_checkpointing", False))
+            stack.enter_context(with_attributes(self._split.layer, gradient_checkpointing=False))
             yield
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktc.model.experts.compiled_functions import compiled_on
-from ktc.model.manifest.watch import HOOKS
+from ktc.model.experts.private_api import HOOKS
 
 MOST_LOGITS = 1 << 26  # of a chunk; some 400 MB, and a third of that where they are one kernel
 BYTES_PER_LOGIT = 6  # itself in bf16, then its gradient there, and an fp32 copy

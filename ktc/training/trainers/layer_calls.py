@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ktc.training.trainers.private_api import pytree, with_attribute
+from ktc.model.hf.patching import with_attributes
+from ktc.training.trainers.private_api import pytree
 from ktc.training.trainers.split_layer import CannotStack, LayerCall, SplitLayer
 
 
@@ -93,7 +94,7 @@ def finished(layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Ten
 def _in_place_of(layers: Sequence[SplitLayer], forwards: Sequence[Callable[..., Tensor]]) -> Generator[None]:
     with ExitStack() as stack:
         for split, forward in zip(layers, forwards, strict=True):
-            stack.enter_context(with_attribute(split.layer, "forward", forward))
+            stack.enter_context(with_attributes(split.layer, forward=forward))
         yield
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ktc.model.experts.saved_on_host import Parked
 from ktc.model.experts.staging import to_device
+from ktc.model.hf.patching import call_stock, called_as, with_attributes
 from ktc.training.trainers.compiled_parts import CompiledLayer, NotCompiled, Part
-from ktc.training.trainers.private_api import call_stock, called_as, with_attribute
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import CannotStack, LayerCall, SplitLayer
 
@@ -164,7 +164,7 @@ class LayerRun:
             for module, replacement in cuts.items():
                 stack.enter_context(called_as(module, replacement))
             # the parts are checkpointed; a layer that checkpoints itself would run its experts again
-            stack.enter_context(with_attribute(self._split.layer, "gradient_checkpointing", False))
+            stack.enter_context(with_attributes(self._split.layer, gradient_checkpointing=False))
             return call_layer(self._split.layer, self._call, x)
 
 

@@ -6,11 +6,11 @@ In: marks set during a run (`PhaseClock`). Out: `StepTimes` of each step, whose 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Final
 
+from ktc.model.experts.module import FusedMoe
 from ktc.model.kernels.kernel_clock import KernelCall, listening
 
 Window = tuple[float, float]
@@ -36,18 +36,6 @@ class StepTimes:
     calls: tuple[tuple[str, KernelCall], ...]
 
 
-_running: Final[list[PhaseClock]] = []
-
-
-@contextmanager
-def backward_pass() -> Generator[None]:
-    """Enter this around a backward pass that a trainer's accelerator does not run, so that clocks count it."""
-    with ExitStack() as stack:
-        for clock in _running:
-            stack.enter_context(clock.backward())
-        yield
-
-
 class PhaseClock:
     """The marks of one step after the other. A kernel call may come from any thread."""
 
@@ -61,15 +49,10 @@ class PhaseClock:
         self._calls: list[KernelCall] = []
         self._experts: list[Window] = []
 
-    @contextmanager
-    def running(self) -> Generator[None]:
-        """Record kernels and backward passes inside the context."""
-        _running.append(self)
-        try:
-            with listening(self._hear):
-                yield
-        finally:
-            _running.remove(self)
+    def running(self, experts: Iterable[FusedMoe]) -> AbstractContextManager[None]:
+        """Record the kernels of these layers inside the context."""
+        packed = (layer.weights.packed for layer in experts)
+        return listening(self._hear, {each.address for each in packed if each is not None})
 
     @contextmanager
     def fetching(self) -> Generator[None]:

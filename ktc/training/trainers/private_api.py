@@ -8,8 +8,8 @@ No other file of this room may use a private name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,45 +19,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
+from ktc.model.hf.patching import Patch
+
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
 
 if TYPE_CHECKING:
     _Trainer = Trainer
 else:
     _Trainer = object
-
-
-# torch: modules -------------------------------------------------------------------------------------------------------
-@contextmanager
-def with_attribute(module: nn.Module, name: str, value: object) -> Generator[None]:
-    """Set an attribute of this one module for a while, past `nn.Module.__setattr__`, which would register it."""
-    own = module.__dict__
-    before = own.get(name, own)  # the dictionary itself: the attribute was missing
-    own[name] = value
-    try:
-        yield
-    finally:
-        if before is own:
-            del own[name]
-        else:
-            own[name] = before
-
-
-def called_as(module: nn.Module, replacement: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Send calls of `module` to `replacement`, without the module's hooks.
-
-    `Module.__call__` prefers `_compiled_call_impl`, which `Module.compile` sets, to its own code. Replacing `forward`
-    would run the hooks, and replacing the module would change the tree that PEFT and the layer's code look into.
-    """
-    return with_attribute(module, "_compiled_call_impl", replacement)
-
-
-def call_stock(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call `module` with its hooks and its own code, also inside `called_as`.
-
-    `_call_impl` is what `Module.__call__` runs where `_compiled_call_impl` is not set.
-    """
-    return cast("Any", module)._call_impl(*args, **kwargs)
 
 
 # torch: compilation ---------------------------------------------------------------------------------------------------
@@ -182,25 +151,24 @@ class TrainerHooks(_Trainer):
         """
 
 
-# accelerate and transformers: methods replaced on one object ----------------------------------------------------------
+# accelerate and transformers: methods of one object -------------------------------------------------------------------
+class _InPlace(Patch):
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        # without DistributedDataParallel, which accelerate skips in evaluation mode
+        return cast("Any", super()).prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        return False  # with a device map, accelerate refuses to train in several processes
+
+
 def keep_in_place(accelerator: Any) -> None:
     """Make the accelerator cast and compile, but neither place the model nor wrap it.
 
     Its settings turn off either only for the whole accelerator, data included.
     """
-    prepare = accelerator.prepare_model
-
-    def prepare_in_place(
-        model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        # without DistributedDataParallel, which accelerate skips in evaluation mode
-        return prepare(model, device_placement=False, evaluation_mode=True)
-
-    def has_no_device_map(model: nn.Module) -> bool:
-        return False  # with one, accelerate refuses to train in several processes
-
-    accelerator.prepare_model = prepare_in_place
-    accelerator.verify_device_map = has_no_device_map
+    _InPlace.put_on(accelerator)
 
 
 def observe_steps(

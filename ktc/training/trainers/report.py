@@ -53,6 +53,7 @@ class KTReport(TrainerCallback):
     def watch(self, trainer: Any) -> None:
         """Time the trainer's fetching and backward passes."""
         self._trainer = trainer
+        trainer.phase_clock = self._clock
         observe_steps(trainer, self._clock.fetching, self._count, self._clock.backward)
 
     def _count(self, batches: Any) -> None:
@@ -67,10 +68,10 @@ class KTReport(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
         self._length = int(getattr(args, "max_length", None) or getattr(args, "cutoff_len", None) or 0)
         self._open.close()
-        self._open.enter_context(self._clock.running())
-        for module in cast("nn.Module", kwargs["model"]).modules():
-            if isinstance(module, FusedMoe):
-                self._time(module)
+        experts = [each for each in cast("nn.Module", kwargs["model"]).modules() if isinstance(each, FusedMoe)]
+        self._open.enter_context(self._clock.running(experts))
+        for module in experts:
+            self._time(module)
         self._began = time.perf_counter()
 
     def _time(self, module: FusedMoe) -> None:

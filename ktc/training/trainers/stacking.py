@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -20,10 +21,10 @@ from transformers import TrainerCallback
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
+from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks
 from ktc.training.trainers.layer_pass import through_layers
-from ktc.training.trainers.model_ends import Inputs, ModelEnds, TrainingStep
-from ktc.training.trainers.phases import backward_pass
+from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_layers
@@ -138,19 +139,19 @@ class Stacker:
     def _step(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
         before = states_of_all()
-        ends = ModelEnds(
+        embed_and_head = EmbedAndHead(
             self._trainer, model, self._layers, "" if self._decision is None else self._decision.whole_loss
         )
         try:
-            with ends.in_training():
-                inputs = ends.prepared(waiting)
-                calls = [ends.record(given, num_items) for given in inputs]
+            with embed_and_head.in_training():
+                inputs = embed_and_head.prepared(waiting)
+                calls = [embed_and_head.record(given, num_items) for given in inputs]
                 if self._decision is None:
                     self._settle(self._sized(waiting, calls, model))
                     assert self._decision is not None
-                    ends.whole_loss = self._decision.whole_loss
+                    embed_and_head.whole_loss = self._decision.whole_loss
                 for first, last in passes(calls, self._decision.tokens):
-                    self._pass(ends, one, inputs[first:last], calls[first:last], num_items, losses)
+                    self._pass(embed_and_head, one, inputs[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
                 message = f"stacking became impossible in the middle of a step: {why}"
@@ -163,7 +164,7 @@ class Stacker:
 
     def _pass(
         self,
-        ends: ModelEnds,
+        embed_and_head: EmbedAndHead,
         one: TrainingStep,
         inputs: Sequence[Inputs],
         calls: Sequence[ModelCall],
@@ -178,14 +179,15 @@ class Stacker:
         finals = [piece for out in outs for piece in _taken_apart(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
         for given, call, leaf in zip(inputs, calls, leaves, strict=True):
-            losses.append(ends.loss(one, given, num_items, call, leaf))
-        ends.check_unchanged()
-        self._note(ends.whole_loss)
+            losses.append(embed_and_head.loss(one, given, num_items, call, leaf))
+        embed_and_head.check_unchanged()
+        self._note(embed_and_head.whole_loss)
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, chunks, leaves, finals
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
         if with_loss:
-            with backward_pass():
+            clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
+            with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
     def _note(self, whole_loss: str) -> None:

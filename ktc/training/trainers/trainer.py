@@ -27,9 +27,10 @@ from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
 from ktc.training.trainers.checkpoints import write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
+from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, use_as_one_device
+from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
-from ktc.training.trainers.roll_call import RollCall, together
 from ktc.training.trainers.stacking import Stacker, StackMode
 
 TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # of TRL, in our tests
@@ -65,7 +66,8 @@ class KTrainerMixin(TrainerHooks):
         KtcError: T534 when another process is gone.
     """
 
-    _roll_call: RollCall | None = None
+    phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
+    _rank_liveness: RankLiveness | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a trainer of TRL that is not known to work on a compiled model.
@@ -112,8 +114,8 @@ class KTrainerMixin(TrainerHooks):
             _check_state(Path(resume), model, cast("Optimizer", self.optimizer))
         if not gradients.distributed():
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        self._roll_call = RollCall()
-        with together(self._roll_call, self.args.output_dir):
+        self._rank_liveness = RankLiveness()
+        with together(self._rank_liveness, self.args.output_dir):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,15 +174,15 @@ class KTrainerMixin(TrainerHooks):
         return cast("bool", self.args.should_save)
 
     def _meet(self) -> None:
-        if self._roll_call is not None:
-            self._roll_call.arrive()
+        if self._rank_liveness is not None:
+            self._rank_liveness.arrive()
             gradients.meet(self._groups)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients."""
         loss = self.stacker.training_step(super().training_step, *args, **kwargs)
-        if self._roll_call is not None and self.accelerator.sync_gradients:
-            self._roll_call.arrive()
+        if self._rank_liveness is not None and self.accelerator.sync_gradients:
+            self._rank_liveness.arrive()
             gradients.average_gradients(self._trained, self._groups)
         return loss.to(self.args.device)
 

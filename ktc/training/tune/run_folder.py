@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from ktc.adapters.adapter import read_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.files import files_into, sweep, write_file
+from ktc.foundation.files import files_into, remove_stale_temp, write_file
 from ktc.foundation.machine_faults import failed
 from ktc.training.trainers import checkpoint_state
 from ktc.training.trainers.checkpoints import checkpoints
@@ -98,7 +98,7 @@ def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunF
         raise InputRefused(Diagnostic("T522", message, hint="wait for it, or name another `--output`")) from error
     except OSError as error:
         raise failed(error, "U003", f"cannot write to `{path}`") from error
-    sweep(path)
+    remove_stale_temp(path)
     if force and not resume:
         _remove_run(path)
     return RunFolder(path, checkpoint, lock, left_out(path, checkpoint) if resume == "auto" and checkpoint else ())

@@ -31,24 +31,24 @@ def train(
     config: str | Path | None = None,
     resume: str | None = None,
     force: bool = False,
-    weights: str | Path | None = None,
-    trust_remote_code: bool = False,
     trace: str | Path | None = None,
     **settings: Any,
 ) -> TrainResult:
     """Tune the compiled model in `out` on `data` and write the adapter to `output`.
 
     `config` names a YAML file of settings; `settings` are those of `TrainSettings` and override it. `resume` continues
-    a run ("auto", or a checkpoint's path), `force` replaces one. `trace` is a file for the timeline of one step. Raise
-    InputRefused with all faults.
+    a run ("auto", or a checkpoint's path), `force` replaces one. `trace` is a file for the timeline of one step.
+    `settings` may also have `weights` and `trust_remote_code`, as `ktc.load` takes them. Raises InputRefused with all
+    faults.
     """
+    weights, trusted = settings.pop("weights", None), settings.pop("trust_remote_code", False)
     paths = RunPaths(
         Path(out),
         Path(output) if output else default_output(Path(out)),
         resume,
         force,
         Path(weights) if weights else None,
-        trust_remote_code,
+        trusted,
         Path(trace) if trace else None,
     )
     flags = {**settings, "data": None if data is None else str(data)}

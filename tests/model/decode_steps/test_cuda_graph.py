@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ktc.model.decode_steps import cuda_graph, step_memory
-from ktc.model.decode_steps.cuda_graph import DecodeGraphs, Means
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
 from ktc.model.decode_steps.growing_cache import GrowingLayer, growing
 from ktc.model.decode_steps.model_state import ModelState
 from ktc.model.decode_steps.step_memory import StepMemory, capacity_for, length_of, unfit
@@ -353,6 +353,9 @@ def test_inputs_of_another_shape_are_left_to_the_model(
     class Model:
         training = False
 
+        def modules(self) -> list[Any]:
+            return []
+
         def __call__(self, **given: Any) -> Any:
             received.append(given)
             return model(**{**given, name: usual[name]})
@@ -373,7 +376,7 @@ def test_a_failed_capture_leaves_the_model_to_itself(model: PreTrainedModel, cap
         compute()
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    graphs = DecodeGraphs(Means(fail, "cpu", call_at_once))
+    graphs = DecodeGraphs(StepRecorder(fail, "cpu", call_at_once))
     sequences = Sequences(model, 2)
     for _ in range(3):
         found = sequences.take(lambda **inputs: graphs.step(model, **inputs))
@@ -393,7 +396,7 @@ def test_a_failed_capture_is_tried_again_where_it_may_succeed(
         tried.append(1)
         raise error
 
-    graphs = DecodeGraphs(Means(fail, "cpu", call_at_once))
+    graphs = DecodeGraphs(StepRecorder(fail, "cpu", call_at_once))
     for state in range(3):
         model.lm_head.weight.data.mul_(2 if state == 2 else 1)
         sequences = Sequences(model, 1)
@@ -401,7 +404,7 @@ def test_a_failed_capture_is_tried_again_where_it_may_succeed(
             assert difference(sequences.take(lambda **given: graphs.step(model, **given)), sequences.exact()) <= CLOSE
         found.append(len(tried))
     assert found == tries
-    graphs._means = Means(record_eagerly, "cpu", call_at_once)
+    graphs._recorder = StepRecorder(record_eagerly, "cpu", call_at_once)
     model.model.norm.variance_epsilon *= 2
     sequences = Sequences(model, 1)
     assert difference(sequences.take(lambda **given: graphs.step(model, **given)), sequences.exact()) <= CLOSE
@@ -471,11 +474,11 @@ def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypat
     wanted = generated(compiled_model)
     replayed: list[int] = []
 
-    def counting(compute: Any, device: torch.device, _: Any) -> Any:
+    def counting(compute: Any, device: torch.device, *_: Any) -> Any:
         output, replay = record_eagerly(compute, device)
         return output, lambda: (replayed.append(1), replay())[1]
 
-    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(counting, "cpu", call_at_once)))
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(StepRecorder(counting, "cpu", call_at_once)))
     assert torch.equal(generated(compiled_model), wanted)
     assert len(replayed) == 23
     assert torch.equal(generated(compiled_model, disable_compile=True), wanted)
@@ -488,24 +491,24 @@ def test_generate_takes_its_steps_from_the_graphs(compiled_model: Any, monkeypat
 
 
 def test_shared_experts_run_beside_routed_ones(compiled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, lanes, waiting = generated(compiled_model), list[LastMoment](), list[int]()
+    wanted, orders, waiting = generated(compiled_model), list[LastMoment](), list[int]()
     moes = [layer.mlp for layer in compiled_model.model.layers if hasattr(layer.mlp, "shared_experts")]
     shared = type(moes[0].shared_experts)
     stock = shared.forward
 
-    def lane() -> LastMoment:
-        lanes.append(LastMoment())
-        return lanes[-1]
+    def order() -> LastMoment:
+        orders.append(LastMoment())
+        return orders[-1]
 
-    monkeypatch.setattr(compiled_model, "decode_graphs", eager_graphs(lane))
+    monkeypatch.setattr(compiled_model, "decode_graphs", eager_graphs(order))
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        waiting.append(sum(each.waiting for each in lanes))
+        waiting.append(sum(each.waiting for each in orders))
         return stock(self, x)
 
     monkeypatch.setattr(shared, "forward", forward)
     assert torch.equal(generated(compiled_model), wanted)
-    assert moes and lanes[0].joined >= 23 * len(moes)
+    assert moes and orders[0].joined >= 23 * len(moes)
     assert waiting[-len(moes) :] == [1] * len(moes)
 
 

@@ -39,15 +39,15 @@ def generated(model: Any, rows: int = 2, tokens: int = 20, **options: Any) -> An
 def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that programs compute from now on."""
     steps: list[int] = []
-    means = model.decode_graphs._means
+    recorder = model.decode_graphs._recorder
 
     def record(*given: Any) -> Any:
-        output, run = means.record(*given)
+        output, run = recorder.record(*given)
         return output, lambda: (steps.append(1), run())[1]
 
     from dataclasses import replace
 
-    monkeypatch.setattr(model, "decode_graphs", DecodeGraphs(replace(means, record=record)))
+    monkeypatch.setattr(model, "decode_graphs", DecodeGraphs(replace(recorder, record=record)))
     return steps
 
 

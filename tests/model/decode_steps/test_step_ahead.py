@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from ktc.model.decode_steps.cuda_graph import DecodeGraphs, Means
-from ktc.model.decode_steps.step_ahead import BeforeReading, StepAhead, UnderWay
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
+from ktc.model.decode_steps.step_ahead import BeforeReading, PendingStep, StepAhead
 from ktc.model.decode_steps.step_memory import length_of
 
 
@@ -27,7 +27,7 @@ class _Steps:
         self.log: list[str] = []
         self.fails = 0  # the number of the wait that raises
 
-    def record(self, compute: Any, device: torch.device, changing: Any) -> Any:
+    def record(self, compute: Any, device: torch.device, *_: Any) -> Any:
         output, replay = record_eagerly(compute, device)
 
         def begin() -> Any:
@@ -57,7 +57,7 @@ def test_generate_prepares_a_choice_while_a_step_is_computed(
     compiled_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, steps = generated(compiled_model), _Steps()
-    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(steps.record, "cpu", call_at_once)))
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(StepRecorder(steps.record, "cpu", call_at_once)))
     assert torch.equal(generated(compiled_model, logits_processor=LogitsProcessorList([_Choice(steps.log)])), wanted)
     assert steps.log == ["choice"] + 23 * ["begin", "choice", "wait"]
     steps.log.clear()
@@ -70,7 +70,7 @@ def test_an_error_of_a_step_ends_generate_and_leaves_the_cache_before_it(
     compiled_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = _Steps()
-    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(steps.record, "cpu", call_at_once)))
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(StepRecorder(steps.record, "cpu", call_at_once)))
     for fails in (3, 23):
         cache, steps.fails = DynamicCache(config=compiled_model.config), fails
         steps.log.clear()
@@ -86,7 +86,7 @@ def test_another_thread_waits_for_a_step_and_its_error_stays_with_the_first() ->
         ended.append(1)
         raise RuntimeError("experts failed")
 
-    ahead, step = StepAhead(None), UnderWay(end)
+    ahead, step = StepAhead(), PendingStep(end)
     criterion = BeforeReading(ahead)
     ahead.begin(step)
     step.settle()
@@ -111,7 +111,7 @@ class _AfterFirst(LogitsProcessor):
 
 def test_an_error_of_a_step_comes_before_its_consequences(compiled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = _Steps()
-    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(steps.record, "cpu", call_at_once)))
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(StepRecorder(steps.record, "cpu", call_at_once)))
     steps.fails = 1
     with pytest.raises(RuntimeError, match="experts failed") as error:
         generated(compiled_model, logits_processor=LogitsProcessorList([_AfterFirst()]))
@@ -140,7 +140,7 @@ def test_generate_within_generate_waits_for_its_own_steps(
     compiled_model: Any, monkeypatch: pytest.MonkeyPatch, *, streamed: bool
 ) -> None:
     steps = _Steps()
-    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(steps.record, "cpu", call_at_once)))
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(StepRecorder(steps.record, "cpu", call_at_once)))
     options = {"streamer": Mock(BaseStreamer)} if streamed else {}
     wanted = generated(compiled_model, max_new_tokens=4)
     inner = _Inner(compiled_model, max_new_tokens=3, **options)
@@ -154,7 +154,7 @@ def test_generate_within_generate_waits_for_its_own_steps(
 
 def test_a_drawn_token_waits_for_its_step(compiled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, multinomial = _Steps(), torch.multinomial
-    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(Means(steps.record, "cpu", call_at_once)))
+    monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(StepRecorder(steps.record, "cpu", call_at_once)))
 
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
         steps.log.append("draw")
@@ -173,7 +173,7 @@ def test_a_forked_child_does_not_wait_for_a_step_of_its_parent() -> None:
         begun.set()
         go.wait(30)
 
-    graphs._last = step = UnderWay(end)
+    graphs._last = step = PendingStep(end)
     waiting = threading.Thread(target=step.settle)
     waiting.start()
     assert begun.wait(30)

@@ -11,7 +11,7 @@ from lora_layers import adapt
 from recorded_steps import call_at_once
 
 from ktc.model.experts import host_node
-from ktc.model.experts.host_node import HostNodes, current, runtime_libraries
+from ktc.model.experts.host_node import HostNodes, runtime_libraries
 from ktc.model.experts.lora import ExpertsLora
 
 HERE = torch.device("cpu")
@@ -25,13 +25,13 @@ def test_a_host_function_computes_what_the_kernel_computes(load: Load) -> None:
     for lora in (ExpertsLora(), adapted.lora):
         wanted = module(x, layer.index, weights, lora=lora)
         nodes = HostNodes(call_at_once)
-        with nodes.recorded():
+        with nodes.recorded(module.step_context):
             found = module(x, layer.index, weights, lora=lora).clone()
             wider = module(x, layer.index.repeat(1, 2), weights.repeat(1, 2) / 2, lora=lora).clone()
         assert torch.equal(found, wanted)
         assert float((wider - wanted).float().norm() / wanted.float().norm()) <= 0.01
         nodes.check(lambda _: "")
-    assert current() is None
+    assert module.step_context.host_nodes is None
 
 
 def test_a_recorded_call_reads_what_its_memory_holds_when_it_runs(load: Load) -> None:
@@ -40,7 +40,7 @@ def test_a_recorded_call_reads_what_its_memory_holds_when_it_runs(load: Load) ->
     x, weights = layer.x.to(torch.bfloat16), layer.weights.float()
     called: list[tuple[int, int]] = []
     nodes = HostNodes(lambda *call: called.append(call))
-    with nodes.recorded():
+    with nodes.recorded(module.step_context):
         module(x, layer.index, weights)
     (memory,) = nodes._memories.values()
     memory.x.copy_(2 * x)
@@ -55,7 +55,7 @@ def test_an_expert_that_does_not_exist_is_told_with_its_layer(load: Load) -> Non
     layer = random_layer(70, 37, 5, 2, 9)
     module = load(layer, spec_of(ISAS[0]))
     nodes = HostNodes(call_at_once)
-    with nodes.recorded():
+    with nodes.recorded(module.step_context):
         module(layer.x.to(torch.bfloat16), layer.index + 5, layer.weights.float())
     with pytest.raises(IndexError) as error:
         nodes.check(lambda _: "model.layers.3.mlp.experts")
@@ -67,7 +67,7 @@ def test_errors_of_all_layers_are_told_at_once(load: Load) -> None:
     layer = random_layer(70, 37, 5, 2, 9)
     module = load(layer, spec_of(ISAS[0]))
     nodes, names = HostNodes(call_at_once), iter(("layers.1", "layers.2"))
-    with nodes.recorded():
+    with nodes.recorded(module.step_context):
         for _ in range(2):
             module(layer.x.to(torch.bfloat16), layer.index + 5, layer.weights.float())
     with pytest.raises(IndexError) as error:

@@ -103,7 +103,7 @@ def test_host_functions_of_a_graph(load: Load, hostile: int) -> None:
     module, nodes = load(layer, SPEC), HostNodes(call_at_once)
     index = layer.index.clone()
     index[-1, -1] = hostile
-    with nodes.recorded(), torch.no_grad():
+    with nodes.recorded(module.step_context), torch.no_grad():
         module(layer.x.bfloat16(), index, layer.weights.float())
     with pytest.raises(IndexError, match=f"names expert {hostile};"):
         nodes.check(lambda _: "layers.3")

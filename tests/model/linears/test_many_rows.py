@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ktc.foundation import host
-from ktc.model.kernels.kernel_calls import recorded
 from ktc.model.kernels.linear_spec import LinearSpec
 from ktc.model.linears import choice, many_rows
 from ktc.model.linears.choice import Choice
@@ -118,7 +117,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_a_recorded_step_repeats_the_product_on_other_values() -> None:
     ours, x, calls = frozen(bias=True), torch.randn(12, 256).bfloat16(), []
-    with torch.no_grad(), recorded(calls.append):
+    with torch.no_grad(), ours.step_context.entered(recorder=calls.append):
         ours(x)
     (call,) = calls
     other, out = torch.randn(12, 256).bfloat16(), torch.empty(12, 256, dtype=torch.bfloat16)

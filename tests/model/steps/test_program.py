@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ktc.model.kernels.kernel_library import Kernel
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.kernels.step_spec import StepSpec
 from ktc.model.steps import lowering
 from ktc.model.steps.program import StepProgram, close, record_program
@@ -29,7 +30,7 @@ def kernel() -> Kernel:
 def programmed(
     kernel: Kernel, compute: Callable[[], Any], *changing: Tensor
 ) -> tuple[StepProgram, tuple[Tensor, ...]]:  # fmt: skip
-    _, program, results = record_program(compute, changing, kernel, 1, lambda out: out)
+    _, program, results = record_program(compute, changing, kernel, 1, lambda out: out, StepContext())
     return program, results
 
 

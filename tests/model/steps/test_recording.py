@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktc.model.kernels.kernel_calls import HostCall, announce
+from ktc.model.kernels.kernel_calls import HostCall
+from ktc.model.kernels.step_context import StepContext
 from ktc.model.steps.recording import record
 
 
 def names(compute: Callable[[], Any], *changing: Tensor) -> list[str]:
-    return [operation.name.split(".")[1] for operation in record(compute, changing).operations]
+    return [operation.name.split(".")[1] for operation in record(compute, changing, StepContext()).operations]
 
 
 def test_what_depends_on_no_changing_value_is_computed_once() -> None:
@@ -54,13 +55,13 @@ def test_what_changes_a_changing_tensor_is_repeated() -> None:
 def test_what_no_later_run_could_repeat_is_refused(compute: Callable[[Tensor], Any], reason: str) -> None:
     x = torch.randn(4)
     with pytest.raises(ValueError, match=reason):
-        record(lambda: compute(x), [x])
+        record(lambda: compute(x), [x], StepContext())
 
 
 def test_memory_that_outlives_the_step_is_not_changed() -> None:
     x, count = torch.randn(4), torch.zeros(1)
     with pytest.raises(ValueError, match="outlives the step"):
-        record(lambda: x + count.add_(1), [x])
+        record(lambda: x + count.add_(1), [x], StepContext())
     assert count == 0
 
 
@@ -85,10 +86,10 @@ def test_calls_of_kernels_are_operations() -> None:
 
     def compute() -> Tensor:
         out = torch.empty_like(x)
-        announce(bind, (x, None), out)
+        context.record_call(bind, (x, None), out)
         return out + 1
 
-    x = torch.randn(4)
-    found = record(compute, [x]).operations
+    x, context = torch.randn(4), StepContext()
+    found = record(compute, [x], context).operations
     assert [operation.call is not None for operation in found] == [True, False]
     assert found[0].reads == (x,)

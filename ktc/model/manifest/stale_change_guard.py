@@ -1,8 +1,9 @@
 """Changes of a loaded model that its compiled code would ignore: said once, at the next forward.
 
-In: the stock model before the recipe is realised (`remember`) and the compiled one after (`watch`). Out: a `Watch` in
-each module of experts, and before each block whose code is a graph. It compares snapshots with the objects that users
-change: settings of replaced modules, their code, config values that the code reads, and modules that nothing calls.
+In: the stock model before the recipe is realised (`remember`) and the compiled one after (`guard`).
+Out: a `StaleChangeGuard` in each module of experts, and before each block whose code is a graph. It compares snapshots
+with the objects that users change: settings of replaced modules, their code, config values that the code reads, and
+modules that nothing calls.
 Tensors are not compared, and nothing is compared under `torch.compile`.
 """
 
@@ -25,13 +26,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, listing, render
 from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.private_api import HOOKS
 from ktc.model.manifest.code_facts import functions_of
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.manifest.stock_facts import Region, class_name, config_path, regions, settings, spelled
 
 log = logging.getLogger(__name__)
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HELD = ("_modules", "_parameters")  # of a module, in its `__dict__`
 _SETTING = "`{what}.{name}` is now {now}, and the compiled code has {before}"
 _UNCALLED = "`{what}.{name}` was replaced, and the compiled code does not call it"
@@ -99,7 +100,7 @@ def _copied(value: Any) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class StaleChangeGuard:
     """The snapshots that one module compares before it computes. The watches of a model share `said`.
 
     A module that is copied alone, as PEFT copies one that trains, keeps the watch: it holds other modules.
@@ -109,8 +110,8 @@ class Watch:
     said: set[tuple[str, str]]
     stays: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        return self if self.stays else Watch(*copy.deepcopy((self.snapshots, self.said), memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaleChangeGuard:
+        return self if self.stays else StaleChangeGuard(*copy.deepcopy((self.snapshots, self.said), memo))
 
     def __reduce__(self) -> Any:
         """Become None in a pickle: a model that is read from one is not watched."""
@@ -163,8 +164,8 @@ def _shared(model: PreTrainedModel, region: Region) -> Iterator[Snapshot]:
         yield Snapshot(owner, class_name(owner), tuple(dict.fromkeys(names)), _UNCALLED)
 
 
-def watch(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Remembered], folder: Path) -> None:
-    """Put a `Watch` into every module that a rewrite made. The settings of replaced experts stay readable."""
+def guard(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Remembered], folder: Path) -> None:
+    """Put a guard into every module that a rewrite made. The settings of replaced experts stay readable."""
     files = {step.fqn: str(step.args["file"]) for step in recipe if step.module == "graph_block"}
     shared = {(id(each.owner), each.names): each for region in remembered for each in region.shared}
     said = set[tuple[str, str]]()
@@ -174,14 +175,14 @@ def watch(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Reme
         common = tuple(shared.values()) if number in (0, len(remembered) - 1) else ()
         if region.fqn in files:
             called = called_modules(read_regular(folder / files[region.fqn]).decode())
-            module.register_forward_pre_hook(Watch((*common, *_of_block(module, region.fqn, called)), said))
+            module.register_forward_pre_hook(StaleChangeGuard((*common, *_of_block(module, region.fqn, called)), said))
         elif isinstance(module, FusedMoe):
             vars(module).update({n: value for n, value in region.settings.items() if not hasattr(module, n)})
             names = tuple(name for name in region.settings if name in vars(module))
             own = [Snapshot(module, region.fqn, names)] if names else []
             trains = module.weights.training.trains
             held = _HELD[:1] if trains else _HELD  # a load or a functional call gives it other parameters
-            module.watch = Watch((*common, *own, Snapshot(module, region.fqn, held, _GIVEN)), said, trains)
+            module.guard = StaleChangeGuard((*common, *own, Snapshot(module, region.fqn, held, _GIVEN)), said, trains)
 
 
 def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:

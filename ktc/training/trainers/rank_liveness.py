@@ -3,7 +3,7 @@
 Every process counts its meetings (the collectives of a training step) in the store that launched the run. When a
 meeting fails, the counts show which ranks did not arrive. A process that raised an error has published its message
 there. torchrun may end this process before its next meeting; then torchrun's own summary names the rank.
-A process that dies inside a meeting is counted in; then the failed collective itself is what the others know.
+A process that dies inside a meeting has already reported arrival: the others then know the failed collective alone.
 Out: one error with the rank, its message, and the checkpoint to continue from.
 """
 
@@ -26,12 +26,12 @@ from ktc.training.trainers.private_api import store_of_the_run
 _LONGEST_WORDS = 500
 
 
-class RollCall:
+class RankLiveness:
     """One process's view: call `arrive` before each meeting, and `missing` after one that failed."""
 
     def __init__(self) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = store_of_the_run("ktc_roll_call")
+        self._store = store_of_the_run("ktc_rank_liveness")
         self._meetings = 0
 
     def arrive(self) -> None:
@@ -65,7 +65,7 @@ class _ToldToEnd(BaseException):
 
 
 @contextmanager
-def together(call: RollCall, output_dir: str | None) -> Generator[None]:
+def together(call: RankLiveness, output_dir: str | None) -> Generator[None]:
     """Run the body as one of several processes, and publish its error to the others.
 
     Raises:
@@ -104,7 +104,7 @@ def _told_to_end() -> Generator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _said(call: RollCall) -> str:
+def _said(call: RankLiveness) -> str:
     """Return the errors that the other processes published."""
     try:
         return "; ".join(call.last_words())
@@ -112,7 +112,7 @@ def _said(call: RollCall) -> str:
         return ""
 
 
-def _lost(call: RollCall, error: RuntimeError, output_dir: str | None) -> Exception:
+def _lost(call: RankLiveness, error: RuntimeError, output_dir: str | None) -> Exception:
     """Return the error to raise for `error`: itself if no other process is missing and no collective raised it."""
     try:
         missing = call.missing()
@@ -130,7 +130,7 @@ def _in_collective(error: BaseException) -> bool:
     return any(str(frame.f_globals.get("__name__")).startswith("torch.distributed.") for frame in frames)
 
 
-def _tell(call: RollCall, error: BaseException) -> None:
+def _tell(call: RankLiveness, error: BaseException) -> None:
     try:
         call.leave(error)
     except RuntimeError:

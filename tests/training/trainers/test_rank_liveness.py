@@ -11,11 +11,11 @@ _MEETING = """
 import os, sys, torch
 import torch.distributed as dist
 from ktc.diagnostics import KtcError
-from ktc.training.trainers.roll_call import RollCall, together
+from ktc.training.trainers.rank_liveness import RankLiveness, together
 rank = int(os.fork() == 0)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 dist.all_reduce(torch.zeros(1))
-call = RollCall()
+call = RankLiveness()
 call.arrive()
 if rank == 1:
     os._exit(9)

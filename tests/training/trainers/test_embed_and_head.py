@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.model_ends import ModelEnds
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
 
 
@@ -45,12 +45,12 @@ def model() -> Small:
     return Small()
 
 
-def ends_of(model: Small) -> ModelEnds:
+def embed_and_head_of(model: Small) -> EmbedAndHead:
     trainer = SimpleNamespace(
         model=model, optimizer=None, accelerator=SimpleNamespace(unwrap_model=lambda model: model)
     )
     layers = [SplitLayer(layer, None, None) for layer in model.layers]
-    return ModelEnds(trainer, model, layers, "not a causal model")
+    return EmbedAndHead(trainer, model, layers, "not a causal model")
 
 
 def ids(first: int) -> dict[str, Tensor]:
@@ -71,11 +71,11 @@ def recorded(model: Small, inputs: dict[str, Tensor]) -> ModelCall:
 def test_modules_are_set_to_training_once(model: Small) -> None:
     model.eval()
     before = model.layers[0].walks
-    ends = ends_of(model)
-    with ends.in_training():
+    parts = embed_and_head_of(model)
+    with parts.in_training():
         for first in (1, 4):
             final = torch.ones(1, 3, 4, requires_grad=True)
-            assert float(ends.loss(one, ids(first), None, recorded(model, ids(first)), final)) == float(
+            assert float(parts.loss(one, ids(first), None, recorded(model, ids(first)), final)) == float(
                 model.head(final).sum()
             )
             assert final.grad is not None
@@ -93,15 +93,15 @@ def test_a_micro_batch_that_changes_is_found_at_once_or_before_the_layers_backwa
     calls = [recorded(model, ids(first)) for first in (1, 4)]
     model.shift = 0.5
     with pytest.raises(CannotStack, match="computed a second time"):
-        ends_of(model).loss(one, ids(1), None, calls[0], final)
+        embed_and_head_of(model).loss(one, ids(1), None, calls[0], final)
     assert final.grad is None, "no backward has begun"
     model.shift = 0.0
-    ends = ends_of(model)
-    ends.loss(one, ids(1), None, calls[0], final)
-    ends.check_unchanged()
+    parts = embed_and_head_of(model)
+    parts.loss(one, ids(1), None, calls[0], final)
+    parts.check_unchanged()
     model.shift = 0.5
-    ends.loss(one, ids(4), None, calls[1], final)
+    parts.loss(one, ids(4), None, calls[1], final)
     with pytest.raises(CannotStack, match="computed a second time"):
-        ends.check_unchanged()
+        parts.check_unchanged()
     with pytest.raises(CannotStack, match="computed a second time"):
-        ends.loss(one, {"ids": torch.tensor([[1]])}, None, calls[1], final)
+        parts.loss(one, {"ids": torch.tensor([[1]])}, None, calls[1], final)

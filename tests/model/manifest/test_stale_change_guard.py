@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.realise import realise
 from ktc.model.manifest.manifest import Rewrite
+from ktc.model.manifest.stale_change_guard import called_modules, guard, remember
 from ktc.model.manifest.stock_facts import assumptions_of, spelled
-from ktc.model.manifest.watch import called_modules, remember, watch
 from ktc.model.targets.target import AS_STORED
 
 WIDTH, COUNT = 8, 4
@@ -109,7 +109,7 @@ def model(tmp_path: Path) -> Any:
     wanted = made(x)
     remembered = remember(made, RECIPE)
     realise(made, RECIPE, None, tmp_path)
-    watch(made, RECIPE, remembered, tmp_path)
+    guard(made, RECIPE, remembered, tmp_path)
     assert isinstance(made.layers[1].grove.pickers, FusedMoe)
     assert torch.allclose(made(x), wanted, atol=1e-5)
     return made
@@ -172,7 +172,7 @@ def test_code_of_a_class_that_is_replaced_is_said(
 ) -> None:
     monkeypatch.setattr(Chooser, "forward", lambda self, x: x)
     model(torch.randn(5, WIDTH))
-    assert "test_watch.Chooser.forward` was replaced" in caplog.text
+    assert "test_stale_change_guard.Chooser.forward` was replaced" in caplog.text
 
 
 class Doubled(nn.Module):

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktc.model.hf.patching import with_attributes
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.trainers.layer_calls import ModelCall, finished, record
-from ktc.training.trainers.private_api import prepared_inputs, with_attribute
+from ktc.training.trainers.private_api import prepared_inputs
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
 
 Inputs = Mapping[str, Any]
 TrainingStep = Callable[..., Tensor]
 
 
-class ModelEnds:
-    """The ends of one trainer's model during one optimizer step.
+class EmbedAndHead:
+    """The code of one trainer's model before and after its layers, during one optimizer step.
 
     `whole_loss` says why the loss needs all logits of a micro-batch at once, "" if it does not. It may change once,
     at the first loss.
@@ -53,7 +54,7 @@ class ModelEnds:
         def train(mode: bool = True) -> nn.Module:
             return model if mode and model.training else walk(mode)
 
-        with with_attribute(model, "train", train):
+        with with_attributes(model, train=train):
             yield
 
     def record(self, inputs: Inputs, num_items: Any) -> ModelCall:

@@ -1,0 +1,124 @@
+"""Every private name of transformers and peft that ktc uses outside of training and serving.
+
+`tests/model/hf/test_private_api.py` checks each name with the oldest and the newest release (`make versions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ATTENTION = "_attn_implementation_internal"  # of a config; the public setters check the name
+EXPERTS = "_experts_implementation_internal"
+
+
+def attention_of(config: object) -> str | None:
+    """Return the attention implementation that a config chooses; None for another object."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def experts_of(config: object) -> str | None:
+    """Return the implementation of experts that a config chooses."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def model_of_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return a model of this class. `AutoModelForCausalLM.from_config` would choose the class."""
+    return cast("Any", model_class)._from_config(config, **options)
+
+
+def kept_in_fp32(model: nn.Module, *, half: bool) -> set[str]:
+    """Return parts of the names of tensors that stay fp32 in half precision; `half`: fp16, which keeps more."""
+    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return kept | set(getattr(model, "_keep_in_fp32_modules", None) or ()) if half else kept
+
+
+def unexpected_keys(model: nn.Module) -> tuple[str, ...]:
+    """Return patterns of tensors that a checkpoint may have besides those of the model."""
+    return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def tie_patterns(model: nn.Module) -> dict[str, str]:
+    """Return the tied tensors that a model declares, as patterns of target and source."""
+    ties = getattr(model, "_tied_weights_keys", None)
+    return cast("dict[str, str]", ties) if isinstance(ties, dict) else {}
+
+
+def set_tie_patterns(model: nn.Module, ties: dict[str, str]) -> None:
+    """Declare the ties of this one model, in place of those of its class."""
+    cast("Any", model)._tied_weights_keys = ties
+
+
+def initialise_buffers(model: nn.Module, module: nn.Module) -> bool:
+    """Run the model's own initialisation of a module, except of its parameters; False for a model without one."""
+    initialise = getattr(model, "_init_weights", None)
+    if initialise is None:
+        return False
+    for parameter in module.parameters(recurse=False):
+        cast("Any", parameter)._is_hf_initialized = True
+    initialise(module)
+    return True
+
+
+def takes_bool_masks(model: nn.Module) -> bool:
+    """Return whether transformers makes bool masks for a model, which its class says by its support of `sdpa`."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def recorded_outputs(model: nn.Module) -> dict[str, Any]:
+    """Return the inner results that a model records for its caller, by name."""
+    return getattr(model, "_can_record_outputs", None) or {}
+
+
+def gate_code(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the code with which an experts module combines gate and up."""
+    code = getattr(module, "_apply_gate", None)
+    return code if callable(code) else None
+
+
+def register_layers(config: LoraConfig, layers: Mapping[type[nn.Module], type[nn.Module]]) -> None:
+    """Let PEFT wrap modules of these classes by these layers."""
+    cast("Any", config)._register_custom_module(dict(layers))
+
+
+class GenerationHooks:
+    """A base before the class of a model: steps inside `generate`, as methods with public names."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        stock = cast("Any", super())._prepare_cache_for_generation
+        return self.prepare_cache(model_kwargs, lambda: stock(generation_config, model_kwargs, *args, **kwargs))
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any, *args: Any) -> bool:
+        return self.takes_compiled_steps(generation_config)
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        stock = cast("Any", super())._prefill
+        return self.prefill(lambda: stock(*args, **kwargs))
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        stock = cast("Any", super())._sample
+        return self.sample(kwargs, lambda: stock(*args, **kwargs))
+
+    def prepare_cache(self, model_kwargs: dict[str, Any], prepare: Callable[[], Any]) -> Any:
+        """Call `prepare`, which puts the cache into `model_kwargs`."""
+        return prepare()
+
+    def takes_compiled_steps(self, generation_config: Any) -> bool:
+        """Return whether `generate` takes its steps from `get_compiled_call`."""
+        raise NotImplementedError
+
+    def prefill(self, read: Callable[[], Any]) -> Any:
+        """Call `read`, which reads the prompt."""
+        return read()
+
+    def sample(self, options: dict[str, Any], sample: Callable[[], Any]) -> Any:
+        """Call `sample`, which chooses tokens with `options`, such as `stopping_criteria`."""
+        return sample()
