@@ -39,16 +39,16 @@ class Experts:
 
 def own_step(step: Rewrite, manifest: Manifest) -> Rewrite | None:
     """Return the step that reads the model's own module before `step` replaces it; `None` for other experts."""
-    return next((each for each in manifest.rewrites if each.module == "own_experts" and each.fqn == step.fqn), None)
+    return next((s for s in manifest.rewrites if s.module == "own_experts" and s.fqn == step.fqn), None)
 
 
 def experts_of(step: Rewrite, manifest: Manifest, path: str) -> Experts:
     """Return the experts that `step` puts in place, at `path` in their layer."""
     about = (path, int(step.args["num_experts"]), int(step.args["top_k"]))
-    own = own_step(step, manifest)
-    if own is None:
+    reading = own_step(step, manifest)
+    if reading is None:
         return Experts(*about)
-    config = config_of(own)
+    config = config_of(reading)
     return Experts(*about, tuple(config.inputs.items()), config.called)
 
 

@@ -77,12 +77,12 @@ def format_of(step: Rewrite, manifest: Manifest, rows: Sequence[WeightSource]) -
     group = int(kernel.spec.get("group_size") or 0)
     tensors = _tensors_of(step, manifest)
     formats = {tensor: down if part == "down" else gate_up for tensor, part in tensors.items()}
-    own = [row for row in rows if row.target.startswith(f"{step.fqn}.")]
+    filled = [row for row in rows if row.target.startswith(f"{step.fqn}.")]
     return ExpertsFormat(
         {
             tensor: (name, _group(name, group))
             for tensor, name in formats.items()
-            if FORMATS[name].coded and not _kept(own, tensors[tensor], name)  # pyright: ignore[reportArgumentType]
+            if FORMATS[name].coded and not _kept(filled, tensors[tensor], name)  # pyright: ignore[reportArgumentType]
         },
         num_experts,
         FORMATS[down].integer_products,  # pyright: ignore[reportArgumentType]
@@ -102,7 +102,7 @@ def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[Held, str]:
         form = parse_form(str(step.args["form"]))
         gate_up = "gate_up_proj" if form.gated else "up_proj"
         parts = {"gate_up": Held(gate_up, turned=form.transposed), "down": Held("down_proj", turned=form.transposed)}
-    return {held: "down" if part == "down" else "gate_up" for part, held in parts.items() if "bias" not in part}
+    return {tensor: "down" if part == "down" else "gate_up" for part, tensor in parts.items() if "bias" not in part}
 
 
 def _holds(step: Rewrite, fqn: str) -> bool:
@@ -118,8 +118,8 @@ def _group(name: str, group: int) -> int:
 
 def _kept(rows: Sequence[WeightSource], part: str, name: str) -> bool:
     """Return whether the checkpoint stores the part in the kernel's format already."""
-    own = [row for row in rows if (row.part is not None and row.part.startswith("down")) == (part == "down")]
-    weights = [row for row in own if row.part is not None and not row.part.endswith("bias")]
+    of_part = [row for row in rows if (row.part is not None and row.part.startswith("down")) == (part == "down")]
+    weights = [row for row in of_part if row.part is not None and not row.part.endswith("bias")]
     return bool(weights) and all(row.kept_as is not None and row.kept_as[0] == name for row in weights)
 
 
