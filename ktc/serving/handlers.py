@@ -7,7 +7,6 @@ or 422, never ignored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
@@ -21,7 +20,6 @@ from transformers.cli.serving.utils import Modality
 from ktc import versions
 from ktc.hf.stock_model import vocabulary_of
 from ktc.serving import fields
-from ktc.serving.fields import Check, require_fields
 from ktc.serving.prompt_length import is_long, least_tokens
 from ktc.serving.refusals import RequestRefused
 
@@ -34,7 +32,7 @@ class _Checked:
 
     model_manager: Any
     generation_state: Any
-    checks: Mapping[str, Check]
+    body_fields: fields.Fields
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
@@ -73,7 +71,7 @@ class _Checked:
         )
 
     def _validate_request(self, body: dict[str, Any]) -> None:
-        require_fields(body, self.checks)
+        fields.require_fields(body, self.body_fields)
         cast("Any", super())._validate_request(body)
 
     def _build_generation_config(self, body: dict[str, Any], *more: Any, **named: Any) -> Any:
@@ -108,11 +106,10 @@ class _Checked:
 
 
 class Chat(_Checked, ChatCompletionHandler):
-    checks = fields.CHAT
+    body_fields = fields.ChatFields
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
-        fields.require_messages(body.get("messages"), "messages")
         self._require_template(body)
         _, model, _ = self._resolve_model(body)
         fields.require_biases(body, vocabulary_of(model))
@@ -124,28 +121,18 @@ class Chat(_Checked, ChatCompletionHandler):
 
 
 class Completion(_Checked, CompletionHandler):
-    checks = fields.COMPLETION
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        if "prompt" not in body:
-            raise RequestRefused(400, "`prompt` is missing", "missing_required_parameter", "prompt")
+    body_fields = fields.CompletionFields
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return body["prompt"]
 
 
 class Response(_Checked, ResponseHandler):
-    checks = fields.RESPONSE
+    body_fields = fields.ResponseFields
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         _require_usage()
         super()._validate_request(body)
-        given = body.get("input")
-        if not (isinstance(given, (str, list)) and given):
-            raise RequestRefused(400, "`input` must be a text or a list, and not empty", "invalid_value", "input")
-        if isinstance(given, list):
-            fields.require_items(cast("list[Any]", given))
         self._require_template(body)
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
 
