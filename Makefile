@@ -83,11 +83,11 @@ versions: $(READY)
 # Every kernel of every instruction set of this machine under the thread, address and undefined-behaviour sanitizers of
 # the compiler (test-all runs it too). SANITIZE="avx2 and thread" runs some.
 sanitize: $(READY)
-	$(BIN)/python -m pytest -m "" -rA tests/codegen/test_sanitizers.py $(if $(SANITIZE),-k "$(SANITIZE)")
+	$(BIN)/python -m pytest -m "" -rA tests/stages/codegen/test_sanitizers.py $(if $(SANITIZE),-k "$(SANITIZE)")
 
 # The kernels for AMX on a processor that has AVX512-BF16: their tile instructions are functions (test-all runs it too).
 tiles: $(READY)
-	$(QUICK) --software-tiles tests/experts tests/linears tests/attention
+	$(QUICK) --software-tiles tests/model/experts tests/model/linears tests/model/attention
 
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:
@@ -97,7 +97,7 @@ kt-environment:
 llama-environment:
 	PYTHON=$(PYTHON) benchmarks/llama_environment.sh
 
-# LLaMA-Factory in build/llama-factory, with the versions that it requires and this checkout: tests/llama_factory/test_training.py.
+# LLaMA-Factory in build/llama-factory, with the versions that it requires and this checkout: tests/tools/llama_factory/test_training.py.
 lf-environment:
 	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) tests/llama_factory_environment.sh
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from ktc import dsl, resources
+from ktc.foundation import resources
+from ktc.language import dsl
 
 
 def milliseconds(program: str, rounds: int) -> list[float]:

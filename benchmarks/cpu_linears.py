@@ -29,9 +29,9 @@ from torch.nn import functional
 from transformers import TrainingArguments
 
 import ktc
-from ktc.linears.lora_linear import KTLinear
-from ktc.linears.many_rows import ManyRows
-from ktc.model import peft_glue
+from ktc.model.linears.lora_linear import KTLinear
+from ktc.model.linears.many_rows import ManyRows
+from ktc.model.loading import peft_glue
 from ktc.training import KTrainer
 
 CONFIG: Final = Path(__file__).parent.parent / "tests" / "configs" / "deepseek-v2-lite"

@@ -31,21 +31,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ktc import host
-from ktc.attention.decode import DecodeAttention, Heads
-from ktc.attention.index_kernel import IndexKernel
-from ktc.attention.int8_decode import Int8DecodeAttention, quantised
-from ktc.attention.int8_tensor import Int8Tensor
-from ktc.attention.key_index import KeyIndex
-from ktc.attention.latent import attend
-from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable
-from ktc.attention.sparsity import FORMATS, Sparsity, Traffic
-from ktc.attention.up_projection import UpProjection
-from ktc.codegen.build import build
-from ktc.codegen.render import render
-from ktc.experts.packed import zeros_on_huge_pages
-from ktc.plan.attention_spec import ISAS, AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.plan.linear_spec import ISAS as CODE_ISAS
+from ktc.foundation import host
+from ktc.model.attention.decode import DecodeAttention, Heads
+from ktc.model.attention.index_kernel import IndexKernel
+from ktc.model.attention.int8_decode import Int8DecodeAttention, quantised
+from ktc.model.attention.int8_tensor import Int8Tensor
+from ktc.model.attention.key_index import KeyIndex
+from ktc.model.attention.latent import attend
+from ktc.model.attention.paged_tensor import PAGE, PagedTensor, PageTable
+from ktc.model.attention.sparsity import FORMATS, Sparsity, Traffic
+from ktc.model.attention.up_projection import UpProjection
+from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.kernels.attention_spec import ISAS, AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.linear_spec import ISAS as CODE_ISAS
+from ktc.stages.codegen.build import build
+from ktc.stages.codegen.render import render
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128

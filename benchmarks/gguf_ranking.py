@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import ktc
-from ktc.bench.decode.engines import LlamaEngine
+from ktc.tools.bench.decode.engines import LlamaEngine
 
 _TOP = 10
 

@@ -20,13 +20,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc import host
-from ktc.codegen.build import build
-from ktc.codegen.render import render
-from ktc.experts import openmp
-from ktc.experts.form import parse_form
-from ktc.experts.module import FusedMoe
-from ktc.plan.kernel_spec import KERNELS, KernelSpec
+from ktc.foundation import host
+from ktc.model.experts.module import FusedMoe
+from ktc.model.kernels import openmp
+from ktc.model.kernels.form import parse_form
+from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.stages.codegen.build import build
+from ktc.stages.codegen.render import render
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, LAYERS = 64, 2048, 1408, 6, 2
 WIDTH: Final = 40_000  # elements per thread: above the size from which PyTorch uses all of them

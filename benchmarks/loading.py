@@ -181,12 +181,12 @@ def layer_speed(shape: str) -> dict[str, float]:
     """Time one layer's experts: one token, one thread, all pages touched. CPU milliseconds, read and mapped in turn."""
     import torch
 
-    from ktc import host
-    from ktc.codegen import build, render
-    from ktc.experts.module import FusedMoe
-    from ktc.model import packed_file
-    from ktc.model.packed_file import Header, Origin
-    from ktc.plan.kernel_spec import KernelSpec
+    from ktc.foundation import host
+    from ktc.model.experts.module import FusedMoe
+    from ktc.model.kernels.kernel_spec import KernelSpec
+    from ktc.model.packed_store import packed_file
+    from ktc.model.packed_store.packed_file import Header, Origin
+    from ktc.stages.codegen import build, render
 
     num_experts, hidden, inner, top_k = SHAPES[shape]
     isa = host.detect().isas[0]
@@ -256,7 +256,7 @@ def _load(method: str, folder: str) -> tuple[Any, float, float]:
         seconds = time.perf_counter() - started
         return model, seconds, seconds
     import ktc
-    from ktc.model import weights_stage
+    from ktc.model.packed_store import weights_stage
 
     inner, stages = weights_stage.fill_weights, list[float]()
 

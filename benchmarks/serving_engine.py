@@ -19,11 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ktc.generate.language_model import open_language_model
-from ktc.serving import batch, prefill, worker
-from ktc.serving.engine import Engine
-from ktc.serving.model_runner import ModelRunner
-from ktc.serving.request import Limits, Request
+from ktc.inference.generate.language_model import open_language_model
+from ktc.inference.serving import batch, prefill, worker
+from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.request import Limits, Request
 
 _PARTS = [
     ("steps", batch.RowBatch, "step"), ("prefill", prefill.PrefillBatch, "advance"), ("choice of tokens", worker,

@@ -29,7 +29,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ktc import environment, twin
+from ktc.foundation import environment
+from ktc.model import twin
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "demo"

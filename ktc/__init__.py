@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from ktc.compiler import check as check
     from ktc.compiler import compile as compile
     from ktc.compiler import inspect as inspect
-    from ktc.model.load import load as load
-    from ktc.model.pack import pack as pack
-    from ktc.model.verify import verify as verify
-    from ktc.tune.train import train as train
-    from ktc.versions import __version__ as __version__
+    from ktc.foundation.versions import __version__ as __version__
+    from ktc.model.loading.load import load as load
+    from ktc.model.packing.pack import pack as pack
+    from ktc.model.packing.verify import verify as verify
+    from ktc.training.tune.train import train as train
 
 _HOME = {
-    "__version__": "ktc.versions",
+    "__version__": "ktc.foundation.versions",
     "Report": "ktc.compiler",
     "check": "ktc.compiler",
     "compile": "ktc.compiler",
     "inspect": "ktc.compiler",
-    "load": "ktc.model.load",
-    "pack": "ktc.model.pack",
-    "train": "ktc.tune.train",
-    "verify": "ktc.model.verify",
+    "load": "ktc.model.loading.load",
+    "pack": "ktc.model.packing.pack",
+    "train": "ktc.training.tune.train",
+    "verify": "ktc.model.packing.verify",
 }
 __all__ = ["Report", "__version__", "check", "compile", "inspect", "load", "pack", "train", "verify"]
 
@@ -48,7 +48,7 @@ def _check_versions() -> None:
     """Check versions before the compiler is imported, since an unsupported torch or transformers may fail to import."""
     import warnings
 
-    from ktc import versions
+    from ktc.foundation import versions
 
     for newer in versions.require():
         warnings.warn(f"{newer.message} ({newer.hint})", stacklevel=3)

@@ -17,22 +17,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ktc import dsl
-from ktc.analysis import Analysis, Report
-from ktc.capture import CapturedModel, capture, open_model
-from ktc.capture.compilable import require_compilable
-from ktc.capture.weights import WeightMap, map_weights
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, ProofFailed
-from ktc.host import Host, detect
-from ktc.match import match
-from ktc.plan import ANY_SIZE, Point, kernel_origins, make_plan, require_feasible
-from ktc.rewrite import rewrite
+from ktc.foundation.host import Host, detect
+from ktc.language import dsl
+from ktc.stages.analysis import Analysis, Report
+from ktc.stages.capture import CapturedModel, capture, open_model
+from ktc.stages.capture.compilable import require_compilable
+from ktc.stages.capture.weights import WeightMap, map_weights
+from ktc.stages.match import match
+from ktc.stages.plan import ANY_SIZE, Point, kernel_origins, make_plan, require_feasible
+from ktc.stages.rewrite import rewrite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ktc.pictures.dump import ModelDump, Stage
-    from ktc.prove import Proof
+    from ktc.stages.pictures.dump import ModelDump, Stage
+    from ktc.stages.proof import Proof
 
 Observe = Callable[[str, object], None]
 Model: TypeAlias = "str | Path | PreTrainedModel"  # a folder, a hub id, `tiny:NAME`, or a model object
@@ -60,7 +60,7 @@ def compile(
     enough, and the package is loaded by `load(random_weights=SEED)`.
     Raises InputRefused, HostLacks or ProofFailed; after any error nothing is left at `out`.
     """
-    from ktc.link import check_out
+    from ktc.stages.link import check_out
 
     check_out(Path(out), force)
     analysis = analyse(
@@ -75,10 +75,10 @@ def complete(
     force: bool = False,
 ) -> Path:  # fmt: skip
     """Prove and build an analysis that was made `to_compile`, into the package `out`. Raises as `compile` does."""
-    from ktc.codegen.build import build
-    from ktc.codegen.render import render
-    from ktc.link import assemble, link
-    from ktc.model.trial import try_out
+    from ktc.model.loading.trial import try_out
+    from ktc.stages.codegen.build import build
+    from ktc.stages.codegen.render import render
+    from ktc.stages.link import assemble, link
 
     require_feasible(analysis.plan)
     analysis, proofs = proven(analysis, observe)
@@ -152,7 +152,7 @@ def proven(analysis: Analysis, observe: Observe = _unobserved) -> tuple[Analysis
 
     Raises ProofFailed where nothing is left, or less than the rules expect.
     """
-    from ktc.prove import prove, refuted
+    from ktc.stages.proof import prove, refuted
 
     proofs = prove(analysis.captured, analysis.blocks, analysis.host)
     observe("prove", proofs)
@@ -200,7 +200,7 @@ def dumps(
     trust_remote_code: bool = False,
 ) -> list[ModelDump]:  # fmt: skip
     """Return the graphs of `model` at some stages. The stage `captured` alone needs no rule to match."""
-    from ktc.link import dump_stage
+    from ktc.stages.link import dump_stage
 
     if tuple(stages) == ("captured",):
         source = open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code)

@@ -19,8 +19,8 @@ from places import GOLDEN, OBJECTS, TESTS
 from shared_captures import CAPTURING, SHARING, SharedCaptures
 
 if TYPE_CHECKING:
-    from ktc.codegen.render import KernelSource
-    from ktc.experts.kernel_library import KernelLibrary
+    from ktc.model.kernels.kernel_library import KernelLibrary
+    from ktc.stages.codegen.render import KernelSource
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,7 +75,7 @@ def hand_made() -> ModuleType:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small DeepSeek-V2 checkpoint folder."""
-    from ktc import twin
+    from ktc.model import twin
 
     return twin.write("deepseek_v2", tmp_path_factory.mktemp("models"))
 
@@ -83,7 +83,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def compiled(checkpoint: Path, hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That checkpoint as a compiled model without kernels: LoRA on attention, routed experts in one module."""
-    from ktc.link import link
+    from ktc.stages.link import link
 
     return link(hand_made.package(checkpoint), tmp_path_factory.mktemp("build") / "v2_twin")
 
@@ -122,7 +122,7 @@ def adapter(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of `compiled` with a strong effect."""
     from strong_adapters import save_strong_adapter
 
-    from ktc.model.peft_glue import read_lora_config
+    from ktc.model.loading.peft_glue import read_lora_config
 
     return save_strong_adapter(compiled, read_lora_config(compiled), tmp_path_factory.mktemp("adapter") / "tuned", 1)
 
@@ -159,7 +159,7 @@ def _own_cache(run_folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared_captures() -> SharedCaptures:
     """The captures of this process, by config."""
-    from ktc.capture import capture
+    from ktc.stages.capture import capture
 
     return SharedCaptures(capture)
 
@@ -186,7 +186,7 @@ def own_captures(shared_captures: SharedCaptures, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session")
 def compilers(run_folder: Path) -> dict[str, str]:
     """The stand-ins for the C++ compiler, `quick` at -O1 and `optimised` as the product builds; none without one."""
-    from ktc.host import find_compiler
+    from ktc.foundation.host import find_compiler
 
     real = find_compiler()
     if real is None:
@@ -228,7 +228,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _repaired_transformers() -> None:
     """Releases before 5.15 forgot an attribute without which the group-limited routing of DeepSeek-V2 cannot run."""
-    from ktc import versions
+    from ktc.foundation import versions
 
     if versions.release(versions.installed("transformers") or "0") >= (5, 15):
         return
@@ -243,7 +243,7 @@ def kernel_source() -> KernelSource:
     """The source of the kernels that most tests share."""
     from kernel_layers import SPECS
 
-    from ktc.codegen.render import render
+    from ktc.stages.codegen.render import render
 
     return render(SPECS, dict.fromkeys(SPECS, "tests/conftest.py:1:1"))
 
@@ -253,8 +253,8 @@ def kernels(kernel_source: KernelSource) -> KernelLibrary:
     """Their library, built once per run."""
     from merged_units import merged
 
-    from ktc import host
-    from ktc.codegen.build import build
+    from ktc.foundation import host
+    from ktc.stages.codegen.build import build
 
     return build(merged(kernel_source), host.detect())
 

@@ -46,16 +46,16 @@ def test_the_public_names_are_all_there() -> None:
 
 # For each command line: at most so many modules of ktc, and packages that must not be imported.
 _MODELS = ("torch", "transformers", "peft", "numpy", "jinja2", "graphlay", "psutil")
-_LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.prove", "ktc.codegen", "ktc.link",
-                 "ktc.training", "ktc.tune.train", "ktc.adapters", "ktc.generate", "ktc.serving", "ktc.bench.run",
-                 "ktc.kt_yaml")  # fmt: skip
+_LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.stages.proof", "ktc.stages.codegen", "ktc.stages.link",
+                 "ktc.training", "ktc.training.tune.train", "ktc.adapters", "ktc.inference.generate", "ktc.inference.serving", "ktc.tools.bench.run",
+                 "ktc.tools.kt_yaml")  # fmt: skip
 IMPORTS = {
-    "--version": (39, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "--help": (39, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "compile --help": (39, ("lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "explain E040": (40, ("rich", "lark", "ktc.dsl", "ktc.host", *_MODELS)),
-    "fmt --check rules": (95, ("ktc.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (96, ("ktc.host", "ktc.compiler", "ktc.explain", *_MODELS)),
+    "--version": (39, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "--help": (39, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "compile --help": (39, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "explain E040": (40, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "fmt --check rules": (95, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (96, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
     "import ktc.compiler": (209, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }
@@ -101,4 +101,4 @@ def test_no_file_reads_the_environment_but_its_own_and_cli() -> None:
         for path in (ROOT / "ktc").rglob("*.py")
         if any(name in path.read_text(encoding="utf-8") for name in ("os.environ", "os.getenv", "getenv("))
     ]
-    assert set(readers) <= {"ktc/environment.py", "ktc/cli/app.py", "ktc/cli/session.py"}
+    assert set(readers) <= {"ktc/foundation/environment.py", "ktc/cli/app.py", "ktc/cli/session.py"}

@@ -1,6 +1,6 @@
 """The private names of torch, transformers and peft that ktc uses outside of training: few, known, and as we take them.
 
-Training's own are in `ktc/training/private_api.py`, with a test beside it. `make versions` runs both with the oldest
+Training's own are in `ktc/training/trainers/private_api.py`, with a test beside it. `make versions` runs both with the oldest
 and the newest supported releases.
 """
 
@@ -21,8 +21,8 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ktc.capture.forms import reads_rows
-from ktc.model.watch import HOOKS
+from ktc.model.manifest.watch import HOOKS
+from ktc.stages.capture.forms import reads_rows
 
 KNOWN = {
     "_apply", "_apply_gate", "_attn_implementation", "_attn_implementation_internal", "_base",
@@ -78,7 +78,7 @@ def test_training_uses_private_names_in_one_file() -> None:
 
 
 def test_the_ties_of_an_instance_count_before_those_of_its_class() -> None:
-    """`ktc/model/first_layers.py` leaves out those of layers that it removes."""
+    """`ktc/model/loading/first_layers.py` leaves out those of layers that it removes."""
 
     class Tied(PreTrainedModel):
         _tied_weights_keys = {"b.weight": "a.weight"}  # noqa: RUF012 - as models of transformers declare it
@@ -95,7 +95,7 @@ def test_the_ties_of_an_instance_count_before_those_of_its_class() -> None:
 
 
 def test_a_module_has_its_children_parameters_and_hooks_in_its_dictionary() -> None:
-    """`ktc/model/watch.py` reads them there, and `_load_from_state_dict` receives the keys of one module."""
+    """`ktc/model/manifest/watch.py` reads them there, and `_load_from_state_dict` receives the keys of one module."""
     received = list[tuple[list[str], str]]()
 
     class Asked(nn.Linear):
@@ -116,7 +116,7 @@ def test_a_module_has_its_children_parameters_and_hooks_in_its_dictionary() -> N
 
 def test_a_tensor_may_hold_others_that_pytorch_takes_for_one() -> None:
     class Wrapper(torch.Tensor):
-        """As `ktc/attention/int8_tensor.py` makes it."""
+        """As `ktc/model/attention/int8_tensor.py` makes it."""
 
         @classmethod
         def __torch_dispatch__(cls, *args: object) -> None:
@@ -145,7 +145,7 @@ def test_a_model_is_made_from_a_config_in_a_dtype(model: PreTrainedModel) -> Non
 
 
 def test_a_config_keeps_its_implementations_where_capture_sets_them(config: Qwen3MoeConfig) -> None:
-    from ktc.capture import markers
+    from ktc.stages.capture import markers
 
     for internal in markers._CHOICES:
         public, before = internal.removesuffix("_internal"), getattr(config, internal)
@@ -298,7 +298,7 @@ def test_a_tensor_of_any_number_of_rows_leaves_a_guard_where_code_asks_for_it() 
 
 
 def test_a_write_into_a_tensor_or_a_view_of_it_changes_its_version() -> None:
-    """`ktc/attention/key_index.py` tells by it that a cache was changed by others."""
+    """`ktc/model/attention/key_index.py` tells by it that a cache was changed by others."""
     whole = torch.zeros(4, 3)
     view = whole[:2]
     before = view._version

@@ -1,7 +1,7 @@
 """The tests that lean on them with the oldest and the newest supported torch, transformers and peft: `make versions`.
 
 Each set gets an environment of its own below --folder, made once by pip and used again; the releases are those of
-`ktc/versions.py`. Without a GPU, give --index the index of the small builds of torch, if it has them.
+`ktc/foundation/versions.py`. Without a GPU, give --index the index of the small builds of torch, if it has them.
 
     python tests/version_matrix.py [oldest] [newest] [--folder build/versions] [--index URL]
 """
@@ -18,14 +18,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ktc import versions  # noqa: E402 - the script runs without ktc installed
+from ktc.foundation import versions  # noqa: E402 - the script runs without ktc installed
 
 TESTS = (
-    "tests/test_versions.py", "tests/test_private_names.py", "tests/capture/test_capture.py",
-    "tests/match/test_match.py", "tests/rewrite",
-    "tests/prove", "tests/model/test_load.py", "tests/end_to_end/test_compiled_model.py", "tests/experts/test_peft.py",
-    "tests/linears/test_lora_linear.py", "tests/training", "tests/tune", "tests/adapters", "tests/generate",
-    "tests/evaluate", "tests/serving/test_server.py", "tests/learning", "tests/llama_factory/test_settings.py",
+    "tests/foundation/test_versions.py", "tests/test_private_names.py", "tests/stages/capture/test_capture.py",
+    "tests/stages/match/test_match.py", "tests/stages/rewrite",
+    "tests/stages/proof", "tests/model/loading/test_load.py", "tests/end_to_end/test_compiled_model.py", "tests/model/experts/test_peft.py",
+    "tests/model/linears/test_lora_linear.py", "tests/training/trainers", "tests/training/tune", "tests/adapters", "tests/inference/generate",
+    "tests/inference/evaluate", "tests/inference/serving/test_server.py", "tests/learning", "tests/tools/llama_factory/test_settings.py",
 )  # fmt: skip
 TOOLS = ("pytest>=8.3", "hypothesis>=6.130")
 KTC = f"{ROOT}[train,eval,serve,gguf]"  # TRL, the metrics, the server and GGUF, in whatever releases fit the set

@@ -27,9 +27,10 @@ from transformers import CONFIG_MAPPING
 from census.markdown import COLUMNS, cells, markdown
 from census.processes import default_jobs, examine_all
 from census.types import Census, Family
-from ktc import __version__, twin
+from ktc import __version__
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc.model import twin
 
 _WIDE = 200  # columns of the table in a file
 

@@ -11,9 +11,9 @@ from typing import Literal
 
 from torch import fx
 
-from ktc.graph import ops
-from ktc.graph.fold import tensor_inputs
-from ktc.graph.typed import nodes_of
+from ktc.model.graph import ops
+from ktc.model.graph.fold import tensor_inputs
+from ktc.model.graph.typed import nodes_of
 
 Kind = Literal["experts", "attention", "linear attention", "dense"]
 

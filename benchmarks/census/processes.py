@@ -23,15 +23,15 @@ import torch
 
 from census.run import examine
 from census.types import Family
-from ktc.host import available_memory, usable_threads
+from ktc.foundation.host import available_memory, usable_threads
 
 TIMEOUT = 900.0  # seconds; the slowest family takes a tenth of it on a core of its own
 # what takes long to import
 _PRELOADED: Final = (
     "ktc.compiler",
-    "ktc.prove",
-    "ktc.link.adapter",
-    "ktc.model.peft_glue",
+    "ktc.stages.proof",
+    "ktc.stages.link.adapter",
+    "ktc.model.loading.peft_glue",
 )
 _PAUSES: Final = (0.1, 1.0)  # seconds before a process is started again
 BYTES = 3 << 29  # of memory for a family; the largest measured takes half of it

@@ -10,16 +10,16 @@ from functools import cache
 
 from census.twins import compare_twins
 from census.types import TwinProof
-from ktc import dsl
-from ktc.capture import CapturedModel
 from ktc.diagnostics import KtcError
-from ktc.dsl import RuleSet
-from ktc.host import Host
-from ktc.link.adapter import adapter_json
-from ktc.match import Matches, match
-from ktc.plan import Plan, make_plan
-from ktc.prove import Witness, carried_over, realised
-from ktc.rewrite import RewrittenBlock, rewrite
+from ktc.foundation.host import Host
+from ktc.language import dsl
+from ktc.language.dsl import RuleSet
+from ktc.stages.capture import CapturedModel
+from ktc.stages.link.adapter import adapter_json
+from ktc.stages.match import Matches, match
+from ktc.stages.plan import Plan, make_plan
+from ktc.stages.proof import Witness, carried_over, realised
+from ktc.stages.rewrite import RewrittenBlock, rewrite
 
 PROGRAMS = ("moe-lora", "moe-experts-lora")
 SETTINGS = {"format": "bf16"}

@@ -16,15 +16,15 @@ import torch
 from census import describe
 from census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
 from census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
-from ktc import twin
-from ktc.capture import BlockGraph, CapturedModel, ModelSource, capture
-from ktc.capture.length import PLAIN
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
-from ktc.graph import ops
-from ktc.match import Match, Matches
-from ktc.plan import BlockRewrite
-from ktc.prove import Witness, prove_on, reason, refuted, witness_of
-from ktc.rewrite import RewrittenBlock
+from ktc.model import twin
+from ktc.model.graph import ops
+from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
+from ktc.stages.capture.length import PLAIN
+from ktc.stages.match import Match, Matches
+from ktc.stages.plan import BlockRewrite
+from ktc.stages.proof import Witness, prove_on, reason, refuted, witness_of
+from ktc.stages.rewrite import RewrittenBlock
 
 MOE, ATTENTION = ("moe",), ("attention", "mla")  # roles of patterns: what explains a whole block
 NEAREST = "; closest: "

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from census.types import TwinProof
-from ktc.graph.typed import named_modules
-from ktc.model import peft_glue
-from ktc.prove.compare import InDouble, relative_error
+from ktc.model.graph.typed import named_modules
+from ktc.model.loading import peft_glue
+from ktc.stages.proof.compare import InDouble, relative_error
 
 SEED = 4711
 NEW_TOKENS = 8

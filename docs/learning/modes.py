@@ -171,10 +171,10 @@ def _measured(
 
 def _of_references(out: Path, adapter: Path | None, held_out: Path) -> tuple[float, float]:
     """Return the loss per token of the reference answers, and the percentage of their tokens that rank first."""
-    from ktc.evaluate.data import read_items
-    from ktc.evaluate.likelihood import continuations, likelihoods
-    from ktc.generate.language_model import open_language_model
-    from ktc.generate.prompts import render
+    from ktc.inference.evaluate.data import read_items
+    from ktc.inference.evaluate.likelihood import continuations, likelihoods
+    from ktc.inference.generate.language_model import open_language_model
+    from ktc.inference.generate.prompts import render
 
     opened = open_language_model(out, adapter=adapter)
     pairs: list[Any] = []

@@ -31,11 +31,11 @@ from ktc.adapters.folder import (
 )
 from ktc.adapters.plain import variants
 from ktc.adapters.saved_modules import require_registered
-from ktc.checkpoint.adapter_uses import other_layout
-from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused, listing, render
-from ktc.hf.lora_values import patterns_of
-from ktc.timed_search import Invalid, TooMuchWork, search
+from ktc.foundation.timed_search import Invalid, TooMuchWork, search
+from ktc.model.checkpoint.adapter_uses import other_layout
+from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.hf.lora_values import patterns_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -211,7 +211,7 @@ def _load_beside(attached: PeftModel, adapter: Adapter, adapter_name: str) -> No
 
 def _tell_difference(folder: Path, model: nn.Module) -> None:
     """Log the warning (A612) that an adapter was trained beside other experts."""
-    from ktc.model.trained_beside import find_difference
+    from ktc.model.loading.trained_beside import find_difference
 
     if different := find_difference(folder, model):
         log.warning("%s", render([different]))
@@ -271,7 +271,7 @@ def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "de
 
 def exporting(adapter: Adapter, model: PreTrainedModel, *options: str) -> str:
     """Return the hint to write another layout; "" where it has the same, or `ktc export` refuses."""
-    from ktc.hf.conversions import names_one_by_one
+    from ktc.model.hf.conversions import names_one_by_one
 
     if adapter.kind != "LORA" or adapter.config.get("modules_to_save") or any(variants(adapter.config)):
         return ""

@@ -49,8 +49,8 @@ def _adapted(attached: PeftModel) -> Iterator[nn.Module]:
 def _cast_factors(adapted: nn.Module, dtype: torch.dtype) -> None:
     from torch import nn
 
-    from ktc.experts.module import FusedMoe
-    from ktc.linears.trained_linear import TrainedLinear
+    from ktc.model.experts.module import FusedMoe
+    from ktc.model.linears.trained_linear import TrainedLinear
 
     layer: Any = cast("Any", adapted).get_base_layer()
     if isinstance(layer, FusedMoe) and layer.weights.training.merged:

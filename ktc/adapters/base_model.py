@@ -18,8 +18,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.adapters.adapter import Adapter, require_base
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.hf import stock_model
-from ktc.model import manifest as compiled
+from ktc.model.hf import stock_model
+from ktc.model.manifest import manifest as compiled
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from ktc.decode import Undecodable, decode, read_json
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.files import file_digest, write_file
-from ktc.regular_files import read_regular
+from ktc.foundation.decode import Undecodable, decode, read_json
+from ktc.foundation.files import file_digest, write_file
+from ktc.foundation.regular_files import read_regular
 
 RECORD: Final = "ktc_conversion.json"
 Kind = Literal["merge", "int4", "gguf"]

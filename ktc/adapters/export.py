@@ -21,12 +21,12 @@ from ktc.adapters.gguf import Instead, read_gguf_adapter, write_gguf
 from ktc.adapters.layouts import place
 from ktc.adapters.peft_layouts import written
 from ktc.adapters.save import require_new, save_adapter
-from ktc.checkpoint.adapter_uses import MERGED, other_layout, stored_as
-from ktc.checkpoint.index import open_index
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.files import new_folder, refusing, replaced_file
-from ktc.hf.conversions import names_one_by_one
-from ktc.model.trained_beside import copy_record
+from ktc.foundation.files import new_folder, refusing, replaced_file
+from ktc.model.checkpoint.adapter_uses import MERGED, other_layout, stored_as
+from ktc.model.checkpoint.index import open_index
+from ktc.model.hf.conversions import names_one_by_one
+from ktc.model.loading.trained_beside import copy_record
 
 ExportLayout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktc import twin, versions
 from ktc.adapters.base_model import BaseModel, Target, linears_of, targets_of
 from ktc.adapters.export import Exported, Opened, open_adapter
 from ktc.adapters.factors import Factors, Layout
@@ -29,7 +28,9 @@ from ktc.adapters.layouts import SWAPPED_SINCE
 from ktc.adapters.peft_layouts import written
 from ktc.adapters.save import save_adapter
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.files import temporary_folder
+from ktc.foundation import versions
+from ktc.foundation.files import temporary_folder
+from ktc.model import twin
 
 _PROGRAM = Path(__file__).with_name("stock_logits.py")
 _SMALL = 20_000_000  # parameters; a model of no more is its own twin

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ktc.adapters.base_model import Target
-from ktc.checkpoint.header import TensorEntry
+from ktc.model.checkpoint.header import TensorEntry
 
 Layout = Literal["per-expert", "peft-fused", "peft-fused-018"]
 

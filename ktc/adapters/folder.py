@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from ktc.adapters import kinds
-from ktc.checkpoint.header import HeaderRefused, TensorEntry, read_header
-from ktc.decode import read_json
 from ktc.diagnostics import Diagnostic, listing
-from ktc.hf import lora_values
-from ktc.hf.lora_values import is_factor, rank_fault, value_faults
-from ktc.regular_files import read_regular
+from ktc.foundation.decode import read_json
+from ktc.foundation.regular_files import read_regular
+from ktc.model.checkpoint.header import HeaderRefused, TensorEntry, read_header
+from ktc.model.hf import lora_values
+from ktc.model.hf.lora_values import is_factor, rank_fault, value_faults
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ktc import versions
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, halves, joined
-from ktc.checkpoint.adapter_uses import no_architecture, no_gguf_adapter
-from ktc.checkpoint.gguf_architectures import ARCHITECTURES, gguf_architecture, gguf_name_of, without_gguf_name
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
+from ktc.foundation import versions
+from ktc.model.checkpoint.adapter_uses import no_architecture, no_gguf_adapter
+from ktc.model.checkpoint.gguf_architectures import ARCHITECTURES, gguf_architecture, gguf_name_of, without_gguf_name
 
 _TYPE, _KIND, _ALPHA, _ARCHITECTURE = "general.type", "adapter.type", "adapter.lora.alpha", "general.architecture"
 

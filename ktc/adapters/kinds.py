@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, cast
 
-from ktc.checkpoint.header import TensorEntry
-from ktc.hf.lora_values import LONGEST_PATTERN
+from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.hf.lora_values import LONGEST_PATTERN
 
 _NOT_ATTACHED: Final[Mapping[str, str]] = {
     "XLORA": "it mixes other adapters, whose folders its config names",

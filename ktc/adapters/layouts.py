@@ -17,15 +17,15 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ktc import versions
 from ktc.adapters.adapter import Adapter, require_quick_patterns
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Layout, Placed, Slot, Whole
 from ktc.adapters.folder import PREFIX, split_name
 from ktc.adapters.plain import PLAIN_HINT, variants
-from ktc.checkpoint.header import TensorEntry
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.hf.conversions import EXPERT_LAYERS
+from ktc.foundation import versions
+from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.hf.conversions import EXPERT_LAYERS
 
 _EXPERT = re.compile(r"(?P<experts>.+)\.(?P<number>\d+)\.(?P<part>\w+)")
 SWAPPED_SINCE = (0, 19)  # the release of peft from which A holds the inputs of (E, out, in)

@@ -26,17 +26,17 @@ from ktc.adapters.factors import FactorReader, Placed, Whole
 from ktc.adapters.layouts import PlacedAdapter, place
 from ktc.adapters.merged_reader import Addition, MergedReader, as_rows
 from ktc.adapters.save import require_new
-from ktc.checkpoint.adapter_uses import loses_additions, stored_as
-from ktc.checkpoint.header import TensorEntry
-from ktc.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
-from ktc.checkpoint.reader import TensorReader
 from ktc.diagnostics import Diagnostic, InputRefused, listing
-from ktc.files import new_folder, refusing
-from ktc.hf.conversions import Place, Unmappable, placer
-from ktc.hf.missing import why_missing
-from ktc.hf.tied_weights import tied_names
-from ktc.model.progress import Progress
-from ktc.regular_files import open_regular
+from ktc.foundation.files import new_folder, refusing
+from ktc.foundation.progress import Progress
+from ktc.foundation.regular_files import open_regular
+from ktc.model.checkpoint.adapter_uses import loses_additions, stored_as
+from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
+from ktc.model.checkpoint.reader import TensorReader
+from ktc.model.hf.conversions import Place, Unmappable, placer
+from ktc.model.hf.missing import why_missing
+from ktc.model.hf.tied_weights import tied_names
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

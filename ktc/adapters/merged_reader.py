@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ktc.adapters.factors import FactorReader, Factors, Placed, Whole, halves
-from ktc.checkpoint.header import TensorEntry
-from ktc.checkpoint.reader import TORCH_DTYPE, RowReader
+from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.checkpoint.reader import TORCH_DTYPE, RowReader
 
 _HELD = 3  # weights whose factors are held, because the tensors of experts alternate
 

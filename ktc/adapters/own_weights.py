@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.linears.absent_weight import AbsentWeight
+from ktc.model.linears.absent_weight import AbsentWeight
 
 _PREFIX = "base_model.model."
 # Initialisations of LoRA that leave the weights alone, or give them a new storage (pissa), which is noticed by itself.

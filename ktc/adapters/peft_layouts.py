@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktc import versions
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, Layout, halves, packed
 from ktc.adapters.layouts import SWAPPED_SINCE, key_of
-from ktc.checkpoint.adapter_uses import keeps_stacked
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.hf.conversions import EXPERT_LAYERS, names_one_by_one
+from ktc.foundation import versions
+from ktc.model.checkpoint.adapter_uses import keeps_stacked
+from ktc.model.hf.conversions import EXPERT_LAYERS, names_one_by_one
 
 EXPERT_NAMES = frozenset({"gate", *EXPERT_LAYERS})
 # The release that a config names, if the fused layouts cannot be distinguished otherwise.

@@ -45,8 +45,8 @@ def _modules(model: nn.Module) -> Iterator[str]:
 
 def _instead(adapter: Adapter, original: str) -> str:
     """Return the command that merges the adapter, where it is not refused."""
-    from ktc.checkpoint.adapter_uses import loses_additions, stored_as
-    from ktc.checkpoint.index import open_index
+    from ktc.model.checkpoint.adapter_uses import loses_additions, stored_as
+    from ktc.model.checkpoint.index import open_index
 
     alone = "use it on the original model: `PeftModel.from_pretrained`"
     try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ktc.adapters.own_weights import embeddings, own_name, own_weights
 from ktc.diagnostics import listing
-from ktc.linears.absent_weight import AbsentWeight
+from ktc.model.linears.absent_weight import AbsentWeight
 
 _peft = cast("Any", peft)  # its types are partly unknown
 Read = Callable[[], Iterator[tuple[str, Tensor]]]

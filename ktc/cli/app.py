@@ -16,7 +16,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ktc import environment
 from ktc.cli import (
     bench,
     census,
@@ -37,6 +36,7 @@ from ktc.cli import (
 )
 from ktc.cli.session import INTERRUPTED
 from ktc.diagnostics import Diagnostic, render, to_json
+from ktc.foundation import environment
 
 app = typer.Typer(
     name="ktc",

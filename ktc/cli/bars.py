@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ktc.cli.session import Session
-from ktc.stage_progress import listening
+from ktc.foundation.stage_progress import listening
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ def calls_bar(session: Session) -> Generator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def steps_bar(session: Session, what: str) -> Generator[None]:
-    """Show a bar over the steps that the block reports (`ktc.stage_progress`), from the first to the last."""
+    """Show a bar over the steps that the block reports (`ktc.foundation.stage_progress`), from the first to the last."""
     open_bars: list[Progress] = []
 
     def told(done: int, total: int) -> None:

@@ -92,11 +92,11 @@ def moe_command(
 ) -> None:
     """Measure the routed experts of one layer, ktc's and others', in one process and in interleaved rounds."""
     session.require_versions()
-    from ktc.bench.options import Typed, parse
-    from ktc.bench.picture import require_drawable
-    from ktc.bench.plot import draw
-    from ktc.bench.run import run
     from ktc.cli.bench_table import tables
+    from ktc.tools.bench.options import Typed, parse
+    from ktc.tools.bench.picture import require_drawable
+    from ktc.tools.bench.plot import draw
+    from ktc.tools.bench.run import run
 
     sizes = (hidden, intermediate, experts, top_k)
     typed = Typed(shape, *sizes, tokens, passes, impls, lora_ranks, isas, threads, rounds, kt_python)

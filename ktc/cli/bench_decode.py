@@ -66,8 +66,8 @@ def decode_command(
 ) -> None:
     """Measure decode steps and prompts of a GGUF model with random weights, beside peers on the same file."""
     session.require_versions()
-    from ktc.bench.decode.request import Typed, parse
     from ktc.cli.decode_table import tables
+    from ktc.tools.bench.decode.request import Typed, parse
 
     typed = Typed(
         model=model,
@@ -91,7 +91,7 @@ def decode_command(
     if output is not None:
         require_writable(output)
     session.go_on()
-    from ktc.bench.decode.run import run
+    from ktc.tools.bench.decode.run import run
 
     with bar_of(session) as progress:
         report = run(request, progress)

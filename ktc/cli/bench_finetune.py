@@ -21,7 +21,7 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
-    from ktc.bench.watch import Watch
+    from ktc.tools.bench.watch import Watch
 
 
 @in_session()
@@ -71,9 +71,9 @@ def finetune_command(
     session.require_versions()
     import torch
 
-    from ktc.bench.finetune.request import Typed, parse
-    from ktc.bench.picture import require_drawable
     from ktc.cli.finetune_table import tables
+    from ktc.tools.bench.finetune.request import Typed, parse
+    from ktc.tools.bench.picture import require_drawable
 
     typed = Typed(
         model=config,
@@ -99,8 +99,8 @@ def finetune_command(
         if file is not None:
             require_writable(file)
     session.go_on()
-    from ktc.bench.finetune.plot import draw
-    from ktc.bench.finetune.run import run
+    from ktc.tools.bench.finetune.plot import draw
+    from ktc.tools.bench.finetune.run import run
 
     with watching(session) as watch:
         report = run(request, watch)
@@ -127,8 +127,8 @@ def watching(session: Session) -> Generator[Watch]:
         TimeRemainingColumn,
     )
 
-    from ktc.bench.watch import Watch
     from ktc.cli.report import StageReport
+    from ktc.tools.bench.watch import Watch
 
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),

@@ -42,8 +42,8 @@ def generate_command(
 ) -> None:
     """Generate with a model of real sizes and random weights, and show token/s and the limit of the experts."""
     session.require_versions()
-    from ktc.bench.generate.request import parse
     from ktc.cli.generate_table import tables
+    from ktc.tools.bench.generate.request import parse
 
     request = parse(
         model=config,
@@ -59,7 +59,7 @@ def generate_command(
     if output is not None:
         require_writable(output)
     session.go_on()
-    from ktc.bench.generate.run import run
+    from ktc.tools.bench.generate.run import run
 
     with watching(session) as watch:
         report = run(request, watch)

@@ -20,7 +20,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ktc.bench.serving.report import Phase
+    from ktc.tools.bench.serving.report import Phase
 
 
 @in_session()
@@ -44,10 +44,10 @@ def serve_command(
 ) -> None:
     """Load a server of `ktc serve` with one client and then many, streaming or not, some of which cancel."""
     session.require_versions()
-    from ktc.bench.serving.load import Load
-    from ktc.bench.serving.report import as_json
-    from ktc.bench.serving.run import measure, served
-    from ktc.serving.server import require_server
+    from ktc.inference.serving.server import require_server
+    from ktc.tools.bench.serving.load import Load
+    from ktc.tools.bench.serving.report import as_json
+    from ktc.tools.bench.serving.run import measure, served
 
     require_server()
     lengths = _span("--prompt", prompt), _span("--new-tokens", new_tokens)

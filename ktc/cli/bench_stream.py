@@ -19,7 +19,7 @@ from ktc.cli.session_options import in_session
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ktc.bench.stream import Report
+    from ktc.tools.bench.stream import Report
 
 
 @in_session()
@@ -46,8 +46,8 @@ def stream_command(
     session.require_versions()
     import torch
 
-    from ktc.bench import stream
-    from ktc.bench.options import Typed, parse
+    from ktc.tools.bench import stream
+    from ktc.tools.bench.options import Typed, parse
 
     sizes = (hidden, intermediate, experts, top_k)
     request = parse(Typed(shape, *sizes, tokens, impls=f"ktc_{weight_format}", rounds=rounds))

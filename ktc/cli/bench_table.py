@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ktc.bench.report import LeftOut, Report, Row
+    from ktc.tools.bench.report import LeftOut, Report, Row
 
 
 def tables(report: Report) -> Group:

@@ -27,7 +27,7 @@ from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
-    from ktc.host import Host
+    from ktc.foundation.host import Host
 
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
@@ -103,7 +103,7 @@ def check_command(
 
     report = StageReport(session)
     if model is None:
-        from ktc import dsl
+        from ktc.language import dsl
 
         ruleset = dsl.load(rules, settings_of(settings))
         report.observe("rules", ruleset)
@@ -111,7 +111,7 @@ def check_command(
         session.next(*(checking(ruleset, rules) or ()))
     else:
         from ktc import compiler
-        from ktc.plan import Point
+        from ktc.stages.plan import Point
 
         with report.progress():
             compiler.analyse(
@@ -177,8 +177,8 @@ def settings_of(pairs: list[str] | None) -> dict[str, str]:
 
 def _host(described: Path | None, isa: str | None) -> Host:
     """Return the machine in the file, otherwise this one with its GPUs; `isa` becomes its best instruction set."""
-    from ktc import host
-    from ktc.host_file import read_host_file
+    from ktc.foundation import host
+    from ktc.foundation.host_file import read_host_file
 
     target = read_host_file(described) if described else host.detect(probe_gpu=True)
     return host.restrict(target, isa) if isa else target

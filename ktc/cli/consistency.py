@@ -81,7 +81,7 @@ def command(
     if adapters and against == "stock":
         message = "`--adapter` has no meaning for `--against stock`"
         raise InputRefused(Diagnostic("V810", message, hint="stock is compared without an adapter: leave it out"))
-    from ktc.consistency.request import Request, models
+    from ktc.inference.consistency.request import Request, models
 
     trained = models(outs, adapters)
     served = models(serve) if serve else trained
@@ -93,8 +93,8 @@ def command(
     session.require_versions()
     from ktc.cli.bars import calls_bar
     from ktc.cli.consistency_table import modes_table, paths_table, verdict
-    from ktc.consistency.picture import draw, require_drawable
-    from ktc.consistency.run import measure
+    from ktc.inference.consistency.picture import draw, require_drawable
+    from ktc.inference.consistency.run import measure
 
     if plot is not None:
         require_drawable()

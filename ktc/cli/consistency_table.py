@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ktc.consistency.report import MEANINGS, PATHS
+from ktc.inference.consistency.report import MEANINGS, PATHS
 
 if TYPE_CHECKING:
-    from ktc.consistency.report import Report
-    from ktc.consistency.scores import Difference
+    from ktc.inference.consistency.report import Report
+    from ktc.inference.consistency.scores import Difference
 
 _MISMATCHED: Final = "yellow"
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ktc.bench.decode.report import Report
+    from ktc.tools.bench.decode.report import Report
 
 
 def tables(report: Report) -> Group:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ktc import versions
 from ktc.cli.following import RULES
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
-from ktc.environment import cache_dir
+from ktc.foundation import versions
+from ktc.foundation.environment import cache_dir
 
 if TYPE_CHECKING:
-    from ktc.host import Host
+    from ktc.foundation.host import Host
 
 State = Literal["works", "limited", "missing"]
 
@@ -43,7 +43,7 @@ class Finding:
 
 def examine() -> tuple[Host, tuple[Finding, ...]]:
     """Return this machine and all findings about it, the most important first."""
-    from ktc.host import detect
+    from ktc.foundation.host import detect
 
     host = detect(probe_gpu=versions.installed("torch") is not None)
     findings = (
@@ -110,7 +110,7 @@ def _linears() -> Finding:
     name = "linear layers"
     if versions.installed("torch") is None:
         return Finding(name, "limited", "not measured without torch")
-    from ktc.linears.choice import predicted_choice
+    from ktc.model.linears.choice import predicted_choice
 
     found = predicted_choice()
     taken = "ktc's own product" if found.packed else "torch's product"

@@ -32,7 +32,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ktc.evaluate.run import Evaluation
+    from ktc.inference.evaluate.run import Evaluation
 
 Task = Literal["generation", "mcq"]
 Metrics = Literal["kt", "lf", "std"]
@@ -100,12 +100,12 @@ def command(
     session.require_versions()
     from ktc.cli.bars import rows_bar
     from ktc.cli.generate import tell_template
-    from ktc.evaluate.data import read_items, read_questions
-    from ktc.evaluate.metrics import definition
-    from ktc.evaluate.run import evaluate_choices, evaluate_generation
-    from ktc.generate.answers import Sampling
-    from ktc.generate.batch import require_writable, write_rows
-    from ktc.generate.language_model import open_language_model
+    from ktc.inference.evaluate.data import read_items, read_questions
+    from ktc.inference.evaluate.metrics import definition
+    from ktc.inference.evaluate.run import evaluate_choices, evaluate_generation
+    from ktc.inference.generate.answers import Sampling
+    from ktc.inference.generate.batch import require_writable, write_rows
+    from ktc.inference.generate.language_model import open_language_model
 
     scored = definition(metrics or "kt") if task == "generation" else None
     items = read_items(data, form, limit) if task == "generation" else ()

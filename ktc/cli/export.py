@@ -99,8 +99,8 @@ def _original(adapter: Path, model: Path | None) -> tuple[Path, Path]:
 def _write_gguf(
     session: Session, model: Path, output: Path, kind: MatrixType, adapter: Path | None, shard_bytes: int
 ) -> None:
-    from ktc.model.progress import progress_bar
-    from ktc.quantise.gguf_model import write_gguf_model
+    from ktc.foundation.progress import progress_bar
+    from ktc.inference.quantize.gguf_model import write_gguf_model
 
     with progress_bar(f"writing {output.name}", session.quiet) as bar:
         done = write_gguf_model(model, output, kind, bar, adapter=adapter, shard_bytes=shard_bytes)

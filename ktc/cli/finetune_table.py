@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ktc.bench.finetune.report import LeftOut, Report, Row
+    from ktc.tools.bench.finetune.report import LeftOut, Report, Row
 
 _GB = 1e9
 

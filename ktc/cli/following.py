@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from ktc.cli.amounts import relative
 
 if TYPE_CHECKING:
-    from ktc.dsl import RuleSet
+    from ktc.language.dsl import RuleSet
 
 Words = tuple[object, ...]
-DATA: Final = "capitals"  # of `ktc.tune.bundled`, until the user has data of their own
+DATA: Final = "capitals"  # of `ktc.training.tune.bundled`, until the user has data of their own
 RULES: Final = "moe-lora"
 _TWINS: Final = ("deepseek_v2", "qwen3_moe")  # model types, by which a program without a model is tried
 
@@ -50,8 +50,8 @@ def checking(rules: RuleSet, named: str | Path) -> Words | None:
     A bundled program is checked on a small model. None if it is written for a larger one, or rounds rows in groups that
     no small model has. A file of the user's is formatted.
     """
-    from ktc.dsl.evaluate import evaluate
-    from ktc.targets.fake_quant import FakeQuant
+    from ktc.language.dsl.evaluate import evaluate
+    from ktc.model.targets.fake_quant import FakeQuant
 
     if Path(named).is_file():
         return ("ktc", "fmt", named)

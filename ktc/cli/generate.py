@@ -31,9 +31,9 @@ from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
-    from ktc.generate.answers import Pace, Sampling
-    from ktc.generate.language_model import LanguageModel
-    from ktc.generate.prompts import Row
+    from ktc.inference.generate.answers import Pace, Sampling
+    from ktc.inference.generate.language_model import LanguageModel
+    from ktc.inference.generate.prompts import Row
 
 _PROMPT_SIGN = "> "
 
@@ -87,10 +87,10 @@ def command(
     """Generate answers to one prompt, to the rows of a file, or in a conversation."""
     _check_combination(prompt, file, chat, output, session.as_json, raw)
     session.require_versions()
-    from ktc.generate.answers import Sampling, read_in_chunks, set_seed
-    from ktc.generate.batch import require_writable
-    from ktc.generate.language_model import open_language_model
-    from ktc.generate.prompts import read_rows
+    from ktc.inference.generate.answers import Sampling, read_in_chunks, set_seed
+    from ktc.inference.generate.batch import require_writable
+    from ktc.inference.generate.language_model import open_language_model
+    from ktc.inference.generate.prompts import read_rows
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
     sampling.check()
@@ -140,8 +140,8 @@ def tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
 
 
 def _answer_one(session: Session, opened: LanguageModel, text: str, sampling: Sampling, system: str, raw: bool) -> None:
-    from ktc.generate.answers import answer
-    from ktc.generate.prompts import render
+    from ktc.inference.generate.answers import answer
+    from ktc.inference.generate.prompts import render
 
     prompt = render(opened, text, system=system, raw=raw)
     found, pace = answer(opened, prompt, sampling, None if session.as_json else session.stream)
@@ -162,7 +162,7 @@ def _answer_file(
     raw: bool,
 ) -> None:
     from ktc.cli.bars import rows_bar
-    from ktc.generate.batch import answer_rows, jsonl, write_rows
+    from ktc.inference.generate.batch import answer_rows, jsonl, write_rows
 
     with rows_bar(session, "answering", len(rows)) as progress:
         answered, pace = answer_rows(
@@ -181,7 +181,7 @@ def _answer_file(
 
 
 def _converse(session: Session, opened: LanguageModel, sampling: Sampling, system: str) -> None:
-    from ktc.generate.chat import COMMANDS, converse
+    from ktc.inference.generate.chat import COMMANDS, converse
 
     def tell(what: str | Diagnostic) -> None:
         if isinstance(what, Diagnostic):

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ktc.bench.generate.report import Report
+    from ktc.tools.bench.generate.report import Report
 
 _NAMES: Final = {"ktc": "ktc", "eager": "ktc, eager", "hf": "stock HF on the GPU"}
 

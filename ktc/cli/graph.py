@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from ktc.cli.following import Words, loading
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.pictures.dump import ModelDump, Stage, read_dump, to_json
+from ktc.stages.pictures.dump import ModelDump, Stage, read_dump, to_json
 
 if TYPE_CHECKING:
-    from ktc.pictures.measured import Measured
+    from ktc.stages.pictures.measured import Measured
 
 STAGES: tuple[Stage, ...] = ("captured", "matched", "planned", "rewritten")
 
@@ -48,7 +48,7 @@ def render(request: Request) -> str:
     if request.model is None:
         raise InputRefused(Diagnostic("U010", "`ktc graph` needs a MODEL or `--diff A B`"))
     if request.form in ("svg", "html"):
-        from ktc.pictures.layout import require_layout
+        from ktc.stages.pictures.layout import require_layout
 
         require_layout()  # before the model is opened
     # a page shows the stages up to this one, every other format only this one
@@ -61,7 +61,7 @@ def render(request: Request) -> str:
         raise InputRefused(Diagnostic("U011", f"the model has no layer {request.layer}: its layers are {found}"))
     measured = _measured(Path(request.model)) if request.stage == "rewritten" else ()
     if request.form == "html":
-        from ktc.pictures.html import render_html
+        from ktc.stages.pictures.html import render_html
 
         return render_html(dumps, request.layer, measured)
     return _writer(request.form, request.color, measured)(dump, request.layer)
@@ -77,7 +77,7 @@ def following(request: Request) -> Words:
 
 
 def _difference(request: Request, first: str, second: str) -> str:
-    from ktc.pictures.diff import diff
+    from ktc.stages.pictures.diff import diff
 
     if request.form not in ("text", "json"):
         raise InputRefused(Diagnostic("U012", f"a difference is written as text or json, not as `{request.form}`"))
@@ -111,8 +111,8 @@ def _dumps(request: Request, model: str, stages: Sequence[Stage]) -> list[ModelD
 
 def _measured(out: Path) -> tuple[Measured, ...]:
     """Return the comparisons that `ktc prove` recorded in a compiled model, none if it recorded none."""
-    from ktc.fidelity.report import read_report
-    from ktc.pictures.measured import Measured
+    from ktc.inference.prove.report import read_report
+    from ktc.stages.pictures.measured import Measured
 
     report = read_report(out)
     return tuple(
@@ -137,13 +137,13 @@ def _writer(form: str, color: bool, measured: Sequence[Measured]) -> Callable[[M
     if form == "json":
         return lambda dump, layer: to_json(_of_layer(dump, layer))
     if form == "dot":
-        from ktc.pictures.dot import render_dot
+        from ktc.stages.pictures.dot import render_dot
 
         return lambda dump, layer: render_dot(dump, layer, measured)
     if form == "svg":
-        from ktc.pictures.svg import render_svg
+        from ktc.stages.pictures.svg import render_svg
 
         return lambda dump, layer: render_svg(dump, layer, measured)
-    from ktc.pictures.text import render_text
+    from ktc.stages.pictures.text import render_text
 
     return lambda dump, layer: render_text(dump, layer, colour=color, measured=measured)

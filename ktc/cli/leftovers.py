@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ktc import files
-from ktc.environment import cache_dir
+from ktc.foundation import files
+from ktc.foundation.environment import cache_dir
 
 _BUILD: Final = re.compile(r"[0-9a-f]{32}")  # a cached kernel library, complete once it holds its record
 _RECORD: Final = "library.json"

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from ktc import environment
 from ktc.cli.following import answering
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
+from ktc.foundation import environment
 
 app = typer.Typer(help="Run LLaMA-Factory on a compiled model.", no_args_is_help=True)
 
@@ -35,11 +35,11 @@ def train_command(
 ) -> None:
     """Run LLaMA-Factory's tuner with KTrainer as its trainer; under torchrun, in every process."""
     session.require_versions()
-    from ktc.llama_factory import settings as llama_factory
+    from ktc.tools.llama_factory import settings as llama_factory
 
     request = llama_factory.read_request(file, words or ())
     session.diagnose(llama_factory.check_installed())
-    from ktc.llama_factory import run as llama_factory_run
+    from ktc.tools.llama_factory import run as llama_factory_run
 
     llama_factory_run.train(request)
     session.result({"output_dir": str(request.output), "stage": request.stage})

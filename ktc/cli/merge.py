@@ -38,8 +38,8 @@ def command(
         write_int4(session, model, output, scheme, modules, adapter, requantize_merged)
         return
     from ktc.adapters.merge import merge
-    from ktc.model.progress import progress_bar
-    from ktc.quantise.trained_grids import merged_grid, rounded_in_training
+    from ktc.foundation.progress import progress_bar
+    from ktc.inference.quantize.trained_grids import merged_grid, rounded_in_training
 
     grid = merged_grid(rounded_in_training(model, adapter))
     with progress_bar(f"merging into {output.name}", session.quiet) as bar:

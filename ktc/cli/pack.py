@@ -49,10 +49,10 @@ def verify_command(
     """
     from ktc.adapters.conversion import RECORD
     from ktc.cli.tables import findings_table
-    from ktc.model import manifest
-    from ktc.model.progress import progress_bar
-    from ktc.model.verify import verify
-    from ktc.quantise.verify import verify_conversion
+    from ktc.foundation.progress import progress_bar
+    from ktc.inference.quantize.verify import verify_conversion
+    from ktc.model.manifest import manifest
+    from ktc.model.packing.verify import verify
 
     with progress_bar(f"verifying {out.name}", session.quiet) as bar:
         if (out / RECORD).is_file() and not (out / manifest.FILE).is_file():
@@ -70,9 +70,9 @@ def verify_command(
 
 def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:
     """Pack the layers that the store of `out` lacks and report them."""
-    from ktc.model.pack import pack as pack_store
-    from ktc.model.packed_store import renewal
-    from ktc.model.progress import progress_bar
+    from ktc.foundation.progress import progress_bar
+    from ktc.model.packed_store.packed_store import renewal
+    from ktc.model.packing.pack import pack as pack_store
 
     started = time.perf_counter()
     session.go_on()

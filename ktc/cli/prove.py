@@ -18,7 +18,7 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
-    from ktc.fidelity.report import Report
+    from ktc.inference.prove.report import Report
 
 
 @in_session()
@@ -67,9 +67,9 @@ def prove(
 ) -> Report:
     """Compare, record the report in `out`, show it, and set the exit code."""
     from ktc.cli.prove_table import fidelity_table, verdict
-    from ktc.fidelity.report import write_report
-    from ktc.fidelity.run import prove_model
-    from ktc.model.progress import progress_bar
+    from ktc.foundation.progress import progress_bar
+    from ktc.inference.prove.report import write_report
+    from ktc.inference.prove.run import prove_model
 
     session.go_on()
     with progress_bar(f"proving {out.name}", session.quiet) as bar:

@@ -16,7 +16,7 @@ from rich.text import Text
 from ktc.cli.amounts import count
 
 if TYPE_CHECKING:
-    from ktc.fidelity.report import LayerReport, Report, Row
+    from ktc.inference.prove.report import LayerReport, Report, Row
 
 _COLUMNS = ("layer", "", "ktc", "stock", "ratio", "same experts", "format", "carried", "worst")
 

@@ -55,9 +55,9 @@ def write_int4(
     adapter: Path | None = None, requantise: bool = False,
 ) -> None:  # fmt: skip
     """Write `model` in INT4 to `output`, with `adapter` merged into it, and show what was written."""
-    from ktc.model.progress import progress_bar
-    from ktc.quantise.checkpoint import quantize
-    from ktc.quantise.scheme import SCHEMES
+    from ktc.foundation.progress import progress_bar
+    from ktc.inference.quantize.checkpoint import quantize
+    from ktc.inference.quantize.scheme import SCHEMES
 
     with progress_bar(f"quantising into {output.name}", session.quiet) as bar:
         done = quantize(model, output, SCHEMES[scheme], modules, bar, adapter=adapter, requantise=requantise)

@@ -30,21 +30,21 @@ from ktc.cli.tables import (
     workloads_table,
 )
 from ktc.diagnostics import HostLacks
-from ktc.stage_progress import listening
+from ktc.foundation.stage_progress import listening
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ktc.capture import CapturedModel, ModelSource
-    from ktc.capture.weights import WeightMap
-    from ktc.codegen.render import KernelSource
-    from ktc.dsl import RuleSet
-    from ktc.experts.kernel_library import KernelLibrary
-    from ktc.match import Matches
-    from ktc.model.trial import Trial
-    from ktc.plan import Plan
-    from ktc.prove import Proof
-    from ktc.rewrite import RewrittenBlock
+    from ktc.language.dsl import RuleSet
+    from ktc.model.kernels.kernel_library import KernelLibrary
+    from ktc.model.loading.trial import Trial
+    from ktc.stages.capture import CapturedModel, ModelSource
+    from ktc.stages.capture.weights import WeightMap
+    from ktc.stages.codegen.render import KernelSource
+    from ktc.stages.match import Matches
+    from ktc.stages.plan import Plan
+    from ktc.stages.proof import Proof
+    from ktc.stages.rewrite import RewrittenBlock
 
 STAGES = (
     "rules",
@@ -138,7 +138,7 @@ class StageReport:
     def _json(self) -> dict[str, Any]:
         if "plan" not in self._values:
             return {}
-        from ktc.analysis import decisions_json
+        from ktc.stages.analysis import decisions_json
 
         matches, plan = cast("Matches", self._values["match"]), cast("Plan", self._values["plan"])
         proofs = cast("tuple[Proof, ...]", self._values.get("prove", ()))

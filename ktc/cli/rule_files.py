@@ -23,7 +23,7 @@ def fmt_command(
     check: Annotated[bool, typer.Option("--check", help="Change no file; exit 1 if a file is not formatted.")] = False,
 ) -> None:
     """Format rule files; comments keep their places."""
-    from ktc.dsl import formatter
+    from ktc.language.dsl import formatter
 
     changed: list[str] = []
     session.result({"check": check, "changed": changed})
@@ -42,7 +42,7 @@ def explain_command(
     code: Annotated[str, typer.Argument(help="The code of a message, for example E042.")],
 ) -> None:
     """Explain the code of a message, with an invalid and a valid example."""
-    from ktc.explain import explain
+    from ktc.language.explain import explain
 
     found = explain(code)
     session.result(asdict(found))
@@ -59,7 +59,7 @@ def import_kt_yaml_command(
 ) -> None:
     """Convert the optimize rules in FILE to a rule file for MODEL, verified module by module."""
     session.require_versions()
-    from ktc.kt_yaml import import_kt_yaml
+    from ktc.tools.kt_yaml import import_kt_yaml
 
     found = import_kt_yaml(file, model)
     session.diagnose(found.warnings, found.sources)

@@ -86,13 +86,13 @@ def command(
 ) -> None:  # fmt: skip
     """Serve a compiled model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
     session.require_versions()
-    from ktc.serving import server as serve
-    from ktc.serving.keys import read_key
-    from ktc.serving.models import named_adapters, open_served_models
-    from ktc.serving.request import Limits
+    from ktc.inference.serving import server as serve
+    from ktc.inference.serving.keys import read_key
+    from ktc.inference.serving.models import named_adapters, open_served_models
+    from ktc.inference.serving.request import Limits
 
     serve.require_server()
-    from ktc.serving.update_routes import read_access
+    from ktc.inference.serving.update_routes import read_access
 
     adapters = tuple(adapter or ())
     named_adapters(adapters)

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ktc import diagnostics as words
-from ktc import environment, versions
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
-from ktc.files import refusing, write_file
-from ktc.machine_faults import MachineFault, diagnosed, failed, fault_in, is_machine_fault
-from ktc.regular_files import name_fault
+from ktc.foundation import environment, versions
+from ktc.foundation.files import refusing, write_file
+from ktc.foundation.machine_faults import MachineFault, diagnosed, failed, fault_in, is_machine_fault
+from ktc.foundation.regular_files import name_fault
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -43,7 +43,7 @@ _PLAIN_WIDTH = 120  # columns of tables in a file or a pipe
 def _ending() -> Iterator[signal.Signals]:
     """Yield the signals that end a command as Ctrl-C does: what is unfinished is removed first.
 
-    A process of torchrun keeps its SIGTERM, which torchrun sends when another one failed (`ktc.training.roll_call`).
+    A process of torchrun keeps its SIGTERM, which torchrun sends when another one failed (`ktc.training.trainers.roll_call`).
     """
     yield signal.SIGINT
     if _OF_TORCHRUN not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -314,7 +314,7 @@ class _LogFile(logging.FileHandler):
 def _lacking(error: BaseException) -> Diagnostic | None:
     """Return the message for an error that means too little memory or too few threads (U115 to U117)."""
     try:
-        from ktc.memory_faults import memory_fault
+        from ktc.foundation.memory_faults import memory_fault
 
         return memory_fault(error)
     except MemoryError:  # not even for the numbers

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Final, ParamSpec, cast
 
 from ktc.cli.options import Json, LogFile, Quiet, Verbose
 from ktc.cli.session import Session
-from ktc.files import sweep
+from ktc.foundation.files import sweep
 
 P = ParamSpec("P")
 

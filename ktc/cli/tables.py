@@ -16,10 +16,10 @@ from rich.text import Text
 from ktc.cli.amounts import count, size
 
 if TYPE_CHECKING:
-    from ktc.dsl import RuleSet
-    from ktc.match import Matches
-    from ktc.plan import LoraPlan, Plan
-    from ktc.prove import Proof
+    from ktc.language.dsl import RuleSet
+    from ktc.stages.match import Matches
+    from ktc.stages.plan import LoraPlan, Plan
+    from ktc.stages.proof import Proof
 
 _KINDS = {
     "attention": "attention", "experts": "experts, packed", "mlp": "dense, shared, router",

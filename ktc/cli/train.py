@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, cast, get_args, get_ori
 
 import typer
 
-from ktc import environment
 from ktc.cli.amounts import relative
 from ktc.cli.following import answering
 from ktc.cli.options import CompiledModel, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
-from ktc.tune.settings import TrainSettings, types_of_settings
+from ktc.foundation import environment
+from ktc.training.tune.settings import TrainSettings, types_of_settings
 
 if TYPE_CHECKING:
-    from ktc.tune.types import PreparedData, RunPaths, TrainResult
+    from ktc.training.tune.types import PreparedData, RunPaths, TrainResult
 
 Command = Callable[..., None]
 
@@ -65,7 +65,7 @@ def train_command(
     session.require_versions()
     from ktc.cli.bars import steps_bar
     from ktc.cli.train_progress import TrainProgress, show_data
-    from ktc.tune import train
+    from ktc.training.tune import train
 
     paths = train.RunPaths(out, output or train.default_output(out), resume, force, weights, trust, trace)
     if flags["targets"] is not None:

@@ -16,10 +16,10 @@ from ktc.cli.session import Session
 
 if TYPE_CHECKING:
     from ktc.diagnostics import Diagnostic
-    from ktc.training.run_report import RunReport
-    from ktc.tune.run_folder import RunFolder
-    from ktc.tune.tokenised import DataSummary
-    from ktc.tune.types import PreparedData, Progress
+    from ktc.training.trainers.run_report import RunReport
+    from ktc.training.tune.run_folder import RunFolder
+    from ktc.training.tune.tokenised import DataSummary
+    from ktc.training.tune.types import PreparedData, Progress
 
 _LINES = 20  # of progress, if stderr is not a terminal
 
@@ -130,7 +130,7 @@ def _first(data: DataSummary) -> Text:
 
 def report_table(report: RunReport) -> Table:
     """Return the facts of a finished run."""
-    from ktc.tune.run_page import facts
+    from ktc.training.tune.run_page import facts
 
     table = Table("", "", box=None, pad_edge=False, show_header=False)
     for name, value in facts(report):

@@ -1,1 +1,1 @@
-"""A compiled model: its manifest, how it is loaded, packed, verified and placed."""
+"""What runs a compiled model. Nothing here knows the compiler: its contract is in pyproject.toml."""

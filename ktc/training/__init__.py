@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ktc.training.sft import KTSFTTrainer
-    from ktc.training.trainer import KTrainer, KTrainerMixin
+    from ktc.training.trainers.sft import KTSFTTrainer
+    from ktc.training.trainers.trainer import KTrainer, KTrainerMixin
 
 _HOME = {
-    "KTSFTTrainer": "ktc.training.sft",
-    "KTrainer": "ktc.training.trainer",
-    "KTrainerMixin": "ktc.training.trainer",
+    "KTSFTTrainer": "ktc.training.trainers.sft",
+    "KTrainer": "ktc.training.trainers.trainer",
+    "KTrainerMixin": "ktc.training.trainers.trainer",
 }
 __all__ = ["KTSFTTrainer", "KTrainer", "KTrainerMixin"]
 

@@ -18,8 +18,8 @@ import ktc
 from ktc.adapters.adapter import attach, attach_several, detach, exporting, read_adapter
 from ktc.adapters.own_weights import as_before
 from ktc.diagnostics import InputRefused
-from ktc.model.manifest import read_manifest
-from ktc.model.peft_glue import read_lora_config
+from ktc.model.loading.peft_glue import read_lora_config
+from ktc.model.manifest.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +90,7 @@ HOSTILE = "((a|[a-z._0-9])*)*Q"  # takes years on a name of thirty characters
 def test_a_pattern_that_never_ends_is_refused(field: str, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktc.adapters.adapter import require_quick_patterns
 
-    monkeypatch.setattr("ktc.timed_search.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("ktc.foundation.timed_search.MAX_SECONDS", 0.2)
     names = ["model.layers.0.self_attn.q_proj"]
     rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
     change(adapter, **{field: {HOSTILE: rank} if field.endswith("pattern") else HOSTILE})

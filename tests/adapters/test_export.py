@@ -16,11 +16,11 @@ from places import ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ktc import versions
 from ktc.adapters.export import export, open_adapter
 from ktc.adapters.export_check import check
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
+from ktc.foundation import versions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SINCE_0_19 = versions.release(versions.installed("peft") or "0") >= (0, 19)
@@ -195,7 +195,7 @@ def test_layers_without_an_adapter_get_zeros_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_nothing_tells_is_refused(tmp_path: Path) -> None:
-    from ktc import twin
+    from ktc.model import twin
 
     config = twin.shrink(twin.default_config("qwen3_moe"))
     config.moe_intermediate_size = config.hidden_size // 2

@@ -16,9 +16,9 @@ from torch import Tensor
 from ktc.adapters import merge as merging
 from ktc.adapters.export import export
 from ktc.adapters.merge import merge
-from ktc.checkpoint.reader import TensorReader
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
+from ktc.model.checkpoint.reader import TensorReader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

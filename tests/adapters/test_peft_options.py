@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktc
-from ktc import twin
 from ktc.adapters.adapter import attach
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
-from ktc.model.manifest import read_manifest
+from ktc.model import twin
+from ktc.model.manifest.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS: Mapping[str, Any] = {str(kind.value): made for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}

@@ -11,14 +11,14 @@ from adapter_twins import adapted, checkpoint, stock
 from peft import get_peft_model
 
 from ktc.adapters.export import export
-from ktc.checkpoint.adapter_uses import AdapterFacts, refused_later
 from ktc.cli.app import main
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.load import load
-from ktc.tune.adapter_notes import adapter_notes
-from ktc.tune.lora import lora_config
-from ktc.tune.settings import TrainSettings
-from ktc.tune.types import RunPaths
+from ktc.model.checkpoint.adapter_uses import AdapterFacts, refused_later
+from ktc.model.loading.load import load
+from ktc.training.tune.adapter_notes import adapter_notes
+from ktc.training.tune.lora import lora_config
+from ktc.training.tune.settings import TrainSettings
+from ktc.training.tune.types import RunPaths
 
 LATENT = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 LAYERS = tuple(f"model.layers.{layer}.self_attn.{name}" for layer in range(9) for name in LATENT)

@@ -14,9 +14,9 @@ from places import DOCS
 from census import BlockProof, Census, Family, examine, markdown
 from census.markdown import COLUMNS, TWIN_COLUMNS, table
 from census.programs import PROGRAMS
-from ktc import twin
 from ktc.cli import app as cli
-from ktc.prove import Proof
+from ktc.model import twin
+from ktc.stages.proof import Proof
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = DOCS / "census.md"

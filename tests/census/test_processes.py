@@ -12,7 +12,7 @@ import pytest
 from odd_families import examine
 
 from census import default_jobs, examine_all, processes
-from ktc.host import available_memory, usable_threads
+from ktc.foundation.host import available_memory, usable_threads
 
 
 def test_a_family_that_hangs_or_dies_is_a_row_with_its_reason() -> None:

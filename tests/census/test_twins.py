@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from census.twins import compare_twins
 from census.types import TwinProof
-from ktc import twin
+from ktc.model import twin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"]

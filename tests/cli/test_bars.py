@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ktc.cli import bars
 from ktc.cli.session import Session
-from ktc.stage_progress import counted
+from ktc.foundation.stage_progress import counted
 
 pytestmark = pytest.mark.usefixtures("term")
 

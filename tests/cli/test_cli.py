@@ -18,7 +18,7 @@ import typer.main
 from ktc.cli import app as cli
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, HostLacks, ProofFailed
-from ktc.files import new_folder
+from ktc.foundation.files import new_folder
 
 Run = Callable[..., tuple[int, str, str]]
 

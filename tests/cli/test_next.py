@@ -18,7 +18,7 @@ import typer
 from places import ROOT, TESTS
 
 from ktc.cli import app as cli
-from ktc.dsl import load
+from ktc.language.dsl import load
 
 LINES = {
     "check moe-lora": "next: ktc check moe-lora tiny:deepseek_v2",

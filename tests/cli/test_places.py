@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from forks import in_a_child, kill_this
 
-from ktc import files
 from ktc.cli import app as cli
+from ktc.foundation import files
 
 RULES = "rule a {\n}\n"
 

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ktc
-from ktc import environment, host, twin
 from ktc.cli import app as cli
+from ktc.foundation import environment, host
+from ktc.model import twin
 
 RULES = "deepseek-v2-lite-lora"
 

@@ -12,7 +12,7 @@ from recorded_steps import record_eagerly
 from torch import Tensor, nn
 
 import ktc
-from ktc.model.cuda_graph import DecodeGraphs, Means
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, Means
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

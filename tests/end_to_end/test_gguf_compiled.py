@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 import ktc
 from ktc.cli.app import main
 from ktc.compiler import analyse
-from ktc.experts.module import FusedMoe
-from ktc.experts.stock_layout import canonical_parts
-from ktc.host import find_compiler
-from ktc.plan import Plan
-from ktc.plan.kernel_spec import KernelSpec
+from ktc.foundation.host import find_compiler
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.stock_layout import canonical_parts
+from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.stages.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

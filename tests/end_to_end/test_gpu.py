@@ -15,7 +15,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ktc
-from ktc.model.peft_glue import read_lora_config
+from ktc.model.loading.peft_glue import read_lora_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ktc
-from ktc import twin
 from ktc.diagnostics import InputRefused
-from ktc.plan.kernel_spec import KernelSpec
-from ktc.quantise.checkpoint import quantize
-from ktc.quantise.scheme import SCHEMES
+from ktc.inference.quantize.checkpoint import quantize
+from ktc.inference.quantize.scheme import SCHEMES
+from ktc.model import twin
+from ktc.model.kernels.kernel_spec import KernelSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(3, 40)[None]

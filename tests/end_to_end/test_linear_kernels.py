@@ -13,13 +13,13 @@ from peft import get_peft_model
 from transformers import AutoConfig
 
 import ktc
-from ktc import twin
 from ktc.compiler import analyse
-from ktc.linears.lora_linear import KTLinear
-from ktc.linears.stored_linear import StoredLinear
-from ktc.model.peft_glue import read_lora_config
-from ktc.plan import Plan
-from ktc.plan.linear_spec import PackedLinearSpec
+from ktc.model import twin
+from ktc.model.kernels.linear_spec import PackedLinearSpec
+from ktc.model.linears.lora_linear import KTLinear
+from ktc.model.linears.stored_linear import StoredLinear
+from ktc.model.loading.peft_glue import read_lora_config
+from ktc.stages.plan import Plan
 
 PROGRAM = """
 import "std/moe.ktr"

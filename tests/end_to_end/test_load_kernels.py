@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ktc
-from ktc import host
 from ktc.diagnostics import HostLacks, InputRefused
-from ktc.host import find_compiler
-from ktc.link import link
-from ktc.model.load import load
-from ktc.model.manifest import read_manifest
-from ktc.model.memory import tensor_bytes
+from ktc.foundation import host
+from ktc.foundation.host import find_compiler
+from ktc.model.loading.load import load
+from ktc.model.manifest.manifest import read_manifest
+from ktc.model.packed_store.memory import tensor_bytes
+from ktc.stages.link import link
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
@@ -82,7 +82,7 @@ def test_kernels_for_another_machine_are_refused_before_they_run(
     shutil.copytree(with_kernels, other)
     manifest = json.loads((other / "ktc.json").read_text())
     (other / "ktc.json").write_text(json.dumps({**manifest, "isa": "amx"}))
-    monkeypatch.setattr("ktc.host._cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))
+    monkeypatch.setattr("ktc.foundation.host._cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     with pytest.raises(HostLacks):
         load(other)
     assert load(other, reference=True).dtype is torch.float32
@@ -91,7 +91,7 @@ def test_kernels_for_another_machine_are_refused_before_they_run(
 MEASURE = """
 import re, sys, threading, time
 from pathlib import Path
-from ktc.model.load import load
+from ktc.model.loading.load import load
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10

@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 from ktc.cli import app as cli
-from ktc.fidelity.report import read_report
-from ktc.model import weight_store
+from ktc.inference.prove.report import read_report
+from ktc.model.packed_store import weight_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 RULES = ("tiny:deepseek_v2", "moe-lora", "--set", "device=cpu")

@@ -16,12 +16,12 @@ import ktc
 from ktc.adapters.adapter import attach
 from ktc.adapters.export import export
 from ktc.adapters.merge import merge
-from ktc.checkpoint.int4 import Int4Grid
 from ktc.diagnostics import InputRefused
-from ktc.model import peft_glue
-from ktc.model.trained_beside import RECORD, rounded_modules
-from ktc.quantise.checkpoint import quantize
-from ktc.quantise.scheme import SCHEMES
+from ktc.inference.quantize.checkpoint import quantize
+from ktc.inference.quantize.scheme import SCHEMES
+from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.loading import peft_glue
+from ktc.model.loading.trained_beside import RECORD, rounded_modules
 from ktc.training import KTrainer
 
 HEAD = 'import "std/moe.ktr"\nimport "std/attention.ktr" as attn\n'

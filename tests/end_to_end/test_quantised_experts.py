@@ -13,19 +13,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktc import host
-from ktc.capture.weights import map_weights
-from ktc.checkpoint import open_index
-from ktc.codegen.build import build
-from ktc.codegen.render import render
 from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
-from ktc.experts.module import FusedMoe
-from ktc.experts.quantised_reference import dequantise
-from ktc.formats import WeightFormat
-from ktc.model import weight_store
-from ktc.plan import Plan
-from ktc.plan.kernel_spec import KernelSpec
+from ktc.foundation import host
+from ktc.foundation.formats import WeightFormat
+from ktc.model.checkpoint import open_index
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.quantised_reference import dequantise
+from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.packed_store import weight_store
+from ktc.stages.capture.weights import map_weights
+from ktc.stages.codegen.build import build
+from ktc.stages.codegen.render import render
+from ktc.stages.plan import Plan
 
 EXPERTS = "model.layers.1.mlp.experts"
 

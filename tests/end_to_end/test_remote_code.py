@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ktc
-from ktc import twin
-from ktc.capture import open_model
 from ktc.diagnostics import InputRefused
-from ktc.experts.module import FusedMoe
-from ktc.model.manifest import read_manifest
-from ktc.model.peft_glue import read_lora_config
+from ktc.model import twin
+from ktc.model.experts.module import FusedMoe
+from ktc.model.loading.peft_glue import read_lora_config
+from ktc.model.manifest.manifest import read_manifest
+from ktc.stages.capture import open_model
 
 SOURCE = REMOTE_CODE / "orchard"
 IDS = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(1))

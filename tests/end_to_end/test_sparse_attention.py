@@ -12,13 +12,13 @@ from engine_answers import Answers, alone, config_of
 from torch import Tensor
 
 import ktc
-from ktc.attention.reads import counters, reads_since
-from ktc.attention.sparsity import Sparsity, Traffic
 from ktc.cli import app as cli
-from ktc.host import find_compiler
-from ktc.serving.engine import Engine
-from ktc.serving.model_runner import ModelRunner
-from ktc.serving.request import Limits, Request
+from ktc.foundation.host import find_compiler
+from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.request import Limits, Request
+from ktc.model.attention.reads import counters, reads_since
+from ktc.model.attention.sparsity import Sparsity, Traffic
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),

@@ -24,9 +24,10 @@ from safetensors.torch import save
 
 from fuzz import mutate
 from fuzz.fuzzing import Kind, Original, Unsound
-from ktc import dsl, resources
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.regular_files import read_regular
+from ktc.foundation import resources
+from ktc.foundation.regular_files import read_regular
+from ktc.language import dsl
 
 HERE = Path(__file__).parent
 SAMPLES = HERE / "originals"
@@ -67,8 +68,8 @@ def _rule_tokens(content: bytes, chance: random.Random, others: Sequence[bytes])
 
 
 def _read_rules(folder: Path) -> None:
-    from ktc.dsl.parser import parse
-    from ktc.dsl.printer import print_module
+    from ktc.language.dsl.parser import parse
+    from ktc.language.dsl.printer import print_module
 
     try:
         ruleset = dsl.load(folder / "mutant.ktr")
@@ -109,8 +110,8 @@ def _index(folder: Path) -> Sequence[Original]:
 
 
 def _read_checkpoint(folder: Path) -> None:
-    from ktc.checkpoint.index import open_index
-    from ktc.checkpoint.reader import TORCH_DTYPE, TensorReader
+    from ktc.model.checkpoint.index import open_index
+    from ktc.model.checkpoint.reader import TORCH_DTYPE, TensorReader
 
     index = open_index(folder)
     for entry in index.tensors.values():
@@ -149,7 +150,7 @@ def _gguf(folder: Path) -> Sequence[Original]:
 
 
 def _read_gguf(folder: Path) -> None:
-    from ktc.checkpoint.index import open_index
+    from ktc.model.checkpoint.index import open_index
 
     index = open_index(folder)
     for entry in index.tensors.values():
@@ -178,8 +179,8 @@ def _quantisation(folder: Path) -> Sequence[Original]:
 
 
 def _read_quantisation(folder: Path) -> None:
-    from ktc.checkpoint.quantisation_config import read_config
-    from ktc.decode import read_json
+    from ktc.foundation.decode import read_json
+    from ktc.model.checkpoint.quantisation_config import read_config
 
     try:
         config: Any = read_json((folder / "config.json").read_bytes())
@@ -200,7 +201,7 @@ def _configs(folder: Path) -> Sequence[Original]:
 
 
 def _read_config(folder: Path) -> None:
-    from ktc.capture.source import open_model
+    from ktc.stages.capture.source import open_model
 
     open_model(folder)
 
@@ -211,7 +212,7 @@ def _generation(folder: Path) -> Sequence[Original]:
 
 
 def _read_generation(folder: Path) -> None:
-    from ktc.hf.generation_config import read_generation_config
+    from ktc.model.hf.generation_config import read_generation_config
 
     read_generation_config(folder)
 
@@ -232,22 +233,22 @@ def _tokenizers(folder: Path) -> Sequence[Original]:
 
 
 def _read_tokenizer(folder: Path) -> None:
-    from ktc.hf.tokenizer import read_tokenizer
+    from ktc.model.hf.tokenizer import read_tokenizer
 
     read_tokenizer(folder, "G702")
 
 
 # Compiled models -----------------------------------------------------------------------------------------------------
 def _manifests(folder: Path) -> Sequence[Original]:
-    from ktc.model.manifest import SCHEMA
+    from ktc.model.manifest.manifest import SCHEMA
 
     content = json.loads((SAMPLES / "ktc.json").read_text())
     return _texts(folder, "ktc.json", json.dumps({**content, "schema": SCHEMA}))
 
 
 def _read_manifest(folder: Path) -> None:
-    from ktc.decode import decode
-    from ktc.model.manifest import Manifest, check_sealed, read_manifest
+    from ktc.foundation.decode import decode
+    from ktc.model.manifest.manifest import Manifest, check_sealed, read_manifest
 
     manifest = read_manifest(folder)
     if decode(json.loads(manifest.to_json()), Manifest) != manifest:
@@ -265,7 +266,7 @@ def _weights(folder: Path) -> Sequence[Original]:
 
 
 def _read_weights(folder: Path) -> None:
-    from ktc.checkpoint.source import read_sources
+    from ktc.model.checkpoint.source import read_sources
 
     _refusing("weights.json", lambda: read_sources(read_regular(folder / "weights.json")))
 
@@ -283,13 +284,13 @@ def _lora(folder: Path) -> Sequence[Original]:
 
 
 def _read_lora(folder: Path) -> None:
-    from ktc.model.peft_glue import read_lora_config
+    from ktc.model.loading.peft_glue import read_lora_config
 
     read_lora_config(folder)
 
 
 def _packed(folder: Path) -> Sequence[Original]:
-    from ktc.model import packed_file, packed_store
+    from ktc.model.packed_store import packed_file, packed_store
 
     origin = packed_file.Origin("k" * 64, "r" * 64, "t" * 64, "c" * 64)
     header = packed_file.Header(packed_file.SCHEMA, "model.layers.0.mlp.experts", "FusedMoe", 4, 4096, origin, "d" * 64)
@@ -309,8 +310,8 @@ def _packed(folder: Path) -> Sequence[Original]:
 
 def _sealed(content: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
     """Mutate `packed.json`, half of the time under a correct seal where there can be one."""
-    from ktc.decode import Undecodable, decode
-    from ktc.model.packed_store import PackedIndex
+    from ktc.foundation.decode import Undecodable, decode
+    from ktc.model.packed_store.packed_store import PackedIndex
 
     mutant = mutate.json_text(content, chance, others)
     if chance.randrange(2):
@@ -322,7 +323,7 @@ def _sealed(content: bytes, chance: random.Random, others: Sequence[bytes]) -> b
 
 
 def _read_packed(folder: Path) -> None:
-    from ktc.model import packed_file, packed_store
+    from ktc.model.packed_store import packed_file, packed_store
 
     index = packed_store.read_index(folder)
     for path in (folder / packed_store.FOLDER).glob(f"*{packed_store.SUFFIX}"):
@@ -357,7 +358,7 @@ def _read_adapter(folder: Path) -> None:
     from peft import PeftConfig
 
     from ktc.adapters.adapter import read_adapter, require_base
-    from ktc.model.trained_beside import find_difference
+    from ktc.model.loading.trained_beside import find_difference
 
     adapter = read_adapter(folder)
     require_base(adapter, adapter.base)
@@ -404,8 +405,8 @@ def _torch_bytes(value: object) -> bytes:
 
 
 def _read_run(folder: Path) -> None:
-    from ktc.training import checkpoint_state
-    from ktc.tune import run_folder
+    from ktc.training.trainers import checkpoint_state
+    from ktc.training.tune import run_folder
 
     if faults := run_folder.checkpoint_faults(folder):
         raise InputRefused(*(Diagnostic("T524", fault) for fault in faults))
@@ -444,7 +445,7 @@ def _data(folder: Path) -> Sequence[Original]:
 
 
 def _read_data(folder: Path) -> None:
-    from ktc.tune.examples import read_training_data
+    from ktc.training.tune.examples import read_training_data
 
     for path in sorted(folder.glob("data.*")):
         for example in read_training_data(path).examples:
@@ -466,8 +467,8 @@ def _questions(folder: Path) -> Sequence[Original]:
 
 
 def _read_questions(folder: Path) -> None:
-    from ktc.evaluate.data import read_questions
-    from ktc.generate.prompts import read_rows
+    from ktc.inference.evaluate.data import read_questions
+    from ktc.inference.generate.prompts import read_rows
 
     for question in read_questions(folder / "questions.jsonl"):
         if question.answer not in question.letters:
@@ -476,7 +477,7 @@ def _read_questions(folder: Path) -> None:
 
 
 def _settings(folder: Path) -> Sequence[Original]:
-    from ktc.tune.settings import TrainSettings
+    from ktc.training.tune.settings import TrainSettings
 
     held = TrainSettings(data="a.jsonl", rank=8, targets=("q_proj",), eval_split=0.1).to_yaml()
     few = "data: a.jsonl\nlearning_rate: 1e-4\ntargets: [q_proj, v_proj]\nstack: on\n"
@@ -484,7 +485,7 @@ def _settings(folder: Path) -> Sequence[Original]:
 
 
 def _read_settings(folder: Path) -> None:
-    from ktc.tune.settings import read_settings
+    from ktc.training.tune.settings import read_settings
 
     found = read_settings(folder / "train.yaml", {})
     (folder / "again.yaml").write_text(found.to_yaml(), encoding="utf-8")
@@ -498,7 +499,7 @@ def _hosts(folder: Path) -> Sequence[Original]:
 
 
 def _read_host(folder: Path) -> None:
-    from ktc.host_file import read_host_file
+    from ktc.foundation.host_file import read_host_file
 
     read_host_file(folder / "host.toml")
 
@@ -524,7 +525,7 @@ def _records(folder: Path) -> Sequence[Original]:
 
 def _read_records(folder: Path) -> None:
     from ktc.adapters.conversion import read_record
-    from ktc.pictures.dump import from_json, read_dump, to_json
+    from ktc.stages.pictures.dump import from_json, read_dump, to_json
 
     read_record(folder)
     dump = read_dump(folder / "graph.json")
@@ -548,7 +549,7 @@ def _kt_yaml(folder: Path) -> Sequence[Original]:
 
 
 def _read_kt_yaml(folder: Path) -> None:
-    from ktc.kt_yaml import document
+    from ktc.tools.kt_yaml import document
 
     document.parse(document.read_text(folder / "optimize.yaml"), "optimize.yaml")
 

@@ -18,8 +18,8 @@ from parsed_sources import trees
 
 from fuzz.fuzzing import Kind, outcome, run
 from fuzz.kinds import KINDS
-from ktc.machine_faults import fault_in
-from ktc.regular_files import name_fault, open_regular, read_regular, require_regular
+from ktc.foundation.machine_faults import fault_in
+from ktc.foundation.regular_files import name_fault, open_regular, read_regular, require_regular
 
 SEED = 20
 MUTANTS = {"rules": 60, "runs": 60}
@@ -149,7 +149,7 @@ def test_a_name_that_is_no_utf8_is_read(tmp_path: Path) -> None:
 # Code of a file -------------------------------------------------------------------------------------------------------
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-COMPILED = {"ktc/model/graph_block.py"}  # the code of a block, which its manifest seals
+COMPILED = {"ktc/model/loading/graph_block.py"}  # the code of a block, which its manifest seals
 
 
 def test_nothing_that_is_read_is_run() -> None:

@@ -20,7 +20,7 @@ from invented.compared import compare
 from invented.family import Case
 from invented.surroundings import code_of_models_below
 from invented.zoo import CASES
-from ktc.host import find_compiler
+from ktc.foundation.host import find_compiler
 
 
 def main(patterns: list[str]) -> int:

@@ -32,8 +32,8 @@ from invented.recorded import recorded_errors
 from invented.surroundings import forget_code_of_models
 from invented.written import OF_EXPERTS, stock, write
 from ktc.diagnostics import KtcError
-from ktc.experts.module import FusedMoe
-from ktc.model.peft_glue import read_lora_config
+from ktc.model.experts.module import FusedMoe
+from ktc.model.loading.peft_glue import read_lora_config
 
 TOLERANCE: Final = 1e-5  # of reference mode, relative Frobenius
 KERNEL_RATIO: Final = 1.5  # of the kernel's error to that of stock bf16

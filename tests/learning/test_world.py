@@ -14,9 +14,9 @@ import pytest
 from places import DOCS
 
 from ktc.diagnostics import Span
-from ktc.evaluate.data import Question
-from ktc.evaluate.multiple_choice import ask, extract
-from ktc.generate.language_model import LanguageModel
+from ktc.inference.evaluate.data import Question
+from ktc.inference.evaluate.multiple_choice import ask, extract
+from ktc.inference.generate.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from learning.results import Results
@@ -157,7 +157,7 @@ def test_choices_are_tuned_as_ktc_eval_asks_them_and_answered_so_that_it_finds_t
 def test_a_perfect_answer_scores_100_and_a_plain_one_far_less() -> None:
     from learning.world import make_world, plain_answers, styled_answers
 
-    from ktc.evaluate import metrics
+    from ktc.inference.evaluate import metrics
 
     person = make_world(0).held_out[0]
     wanted = list(styled_answers(person).values())

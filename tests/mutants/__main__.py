@@ -20,8 +20,8 @@ import hand_made
 import torch
 
 import ktc
-from ktc import twin
-from ktc.link import link
+from ktc.model import twin
+from ktc.stages.link import link
 from mutants import MUTANTS
 from mutants.mutant import Mutant, Verdict, verdict
 from mutants.weights import weights_verdict

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from ktc.graph import ops
-from ktc.graph.typed import input_of, nodes_of
+from ktc.model.graph import ops
+from ktc.model.graph.typed import input_of, nodes_of
 from mutants.mutant import Mutant
 
 aten: Final = torch.ops.aten

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ktc import dsl, twin
-from ktc.capture import ModelSource, capture, open_model
-from ktc.prove import Proof, Witness, prove_on, witness_of
-from ktc.rewrite import RewrittenBlock, rewrite
-from ktc.twin.families import default_config
+from ktc.language import dsl
+from ktc.model import twin
+from ktc.model.twin.families import default_config
+from ktc.stages.capture import ModelSource, capture, open_model
+from ktc.stages.proof import Proof, Witness, prove_on, witness_of
+from ktc.stages.rewrite import RewrittenBlock, rewrite
 
 RULES: Final = "moe-lora"
 

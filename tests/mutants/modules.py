@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ktc.experts.module import FusedMoe
-from ktc.linears.lora_linear import KTLinear
+from ktc.model.experts.module import FusedMoe
+from ktc.model.linears.lora_linear import KTLinear
 from mutants.mutant import Mutant
 
 M = TypeVar("M", bound=nn.Module)

@@ -15,9 +15,9 @@ from unittest import mock
 from torch import fx, nn
 
 from ktc.diagnostics import KtcError
-from ktc.model.manifest import Rewrite
-from ktc.prove import Proof, reason
-from ktc.prove import witness as loader
+from ktc.model.manifest.manifest import Rewrite
+from ktc.stages.proof import Proof, reason
+from ktc.stages.proof import witness as loader
 from mutants.models import Twin, analysed, twin_of
 
 Kind = Literal["recipe", "recognised", "graph", "module", "weights"]

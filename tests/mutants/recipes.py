@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ktc.model.manifest import Rewrite
+from ktc.model.manifest.manifest import Rewrite
 from mutants.mutant import Mutant, Recipe
 
 Change = Callable[[Recipe], Recipe]

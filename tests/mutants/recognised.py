@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import ktc.capture.expert_list
-import ktc.capture.loop
-import ktc.capture.markers
-import ktc.capture.model
-from ktc.capture import ExpertList
-from ktc.experts.form import ExpertsForm
-from ktc.graph import ops
-from ktc.plan import BlockRewrite, Plan
-from ktc.targets.target import NodeAction
+import ktc.stages.capture.expert_list
+import ktc.stages.capture.loop
+import ktc.stages.capture.markers
+import ktc.stages.capture.model
+from ktc.model.graph import ops
+from ktc.model.kernels.form import ExpertsForm
+from ktc.model.targets.target import NodeAction
+from ktc.stages.capture import ExpertList
+from ktc.stages.plan import BlockRewrite, Plan
 from mutants import models
 from mutants.mutant import Mutant
 
@@ -41,12 +41,12 @@ def stage(module: Any, name: str, change: Callable[[Any], Any]) -> Change:
 
 def form(old: str, new: str) -> Change:
     """Return the change of the form that is read from an experts module."""
-    return stage(ktc.capture.markers, "form_of", lambda text: re.sub(old, new, text))
+    return stage(ktc.stages.capture.markers, "form_of", lambda text: re.sub(old, new, text))
 
 
 def expert_list(change: Callable[[ExpertList], ExpertList]) -> Change:
     """Return the change of what is read from a list of experts; other lists stay none."""
-    return stage(ktc.capture.loop, "expert_list", lambda found: found and change(found))
+    return stage(ktc.stages.capture.loop, "expert_list", lambda found: found and change(found))
 
 
 def parts(**names: str) -> Callable[[ExpertList], ExpertList]:
@@ -58,12 +58,12 @@ def equal_blocks(kind: str) -> Change:
 
     @contextmanager
     def changed() -> Iterator[None]:
-        stock = ktc.capture.model.identity_of
+        stock = ktc.stages.capture.model.identity_of
 
         def identity_of(block: Any, *rest: Any) -> object:
             return kind if type(block).__name__ == kind else stock(block, *rest)
 
-        with mock.patch.object(ktc.capture.model, "identity_of", identity_of):
+        with mock.patch.object(ktc.stages.capture.model, "identity_of", identity_of):
             yield
 
     return changed
@@ -103,7 +103,7 @@ def operands(change: Callable[[list[Any]], list[Any]]) -> Change:
 
     @contextmanager
     def changed() -> Iterator[None]:
-        stock = ktc.capture.loop.canonicalise
+        stock = ktc.stages.capture.loop.canonicalise
 
         def canonicalise(graph: Any, experts: ExpertList) -> None:
             stock(graph, experts)
@@ -111,7 +111,7 @@ def operands(change: Callable[[list[Any]], list[Any]]) -> Change:
                 if node.target is ops.experts:
                     node.args = tuple(change(list(node.args)))
 
-        with mock.patch.object(ktc.capture.loop, "canonicalise", canonicalise):
+        with mock.patch.object(ktc.stages.capture.loop, "canonicalise", canonicalise):
             yield
 
     return changed
@@ -143,7 +143,7 @@ _ROWS: tuple[tuple[str, str, Change, str], ...] = (
     ("gate and up of a list exchanged", "orchard", expert_list(parts(gate="w3.weight", up="w1.weight")), ""),
     ("gate of a list twice", "orchard", expert_list(parts(up="w1.weight")), ""),
     ("down of a list from gate", "orchard", expert_list(parts(down="w1.weight")), ""),
-    ("a list with another activation", "orchard", stage(ktc.capture.expert_list, "form_of_code", _activation), ""),
+    ("a list with another activation", "orchard", stage(ktc.stages.capture.expert_list, "form_of_code", _activation), ""),
     ("a list with interleaved halves", "orchard", operands(stacks_exchanged), ""),
     ("a list with fewer experts", "orchard", expert_list(lambda found: replace(found, count=found.count - 1)), ""),
     ("a list of other widths", "orchard", expert_list(lambda found: replace(found, intermediate=32)), ""),

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import ktc
-from ktc.checkpoint import WeightSource, read_sources, write_sources
-from ktc.experts.module import FusedMoe
-from ktc.fidelity.run import prove_model
-from ktc.model import packed_file, packed_store
+from ktc.inference.prove.run import prove_model
+from ktc.model.checkpoint import WeightSource, read_sources, write_sources
+from ktc.model.experts.module import FusedMoe
+from ktc.model.packed_store import packed_file, packed_store
 from mutants.mutant import Mutant, Verdict
 
 Damage = Callable[[Path], None]

@@ -103,7 +103,8 @@ def prepare(root: Path, run: Callable[[list[str]], int]) -> None:
     from adapter_twins import adapted, stock
     from places import TESTS
 
-    from ktc import resources, twin
+    from ktc.foundation import resources
+    from ktc.model import twin
 
     twin.write("qwen3_moe", root).rename(root / "small")
     config = twin.shrink(twin.default_config("qwen3_moe"))

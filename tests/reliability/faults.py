@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ktc.host import find_compiler
+from ktc.foundation.host import find_compiler
 
 HERE: Final = Path(__file__).resolve().parent
 KILL: Final = "SIGKILL"

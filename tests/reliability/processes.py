@@ -29,7 +29,7 @@ from typing import Final
 
 import psutil
 
-from ktc.training.checkpoints import checkpoints
+from ktc.training.trainers.checkpoints import checkpoints
 from reliability.commands import COMMANDS, Command, prepare
 from reliability.promises import Expected, sizes, unfinished, whole
 

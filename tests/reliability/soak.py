@@ -4,7 +4,7 @@
 
 (with tests and tests/support on the path). The server runs in a process of its own, with a tiny model that is compiled
 first. Each good request, greedy, has to be answered with the text that it had before the attack, or refused with 429;
-each row of `tests/serving/attacks` with its own status. Afterwards nothing may run or wait, and memory, descriptors
+each row of `tests/inference/serving/attacks` with its own status. Afterwards nothing may run or wait, and memory, descriptors
 and threads may not have grown between the second and the last quarter. Then SIGTERM, SIGINT and SIGKILL come while an
 answer is streamed. Exit code 1 where something was lost.
 """
@@ -276,7 +276,7 @@ def soak(model: Path, report: Report, folder: Path, signals: int, jobs: int) -> 
 
 def compiled_twin(folder: Path) -> Path:
     """Compile a tiny model into the folder."""
-    from ktc import twin
+    from ktc.model import twin
 
     out = folder / "soak_twin"
     compile_it = ["compile", str(twin.write("deepseek_v2", folder)), "moe-lora", "-o", str(out), "-q"]

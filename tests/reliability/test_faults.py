@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ktc.host import find_compiler
+from ktc.foundation.host import find_compiler
 from reliability.faults import KILL, Fault, Outcome, run_with_fault
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

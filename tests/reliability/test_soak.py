@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ktc.serving import server
+from ktc.inference.serving import server
 from reliability import soak
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ktc.host import find_compiler
+from ktc.foundation.host import find_compiler
 from reliability.commands import COMMANDS, Command
 from reliability.faults import ENDING, ERRORS, KILL
 from reliability.sweep import Sweep, points

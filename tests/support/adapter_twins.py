@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ktc import twin
+from ktc.model import twin
 
 ATTENTION = ("q_proj", "o_proj")
 EXPERTS = ("gate_up_proj", "down_proj")

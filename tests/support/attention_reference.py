@@ -6,9 +6,9 @@ import torch
 from kernel_layers import ISAS
 from torch import Tensor
 
-from ktc.attention.decode import Heads
-from ktc.plan.attention_spec import Int8AttentionSpec
-from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
+from ktc.model.attention.decode import Heads
+from ktc.model.kernels.attention_spec import Int8AttentionSpec
+from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
 
 # Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
 SHAPES = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from ktc.capture import ExpertList
-from ktc.experts.module import FusedMoe
-from ktc.experts.stock_layout import canonical_parts, stock_names
-from ktc.graph.typed import named_modules, owner_of
-from ktc.model.graph_block import ExpertStack, stacked_experts
-from ktc.targets.module_target import replaced
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.stock_layout import canonical_parts, stock_names
+from ktc.model.graph.typed import named_modules, owner_of
+from ktc.model.loading.graph_block import ExpertStack, stacked_experts
+from ktc.model.targets.module_target import replaced
+from ktc.stages.capture import ExpertList
 
 
 def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None = None) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ktc import twin
-from ktc.attention.absorbed import Absorption, absorb
-from ktc.attention.latent_sizes import LatentSizes
-from ktc.capture import open_model
-from ktc.hf.latent_cache import caches_latents
+from ktc.model import twin
+from ktc.model.attention.absorbed import Absorption, absorb
+from ktc.model.attention.latent_sizes import LatentSizes
+from ktc.model.hf.latent_cache import caches_latents
+from ktc.stages.capture import open_model
 
 CHUNKS = (20, 1, 1, 5, 8)
 LENGTH = sum(CHUNKS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ktc.dsl import syntax
-from ktc.dsl.schema import KEYWORDS
+from ktc.language.dsl import syntax
+from ktc.language.dsl.schema import KEYWORDS
 
 _SHORT = {"min_size": 1, "max_size": 3}
 words = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(lambda word: word not in KEYWORDS)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ktc.serving.request import End, Event
+from ktc.inference.serving.request import End, Event
 
 
 class Answers:

@@ -8,15 +8,15 @@ from typing import get_args
 
 from kernel_layers import EVERYWHERE, FORMS, ISAS, spec_of
 
-from ktc.formats import BLOCKS, CODES, FORMATS, Dense
-from ktc.isa import Isa
-from ktc.plan.attention_spec import ISAS as ATTENTION_ISAS
-from ktc.plan.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.plan.kernel_spec import KERNELS, KernelSpec
-from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
-from ktc.plan.linear_spec import Dtype, LinearSpec, PackedLinearSpec
-from ktc.plan.spec import Spec
-from ktc.plan.step_spec import StepSpec
+from ktc.foundation.formats import BLOCKS, CODES, FORMATS, Dense
+from ktc.foundation.isa import Isa
+from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
+from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
+from ktc.model.kernels.linear_spec import Dtype, LinearSpec, PackedLinearSpec
+from ktc.model.kernels.spec import Spec
+from ktc.model.kernels.step_spec import StepSpec
 
 
 def every_spec(isa: Isa) -> tuple[Spec, ...]:

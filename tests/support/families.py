@@ -13,13 +13,13 @@ from places import CONFIGS
 from torch import Tensor, fx, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ktc import dsl
-from ktc.capture import CapturedModel, ModelSource, capture, open_model
-from ktc.capture.export import flatten_call, main_output
-from ktc.graph.typed import input_names
-from ktc.host import Host
-from ktc.match import Matches, match
-from ktc.plan import Plan, make_plan
+from ktc.foundation.host import Host
+from ktc.language import dsl
+from ktc.model.graph.typed import input_names
+from ktc.stages.capture import CapturedModel, ModelSource, capture, open_model
+from ktc.stages.capture.export import flatten_call, main_output
+from ktc.stages.match import Matches, match
+from ktc.stages.plan import Plan, make_plan
 
 COMMON: dict[str, object] = {
     "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512,

@@ -19,7 +19,7 @@ from gguf import GGUFWriter
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from ktc import twin
+from ktc.model import twin
 
 ARCHITECTURES = {
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "gpt_oss": "gpt-oss", "mixtral": "llama",
@@ -112,7 +112,7 @@ def _experts(block: str, leaf: str, tensor: Tensor, *, transposed: bool) -> Iter
 
 def model_of(family: str, **overrides: Any) -> tuple[PreTrainedModel, Path]:
     """The twin in fp32 with sizes that blocks of 32 divide, and the folder with its tokenizer."""
-    from ktc import environment
+    from ktc.foundation import environment
 
     source = twin.write(family, environment.cache_dir() / "models")
     config = AutoConfig.from_pretrained(source)

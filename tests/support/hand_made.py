@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ktc import host
-from ktc.capture.weights import map_weights
-from ktc.checkpoint import open_index
-from ktc.codegen.build import build
-from ktc.codegen.render import render
-from ktc.experts.kernel_library import KernelLibrary
-from ktc.link import KernelFile, Package, adapter_json
-from ktc.model.manifest import Rewrite
-from ktc.model.stock_facts import assumptions_of
-from ktc.plan import LoraPlan
-from ktc.plan.kernel_spec import KernelSpec
-from ktc.targets.target import AS_STORED
+from ktc.foundation import host
+from ktc.model.checkpoint import open_index
+from ktc.model.kernels.kernel_library import KernelLibrary
+from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.manifest.manifest import Rewrite
+from ktc.model.manifest.stock_facts import assumptions_of
+from ktc.model.targets.target import AS_STORED
+from ktc.stages.capture.weights import map_weights
+from ktc.stages.codegen.build import build
+from ktc.stages.codegen.render import render
+from ktc.stages.link import KernelFile, Package, adapter_json
+from ktc.stages.plan import LoraPlan
 
 ADAPTED = ("q_a_proj", "q_b_proj", "q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 GPT_OSS = "silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed interleaved"

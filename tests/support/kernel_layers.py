@@ -12,19 +12,19 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from ktc import host
-from ktc.codegen.build import build
-from ktc.codegen.render import render
-from ktc.experts.form import ExpertsForm, parse_form
-from ktc.experts.kernel_library import KernelLibrary
-from ktc.experts.module import FusedMoe
-from ktc.experts.reference import fused_moe_reference
-from ktc.experts.stock_layout import StockTensor, stock_names, stock_shape
-from ktc.formats import WeightFormat
-from ktc.isa import Isa
-from ktc.plan.kernel_spec import KERNELS, KernelSpec
-from ktc.plan.linear_spec import ISAS as LINEAR_ISAS
-from ktc.plan.linear_spec import LinearSpec
+from ktc.foundation import host
+from ktc.foundation.formats import WeightFormat
+from ktc.foundation.isa import Isa
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.reference import fused_moe_reference
+from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.kernels.form import ExpertsForm, parse_form
+from ktc.model.kernels.kernel_library import KernelLibrary
+from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
+from ktc.model.kernels.linear_spec import LinearSpec
+from ktc.stages.codegen.build import build
+from ktc.stages.codegen.render import render
 
 ISAS: tuple[Isa, ...] = tuple(isa for isa in host.detect().isas if isa in KERNELS)
 # Hidden, intermediate, experts, experts per token of the one kernel whose sizes are constants: no multiples of a panel.
@@ -47,7 +47,7 @@ EXACT = (FORMS[0], FORMS[1], FORMS[5], FORMS[6], FORMS[7])
 Dtype = Literal["bf16", "fp32", "fp64"]
 # So few rows of an expert are multiplied with the codes themselves. Products of more rows, and those of all gradients,
 # are of code x scale rounded to bf16; but blocks of integers are multiplied as such by any number of rows (`words` in
-# ktc/isa.py).
+# ktc/foundation/isa.py).
 CODE_ROWS: dict[Isa, int] = {"avx2": 16, "avx512": 16, "avx512_bf16": 6, "amx": 4}
 
 

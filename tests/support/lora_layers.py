@@ -8,9 +8,9 @@ import torch
 from kernel_layers import Layer, error
 from torch import Tensor
 
-from ktc.experts.lora import ExpertsLora, Lora
-from ktc.experts.module import FusedMoe
-from ktc.experts.reference import fused_moe_reference
+from ktc.model.experts.lora import ExpertsLora, Lora
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.reference import fused_moe_reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ktc.codegen.render import KernelSource, TranslationUnit
-from ktc.isa import Isa
+from ktc.foundation.isa import Isa
+from ktc.stages.codegen.render import KernelSource, TranslationUnit
 
 _ENTRY = re.compile(r"^const (?P<type>ktc::\w+) (?P<name>entry_\w+)\{", re.MULTILINE)
 _INCLUDE, _UNIT = "#include ", "#define KTC_UNIT "

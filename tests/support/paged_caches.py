@@ -9,11 +9,11 @@ from decoding_models import absorbed, latent_modules, stock_model
 from kernel_layers import built
 from torch import Tensor
 
-from ktc.attention.decode import DecodeAttention, Heads
-from ktc.attention.decoding import decoding
-from ktc.attention.int8_tensor import Int8Tensor
-from ktc.attention.paged_tensor import PAGE, PagedTensor, PageTable
-from ktc.plan.attention_spec import AttentionSpec
+from ktc.model.attention.decode import DecodeAttention, Heads
+from ktc.model.attention.decoding import decoding
+from ktc.model.attention.int8_tensor import Int8Tensor
+from ktc.model.attention.paged_tensor import PAGE, PagedTensor, PageTable
+from ktc.model.kernels.attention_spec import AttentionSpec
 
 
 def table_for(lengths: list[int], spare: int = 3, seed: int = 0) -> tuple[PageTable, int]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ktc import twin
+from ktc.model import twin
 
 Tensors = dict[str, Tensor]
 

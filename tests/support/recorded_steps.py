@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ktc.model.cuda_graph import Compute, DecodeGraphs, Means, Replay, Wait
+from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Means, Replay, Wait
 
 
 def record_eagerly(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import InputRefused
-from ktc.experts.load_state import LoadState
+from ktc.model.experts.load_state import LoadState
 
 NAME = "model.layers.3.mlp"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ktc.serving import server as serve
-from ktc.serving.models import ServedModels
-from ktc.serving.request import Limits
+from ktc.inference.serving import server as serve
+from ktc.inference.serving.models import ServedModels
+from ktc.inference.serving.request import Limits
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The rows of `tests/serving/attacks` as bytes for a socket, and the answers of a server to them.
+"""The rows of `tests/inference/serving/attacks` as bytes for a socket, and the answers of a server to them.
 
 In: rows of TOML. Out: an `Attack` for each value, body and request, with the expected status and code; an `Answer`.
 """

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ktc.capture import CapturedModel, ModelSource
+    from ktc.stages.capture import CapturedModel, ModelSource
 
 SHARING: Final = frozenset({
     "adapters", "bench", "checkpoint", "cli", "end_to_end", "evaluate", "fidelity", "generate", "llama_factory",
     "model", "plan", "training", "tune",
 })  # fmt: skip
-CAPTURING: Final = ("ktc.compiler", "ktc.prove.witness")  # the modules whose `capture` is shared
+CAPTURING: Final = ("ktc.compiler", "ktc.stages.proof.witness")  # the modules whose `capture` is shared
 
 
 @dataclass(slots=True)
 class SharedCaptures:
-    """Stands in for `ktc.capture.capture`, which is called once for each config."""
+    """Stands in for `ktc.stages.capture.capture`, which is called once for each config."""
 
     capture: Callable[[ModelSource], CapturedModel]
     known: dict[tuple[object, ...], CapturedModel] = field(default_factory=dict[tuple[object, ...], "CapturedModel"])

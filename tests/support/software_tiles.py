@@ -8,8 +8,8 @@ from typing import Any, Final, cast
 
 import pytest
 
-from ktc import host
-from ktc.isa import INSTRUCTION_SETS
+from ktc.foundation import host
+from ktc.foundation.isa import INSTRUCTION_SETS
 
 HEADER: Final = Path(__file__).parent / "tiles" / "software_tiles.hpp"  # alone: its folder is part of a digest
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ktc
-from ktc.model.peft_glue import read_lora_config
+from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
-from ktc.training.stacking import Stacker, StackMode
+from ktc.training.trainers.stacking import Stacker, StackMode
 
 LENGTHS = (17, 9, 17, 23, 1, 17, 5, 12)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -96,7 +96,7 @@ NO_NUMBERS: Options = {
         "save_total_limit", "enable_jit_checkpoint",
     ),
     **untried(
-        "read when a run is resumed: tests/training/test_trainer.py",
+        "read when a run is resumed: tests/training/trainers/test_trainer.py",
         "resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint",
     ),
     **untried("memory only", "torch_empty_cache_steps", "auto_find_batch_size"),
@@ -119,10 +119,10 @@ MACHINES: Options = {
         "hub_revision",
     ),
     **untried(
-        "several processes: tests/training/test_distributed.py",
+        "several processes: tests/training/trainers/test_distributed.py",
         "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph",
         "ddp_backend", "ddp_timeout", "local_rank", "eval_use_gather_object", "parallelism_config",
     ),
-    **untried("refused (T532): tests/training/test_trainer.py", "fsdp", "fsdp_config", "deepspeed"),
+    **untried("refused (T532): tests/training/trainers/test_trainer.py", "fsdp", "fsdp_config", "deepspeed"),
 }  # fmt: skip
 OPTIONS: Options = {**NUMBERS, **PRECISION, **SCHEDULES, **EVALUATION, **NO_NUMBERS, **MACHINES}

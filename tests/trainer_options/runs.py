@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import ktc
-from ktc.model.manifest import read_manifest
+from ktc.model.manifest.manifest import read_manifest
 from ktc.training import KTrainerMixin
 from trainer_options.cases import Case
 from trainer_options.trainers import KINDS

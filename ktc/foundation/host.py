@@ -1,0 +1,247 @@
+"""The machine: its kernels' instruction sets, cores, memory and compiler.
+
+`detect` reads this machine; `host_file` reads the description of another one. Plan and codegen use a `Host`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.foundation import environment
+from ktc.foundation.isa import INSTRUCTION_SETS, PREFERENCE, InstructionSet, Isa, isa_of
+
+_NODES = Path("/sys/devices/system/node")
+_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU; `memory` in bytes."""
+
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A NUMA node: its number, and those of its CPUs that this process may use."""
+
+    number: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler: its absolute path and the version it reports (`12.2.0`)."""
+
+    path: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine for plan and codegen.
+
+    `isas` are the usable kernel instruction sets, best first, `scalar` always last; `features` the CPU flags with
+    Linux's names; `cores` physical cores and `threads` hardware threads that this process may use; `memory` in bytes,
+    within the container's limits.
+    """
+
+    isas: tuple[Isa, ...]
+    features: frozenset[str]
+    cores: int
+    threads: int
+    numa: int
+    memory: int
+    gpus: tuple[Gpu, ...]
+    python_abi: str
+    compiler: Compiler | None
+
+    @property
+    def workers(self) -> int:
+        """Threads of a kernel's engine where a rule does not say how many: one per core that this process may use."""
+        return max(1, min(self.cores, self.threads))
+
+
+def detect(probe_gpu: bool = False) -> Host:
+    """Return this machine. GPUs are listed only if `probe_gpu`, since that imports torch (seconds)."""
+    features = _cpu_features()
+    threads = usable_threads()
+    return Host(
+        isas=usable_isas(features, amx_permitted=_kernel_supports_amx()),
+        features=features,
+        cores=min(_physical_cores(_own_cpus()), threads),
+        threads=threads,
+        numa=len(list(_NODES.glob("node[0-9]*"))) or 1,
+        memory=min(limit for limit in (_physical_memory(), _cgroup_memory()) if limit is not None),
+        gpus=_gpus() if probe_gpu else (),
+        python_abi=str(sysconfig.get_config_var("SOABI")),
+        compiler=find_compiler(),
+    )
+
+
+def usable_isas(features: frozenset[str], amx_permitted: bool = True) -> tuple[Isa, ...]:
+    """Return the kernel instruction sets of a CPU with these flags, best first.
+
+    Linux lists a vector flag only if the kernel saves its registers, so the flags suffice; AMX also needs the kernel's
+    permission.
+    """
+    return tuple(isa for isa in PREFERENCE if _runs(INSTRUCTION_SETS[isa], features, amx_permitted))
+
+
+def _runs(row: InstructionSet, features: frozenset[str], amx_permitted: bool) -> bool:
+    return row.cpu <= features and (amx_permitted or not row.tiles)
+
+
+def restrict(host: Host, isa: str) -> Host:
+    """Return the host with `isa` as its best instruction set.
+
+    Raises `InputRefused` (H211) for an unknown instruction set, `HostLacks` (H210) if the host cannot run it.
+    """
+    usable = "usable here: " + ", ".join(f"`{name}`" for name in host.isas)
+    wanted = isa_of(isa)
+    if wanted is None:
+        raise InputRefused(Diagnostic("H211", f"unknown instruction set `{isa}`", hint=usable))
+    if wanted not in host.isas:
+        lacking = sorted(INSTRUCTION_SETS[wanted].cpu - host.features)
+        missing = ", ".join(f"`{flag}`" for flag in lacking) or "the kernel's permission"
+        raise HostLacks(Diagnostic("H210", f"this machine cannot run `{isa}` kernels: it lacks {missing}", hint=usable))
+    return replace(host, isas=host.isas[host.isas.index(wanted) :])
+
+
+def find_compiler() -> Compiler | None:
+    """Return the C++ compiler: `$CXX`, otherwise the first working one of g++, c++, clang++ on the path."""
+    for name in filter(None, (environment.cxx(), "g++", "c++", "clang++")):
+        path = shutil.which(name)
+        version = _answer(path, "-dumpfullversion", "-dumpversion") if path else ""
+        if path and version:
+            return Compiler(path, version)
+    return None
+
+
+# Reading this machine
+
+
+def usable_threads() -> int:
+    """Return the number of usable threads: the CPUs of this process, or the container's quota if less."""
+    cpus = len(_own_cpus())
+    return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def available_memory() -> int:
+    """Return the bytes that new processes can use: free memory and caches, at most the limit of the container."""
+    lines = (line.split() for line in _read("/proc/meminfo").splitlines())
+    free = next((int(line[1]) << 10 for line in lines if line[0] == "MemAvailable:"), _physical_memory())
+    return min(free, _cgroup_memory() or free)
+
+
+def cpu_name() -> str:
+    """Return Linux's name of the processor, otherwise the architecture."""
+    found = re.search(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def numa_nodes() -> tuple[NumaNode, ...]:
+    """Return the NUMA nodes that this process may run on; empty if the system does not list them."""
+    own, found = _own_cpus(), list[NumaNode]()
+    for folder in sorted(_NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
+        cpus = tuple(cpu for cpu in _listed(_read(folder / "cpulist")) if cpu in own)
+        if cpus:
+            found.append(NumaNode(int(folder.name[4:]), cpus))
+    return tuple(found)
+
+
+def _listed(text: str) -> Iterator[int]:
+    """Yield the numbers of a list in Linux's format: `0-3,8`."""
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _own_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _cpu_features() -> frozenset[str]:
+    found = re.search(r"^flags\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _kernel_supports_amx() -> bool:
+    """Return whether the kernel permits the AMX tile registers, without requesting them."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    supported = ctypes.c_uint64(0)
+    status = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, ctypes.byref(supported))
+    return status == 0 and bool(supported.value >> _XFEATURE_XTILEDATA & 1)
+
+
+def _physical_cores(cpus: set[int]) -> int:
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    siblings = {_read(topology.format(cpu)) or str(cpu) for cpu in cpus}
+    return max(1, len(siblings))
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_cpus() -> int | None:
+    """Return the CPU quota of the container in whole processors, rounded up; `None` without one."""
+    limits = [_read(folder / "cpu.max").split() for folder in _control_groups("cpu")]
+    limits += [
+        [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")] for folder in _control_groups("cpu")
+    ]
+    numbers = [(int(limit[0]), int(limit[1])) for limit in limits if len(limit) == 2 and all(map(str.isdigit, limit))]
+    return min((-(-quota // period) for quota, period in numbers if period), default=None)
+
+
+def _cgroup_memory() -> int | None:
+    files = ("memory.max", "memory.limit_in_bytes")
+    limits = (_read(folder / file) for folder in _control_groups("memory") for file in files)
+    return min((int(limit) for limit in limits if limit.isdigit()), default=None)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of all groups above it, for versions 1 and 2."""
+    for entry in _read("/proc/self/cgroup").splitlines():
+        _, controllers, inside = entry.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") / (controller if controllers else "")
+        group = root / inside.lstrip("/")
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    devices: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(str(device.name), int(device.total_memory)) for device in devices)
+
+
+def _answer(program: str, *arguments: str) -> str:
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else ""
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,52 @@
+"""The data folders of ktc: the grammar, the templates, the C++ headers and the bundled rules.
+
+A wheel has them in `ktc/_data`; a checkout (also an editable install) has them next to the package. No other module
+depends on their location.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def grammar() -> Path:
+    """Return the folder with `ktr.lark`."""
+    return _folder("grammar")
+
+
+def templates() -> Path:
+    """Return the folder with the Jinja templates (`*.cpp.j2`, `package/*.j2`)."""
+    return _folder("templates")
+
+
+def runtime_include() -> Path:
+    """Return the include folder of the C++ headers, `ktc/*.hpp`."""
+    return _folder("runtime") / "include"
+
+
+def runtime_bindings() -> Path:
+    """Return the include folder of Python modules: `ktc_python/*.hpp` and `module.cpp`."""
+    return _folder("runtime") / "python"
+
+
+def runtime_sources() -> Path:
+    """Return the folder with C++ sources that are compiled unchanged."""
+    return _folder("runtime") / "src"
+
+
+def rules() -> Path:
+    """Return the folder with the bundled rule programs and, under `std`, the patterns they import."""
+    return _folder("rules")
+
+
+def training_data() -> Path:
+    """Return the folder with the bundled training data, `*.jsonl`."""
+    return _PACKAGE / "tune" / "data"
+
+
+def _folder(name: str) -> Path:
+    bundled = _PACKAGE / "_data"
+    root = bundled if bundled.is_dir() else _PACKAGE.parent
+    return root / name

@@ -1,0 +1,1 @@
+"""What a compiled model is used for without training: generate, serve, quantize, evaluate, and compare with stock."""

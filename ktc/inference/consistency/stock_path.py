@@ -1,0 +1,56 @@
+"""Log-probabilities of stock Hugging Face on the weights that a compiled model multiplies.
+
+In: a compiled folder, and sequences. Out: `Scores` of the stock model in its own dtype and in fp32. Experts go through
+their kernel's format first, as `ktc prove` has it: quantised and dequantised by the format's reference, or as decoded
+where the checkpoint stores the format. Activations stay as they are, also where a kernel rounds them to 8 bits. The
+whole model is in memory in fp32. Refused: what `ktc prove` refuses (N602, N604).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ktc.inference.consistency.scores import Scores, score
+from ktc.inference.prove.compiled import open_compiled
+from ktc.inference.prove.groups import OUTSIDE
+from ktc.inference.prove.opened_stock import open_stock
+from ktc.inference.prove.yardstick import formats_in, through_format
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """Scores (N, T - 1) in the model's own dtype and in fp32, of the same weights."""
+
+    own: Scores
+    fp32: Scores
+
+
+def stock_scores(out: Path, rows: Tensor, *, weights: Path | None = None, trusted: bool = False) -> Stock:
+    """Return the scores of `rows` (N, T) int64, all in one call.
+
+    Raises:
+        InputRefused: as `ktc.load` does; N602, N604.
+    """
+    opened = open_compiled(out, weights, trusted)
+    stock = open_stock(opened)
+    model = stock.model
+    for group in (OUTSIDE, *stock.groups):
+        model.load(group)
+    for group in stock.groups:
+        for experts, form in formats_in(group, opened.manifest, opened.rows).items():
+            through_format(model.layer(group).get_submodule(experts.path), replace(form, integer_products=False))
+    fp32 = _scores(model.model, rows)
+    for group in (OUTSIDE, *stock.groups):
+        model.to_own_dtype(group)
+    return Stock(_scores(model.model, rows), fp32)
+
+
+def _scores(model: Any, rows: Tensor) -> Scores:
+    with torch.no_grad():
+        logits = cast("Tensor", model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).logits)
+    return score(logits[:, :-1], rows[:, 1:])

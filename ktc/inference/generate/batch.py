@@ -1,0 +1,70 @@
+"""Answer a file of prompts: the output has the same rows in the same order, each with an answer.
+
+Input: the rows of a JSONL file. Output: JSONL text with every field of a row, and `generated`, `generated_tokens` and
+`finish`. Refused, with all rows together and before generation: prompts that are too long (G703), or that the chat
+template rejects (G706).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.decode import has_lone_surrogate
+from ktc.foundation.files import refusing, write_file
+from ktc.foundation.text_files import bounded
+from ktc.inference.generate.answers import Pace, Sampling, answer_all, set_seed
+from ktc.inference.generate.language_model import LanguageModel
+from ktc.inference.generate.prompts import ADDED, Prompt, Row, render, require_fit
+
+
+def answer_rows(
+    opened: LanguageModel,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    *,
+    system: str = "",
+    raw: bool = False,
+    batch_size: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[dict[str, Any]], Pace]:
+    """Return each row with its answer. Raises InputRefused (G702, G703, G706)."""
+    prompts, faults = list[Prompt](), list[Diagnostic]()
+    for row in rows:
+        try:
+            prompts.append(render(opened, row.asked, system=system, raw=raw, place=row.place))
+        except InputRefused as refusal:
+            faults += refusal.diagnostics
+    if faults:
+        raise InputRefused(*bounded(faults))
+    require_fit(opened, prompts, sampling.max_new_tokens)
+    set_seed(sampling.seed)
+    found, pace = answer_all(opened, prompts, sampling, batch_size, progress)
+    answered = [
+        {**row.fields, **dict(zip(ADDED, (each.text, each.num_tokens, each.finish), strict=True))}
+        for row, each in zip(rows, found, strict=True)
+    ]
+    return answered, pace
+
+
+def jsonl(rows: Sequence[dict[str, Any]]) -> str:
+    """Return one JSON object per line, non-ASCII letters unescaped; a row with a lone surrogate is escaped."""
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    written = (json.dumps(row) if has_lone_surrogate(line) else line for row, line in zip(rows, lines, strict=True))
+    return "".join(line + "\n" for line in written)
+
+
+def require_writable(path: Path) -> None:
+    """Raise InputRefused (U003) for a path that cannot be written, before the work."""
+    reason = "it is a folder" if path.is_dir() else "" if path.absolute().parent.is_dir() else "there is no such folder"
+    if reason:
+        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {reason}"))
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write all rows atomically. Raises InputRefused (U003)."""
+    with refusing(path):
+        write_file(path, jsonl(rows))

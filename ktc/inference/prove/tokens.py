@@ -1,0 +1,53 @@
+"""The tokens that a model is compared on: the first of a text file, or seeded random ones.
+
+In: the folder of a compiled model, a file, a number. Out: a frozen `Tokens`. Refused: a file that cannot be read or is
+empty (N603), a text without a tokenizer (N603).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.text_files import read_text
+from ktc.model.hf.tokenizer import read_tokenizer
+
+COUNT: Final = 128
+_MOST_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One sequence (1, T) int64. `source` names its origin; `pieces` has the text of each token, or nothing."""
+
+    ids: Tensor
+    source: str
+    pieces: tuple[str, ...]
+
+    def piece(self, position: int) -> str:
+        """Return the text of a token, "" where it is unknown."""
+        return self.pieces[position] if self.pieces else ""
+
+
+def choose_tokens(folder: Path, vocabulary: int, text: Path | None, count: int, seed: int) -> Tokens:
+    """Return `count` tokens at most: of `text`, otherwise random ones of the model's vocabulary."""
+    if text is None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocabulary, (1, count), generator=generator)
+        return Tokens(ids, f"random tokens, seed {seed}", ())
+    content = read_text(text, unreadable="N603", not_utf8="N603", most_bytes=_MOST_BYTES)
+    tokenizer = read_tokenizer(folder, "N603")
+    ids = _ids(tokenizer, content)[:count]
+    if not ids:
+        raise InputRefused(Diagnostic("N603", f"`{text}` has no tokens", hint="give a file with some text"))
+    pieces = tuple(str(tokenizer.decode([number])) for number in ids)
+    return Tokens(torch.tensor([ids]), f"{text.name}, its first {len(ids)} tokens", pieces)
+
+
+def _ids(tokenizer: Any, content: str) -> list[int]:
+    return [int(number) for number in tokenizer(content, verbose=False)["input_ids"]]

@@ -1,0 +1,114 @@
+"""The weights that a quantised checkpoint is made of: those of a checkpoint, with a merged adapter added to them.
+
+In: a checkpoint or a compiled model of one, and an adapter. Out: an `Original`: an index of weights in full precision,
+and a reader of their rows. What an adapter was trained beside decides what merging it means (`trained_grids`).
+Refused: weights that are quantised already (Q501), a merge that rounds them again and was not asked for (Q505), and
+what `plan_additions` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from ktc.adapters.adapter import Adapter, read_adapter, require_lora
+from ktc.adapters.base_model import BaseModel, find_base, read_base
+from ktc.adapters.factors import FactorReader
+from ktc.adapters.layouts import place
+from ktc.adapters.merge import plan_additions
+from ktc.adapters.merged_reader import Addition, MergedReader
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.files import file_digest
+from ktc.inference.quantize.trained_grids import rounds_again
+from ktc.model.checkpoint.full_precision import FullPrecision
+from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.checkpoint.index import CheckpointIndex, open_index
+from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.checkpoint.reader import RowReader, TensorReader
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """`index` has an entry for each weight in full precision; `additions` say what an adapter adds to which.
+
+    `stored` is the index of the tensors as they are stored, `config` the `quantization_config` of config.json.
+    """
+
+    base: BaseModel
+    stored: CheckpointIndex
+    index: CheckpointIndex
+    config: Mapping[str, Any] | None
+    weights: FullPrecision
+    adapter: Adapter | None
+    additions: Mapping[str, Addition]
+
+    @property
+    def adapter_digest(self) -> str:
+        """The sha256 of the adapter's weights, "" without one."""
+        return file_digest(self.adapter.weights) if self.adapter else ""
+
+    @contextmanager
+    def reader(self, grids: Mapping[str, Int4Grid]) -> Generator[tuple[RowReader, Callable[[], float]]]:
+        """Yield a reader of rows, and the sum of squares of what the adapter added to those that were read.
+
+        The tensors in `grids` are rounded to their grid before the adapter is added.
+        """
+        with ExitStack() as opened:
+            rows: RowReader = self.weights.reader(opened.enter_context(TensorReader(self.index.folder)))
+            if grids:
+                rows = _RoundedReader(rows, grids)
+            if self.adapter is None:
+                yield rows, lambda: 0.0
+                return
+            factors = opened.enter_context(FactorReader(self.adapter.weights))
+            merged = MergedReader(self.additions, factors, rows)
+            yield merged, lambda: merged.added
+
+
+def open_original(model: Path, adapter: Path | None) -> Original:
+    """Return the weights of `model`, with `adapter` added. Raises InputRefused (Q501 for a GGUF file, A6xx)."""
+    opened = require_lora(read_adapter(adapter)) if adapter else None
+    base = find_base(opened, model) if opened else read_base(model)
+    index = open_index(base.folder)
+    if index.gguf is not None:
+        raise InputRefused(_quantised(base, "a GGUF file"))
+    config = _quantisation(base)
+    weights = FullPrecision(index, config)
+    added = plan_additions(place(opened, base), weights.index) if opened else dict[str, Addition]()
+    return Original(base, index, weights.index, config, weights, opened, added)
+
+
+def require_one_rounding(original: Original, requantise: bool) -> None:
+    """Refuse to round the weights of a quantised checkpoint a second time (Q501, Q505)."""
+    if original.adapter is None and original.config is not None:
+        raise InputRefused(_quantised(original.base, "quantised already"))
+    if original.config is not None and not requantise:
+        raise InputRefused(rounds_again(f"the quantised weights of `{original.base.name}`"))
+
+
+def _quantisation(base: BaseModel) -> Mapping[str, Any] | None:
+    configs = (base.config, base.config.get_text_config())
+    found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
+    return cast("Mapping[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
+
+
+def _quantised(base: BaseModel, what: str) -> Diagnostic:
+    message = f"`{base.name}` is {what}: its weights would be rounded twice"
+    return Diagnostic("Q501", message, hint="quantise the original of full precision")
+
+
+class _RoundedReader:
+    """Reads rows as a `RowReader`, those of tensors in `grids` rounded to their grid, as training had them."""
+
+    def __init__(self, rows: RowReader, grids: Mapping[str, Int4Grid]) -> None:
+        self._rows, self._grids = rows, grids
+
+    def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
+        """Return the tensor, or the `rows` of its first dimension (no step), in the dtype of `entry`."""
+        found, grid = self._rows.read(entry, rows), self._grids.get(entry.name)
+        return found if grid is None or not found.numel() else grid.rounded(found)

@@ -1,0 +1,262 @@
+"""`Answers`: what transformers' request handlers call to generate, answered by the engine.
+
+In: token ids and a generation config of a handler. Out: a queue of text pieces, or a tensor of tokens. The engine's
+events are passed to the event loop once per step; there, a client that reads slowly fills its own queue only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+from transformers.cli.serving.utils import GenerateManager, _StreamError  # pyright: ignore[reportPrivateUsage]
+
+from ktc.inference.generate.text_stream import HeldText
+from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.handlers import ADAPTER, SEED
+from ktc.inference.serving.metrics import Metrics, RequestClock
+from ktc.inference.serving.models import ServedModels
+from ktc.inference.serving.refusals import RequestRefused
+from ktc.inference.serving.request import Event, Refused, Request
+
+log = logging.getLogger(__name__)
+_STATUS: Final = {
+    "too long": (400, "context_length_exceeded"), "busy": (429, "rate_limit_exceeded"), "stopping": (503, "stopping"),
+}  # fmt: skip
+_RETRY_AFTER: Final = "1"  # seconds
+
+
+class Answers(GenerateManager):
+    """The generation of all paths. `engine` is set before the first request."""
+
+    engine: Engine
+
+    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+        """Make it without the thread of transformers, which would call `generate`."""
+        self._models, self._metrics = models, metrics
+        self._running: dict[str, _Running] = {}  # of the event loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.counting = asyncio.Semaphore()  # of long prompts: one at a time, since each may take a core
+
+    # Called by handlers, on the event loop ----------------------------------------------------------------------------
+    def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a handler's function here: it only hands over its inputs."""
+        return fn(*args, **kwargs)
+
+    def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a handler's function here, and return its future."""
+        return fn(*args, **kwargs)
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
+    ) -> Any:
+        """Start a request; return the queue of its text and its streamer."""
+        request = self._request(inputs, gen_config, processor)
+        port: Any = _Port()
+        make = cast("Any", super())
+        queue, streamer = make.generate_streaming(port, processor, inputs, gen_config, *more, **named)
+        streamer.put(torch.tensor(request.tokens))
+        self._start(request, _Streamed(streamer, queue))
+        return _UntilStop(queue, request.stop), _Cancelling(self, request.name, streamer)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
+    ) -> Any:
+        """Answer a request as a whole: its text, the length of the prompt, and the new tokens."""
+        request = self._request(inputs, gen_config, processor)
+        whole = _Whole(request, asyncio.get_running_loop().create_future())
+        port: Any = _Port(whole.future)
+        self._start(request, whole)
+        try:
+            found: Any = await super().generate_non_streaming(port, processor, inputs, gen_config, *more, **named)
+        except asyncio.CancelledError:
+            self.cancel(request.name)
+            raise
+        text, *rest = found
+        return HeldText(request.stop).add(text, complete=True), *rest
+
+    def cancel(self, name: str) -> None:
+        """End a request whose client is gone."""
+        if (running := self._running.get(name)) is not None:
+            running.is_read = False
+        self.engine.cancel(name)
+
+    def _request(self, inputs: Any, config: Any, tokenizer: Any) -> Request:
+        """Return the request of a handler. An empty prompt, and one that leaves no room, are refused."""
+        model = getattr(config, ADAPTER)
+        served = self._models.names[model]
+        tokens = tuple(inputs["input_ids"][0].tolist())
+        if not tokens:
+            raise RequestRefused(400, "the prompt is empty", "empty_prompt")
+        config.max_new_tokens = min(config.max_new_tokens, self.require_room(model, len(tokens)))
+        if config.eos_token_id is None:
+            config.eos_token_id = sorted(served.opened.eos_ids) or None
+        config.pad_token_id = served.opened.pad_id
+        return Request(
+            uuid.uuid4().hex, tokens, config.max_new_tokens, config, getattr(config, SEED, None), served.adapter,
+            _stop_texts(config), tokenizer,
+        )  # fmt: skip
+
+    def require_room(self, model: str, length: int, least: str = "") -> int:
+        """Return the number of new tokens that fit after a prompt. Raises RequestRefused (400) for none."""
+        limits = self._limits(model)
+        for limit, whose in limits:
+            if length >= limit:
+                message = f"the prompt has {least}{length} tokens, and {whose} is {limit}"
+                raise RequestRefused(400, message, "context_length_exceeded")
+        return min(limit - length for limit, _ in (*limits, (1 << 40, "")))
+
+    def longest_prompt(self, model: str) -> int | None:
+        """Return the length from which on no prompt is taken, None where there is none."""
+        return min((limit for limit, _ in self._limits(model)), default=None)
+
+    def _limits(self, model: str) -> list[tuple[int, str]]:
+        longest = self.engine.max_length
+        cached = None if longest is None else longest + 1  # the last token is not cached
+        both = (self._models.names[model].opened.max_length, "the model's length"), (cached, "the room of the cache")
+        return [(limit, whose) for limit, whose in both if limit is not None]
+
+    def _start(self, request: Request, to: _Streamed | _Whole) -> None:
+        self._loop = asyncio.get_running_loop()
+        name = self._models.name_of(request.adapter)
+        self._running[request.name] = _Running(to, self._metrics.started(name, len(request.tokens)))
+        try:
+            self.engine.submit(request)
+        except Refused as refused:
+            self._running.pop(request.name).clock.ended("refused")
+            headers = {"Retry-After": _RETRY_AFTER} if refused.reason != "too long" else None
+            status, code = _STATUS[refused.reason]
+            raise RequestRefused(status, str(refused), code, headers=headers) from refused
+
+    # Called by the engine ---------------------------------------------------------------------------------------------
+    def emit(self, events: Sequence[Event]) -> None:
+        """Pass events to the event loop; without one they have no reader."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            running = self._running.get(event.name)
+            if running is None:
+                continue
+            running.clock.tokens(len(event.tokens))
+            if event.end is not None:
+                del self._running[event.name]
+                running.clock.ended(event.end.finish or "error")
+            if not running.is_read:
+                continue
+            try:
+                running.to.receive(event)
+            except Exception:  # of a tokenizer; the other requests continue
+                log.exception("an answer could not be passed to its client")
+                self.cancel(event.name)
+
+
+@dataclass(slots=True)
+class _Running:
+    to: _Streamed | _Whole
+    clock: RequestClock
+    is_read: bool = True  # by a client; a streamer refuses tokens after it was cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """Stands for the model of a handler, whose `generate` takes the inputs only; the engine has them."""
+
+    future: Any = None
+
+    def generate(self, **_: Any) -> Any:
+        return self.future
+
+
+@dataclass(frozen=True, slots=True)
+class _Streamed:
+    """Passes tokens to the streamer of a handler, which turns them into pieces of text."""
+
+    streamer: Any
+    queue: asyncio.Queue[Any]
+
+    def receive(self, event: Event) -> None:
+        if event.tokens:
+            self.streamer.put(torch.tensor(event.tokens))
+        if event.end is None:
+            return
+        if event.end.error:
+            self.queue.put_nowait(_StreamError(_plain(event.end.error)))
+        else:
+            self.streamer.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Collects the tokens of a request for its future."""
+
+    request: Request
+    future: asyncio.Future[Any]
+    tokens: list[int] = field(default_factory=list[int])
+
+    def receive(self, event: Event) -> None:
+        self.tokens.extend(event.tokens)
+        if event.end is None or self.future.done():
+            return
+        if event.end.error:
+            status = 500 if event.end.code == "generation_failed" else 503
+            self.future.set_exception(RequestRefused(status, event.end.error, event.end.code))
+        else:
+            self.future.set_result(torch.tensor([[*self.request.tokens, *self.tokens]]))
+
+
+class _Cancelling:
+    """The streamer of a handler, whose `cancel` also ends the request."""
+
+    def __init__(self, answers: Answers, name: str, streamer: Any) -> None:
+        self._answers, self._name, self._streamer = answers, name, streamer
+
+    def cancel(self) -> None:
+        self._streamer.cancel()
+        self._answers.cancel(self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streamer, name)
+
+
+class _UntilStop:
+    """The queue of a stream whose text ends before a stop text. None ends it; other objects pass through."""
+
+    def __init__(self, queue: asyncio.Queue[Any], stop: Sequence[str]) -> None:
+        self._queue, self._held = queue, HeldText(stop)
+
+    async def get(self) -> Any:
+        while (item := self._passed(await self._queue.get())) == "":
+            pass
+        return item
+
+    def get_nowait(self) -> Any:
+        while (item := self._passed(self._queue.get_nowait())) == "":
+            pass
+        return item
+
+    def _passed(self, item: Any) -> Any:
+        if type(item) is str:
+            return self._held.add(item)
+        rest = self._held.add("", complete=True) if item is None else ""
+        if rest:
+            self._queue.put_nowait(None)
+            return rest
+        return item
+
+
+def _stop_texts(config: Any) -> tuple[str, ...]:
+    found: Any = config.stop_strings
+    return () if not found else (found,) if isinstance(found, str) else tuple(found)
+
+
+def _plain(error: str) -> str:
+    """Return an error without characters that a JSON text would escape: the handlers do not."""
+    return error.replace("\\", "/").replace('"', "'").replace("\n", " ")

@@ -1,0 +1,163 @@
+"""The server of transformers in front of the engine.
+
+Input: `ServedModels` and `Limits`. Output: the FastAPI application, reduced to the paths that the models support, with
+`/ready`, `/metrics` and, for those who have a key, `/updates` added. Every refusal is an error object of OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState, Modality
+
+from ktc.inference.serving import handlers, update_routes
+from ktc.inference.serving.answers import Answers
+from ktc.inference.serving.disconnect import CancelOnDisconnect
+from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.guard import Gate, Guard
+from ktc.inference.serving.metrics import CONTENT_TYPE, Metrics
+from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.models import LoadedAdapters, ServedModels
+from ktc.inference.serving.refusals import RequestRefused, error_object
+from ktc.inference.serving.request import Limits
+from ktc.inference.serving.update_routes import UpdateAccess
+from ktc.inference.serving.updates import Updates
+
+PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions",
+                          "/v1/responses"})  # fmt: skip
+_HANDLERS: Final = ("chat_completion", "completion", "response")
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """The ASGI application, and the engine that it asks. `unbatched_reason` is as of `ModelRunner`."""
+
+    app: Any
+    engine: Engine
+    unbatched_reason: str
+
+
+def make_application(
+    models: ServedModels, limits: Limits, gate: Gate, access: UpdateAccess | None = None
+) -> Application:
+    """Return the application with its engine started; the end of the application stops the engine.
+
+    With `access` it has the paths of updates.
+    """
+    opened = models.default.opened
+    adapters = LoadedAdapters(opened.model)
+    adapters.use(models.default.adapter)
+    runner = ModelRunner(opened.model)
+    metrics = Metrics()
+    answers = Answers(models, metrics)
+    engine = Engine(runner, limits, answers.emit, adapters)
+    answers.engine = engine
+    metrics.watch(engine)
+    engine.start()
+    app = _application(models, answers, metrics, gate)
+    if access is not None:
+        update_routes.add_routes(app, access, Updates(access.root, models, adapters, engine, metrics))
+    return Application(app, engine, runner.unbatched_reason)
+
+
+def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate: Gate) -> Any:
+    build: Any = build_server
+    manager, state = _Models(models, answers), _Generation(answers)
+    given = {
+        "chat_handler": handlers.Chat(manager, state),
+        "completion_handler": handlers.Completion(manager, state),
+        "response_handler": handlers.Response(manager, state),
+        "transcription_handler": None,
+        "systemone_handler": None,
+        "generation_state": state,
+    }
+    for path in _HANDLERS:
+        logging.getLogger(f"transformers.cli.serving.{path}").addFilter(_is_more_than_a_request)
+    known = inspect.signature(build).parameters  # releases before 5.23 have fewer
+    app = build(manager, **{name: value for name, value in given.items() if name in known})
+
+    @app.get("/metrics")
+    def read_metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/ready")
+    def is_ready() -> Response:  # pyright: ignore[reportUnusedFunction]
+        reason = answers.engine.not_ready
+        return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
+
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
+    app.router.redirect_slashes = False
+    app.add_exception_handler(HTTPException, _refusal)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_middleware(CancelOnDisconnect)
+    app.add_middleware(Guard, gate=gate)  # outside of the others
+    return app
+
+
+def _is_more_than_a_request(record: logging.LogRecord) -> bool:
+    """Leave out the warning that the handlers of transformers log for every request; `/metrics` counts them."""
+    return not str(record.msg).startswith("[Request received]")
+
+
+async def _refusal(_: Any, error: Any) -> JSONResponse:
+    return JSONResponse(error_object(error), error.status_code, error.headers)
+
+
+async def _invalid(_: Any, error: Exception) -> JSONResponse:
+    return JSONResponse(error_object(RequestRefused(400, f"the body is not what this path takes: {error}")), 400)
+
+
+class _Models(ModelManager):
+    """A model manager with the loaded model under each of its names."""
+
+    def __init__(self, models: ServedModels, answers: Answers) -> None:
+        super().__init__()
+        self.default = next(iter(models.names))
+        self._models, self._answers, self._since = models, answers, int(time.time())
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(self, model_id: str, *_: Any, **__: Any) -> Any:
+        found = self._models.names.get(model_id)
+        if found is None:
+            message = f"there is no model `{model_id[:60]}`; /v1/models lists {', '.join(self._models.names)}"
+            raise RequestRefused(404, message, "model_not_found", "model")
+        return found.opened.model, found.opened.tokenizer
+
+    @staticmethod
+    def get_model_modality(*_: Any, **__: Any) -> Modality:
+        return Modality.LLM
+
+    def get_gen_models(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, *_: Any, **__: Any
+    ) -> list[dict[str, Any]]:
+        return [
+            {"id": name, "object": "model", "created": self._since, "owned_by": "ktc"} for name in self._models.names
+        ]
+
+    def shutdown(self) -> None:
+        """Stop the engine."""
+        self._answers.engine.stop()
+
+
+class _Generation(GenerationState):
+    """One place answers for all paths and models."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def get_manager(self, *_: Any, **__: Any) -> Any:
+        return self._answers

@@ -1,0 +1,257 @@
+"""The fields of a request: which values each may have, and how large they may be.
+
+In: the JSON object of a body. Out: nothing, or `RequestRefused` (400) with the field. Features of OpenAI's API that are
+missing here are refused, never ignored; fields for the caller's own records (`user`, `metadata`) have no effect.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Final, Literal, Required, cast
+
+from pydantic import AfterValidator, Discriminator, Field, Json, Tag, TypeAdapter, ValidationError
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
+
+from ktc.inference.generate.prompts import ROLES
+from ktc.inference.serving.refusals import RequestRefused
+
+COLDEST: Final = 1e-3  # the smallest temperature above 0: logits divided by less are infinite in fp32
+_MAX_TURNS: Final = 2048
+# Arguments of rendering and of the tokenizer; what a template's own variables may be called is open.
+_TOKENIZER: Final[Any] = PreTrainedTokenizerBase
+_RESERVED: Final = frozenset({
+    *inspect.signature(_TOKENIZER.apply_chat_template).parameters,
+    *inspect.signature(_TOKENIZER.__call__).parameters,
+    "messages", "load_audio_from_video", "num_frames", "raise_exception", "strftime_now",
+})  # fmt: skip
+# Fields that say something to the caller alone.
+_WITHOUT_EFFECT: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+                          "stream_options", "parallel_tool_calls", "tool_choice")  # fmt: skip
+_OF_CALL: Final = "a call has a `name`, and `arguments` that are a JSON object"
+_FAULTS: Final = {
+    "role": f"a turn has a `role` of {', '.join(ROLES)}",
+    "content": "`content` is a text, or a list of parts of type `text`; the model reads nothing else",
+    "tool_calls": _OF_CALL,
+    "function_call": _OF_CALL,
+    "function_call_output": "an output of a call has texts `call_id` and `output`",
+    "part": "unknown type",
+}
+
+
+def _require_off(value: bool) -> bool:
+    if value:
+        raise ValueError("it is not supported")
+    return value
+
+
+def _require_free_name(name: str) -> str:
+    if not name.isidentifier() or name in _RESERVED or name.endswith("_token"):
+        raise ValueError("a template has no such variable")
+    return name
+
+
+def _has(name: str) -> Discriminator:
+    """Tell objects with a key from those without."""
+    return Discriminator(lambda value: name if isinstance(value, dict) and name in value else "flat")
+
+
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_One = Annotated[int, Field(ge=1, le=1)]
+_Off = Annotated[bool, AfterValidator(_require_off)]
+_Count = Annotated[int, Field(gt=0, lt=2**31)]
+_Text = Annotated[str, Field(min_length=1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
+_Token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Variable = Annotated[str, AfterValidator(_require_free_name)]
+
+
+# The turns of a conversation. Other keys of their objects are the caller's own. ----------------------------------
+class _Part(TypedDict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class _Function(TypedDict):
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]]
+
+
+class _NestedFunction(TypedDict):
+    function: _Function
+
+
+_Call = Annotated[Annotated[_NestedFunction, Tag("function")] | Annotated[_Function, Tag("flat")], _has("function")]
+
+
+class _Turn(TypedDict, total=False):
+    role: Required[Literal["system", "user", "assistant", "tool"]]
+    content: str | list[_Part] | None
+    tool_calls: list[_Call]
+    tool_call_id: str
+    name: str
+
+
+def _require_content(turn: _Turn) -> _Turn:
+    may_lack = "tool_calls" in turn or (turn["role"] == "assistant" and "content" in turn)
+    if turn.get("content") is None and not may_lack:
+        raise ValueError("a turn has `content`")
+    return turn
+
+
+_ATurn = Annotated[_Turn, AfterValidator(_require_content)]
+
+
+# The items of a Responses request: turns, or parts of one, or calls. ---------------------------------------------
+class _FunctionCall(_Function):
+    call_id: str
+
+
+class _CallOutput(TypedDict):
+    call_id: str
+    output: str
+
+
+def _kind_of(item: Any) -> str:
+    kind: Any = cast("dict[str, Any]", item).get("type", "message") if isinstance(item, dict) else "message"
+    return kind if kind in ("message", "function_call", "function_call_output") else "part"
+
+
+def _require_one_form(items: list[Any]) -> list[Any]:
+    if "role" in items[0] and any(_kind_of(item) == "part" for item in items):
+        raise ValueError("parts and turns are not in one list")
+    return items
+
+
+_Item = Annotated[
+    Annotated[_ATurn, Tag("message")]
+    | Annotated[_FunctionCall, Tag("function_call")]
+    | Annotated[_CallOutput, Tag("function_call_output")]
+    | Annotated[_Part, Tag("part")],
+    Discriminator(_kind_of),
+]
+_Items = Annotated[list[_Item], Field(min_length=1, max_length=_MAX_TURNS), AfterValidator(_require_one_form)]
+
+
+# The functions that a model may call. ----------------------------------------------------------------------------
+class _Named(TypedDict):
+    name: str
+
+
+class _FlatTool(_Named):  # as the Responses API has it
+    type: Literal["function"]
+
+
+class _NestedTool(TypedDict):
+    type: Literal["function"]
+    function: _Named
+
+
+_Tool = Annotated[Annotated[_NestedTool, Tag("function")] | Annotated[_FlatTool, Tag("flat")], _has("function")]
+
+
+# The bodies ------------------------------------------------------------------------------------------------------
+class _Common(TypedDict, total=False):
+    model: str
+    temperature: Annotated[float, Field(ge=COLDEST, le=2)] | _Zero
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    stream: bool
+    user: str
+    metadata: dict[str, Any]
+    store: bool
+    service_tier: str
+    safety_identifier: str
+    prompt_cache_key: str
+    stream_options: dict[str, Any]  # the last part of a stream always has the usage
+
+
+class _Generated(_Common, total=False):
+    max_tokens: _Count
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    frequency_penalty: Annotated[float, Field(ge=-0.9, le=2)]
+    presence_penalty: _Zero
+    stop: _StopText | Annotated[list[_StopText], Field(min_length=1, max_length=4)]
+    n: _One
+    logprobs: _Off
+
+
+class _WithTools(TypedDict, total=False):
+    tools: Annotated[list[_Tool], Field(max_length=128)]
+    tool_choice: Literal["auto"]
+    parallel_tool_calls: bool
+
+
+class CompletionFields(_Generated, total=False):
+    prompt: Required[_Text]
+    suffix: str
+    best_of: _One
+    echo: _Off
+
+
+class _TextFormat(TypedDict):
+    type: Literal["text"]
+
+
+class ChatFields(_Generated, _WithTools, total=False):
+    messages: Required[Annotated[list[_ATurn], Field(min_length=1, max_length=_MAX_TURNS)]]
+    max_completion_tokens: _Count
+    logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)]
+    response_format: _TextFormat
+    chat_template_kwargs: Annotated[dict[_Variable, str | bool | int | float | None], Field(max_length=32)]
+
+
+class ResponseFields(_Common, _WithTools, total=False):
+    input: Required[
+        Annotated[
+            Annotated[_Text, Tag("text")] | Annotated[_Items, Tag("items")],
+            Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
+        ]
+    ]
+    instructions: str
+    max_output_tokens: _Count
+    background: _Off
+    truncation: Literal["disabled"]
+
+
+Fields = type[CompletionFields] | type[ChatFields] | type[ResponseFields]
+_checker = cache(TypeAdapter[Any])
+
+
+def require_fields(body: dict[str, Any], fields: Fields) -> None:
+    """Check every field of a body, and remove those that are null or without effect. Raises RequestRefused (400)."""
+    for name in body:
+        if name not in fields.__annotations__:
+            shown = name[:60].encode("ascii", "backslashreplace").decode()
+            raise RequestRefused(400, f"the field `{shown}` is not supported", "unknown_parameter", shown)
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        _checker(fields).validate_python(given, strict=True)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    for name in body.keys() - given.keys() | {name for name, value in given.items() if value in ({}, [])}:
+        del body[name]
+    for name in _WITHOUT_EFFECT:
+        body.pop(name, None)
+
+
+def _refusal(error: ValidationError) -> RequestRefused:
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name, *place = fault["loc"]
+    if fault["type"] == "missing" and not place:
+        return RequestRefused(400, f"`{name}` is missing", "missing_required_parameter", str(name))
+    if name not in ("messages", "input"):
+        return RequestRefused(400, f"the field `{name}` has an unsupported value", "invalid_value", str(name))
+    where = next((f"{name}[{part}]" for part in place if isinstance(part, int)), str(name))
+    words = next(
+        (_FAULTS[part] for part in reversed(place) if part in _FAULTS), fault["msg"].removeprefix("Value error, ")
+    )
+    return RequestRefused(400, f"`{where}`: {words}", "invalid_value", where)
+
+
+def require_biases(body: Mapping[str, Any], vocabulary: int) -> None:
+    """Check that biases are of the model's tokens. Raises RequestRefused (400)."""
+    if any(int(token) >= vocabulary for token in cast("Mapping[str, float]", body.get("logit_bias") or {})):
+        message = f"`logit_bias` has a token beyond the {vocabulary} of the model"
+        raise RequestRefused(400, message, "invalid_value", "logit_bias")

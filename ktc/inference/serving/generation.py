@@ -1,0 +1,133 @@
+"""`Generation`: a request that is being answered, with its logits processors and its random numbers.
+
+In: a request and the model. `generate` of transformers prepares it: the processors are those of the model's generation
+config and of the request, and the cache is the one that `generate` would use. Out: the next token, from logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ktc.inference.serving.request import End, Request
+
+
+class Generation:
+    """`tokens` are the prompt and the answer so far; the cache of a running one lacks the last of them."""
+
+    def __init__(self, request: Request, model: Any) -> None:
+        """Prepare a request. Raises ValueError for a generation config that transformers rejects."""
+        self.request = request
+        self.tokens = list(request.tokens)
+        prompt = torch.tensor([request.tokens], device=model.get_input_embeddings().weight.device)
+        prepared = _prepared(request, prompt, model)
+        self.cache = prepared.cache
+        self._processors, self._drawn = prepared.processors, bool(prepared.config.do_sample)
+        self._ends = _ids(prepared.config)
+        self._seen = prompt if self._processors else None
+        self._generator = torch.Generator(prompt.device)
+        self._generator.manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
+        self._stop = _StopTexts(request.stop, request.tokenizer) if request.stop else None
+
+    def restart(self, model: Any) -> None:
+        """Take an empty cache, for a prefill of all tokens so far."""
+        device = model.get_input_embeddings().weight.device
+        self.cache = _prepared(self.request, torch.tensor([self.request.tokens], device=device), model).cache
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the next token is the most probable one, and no processor changes the logits."""
+        return not self._drawn and not self._processors
+
+    def choose(self, logits: Tensor) -> int:
+        """Return the next token from logits (1, V), fp32, as `generate` does."""
+        if self._seen is not None:
+            logits = self._processors(self._seen, logits)
+        if not self._drawn:
+            return int(logits.argmax(-1))
+        return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator))
+
+    def add(self, token: int) -> End | None:
+        """Append the next token; return the end if it ends the answer."""
+        self.tokens.append(token)
+        if self._seen is not None:
+            self._seen = torch.cat([self._seen, self._seen.new_tensor([[token]])], dim=1)
+        if token in self._ends or (self._stop is not None and self._stop.completes(token)):
+            return End("stop")
+        return End("length") if len(self.tokens) - len(self.request.tokens) >= self.request.max_new_tokens else None
+
+
+def choose_tokens(generations: Sequence[Generation], logits: Tensor) -> list[int | Exception]:
+    """Return the next token of every sequence from logits (rows, V), or the exception of its own processors."""
+    greedy = cast("list[int]", logits.argmax(-1).tolist())
+    return [
+        token if each.is_greedy else _chosen(each, logits[at : at + 1])
+        for at, (each, token) in enumerate(zip(generations, greedy, strict=True))
+    ]
+
+
+def _chosen(generation: Generation, logits: Tensor) -> int | Exception:
+    try:
+        return generation.choose(logits)
+    except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
+        return error
+
+
+class _Prepared:
+    """The preparations of `generate`, up to where it would decode."""
+
+    cache: DynamicCache | None
+    processors: Any
+    config: Any
+
+    def __call__(
+        self, model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        **inputs: Any,
+    ) -> Tensor:  # fmt: skip
+        self.processors, self.config = logits_processor, generation_config
+        self.cache = inputs.get("past_key_values")
+        return input_ids
+
+
+def _prepared(request: Request, prompt: Tensor, model: Any) -> _Prepared:
+    prepared = _Prepared()
+    model.generate(prompt, generation_config=_config(request), custom_generate=prepared)
+    return prepared
+
+
+class _StopTexts:
+    """The text of an answer, searched for stop texts."""
+
+    def __init__(self, stop: tuple[str, ...], tokenizer: Any) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stop, self._tokenizer, self._text = stop, tokenizer.backend_tokenizer, ""
+        self._stream: Any = DecodeStream([], True)
+        self._longest = max(map(len, stop))
+
+    def completes(self, token: int) -> bool:
+        """Add a token; return whether the text has a stop text now."""
+        new = self._stream.step(self._tokenizer, token) or ""
+        self._text = self._text[-self._longest :] + new
+        return any(text in self._text for text in self._stop)
+
+
+def _config(request: Request) -> Any:
+    """Return the request's config for one sequence: one beam, its limit, and stop texts left to the engine."""
+    config = copy.deepcopy(request.config)
+    config.update(
+        max_new_tokens=request.max_new_tokens, num_beams=1, num_return_sequences=1, stop_strings=None,
+        cache_implementation=None, use_cache=True, return_dict_in_generate=False, prompt_lookup_num_tokens=None,
+    )  # fmt: skip
+    return config
+
+
+def _ids(config: Any) -> frozenset[int]:
+    found: Any = config.eos_token_id
+    return frozenset(() if found is None else [found] if isinstance(found, int) else found)

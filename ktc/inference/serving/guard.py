@@ -1,0 +1,233 @@
+"""`Guard`: the outermost middleware, which lets only whole and well-formed requests through to the handlers.
+
+In: an ASGI request and its `Gate`. Out: the same request with its body read and checked, or OpenAI's error object:
+another host or origin (403), no key (401), another type (415), too many bytes (413), too slow (408), not JSON (400).
+An exception of a handler is 500, once in the log, and never ends the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+from ktc.inference.serving.connection import LONGEST_HEAD, too_long
+from ktc.inference.serving.keys import admits
+from ktc.inference.serving.refusals import RequestRefused, error_object
+
+log = logging.getLogger(__name__)
+PROBES: Final = frozenset({"/health", "/ready"})  # asked by those who do not know the key, or the name
+BODY_SECONDS: Final = 30.0  # until a body must have arrived
+_LOCAL: Final = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_REQUEST_ID: Final = re.compile(rb"[\w.-]{1,128}", re.ASCII)
+_DEEPEST: Final = 32  # levels of JSON
+_LONGEST_NUMBER: Final = 40  # characters
+_LINGER: Final = 2.0  # seconds in which the rest of a refused body is read, so that its client sees the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Who may ask, and how much. Without `key_sha256`, requests must name this machine as their host.
+
+    A body has at most `body_bytes`; all that arrive at once have `bodies_bytes`.
+    """
+
+    key_sha256: bytes | None = None
+    body_bytes: int = 4 << 20
+    bodies_bytes: int = 256 << 20
+
+
+class Guard:
+    """ASGI middleware around all others."""
+
+    def __init__(self, app: Any, gate: Gate) -> None:
+        self._app, self._gate, self._held = app, gate, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def sending(message: Any) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        held = 0
+        try:
+            headers = _headers(scope)
+            _require_head(scope)
+            self._require_caller(scope["path"], headers)
+            if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+                held = self._reserve(headers)
+                body = _json_object(await self._body(headers, receive))
+                receive = _replayed(json.dumps(body, ensure_ascii=False).encode(), receive)
+            await self._app(scope, receive, sending)
+        except RequestRefused as refused:
+            await _refuse(refused, receive, send)
+        except Exception:  # the server continues
+            log.exception("a request failed")
+            if not started:
+                await _refuse(RequestRefused(500, "the request failed; the log of the server says more"), None, send)
+        finally:
+            self._held -= held
+
+    def _require_caller(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raise RequestRefused for another host or origin (403), and for a missing key (401)."""
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            raise RequestRefused(403, "pages of other origins may not use this server", "origin_not_allowed")
+        if path in PROBES:
+            return
+        if self._gate.key_sha256 is None:
+            if not _LOCAL.fullmatch(headers.get("host", "")):
+                message = "the `Host` header must name this machine; a proxy sends `Host: localhost`"
+                raise RequestRefused(403, message, "host_not_allowed")
+        elif not path.startswith("/updates/") and not admits(headers.get("authorization", ""), self._gate.key_sha256):
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise RequestRefused(401, "the API key is missing or wrong", headers=challenge)
+
+    def _reserve(self, headers: Mapping[str, str]) -> int:
+        """Return the bytes that a body may take, once they are free. Raises RequestRefused."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise RequestRefused(400, "a request has a `Content-Length` or a `Transfer-Encoding`, not both")
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RequestRefused(415, "the body must have `Content-Type: application/json`")
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise RequestRefused(415, "compressed bodies are not read", "unsupported_encoding")
+        length = int(headers.get("content-length", self._gate.body_bytes))
+        if length > self._gate.body_bytes:
+            raise self._too_large()
+        if self._held + length > self._gate.bodies_bytes:
+            raise RequestRefused(503, "too many bodies arrive at once", headers={"Retry-After": "1"})
+        self._held += length
+        return length
+
+    async def _body(self, headers: Mapping[str, str], receive: Any) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestRefused(400, "the client left before its body was whole")
+                    body += message.get("body", b"")
+                    if len(body) > self._gate.body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            message = f"the body took longer than {BODY_SECONDS:g} seconds"
+            raise RequestRefused(408, message) from None
+
+    def _too_large(self) -> RequestRefused:
+        return RequestRefused(413, f"a body has at most {self._gate.body_bytes} bytes")
+
+
+def _require_head(scope: Any) -> None:
+    """Raise RequestRefused for a head that is too long (431), and for another version of HTTP (400)."""
+    if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > LONGEST_HEAD:
+        raise too_long()
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise RequestRefused(400, "this is not a request of HTTP/1.1")
+
+
+def _headers(scope: Any) -> dict[str, str]:
+    """Return the headers by their names, several of a name joined, and drop an invalid request id."""
+    found = dict[str, str]()
+    for name, value in scope["headers"]:
+        key = name.decode("latin-1")
+        found[key] = f"{found[key]}, {value.decode('latin-1')}" if key in found else value.decode("latin-1")
+    scope["headers"] = [
+        (name, value) for name, value in scope["headers"] if name != b"x-request-id" or _REQUEST_ID.fullmatch(value)
+    ]
+    return found
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body, of finite numbers and of names that differ. Raises RequestRefused (400)."""
+    try:
+        found: Any = json.loads(
+            body.decode(), object_pairs_hook=_unique, parse_constant=_not_json, parse_int=_whole, parse_float=_finite
+        )
+        json.dumps(found, ensure_ascii=False).encode()  # no lone surrogates
+    except (ValueError, RecursionError) as error:
+        words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise RequestRefused(400, f"the body is not JSON: {words}", "invalid_json") from error
+    if not isinstance(found, dict):
+        raise RequestRefused(400, "the body must be a JSON object", "invalid_json")
+    if _depth(cast("Any", found)) > _DEEPEST:
+        raise RequestRefused(400, f"the body has more than {_DEEPEST} levels", "invalid_json")
+    return cast("dict[str, Any]", found)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return found
+
+
+def _not_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _LONGEST_NUMBER:
+        raise ValueError("a number is too long")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    found = float(digits)
+    if found in (float("inf"), float("-inf")):
+        raise ValueError("a number is too large")
+    return found
+
+
+def _depth(value: Any) -> int:
+    """Return the levels of a JSON value, without recursion."""
+    levels, these = 0, list[Any]([value])
+    while these := [_inner(each) for each in these if isinstance(each, (dict, list))]:
+        levels += 1
+        these = list(itertools.chain.from_iterable(these))
+    return levels
+
+
+def _inner(value: Any) -> list[Any]:
+    return list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else value
+
+
+def _replayed(body: bytes, receive: Any) -> Any:
+    """Return a `receive` that has the whole body first, and then what the connection says."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receiving() -> Any:
+        return left.pop() if left else await receive()
+
+    return receiving
+
+
+async def _refuse(refused: RequestRefused, receive: Any, send: Any) -> None:
+    """Answer, close the connection, and read on for a moment where a body may still be on its way."""
+    body = json.dumps(error_object(refused)).encode()
+    headers = {"Content-Type": "application/json", "Connection": "close", "Content-Length": str(len(body))}
+    pairs = [(name.encode(), value.encode()) for name, value in {**headers, **(refused.headers or {})}.items()]
+    await send({"type": "http.response.start", "status": refused.status_code, "headers": pairs})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    if refused.status_code == 413 and receive is not None:
+        try:
+            async with asyncio.timeout(_LINGER):
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            pass
+    await send({"type": "http.response.body", "body": b""})

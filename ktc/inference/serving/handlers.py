@@ -1,0 +1,165 @@
+"""The request handlers of transformers' server, with stricter requests.
+
+Input: the body of a request. A missing feature, a value of a wrong type and an unknown model are refused with 400, 404
+or 422, never ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final, cast
+
+from fastapi import HTTPException
+from jinja2.exceptions import TemplateError
+from transformers.cli.serving import response
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import Modality
+
+from ktc.foundation import versions
+from ktc.inference.serving import fields
+from ktc.inference.serving.prompt_length import is_long, least_tokens
+from ktc.inference.serving.refusals import RequestRefused
+from ktc.model.hf.stock_model import vocabulary_of
+
+SEED: Final = "seed_of_the_request"  # an attribute of a generation config
+ADAPTER: Final = "model_of_the_request"
+
+
+class _Checked:
+    """Mixin before a handler: validates a request before any work."""
+
+    model_manager: Any
+    generation_state: Any
+    body_fields: fields.Fields
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
+        try:
+            if is_long(body):
+                self._validate_request(body)
+                await self._require_room(body)
+            return await cast("Any", super()).handle_request(body, request_id)
+        except HTTPException:
+            raise
+        except Exception as error:
+            if not _is_of_template(error):
+                raise
+            words = f"the chat template refuses these messages: {error}"
+            raise RequestRefused(400, words, "template_error", "messages") from error
+
+    async def _require_room(self, body: dict[str, Any]) -> None:
+        """Raise RequestRefused (400) for a prompt that is far too long, without stopping the event loop."""
+        name, _, tokenizer = self._resolve_model(body)
+        answers: Any = self.generation_state.get_manager()
+        longest = answers.longest_prompt(name)
+        if longest is not None:
+            async with answers.counting:
+                least = await asyncio.to_thread(lambda: least_tokens(tokenizer, self._prompt(body, tokenizer), longest))
+            answers.require_room(name, least, "at least ")
+
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        """Return the text that the handler will tokenise."""
+        raise NotImplementedError
+
+    def _rendered(self, body: dict[str, Any], messages: list[Any], tools: object, tokenizer: Any) -> str:
+        inputs = cast("Any", self).get_processor_inputs_from_messages(messages, Modality.LLM)
+        variables: Any = body.get("chat_template_kwargs") or {}
+        return tokenizer.apply_chat_template(
+            inputs, add_generation_prompt=True, tools=tools, tokenize=False, **variables
+        )
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        fields.require_fields(body, self.body_fields)
+        cast("Any", super())._validate_request(body)
+
+    def _build_generation_config(self, body: dict[str, Any], *more: Any, **named: Any) -> Any:
+        """Return a config that samples for a temperature above 0 and not for 0, for any config of the model.
+
+        It draws from all tokens, as `ktc generate` does, where the model's config has no `top_k`: transformers would
+        draw from 50.
+        """
+        rest = {name: value for name, value in body.items() if name not in ("seed", "temperature")}
+        config: Any = cast("Any", super())._build_generation_config(rest, *more, **named)
+        temperature = body.get("temperature")
+        if temperature is not None:
+            config.do_sample = temperature > 0
+            config.temperature = float(temperature) if temperature > 0 else 1.0
+        if config.top_k is None:
+            config.top_k = 0
+        setattr(config, SEED, body.get("seed"))
+        setattr(config, ADAPTER, body.get("model"))
+        return config
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        """Return the name, the model and the tokenizer of a request; refuse an unknown name with 404."""
+        body["model"] = body.get("model") or self.model_manager.default
+        model, tokenizer = self.model_manager.load_model_and_processor(body["model"])
+        return body["model"], model, tokenizer
+
+    def _require_template(self, body: dict[str, Any]) -> None:
+        _, _, tokenizer = self._resolve_model(body)
+        if not tokenizer.chat_template:
+            message = "the model's tokenizer has no chat template; use /v1/completions"
+            raise RequestRefused(400, message, "no_chat_template")
+
+
+class Chat(_Checked, ChatCompletionHandler):
+    body_fields = fields.ChatFields
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        self._require_template(body)
+        _, model, _ = self._resolve_model(body)
+        fields.require_biases(body, vocabulary_of(model))
+        if "logit_bias" in body:
+            body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
+
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        return self._rendered(body, body["messages"], body.get("tools"), tokenizer)
+
+
+class Completion(_Checked, CompletionHandler):
+    body_fields = fields.CompletionFields
+
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        return body["prompt"]
+
+
+class Response(_Checked, ResponseHandler):
+    body_fields = fields.ResponseFields
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        _require_usage()
+        super()._validate_request(body)
+        self._require_template(body)
+        body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
+
+    def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
+        handler = cast("Any", self)
+        tools = handler._normalize_tools(body.get("tools"))
+        return self._rendered(body, handler._normalize_input(body), tools, tokenizer)
+
+
+def _is_of_template(error: BaseException) -> bool:
+    """Return whether an exception comes out of a chat template: Jinja names the file of its frames `<template>`."""
+    if isinstance(error, TemplateError):
+        return True
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == "<template>":
+            return True
+        frame = frame.tb_next
+    return False
+
+
+def _require_usage() -> None:
+    """Check that transformers can fill in OpenAI's response types; a newer openai may require more fields."""
+    try:
+        response.compute_usage(1, 1)
+    except ValueError as error:  # pydantic's ValidationError
+        names = (f"{name} {versions.installed(name)}" for name in ("transformers", "openai"))
+        pair = " cannot write a response of ".join(names)
+        message = f"{pair}; use /v1/chat/completions, or another release of either"
+        raise RequestRefused(501, message) from error

@@ -1,0 +1,125 @@
+"""`ModelRunner`: the forward passes of a model, and whether its sequences may share a cache.
+
+In: a model, with or without adapters. Out: logits of the next token, (rows, V) in fp32. Sequences run together where
+every layer of the cache has keys and values by position; others run each with a cache of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ktc.inference.serving.cache_size import CacheSize, LayerSize
+from ktc.inference.serving.generation import Generation
+from ktc.inference.serving.native_rows import NativeRows
+from ktc.inference.serving.request import Request
+from ktc.inference.serving.row_cache import CachedRow, RowCache, cached_row
+from ktc.model.attention.decode import DecodeAttention
+from ktc.model.attention.paged_layers import paged_layers
+from ktc.model.attention.paged_tensor import copies
+from ktc.model.decode_steps.growing_cache import GrowingLayer
+from ktc.model.decode_steps.int8_cache import Int8Layer
+
+_JOINABLE: Final = (DynamicLayer, GrowingLayer, Int8Layer, DynamicSlidingWindowLayer)
+_KINDS: Final = frozenset({"full_attention", "sliding_attention"})  # of `layer_types`
+_BY_LENGTH: Final = frozenset({"dynamic", "longrope"})  # rotary frequencies that depend on the longest of a batch
+
+
+class ModelRunner:
+    """`unbatched_reason` says why sequences cannot share a cache, "" where they can."""
+
+    def __init__(self, model: Any) -> None:
+        """Prefill one short prompt, which shows the cache."""
+        self.model = model
+        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._arguments = frozenset(inspect.signature(self._base.forward).parameters)
+        self.device = cast("torch.device", model.get_input_embeddings().weight.device)
+        self.paged: Mapping[int, DecodeAttention] = paged_layers(self._base)
+        """The layers whose attention reads pages, by their numbers."""
+        asked = Request("probe", (0, 1), 1, model.generation_config)
+        cache = Generation(asked, model).cache
+        self.unbatched_reason = self._reason(cache)
+        self.size = CacheSize()
+        if cache is not None and not self.unbatched_reason:
+            self.logits(torch.tensor([asked.tokens], device=self.device), cache, None, None)
+            row = cached_row(cache, 0, None, len(asked.tokens))
+            self.paged = self._without_copies(row)
+            others = set(range(len(row.layers))) - self.paged.keys()
+            self.size = CacheSize(_layer_sizes(row, self.paged), _layer_sizes(row, others))
+
+    def _without_copies(self, row: CachedRow) -> dict[int, DecodeAttention]:
+        """Take a step in pages, and return the layers that read them where they are.
+
+        Others have calls that their kernel does not compute, as those with soft caps, and would copy all pages in each.
+        """
+        rows = RowCache(self.paged)
+        rows.join(row)
+        rows.begin_step()
+        position = torch.tensor([[row.length]], device=self.device)
+        with copies() as copied:
+            self.logits(torch.zeros_like(position), rows.cache, None, position)
+        ids = set(map(id, copied))
+        layers = {} if rows.pool is None else rows.pool.layers
+        return {
+            number: self.paged[number]
+            for number, memories in layers.items()
+            if not any(id(tensor) in ids for memory in memories for tensor in memory.tensors)
+        }
+
+    def logits(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Read ids (rows, T) after a cache; return the logits of the token after each row, fp32.
+
+        `mask` (rows, all positions) hides padding, `positions` (rows, T) count each row's tokens.
+        """
+        given: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if positions is not None and "position_ids" in self._arguments:
+            given["position_ids"] = positions
+        if "logits_to_keep" in self._arguments:
+            given["logits_to_keep"] = 1
+        with torch.no_grad():
+            return self._base(input_ids=ids, **given).logits[:, -1].float()
+
+    def native_rows(self) -> NativeRows | None:
+        """Return what computes steps of a few rows natively, None for a model without native steps."""
+        return NativeRows.of(self._base)
+
+    def _reason(self, cache: DynamicCache | None) -> str:
+        if not isinstance(cache, DynamicCache):
+            return "its cache is not transformers' `DynamicCache`"
+        if "position_ids" not in self._arguments or "attention_mask" not in self._arguments:
+            return "its forward pass takes no positions or no padding mask"
+        config = self._base.config.get_text_config()
+        kinds = {type(layer).__name__ for layer in cast("list[Any]", cache.layers) if type(layer) not in _JOINABLE}
+        kinds |= set(getattr(config, "layer_types", None) or ()) - _KINDS
+        coded = (number for number, layer in enumerate(cache.layers) if isinstance(layer, Int8Layer))
+        if set(coded) - self.paged.keys():
+            return "its codes of keys and values are not on the CPU"
+        if kinds:
+            return f"its cache has layers of another kind ({', '.join(sorted(kinds))})"
+        ropes = set(_rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)))
+        if ropes & _BY_LENGTH:
+            return "its rotary frequencies depend on the longest sequence of a batch"
+        return ""
+
+
+def _layer_sizes(row: CachedRow, numbers: Collection[int]) -> tuple[LayerSize, ...]:
+    layers = enumerate(zip(row.layers, row.windows, strict=True))
+    return tuple(
+        ((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[1], None if window is None else window - 1)
+        for number, (layer, window) in layers
+        if layer is not None and number in numbers
+    )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    if isinstance(parameters, Mapping):
+        of = cast("Mapping[str, Any]", parameters)
+        yield from (str(of[name]) for name in ("rope_type", "type") if name in of)
+        for value in of.values():
+            yield from _rope_types(value)

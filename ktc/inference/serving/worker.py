@@ -1,0 +1,290 @@
+"""`Worker`: carries out the scheduler's decisions with the model. All calls are on one thread.
+
+In: decisions. Out: `Event`s with tokens and ends, and reports to the scheduler. A fault in a pass ends its requests.
+A fault in the choice of a token ends its request alone. Missing memory preempts the requests of the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+from ktc.foundation.memory_faults import memory_fault
+from ktc.inference.serving.batch import RowBatch, UnbatchedSequences
+from ktc.inference.serving.generation import Generation, choose_tokens
+from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.prefill import PrefillBatch
+from ktc.inference.serving.prefix_cache import PrefixCache
+from ktc.inference.serving.request import End, Event, Limits, Request
+from ktc.inference.serving.scheduler import DecodeStep, PrefillChunk, Scheduler, SchedulerOutput
+
+log = logging.getLogger(__name__)
+_MAX_IDLE_BYTES: Final = 1 << 30  # pages of empty batches that no sequence uses
+
+Emit = Callable[[Sequence[Event]], None]
+
+
+class Adapters(Protocol):
+    """The adapters of a model."""
+
+    def use(self, name: str) -> None:
+        """Make one active, or none for ""."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove one, which no request uses."""
+        ...
+
+
+class NoAdapters:
+    """No adapters, or one that is always active."""
+
+    def use(self, name: str) -> None:
+        """Do nothing."""
+
+    def remove(self, name: str) -> None:
+        """Do nothing."""
+
+
+class Worker:
+    """The batches, prefills and cached prompts of a model, and the scheduler that decides about them."""
+
+    def __init__(self, runner: ModelRunner, limits: Limits, emit: Emit, adapters: Adapters | None = None) -> None:
+        self._runner, self._emit, self._adapters = runner, emit, adapters or NoAdapters()
+        self.prefixes = PrefixCache(0 if runner.unbatched_reason else limits.prefix_bytes)
+        size = None if runner.unbatched_reason else runner.size
+        self.scheduler = Scheduler(limits, size, self.prefixes.length)
+        self._caches_prefixes = bool(limits.prefix_bytes)
+        self._preempted: dict[str, Generation] = {}
+        self._prefills: dict[str, PrefillBatch] = {}  # begun ones, by the names of their first requests
+        self.batches: dict[str, RowBatch | UnbatchedSequences] = {}  # by adapter; empty ones have pages
+        self.num_cached_tokens = 0  # of prompts, which were not computed again
+
+    def execute(self, decision: SchedulerOutput) -> None:
+        """Carry out a decision, and report to the scheduler what became of its requests."""
+        match decision:
+            case PrefillChunk():
+                self._prefill(decision)
+            case DecodeStep():
+                self._decode(decision.adapter)
+
+    def end(self, ends: Mapping[str, End]) -> None:
+        """End requests without a token, wherever they are. Those that have ended before are ignored."""
+        events = [Event(name, (), end) for name, end in ends.items() if self.scheduler.is_live(name)]
+        for adapter, batch in tuple(self.batches.items()):
+            leaving = [at for at, each in enumerate(batch.running) if each.request.name in ends]
+            for at in reversed(leaving):
+                batch.leave(at)
+            if leaving:
+                self._settle(adapter)
+        self._finish(events)
+
+    def abort(self, end: End) -> None:
+        """End all requests, whatever state a fault has left."""
+        self._prefills.clear()
+        self.batches.clear()
+        self._finish([Event(request.name, (), end) for request in self.scheduler.live])
+
+    def forget(self) -> None:
+        """Drop cached prompts, pages of empty batches and native steps, as for a change of weights."""
+        self.prefixes.clear()
+        for adapter, batch in tuple(self.batches.items()):
+            if batch.running:
+                batch.compact()
+            else:
+                del self.batches[adapter]
+
+    def remove_adapter(self, adapter: str) -> None:
+        """Remove an adapter that no request uses, and its cached prompts."""
+        self.prefixes.clear(adapter)
+        self.batches.pop(adapter, None)
+        try:
+            self._adapters.remove(adapter)
+        except Exception:
+            log.exception("an adapter could not be removed; its memory stays in use")
+
+    # Prompts -----------------------------------------------------------------------------------------------------
+    def _prefill(self, chunk: PrefillChunk) -> None:
+        """Compute a chunk of prompts. When all is computed, the sequences join their batch."""
+        name = chunk.requests[0].name
+        batch = self._prefills.pop(name, None)
+        generations = self._prepared(chunk.requests) if batch is None else batch.generations
+        if not generations:
+            return
+        try:
+            batch = batch or self._begin(generations)
+            self._adapters.use(batch.adapter)
+            if (logits := batch.advance(chunk.stop)) is None:
+                self._prefills[name] = batch
+                return
+            self._join(batch, choose_tokens(generations, logits))
+        except Exception as error:  # noqa: BLE001  # its requests end
+            self._fail_prefill(generations, error)
+
+    def _prepared(self, requests: Sequence[Request]) -> list[Generation]:
+        """Return the generations of requests. One that cannot be prepared ends."""
+        prepared = list[Generation]()
+        for request in requests:
+            try:
+                generation = self._preempted.pop(request.name, None)
+                if generation is None:
+                    generation = Generation(request, self._runner.model)
+                else:
+                    generation.restart(self._runner.model)
+                prepared.append(generation)
+            except Exception as error:
+                log.exception("a request could not be prepared")
+                self.end({request.name: failed(error)})
+        return prepared
+
+    def _begin(self, generations: Sequence[Generation]) -> PrefillBatch:
+        beginnings = [self.prefixes.find(each.request.adapter, each.tokens) for each in generations]
+        self.num_cached_tokens += sum(row.length for row in beginnings if row is not None)
+        return PrefillBatch(self._runner, generations, beginnings)
+
+    def _join(self, prefill: PrefillBatch, tokens: Sequence[int | Exception]) -> None:
+        """Add the first tokens of prompts; the sequences that have not ended join the batch of their adapter."""
+        adapter, prompts = prefill.adapter, [tuple(each.tokens) for each in prefill.generations]
+        self._add_tokens(prefill.generations, tokens)
+        if adapter not in self.batches:
+            make = UnbatchedSequences if self._runner.unbatched_reason else RowBatch
+            self.batches[adapter] = make(self._runner)
+        batch = self.batches[adapter]
+        try:
+            for at, (generation, prompt) in enumerate(zip(prefill.generations, prompts, strict=True)):
+                row = prefill.row(at) if isinstance(batch, RowBatch) else prefill.cache
+                if isinstance(batch, RowBatch) and self._caches_prefixes:
+                    row = batch.hold(row, prefill.beginnings[at])
+                    self.prefixes.add(adapter, prompt, row)
+                if self.scheduler.is_live(generation.request.name):
+                    batch.join(generation, row)
+                    self.scheduler.start(generation.request.name)
+        finally:
+            self._settle(adapter)
+
+    def _fail_prefill(self, generations: Sequence[Generation], error: Exception) -> None:
+        """End the requests of a failed prefill; those that lacked memory wait again, each to be prefilled alone."""
+        running = self.scheduler.running.get(generations[0].request.adapter, {})
+        left = [each for each in generations if each.request.name not in running]
+        hopeless = [each.request.name for each in left]
+        if is_out_of_memory(error):
+            log.error("memory was missing for %d prompts: %s", len(left), _words(error))
+            self.forget()
+            hopeless = self.scheduler.preempt_prefill(self._preempt(left))
+        else:
+            log.exception("prompts could not be computed")
+        self.end({name: failed(error) for name in hopeless})
+
+    # Steps -------------------------------------------------------------------------------------------------------
+    def _decode(self, adapter: str) -> None:
+        """Take one step with a batch. A fault ends its requests; with too little memory, fewer continue."""
+        batch = self.batches[adapter]
+        try:
+            self._adapters.use(adapter)
+            logits = batch.step()
+        except Exception as error:  # noqa: BLE001  # its requests end
+            self._fail_step(adapter, error, is_out_of_memory(error))
+            return
+        try:
+            generations = tuple(batch.running)
+            ends = self._add_tokens(generations, choose_tokens(generations, logits))
+            for at in reversed(range(len(ends))):
+                if (end := ends[at]) is not None:
+                    if self._caches_prefixes and isinstance(batch, RowBatch) and not end.error:
+                        self.prefixes.add(adapter, generations[at].tokens[:-1], batch.row(at))
+                    batch.leave(at)
+            self._settle(adapter)
+        except Exception as error:  # noqa: BLE001  # its requests end
+            self._fail_step(adapter, error, lacks_memory=False)
+
+    def _fail_step(self, adapter: str, error: Exception, lacks_memory: bool) -> None:
+        """End the requests of a failed step. Where memory was missing, half of them at a time are computed again.
+
+        Some layers have the token of the step, some not. Pages stay, since cached prompts may be in them.
+        """
+        generations = self.batches[adapter].clear()
+        self._settle(adapter)
+        hopeless = [each.request.name for each in generations]
+        if lacks_memory:
+            log.error("memory was missing for a step of %d sequences: %s", len(generations), _words(error))
+            self.forget()
+            hopeless = self.scheduler.preempt_step(self._preempt(generations))
+        else:
+            log.exception("a step of decoding failed")
+        self.end({name: failed(error) for name in hopeless})
+
+    # Both --------------------------------------------------------------------------------------------------------
+    def _preempt(self, generations: Sequence[Generation]) -> dict[str, Sequence[int]]:
+        """Keep sequences for a prefill of all their tokens so far, and return these by name."""
+        live = {each.request.name: each for each in generations if self.scheduler.is_live(each.request.name)}
+        self._preempted.update(live)
+        return {name: each.tokens for name, each in live.items()}
+
+    def _add_tokens(self, generations: Sequence[Generation], tokens: Sequence[int | Exception]) -> list[End | None]:
+        """Add one token to each sequence, and emit them. A fault in the choice of a token ends its sequence alone."""
+        events = [_next_event(each, token) for each, token in zip(generations, tokens, strict=True)]
+        self._finish([event for event in events if self.scheduler.is_live(event.name)])
+        return [event.end for event in events]
+
+    def _finish(self, events: Sequence[Event]) -> None:
+        """Forget the requests that end with these events, and emit them."""
+        ended = [event.name for event in events if event.end is not None]
+        self.scheduler.finish(ended)
+        for name in ended:
+            self._preempted.pop(name, None)
+        self._prefills = {
+            name: batch
+            for name, batch in self._prefills.items()
+            if any(self.scheduler.is_live(each.request.name) for each in batch.generations)
+        }
+        if events:
+            self._emit(events)
+
+    def _settle(self, adapter: str) -> None:
+        """Keep a batch that has become empty, if it has pages: cached prompts may be in them.
+
+        Unused pages of empty batches are bounded. The batch that has been empty for longest releases its own first.
+        """
+        if self.batches[adapter].running:
+            return
+        self.batches[adapter] = self.batches.pop(adapter)
+        for name, batch in tuple(self.batches.items()):
+            if batch.running:
+                continue
+            if batch.pool is None or (self._num_idle_bytes > _MAX_IDLE_BYTES and not batch.pool.used):
+                del self.batches[name]
+            elif self._num_idle_bytes > _MAX_IDLE_BYTES and batch.pool.is_mostly_unused:
+                batch.compact()
+
+    @property
+    def _num_idle_bytes(self) -> int:
+        pools = [batch.pool for batch in self.batches.values() if not batch.running]
+        return sum(pool.unused_bytes for pool in pools if pool is not None)
+
+
+def _next_event(generation: Generation, token: int | Exception) -> Event:
+    """Add a token to a sequence; a fault is its end."""
+    name = generation.request.name
+    try:
+        if isinstance(token, Exception):
+            raise token
+        return Event(name, (token,), generation.add(token))
+    except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
+        log.error("a token could not be chosen: %s", _words(error))
+        return Event(name, (), failed(error))
+
+
+def failed(error: Exception) -> End:
+    """Return the end of a request that an exception ended."""
+    return End(None, _words(error), "out_of_memory" if is_out_of_memory(error) else "generation_failed")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory was missing, on the host (which PyTorch reports as a RuntimeError) or on a device."""
+    fault = memory_fault(error)
+    return fault is not None and fault.code != "U117"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,103 @@
+"""Values of GGUF's block types: weights of a tensor or of one expert, dequantised in bands of rows, or the raw blocks.
+
+The `gguf` package defines the blocks. It computes in fp32, and the result is rounded once. The input has been checked:
+whole blocks of a known type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ktc.foundation.formats import BLOCKS, Exponent, Halves, ScaleAndZero
+from ktc.model.checkpoint.gguf_types import BLOCK_TYPES
+from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.checkpoint.reader import TensorReader
+from ktc.model.checkpoint.uint4 import scales_and_minima
+
+_BAND: Final = 1 << 20  # weights dequantised per step: some types use forty bytes of temporary memory for each
+_LARGE_EXPONENT: Final = 251  # from here on, 12 times the scale of an MXFP4 block exceeds fp32
+
+
+def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`."""
+    shape = entry.shape if expert is None else entry.shape[1:]
+    out = torch.empty(shape, dtype=dtype)
+    rows = out.view(-1, shape[-1])
+    done = 0
+    for blocks in _bands(reader, entry, expert):
+        rows[done : done + len(blocks)] = dequantised(blocks, entry.dtype)
+        done += len(blocks)
+    return out
+
+
+def read_blocks(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Tensor:
+    """Return the bytes of the whole tensor or of one expert's matrix: (rows, bytes of a row)."""
+    whole = _as_bytes(entry)
+    return reader.read(whole, _rows_of(entry, whole, expert))
+
+
+def dequantised(blocks: Tensor, type_name: str) -> Tensor:
+    """Return fp32 weights (rows, columns) of uint8 blocks (rows, bytes of a row)."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):  # scales that are no numbers make weights that are none, which the loader tells
+        values = cast("Callable[..., Any]", dequantize)(blocks.numpy(), GGMLQuantizationType[type_name.upper()])
+    return torch.from_numpy(values)
+
+
+def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Convert to GGUF's blocks: codes (rows, 16 per block) with the earlier weight low, and exponents per block.
+
+    A GGUF block begins with its exponent, and a byte holds the weights j and j + 16.
+    """
+    rows, groups = scales.shape
+    pairs = codes.view(rows, groups, 16)
+    in_order = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).view(rows, groups, 32)
+    together = in_order[..., :16] | in_order[..., 16:] << 4
+    return torch.cat((scales.view(rows, groups, 1), together), dim=-1).view(rows, -1)
+
+
+def are_finite(blocks: Tensor, type_name: str) -> bool:
+    """Return whether no weight is infinite or NaN, determined from the scales of the types that kernels multiply."""
+    row = BLOCKS.get(type_name)
+    each = blocks.view(-1, row.block_bytes if row else BLOCK_TYPES[type_name].bytes)
+    match row.scales if row else None:
+        case Halves(scale=scale, minimum=minimum):
+            places = (scale,) if minimum is None else (scale, minimum)
+            halves = (each[:, place : place + 2].contiguous().view(torch.float16) for place in places)
+            return all(bool(half.isfinite().all()) for half in halves)
+        case Exponent(at=at):
+            each = each[each[:, at] >= _LARGE_EXPONENT]
+        case ScaleAndZero(at=at):
+            return bool(scales_and_minima(each[:, at : at + 4])[0].isfinite().all())
+        case None:
+            pass
+    return not len(each) or bool(dequantised(each, type_name).isfinite().all())
+
+
+def _bands(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Iterator[Tensor]:
+    whole = _as_bytes(entry)
+    rows = _rows_of(entry, whole, expert)
+    band = max(1, _BAND // entry.shape[-1])
+    for first in range(rows.start, rows.stop, band):
+        yield reader.read(whole, slice(first, min(rows.stop, first + band)))
+
+
+def _as_bytes(entry: TensorEntry) -> TensorEntry:
+    rows = math.prod(entry.shape[:-1])
+    return replace(entry, dtype="u8", shape=(rows, (entry.end - entry.begin) // rows))
+
+
+def _rows_of(entry: TensorEntry, whole: TensorEntry, expert: int | None) -> slice:
+    if expert is None:
+        return slice(0, whole.shape[0])
+    rows = whole.shape[0] // entry.shape[0]
+    return slice(expert * rows, (expert + 1) * rows)

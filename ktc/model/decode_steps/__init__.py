@@ -1,0 +1,1 @@
+"""One decoding step of a compiled model: caches, native steps and CUDA graphs."""

@@ -1,0 +1,61 @@
+"""`CalledExperts`: `FusedMoe` in the place of an experts module that its layer calls in a way of its own.
+
+In: what the stock module took, by position or by name. Out: what it returned. Refused: other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.own_module import Called, Role, call_routed
+from ktc.model.experts.tracing import never_traced
+
+
+class CalledExperts(FusedMoe):
+    """`FusedMoe` with the `forward` of another module.
+
+    Args:
+        inputs: the parameters of that `forward` in their order, with their roles.
+        called: what it means by them.
+    """
+
+    def __init__(self, *args: Any, inputs: Mapping[str, Role], called: Called, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inputs = dict(inputs)
+        self.called: Called = called
+
+    def forward(self, *args: Tensor, lora: ExpertsLora | None = None, **kwargs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Call the experts as the stock module does. Raises `TypeError` for other arguments."""
+        given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
+        if given.keys() != self.inputs.keys() or len(args) + len(kwargs) != len(given):
+            raise TypeError(f"these experts take {', '.join(self.inputs)}")
+        roles = {role: given[name] for name, role in self.inputs.items()}
+
+        def compute(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            if self.called == "by_expert" and self._zero_gives_zero:
+                return self._without_zeros(hidden, index, weights, lora)
+            return FusedMoe.forward(self, hidden, index, weights, lora)
+
+        return call_routed(
+            self.called, self.num_experts, compute, roles["hidden"], roles.get("index"), roles.get("weights")
+        )
+
+    @property
+    def _zero_gives_zero(self) -> bool:
+        """Whether hidden states of zero give zero, and have no gradient: a router leaves most rows of an expert zero.
+
+        A gate of zero times an up of zero has no gradient. A bias, an offset of up, or experts without a gate have one.
+        """
+        return self.form.gated and not self.form.biased and self.form.activation.up_offset == 0
+
+    @never_traced
+    def _without_zeros(self, hidden: Tensor, index: Tensor, weights: Tensor, lora: ExpertsLora | None) -> Tensor:
+        rows = torch.nonzero((hidden != 0).any(-1)).squeeze(-1)
+        computed = FusedMoe.forward(self, hidden[rows], index[rows], weights[rows], lora)
+        return torch.zeros_like(hidden).index_copy(0, rows, computed.to(hidden.dtype))

@@ -1,0 +1,159 @@
+"""The products of a chunk of experts, with LoRA on both, forward and backward.
+
+In: rows sorted by expert and the matrices of neighbouring experts. Out: the outputs before routing weights; backward
+the gradients of the rows, of the routing weights and of LoRA's factors. Products round to the dtype of the rows. The
+activation between them is computed in fp32 (fp64 for fp64), which `torch.compile` makes one kernel on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ktc.model.experts.compiled_functions import compiled_on
+from ktc.model.experts.grouped_products import outer, times_columns, times_rows
+from ktc.model.experts.lora import ExpertsLora, Lora
+from ktc.model.experts.packed_layout import Matrices
+from ktc.model.experts.reference import activated
+from ktc.model.experts.slots import Rows
+from ktc.model.kernels.form import ExpertsForm
+
+_WithDerivative = tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]
+_RANKS: Final = 8  # that a rank is filled up to with zeros: 16 bytes of bf16, as grouped products read them
+
+
+class ChunkProducts:
+    """The experts' products in one dtype, chunk after chunk. Backward of the last chunk completes `gradients`."""
+
+    def __init__(self, form: ExpertsForm, lora: ExpertsLora, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._form, self._sums = form, torch.float64 if dtype == torch.float64 else torch.float32
+        self._gate_up, self._down = (None if each is None else _Factors.of(each, dtype) for each in lora.products)
+
+    @property
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Those of A and B of gate_up, and of A and B of down; None without LoRA."""
+        both = (self._gate_up, self._down)
+        return tuple(grad for each in both for grad in ((None, None) if each is None else (each.d_a, each.d_b)))
+
+    def forward(self, x: Tensor, rows: Rows, run: range, matrices: Matrices) -> Tensor:
+        """Compute the outputs of rows, `(S, H) -> (S, H)`."""
+        inner = self._inner(x, self._gate_up and self._gate_up.low(x, rows, run), rows, run, matrices)
+        h = compiled_on(x.device, _activation(self._form))(*inner).to(x.dtype)
+        y = times_rows(h, matrices.down, rows.ends)
+        if self._down is not None:
+            y = y.to(self._sums) + self._down.outputs(self._down.low(h, rows, run), rows, run)
+        if matrices.down_bias is not None:
+            y = y.to(self._sums) + matrices.down_bias[rows.experts]
+        return y
+
+    def backward(
+        self, x: Tensor, grad: Tensor, weights: Tensor, rows: Rows, run: range, matrices: Matrices
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the rows and of their routing weights, `(S, H), (S, H), (S,) -> (S, H), (S,)`.
+
+        `grad` is that of the layer's output, not yet multiplied by the routing weights.
+        """
+        low = self._gate_up and self._gate_up.low(x, rows, run)
+        inner = self._inner(x, low, rows, run, matrices)
+        d_h = times_columns(grad, matrices.down, rows.ends)
+        d_down_low = self._down and self._down.d_low(grad, rows, run)
+        if self._down is not None and d_down_low is not None:
+            d_h = d_h.to(self._sums) + self._down.inputs(d_down_low, rows, run)
+        h, d_inner, d_weights = compiled_on(x.device, _activation_backward(self._form))(d_h, weights, *inner)
+        h, d_inner = h.to(x.dtype), d_inner.to(x.dtype)
+        if matrices.down_bias is not None:
+            d_weights = d_weights + (matrices.down_bias[rows.experts] * grad).sum(-1)
+        if self._down is not None and d_down_low is not None:
+            of_rows = weights[:, None].to(x.dtype)
+            self._down.add(h, self._down.low(h, rows, run), grad * of_rows, d_down_low * of_rows, rows, run)
+        d_x = times_columns(d_inner, matrices.gate_up, rows.ends)
+        if self._gate_up is not None and low is not None:
+            d_low = self._gate_up.d_low(d_inner, rows, run)
+            self._gate_up.add(x, low, d_inner, d_low, rows, run)
+            d_x = d_x.to(self._sums) + self._gate_up.inputs(d_low, rows, run)
+        return d_x, d_weights
+
+    def _inner(self, x: Tensor, low: Tensor | None, rows: Rows, run: range, matrices: Matrices) -> tuple[Any, ...]:
+        """Return what the activation takes: the product, LoRA's product, the bias, and their experts."""
+        added = None if self._gate_up is None or low is None else self._gate_up.outputs(low, rows, run)
+        return times_rows(x, matrices.gate_up, rows.ends), added, matrices.gate_up_bias, rows.experts
+
+
+@dataclass(slots=True)
+class _Factors:
+    """LoRA of one product in the dtype of the rows: `a` (E, r, inputs) and `b` (E, outputs, r), and their gradients.
+
+    The rank is filled up with zeros, which change no product.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    d_a: Tensor
+    d_b: Tensor
+
+    @classmethod
+    def of(cls, lora: Lora, dtype: torch.dtype) -> _Factors:
+        more = -lora.rank % _RANKS
+        a = F.pad(lora.a.detach().to(dtype), (0, 0, 0, more)).contiguous()
+        b = F.pad(lora.b.detach().to(dtype), (0, more)).contiguous()
+        return cls(a, b, lora.scale, torch.zeros_like(lora.a), torch.zeros_like(lora.b))
+
+    def low(self, x: Tensor, rows: Rows, run: range) -> Tensor:
+        """`A x`, (S, inputs) -> (S, r)."""
+        return times_rows(x, self.a[run.start : run.stop], rows.ends)
+
+    def outputs(self, low: Tensor, rows: Rows, run: range) -> Tensor:
+        """`scale * B A x`, (S, r) -> (S, outputs)."""
+        return times_rows(low, self.b[run.start : run.stop], rows.ends) * self.scale
+
+    def d_low(self, d_outputs: Tensor, rows: Rows, run: range) -> Tensor:
+        """Return the gradient of `A x`, (S, outputs) -> (S, r)."""
+        return times_columns(d_outputs, self.b[run.start : run.stop], rows.ends) * self.scale
+
+    def inputs(self, d_low: Tensor, rows: Rows, run: range) -> Tensor:
+        """Return the gradient of x, (S, r) -> (S, inputs)."""
+        return times_columns(d_low, self.a[run.start : run.stop], rows.ends)
+
+    def add(self, x: Tensor, low: Tensor, d_outputs: Tensor, d_low: Tensor, rows: Rows, run: range) -> None:
+        """Store the gradients of the factors of a chunk's experts."""
+        rank = self.d_a.shape[1]
+        self.d_a[run.start : run.stop] = outer(d_low, x, rows.ends)[:, :rank]
+        self.d_b[run.start : run.stop] = outer(d_outputs, low, rows.ends)[..., :rank] * self.scale
+
+
+@functools.cache
+def _activation(form: ExpertsForm) -> Callable[..., Tensor]:
+    def activation(gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+        return activated(form, _sum(gate_up, added, bias, experts))
+
+    return activation
+
+
+@functools.cache
+def _activation_backward(form: ExpertsForm) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def backward(
+        d_h: Tensor, weights: Tensor, gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inner = _sum(gate_up, added, bias, experts)
+        h, derivative = cast("_WithDerivative", torch.func.vjp(functools.partial(activated, form), inner))
+        d_h = d_h.to(inner.dtype)
+        d_weights = (h * d_h).sum(-1)
+        (d_inner,) = derivative(d_h * weights[:, None].to(inner.dtype))
+        return h, d_inner, d_weights
+
+    return backward
+
+
+def _sum(gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+    inner = gate_up.to(torch.float64 if gate_up.dtype == torch.float64 else torch.float32)
+    if added is not None:
+        inner = inner + added
+    return inner if bias is None else inner + bias[experts]

@@ -1,0 +1,69 @@
+"""The CPU backend: a layer's experts by a built kernel, from packed weights in host memory.
+
+A call with gradients, or under `torch.compile`, is the registered operator; any other calls the kernel directly.
+A call with another number of experts per token than the kernel's is cut into rows of the kernel's number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.any_top_k import per_token, rows_of
+from ktc.model.experts.autograd_op import fused_moe
+from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.staging import on_host
+from ktc.model.kernels.form import ExpertsForm
+
+Activations = Literal["keep", "recompute"]  # whether gate and up of every slot are saved for backward
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKernel:
+    """The kernel of `packed`; `dtype` is that of the model's hidden states."""
+
+    packed: PackedExperts
+    form: ExpertsForm
+    dtype: torch.dtype
+    activations: Activations
+
+    @property
+    def device(self) -> torch.device:
+        """The host."""
+        return torch.device("cpu")
+
+    def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        """See `ExpertsBackend.run`."""
+        return on_host(self._compute, x_TH, index_TK, weights_TK, lora)
+
+    def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        top_k = self.packed.sizes.top_k
+        if index_TK.shape[1] != top_k:
+            return per_token(self._call(*rows_of(top_k, x_TH, index_TK, weights_TK), lora), x_TH.shape[0])
+        return self._call(x_TH, index_TK, weights_TK, lora)
+
+    def _call(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        wants_grad = x_TH.requires_grad or weights_TK.requires_grad or lora.requires_grad
+        wants_grad = wants_grad and torch.is_grad_enabled()
+        packed, interleaved = self.packed, self.form.interleaved
+        x, index = x_TH.to(packed.dtype).contiguous(), index_TK.contiguous()
+        weights = weights_TK.to(packed.weight_dtype).contiguous()
+        if wants_grad or torch.compiler.is_compiling():
+            keep = wants_grad and self.activations == "keep"
+            out_TH = fused_moe(packed, x, index, weights, lora, interleaved=interleaved, keep=keep)
+        else:
+            out_TH, _ = packed.forward(x, index, weights, save=False, lora=lora, interleaved=interleaved)
+        return out_TH.to(x_TH.dtype)
+
+    def prepare(self) -> None:
+        """Do nothing: the weights are already there."""
+
+    def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
+        """Count the input, the low-rank values, and gate and up where they are kept."""
+        sizes = self.packed.sizes
+        kept = self.packed.saved_bytes(gate_up_rank, down_rank) if self.activations == "keep" else 0
+        return kept + self.dtype.itemsize * sizes.hidden + 4 * sizes.top_k * (gate_up_rank + down_rank)

@@ -1,0 +1,155 @@
+"""A layer's packed experts, or some of them, sent to a GPU in chunks of neighbours through its ring.
+
+In: packed bytes of any format, on one NUMA node. Out: the matrices of neighbouring experts, chunk after chunk, decoded
+on the device. The bus carries the stored bytes. Without `resident`, no expert stays on the device beyond its time in
+the ring.
+Refused (`ValueError`): weights that are cut for several NUMA nodes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.packed_layout import Matrices, PackedLayout
+from ktc.model.experts.panels import panels_of
+from ktc.model.experts.stream_ring import Ring, StreamSource, ring_of
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, PIECES, ring_bytes
+from ktc.model.kernels.form import ExpertsForm
+
+_CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
+_CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces: each costs the host half a millisecond
+
+
+class ExpertStream:
+    """The experts of `share`, neighbours of one layer, sent to `device` through a ring of `buffer` bytes.
+
+    Those that are `resident` are sent at their first use, and stay on the device as they are stored.
+    """
+
+    def __init__(
+        self, experts: PackedExperts, form: ExpertsForm, device: torch.device, buffer: int, share: range,
+        *, resident: bool,
+    ) -> None:  # fmt: skip
+        if experts.num_nodes > 1:
+            raise ValueError("experts that are cut for several NUMA nodes cannot be sent: compile with `numa = none`")
+        _, hidden, intermediate, _ = experts.sizes
+        self.device, self.share = device, share
+        form = replace(form, transposed=False)
+        first, down = (panels_of(*experts.stored(part)) for part in ("up", "down"))
+        self._layout = PackedLayout(form, hidden, intermediate, first, down, experts.weight_dtype)
+        self._bytes = self._layout.nbytes
+        assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
+        decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
+        most = max(_CHUNK_BYTES // decoded, -(-len(share) // _CHUNKS))
+        self._runs = _runs(share, most, buffer // PIECES // self._bytes)
+        pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
+        self._source = StreamSource(experts.packed, pieces, experts)
+        self._ring: Ring | _Resident = _Resident(device)
+        if not resident:
+            self._ring = ring_of(device, ring_bytes(buffer, self._bytes))
+
+    def prepare(self) -> None:
+        """Take the memory on the device that the weights need."""
+        if isinstance(self._ring, _Resident):
+            self._ring.send(self._source)
+
+    def renew(self, *, sent: bool) -> None:
+        """Forget pieces that were sent ahead; with `sent`, send resident ones again to where they are."""
+        if isinstance(self._ring, Ring):
+            self._ring.forget()
+        elif sent:
+            self._ring.renew(self._source)
+
+    def copies(self, experts: Tensor) -> Matrices:
+        """Return the matrices of resident experts (S,) int64, which may repeat: copies, made without waiting."""
+        assert isinstance(self._ring, _Resident), "the weights are sent for each call"
+        stored = self._ring.whole(self._source).view(torch.int64).view(len(self.share), -1)  # eight bytes at once
+        return self._layout.matrices(stored.index_select(0, experts - self.share.start).view(torch.uint8))
+
+    def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
+        """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
+        wanted = [number for number, run in enumerate(self._runs) if any(expert in run for expert in chosen)]
+        with self._ring.visit(self._source, wanted, reverse=reverse) as take:
+            for number in reversed(wanted) if reverse else wanted:
+                run = self._runs[number]
+                yield run, self._layout.matrices(take(number).view(len(run), self._bytes))
+
+
+class _Resident:
+    """The pieces of one layer that stay on a device, one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces: tuple[Tensor, ...] = ()
+        self._whole = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def visit(
+        self, source: StreamSource, required: Collection[int], *, reverse: bool = False
+    ) -> Generator[Callable[[int], Tensor]]:
+        """See `Ring.visit`."""
+        self.send(source)
+        yield self._pieces.__getitem__
+
+    def send(self, source: StreamSource) -> None:
+        """Send the pieces, once."""
+        if not self._pieces:
+            sizes = [piece.numel() for piece in source.pieces]
+            with torch.inference_mode(mode=False):  # for later calls with gradients
+                self._whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+                self._pieces = torch.split(self._whole, sizes)
+                for held, piece in zip(self._pieces, source.pieces, strict=True):
+                    held.copy_(piece)
+
+    def renew(self, source: StreamSource) -> None:
+        """Send the pieces again, if they were sent."""
+        for held, piece in zip(self._pieces, source.pieces, strict=False):
+            held.copy_(piece)
+
+    def whole(self, source: StreamSource) -> Tensor:
+        """Return all pieces as one."""
+        self.send(source)
+        return self._whole
+
+
+def _runs(share: range, most: int, limit: int) -> tuple[range, ...]:
+    """Cut neighbours into runs of `most`, up to a third more where that makes them equal: one compilation.
+
+    No run is longer than `limit`, or than one.
+    """
+    most = max(1, min(most, limit, len(share)))
+    longest = max(most, min(most + most // 3, limit))
+    even = [size for size in range(most, longest + 1) if len(share) % size == 0]
+    size = even[0] if even else most
+    return tuple(share[first : first + size] for first in range(0, len(share), size))
+
+
+_Key = tuple[ExpertsForm, torch.device, int, range, bool, int, int]
+_made: Final[weakref.WeakKeyDictionary[PackedExperts, dict[_Key, ExpertStream]]] = weakref.WeakKeyDictionary()
+
+
+def expert_stream(
+    experts: PackedExperts, form: ExpertsForm, device: torch.device, buffer: int = DEFAULT_BUFFER,
+    share: range | None = None, *, resident: bool = False,
+) -> ExpertStream:  # fmt: skip
+    """Return the stream of a layer's experts, or of a share of them: the same one for all calls."""
+    share = share or range(experts.sizes.num_experts)
+    key = form, device, buffer, share, resident, experts.packed.data_ptr(), _CHUNK_BYTES
+    streams = _made.setdefault(experts, {})
+    if key not in streams:
+        streams[key] = ExpertStream(experts, form, device, buffer, share, resident=resident)
+    return streams[key]
+
+
+def renew_streams(experts: PackedExperts, *, sent: bool) -> None:
+    """Make all streams of a layer forget pieces sent ahead; with `sent`, renew their copies on devices."""
+    for stream in _made.get(experts, {}).values():
+        stream.renew(sent=sent)

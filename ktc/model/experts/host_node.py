@@ -1,0 +1,132 @@
+"""Experts of the CPU as host nodes of a CUDA graph: the GPU's stream waits for a C function that runs their kernel.
+
+In: while `HostNodes.recorded` is entered, the calls of experts by a model on a GPU, in a stream that may be captured.
+Out: the same results on the GPU. Each call is a kernel that writes pinned memory (`CallMemory`), a host function, and
+a kernel that reads its result. The last two run beside what the model does until it needs the result (`Beside`), such
+as shared experts. The layers of a step share the pinned memory, since each of them waits for the one before. `check`
+raises the errors of host functions. A replayed graph runs no Python.
+Refused: a process without CUDA's runtime library, a stream that takes no host function (`RuntimeError`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.beside import Beside, Lane, SideStream
+from ktc.model.experts.call_memory import CallMemory
+from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.kernels.kernel_calls import HostCall
+
+Launch = Callable[[int, int], None]  # the addresses of a C function and of its argument
+_CURRENT: Final[ContextVar[HostNodes | None]] = ContextVar("host_nodes", default=None)
+
+
+class HostNodes:
+    """The calls of experts in one step of a model, and the memory that they share with the GPU."""
+
+    def __init__(self, launch: Launch | None = None, lane: Lane | None = None) -> None:
+        self._launch = launch or on_current_stream
+        self._beside = Beside(lane or SideStream())
+        self._calls: list[tuple[PackedExperts, HostCall]] = []
+        self._memories: dict[tuple[object, ...], CallMemory] = {}
+
+    @contextmanager
+    def recorded(self) -> Generator[None]:
+        """Record the calls of experts in the context. Earlier ones are dropped: no stream may still run them."""
+        self._calls.clear()
+        token = _CURRENT.set(self)
+        try:
+            with self._beside.entered():
+                yield
+        finally:
+            _CURRENT.reset(token)
+
+    def run(
+        self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora,
+        *, interleaved: bool,
+    ) -> Tensor:  # fmt: skip
+        """Enqueue the call of a layer's experts: `(T, H), (T, K) int64, (T, K) -> (T, H)`, all on the GPU.
+
+        Dtypes are the kernel's, and factors of LoRA are in host memory.
+        """
+        self._beside.join()  # host functions before this one read the same memory
+        memory = self._memory(x_TH, index_TK, weights_TK)
+        memory.put(x_TH, index_TK, weights_TK)
+        out = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
+        call = packed.host_call(memory.x, memory.index, memory.weights, memory.out, lora, interleaved=interleaved)
+        self._calls.append((packed, call))
+
+        def compute() -> None:
+            self._launch(call.function, call.address)
+            memory.get(out)
+
+        self._beside.start(out, compute)
+        return out
+
+    def check(self, name_of: Callable[[PackedExperts], str]) -> None:
+        """Raise the first error of the calls since the last check, with notes that name the layers of all errors.
+
+        The stream of the calls must be done.
+        """
+        found: list[tuple[Exception, str]] = []
+        for packed, call in self._calls:  # all of them: an error that stays would be raised after another step
+            try:
+                call.rethrow()
+            except Exception as error:  # noqa: BLE001 - a kernel's error of any class; the first is raised below
+                found.append((error, name_of(packed)))
+        if not found:
+            return
+        (first, name), *others = found
+        first.add_note(f"in the experts of `{name}`, computed within a CUDA graph")
+        for error, name in others:
+            first.add_note(f"and in those of `{name}`: {error}")
+        raise first
+
+    def _memory(self, *inputs: Tensor) -> CallMemory:
+        """Return the memory of calls with such inputs. None is made in a capture: the steps before it have."""
+        key = tuple((each.shape, each.dtype, each.device) for each in inputs)
+        if key not in self._memories:
+            self._memories[key] = CallMemory(*inputs)
+        return self._memories[key]
+
+
+def current() -> HostNodes | None:
+    """Return the recorder of calls of experts, None outside of `HostNodes.recorded`."""
+    return _CURRENT.get()
+
+
+def on_current_stream(function: int, argument: int) -> None:
+    """Enqueue `function(argument)` in the current stream of CUDA. Raises `RuntimeError` where that fails."""
+    status = _launcher()(torch.cuda.current_stream().cuda_stream, function, argument)
+    if status != 0:
+        raise RuntimeError(f"a host function could not be put into the stream: CUDA error {status}")
+
+
+@functools.cache
+def _launcher() -> Callable[[int, int, int], int]:
+    """Return `cudaLaunchHostFunc` of the runtime library that torch has loaded: torch has no binding of it."""
+    try:
+        loaded = runtime_libraries(Path("/proc/self/maps").read_text())
+        if not loaded:
+            raise RuntimeError("this process has not loaded CUDA's runtime library (libcudart)")
+        function = ctypes.CDLL(min(loaded)).cudaLaunchHostFunc
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"CUDA's runtime library (libcudart) cannot be used: {error}") from error
+    function.argtypes, function.restype = [ctypes.c_void_p] * 3, ctypes.c_int
+    return function
+
+
+def runtime_libraries(maps: str) -> set[str]:
+    """Return the paths of CUDA's runtime library in `/proc/self/maps`: the sixth column, which may have spaces."""
+    rows = (line.split(maxsplit=5) for line in maps.splitlines())
+    return {row[5] for row in rows if len(row) > 5 and "libcudart" in Path(row[5]).name}

@@ -1,0 +1,166 @@
+"""LoRA on the routed experts of one layer. `W + scale * B A` is formed only where it is to be rounded (`delta`).
+
+Its factors take four forms on their way from PEFT to C++:
+
+1. PEFT's parameters, one A and one B for all experts; `peft_wrapper` reads them.
+2. `ExpertsLora`: a `Lora(a, b, scale)` for the product gate_up and one for down, views of these parameters.
+3. The trailing arguments of the operator `ktc::fused_moe`: `ExpertsLora.factors` and `.scales`, which `ExpertsLora.of`
+   reads back.
+4. `NativeLora`: the addresses and strides that a kernel reads, made by `native_argument` from factors of its dtype.
+
+Refused: factors of another shape than the layer's weights, a rank above `MAX_RANK`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.weight_training import State, state_of
+from ktc.model.kernels.kernel_library import NativeLora, Strides
+
+MAX_RANK: Final = 128
+_NOT_ADAPTED: Final[NativeLora] = (0, 0, 0, 0, 0, 1.0, False, (0, 0, 0), (0, 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Factors of one product for all experts: `a` is (E, rank, inputs), `b` (E, outputs, rank).
+
+    Outputs are in the order of the stock weight's rows. `parameters` and `scales` are what the factors were made of, of
+    all adapters: what is derived from them is compared with these, because joined factors are new tensors in each call.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    parameters: tuple[Tensor, ...] = ()
+    scales: tuple[float, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """The number of columns of B."""
+        return self.a.shape[1]
+
+    def __call__(self, expert: int, x: Tensor) -> Tensor:
+        """Compute `scale * B A x` of one expert, (..., inputs) -> (..., outputs), in the dtype of `x`."""
+        a, b = self.a[expert].to(x.dtype), self.b[expert].to(x.dtype)
+        return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale
+
+    def delta(self, expert: int) -> Tensor:
+        """Return `scale * B A` of one expert, (outputs, inputs), in fp32 or the factors' wider dtype.
+
+        Autocast is off: it would round the factors, and the sum would not be the one that a merge into files has.
+        """
+        wide = torch.promote_types(self.a.dtype, torch.float32)
+        with torch.autocast(self.a.device.type, enabled=False):
+            return (self.b[expert].to(wide) @ self.a[expert].to(wide)) * self.scale
+
+    def check(self, what: str, num_experts: int, inputs: int, outputs: int) -> None:
+        """Raise `ValueError` for factors that do not fit a product of these sizes."""
+        expected = ((num_experts, self.rank, inputs), (num_experts, outputs, self.rank))
+        found = (tuple(self.a.shape), tuple(self.b.shape))
+        if found != expected:
+            raise ValueError(f"LoRA on `{what}`: expected factors of shapes {expected}, found {found}")
+        if not 1 <= self.rank <= MAX_RANK:
+            raise ValueError(f"LoRA on `{what}`: expected a rank from 1 to {MAX_RANK}, found {self.rank}")
+
+    def to(self, dtype: torch.dtype) -> Lora:
+        """Return the factors as a kernel reads them, detached; copied only if the dtype differs or A is strided."""
+        return Lora(self.a.detach().to(dtype).contiguous(), self.b.detach().to(dtype), self.scale)
+
+    def zeros(self, dtype: torch.dtype) -> Lora:
+        """Return zeros to add gradients to. B's has the strides of PEFT's own parameter, (outputs, rank, E)."""
+        num_experts, outputs, rank = self.b.shape
+        b = self.b.new_zeros((outputs, rank, num_experts), dtype=dtype).permute(2, 0, 1)
+        return Lora(self.a.new_zeros(self.a.shape, dtype=dtype), b, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLora:
+    """The adapted products of a layer: gate_up (up alone without a gate), down, or both."""
+
+    gate_up: Lora | None = None
+    down: Lora | None = None
+
+    @classmethod
+    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> ExpertsLora:
+        """Return the value that has these `factors` and `scales`."""
+        gate_up_a, gate_up_b, down_a, down_b = factors
+        return cls(_lora(gate_up_a, gate_up_b, scales[0]), _lora(down_a, down_b, scales[1]))
+
+    @property
+    def products(self) -> tuple[Lora | None, Lora | None]:
+        """Of gate_up and of down."""
+        return self.gate_up, self.down
+
+    @property
+    def factors(self) -> tuple[Tensor | None, ...]:
+        """A and B of gate_up, A and B of down."""
+        return tuple(tensor for lora in self.products for tensor in ((lora.a, lora.b) if lora else (None, None)))
+
+    @property
+    def state(self) -> State:
+        """A value that differs after an adapter or its scale changed, or other adapters became active."""
+        held = [lora for lora in self.products if lora is not None]
+        parameters = (each for lora in held for each in (lora.parameters or (lora.a, lora.b)))
+        return state_of(parameters, (scale for lora in held for scale in (lora.scales or (lora.scale,))))
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Of gate_up and of down, 1 without LoRA."""
+        gate_up, down = (1.0 if lora is None else lora.scale for lora in self.products)
+        return gate_up, down
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Of gate_up and of down, 0 without LoRA."""
+        gate_up, down = (0 if lora is None else int(lora.rank) for lora in self.products)
+        return gate_up, down
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any factor is trained."""
+        return any(factor is not None and factor.requires_grad for factor in self.factors)
+
+    def to(self, dtype: torch.dtype) -> ExpertsLora:
+        """Apply `Lora.to` to both products."""
+        return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products))
+
+    def on(self, device: torch.device) -> ExpertsLora:
+        """Return the factors on a device."""
+        moved = (None if factor is None else factor.to(device) for factor in self.factors)
+        return ExpertsLora.of(tuple(moved), self.scales)
+
+    def zeros(self, dtype: torch.dtype) -> ExpertsLora:
+        """Apply `Lora.zeros` to both products."""
+        return ExpertsLora(*(lora and lora.zeros(dtype) for lora in self.products))
+
+
+NO_LORA: Final = ExpertsLora()
+
+
+def native_argument(lora: Lora | None, gradients: Lora | None, *, interleaved: bool) -> NativeLora:
+    """Describe the factors of one product to a kernel's call, which adds to `gradients`.
+
+    Both must be in the kernel's dtype (`Lora.to`, `Lora.zeros`) and must outlive the call.
+    """
+    if lora is None:
+        return _NOT_ADAPTED
+    grad_a, grad_b = (0, 0) if gradients is None else (gradients.a.data_ptr(), gradients.b.data_ptr())
+    grad_strides = (0, 0, 0) if gradients is None else _strides(gradients.b)
+    addresses = lora.a.data_ptr(), lora.b.data_ptr(), grad_a, grad_b
+    return *addresses, lora.rank, lora.scale, interleaved, _strides(lora.b), grad_strides
+
+
+def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> Lora | None:
+    return None if a is None or b is None else Lora(a, b, scale)
+
+
+def _strides(b: Tensor) -> Strides:
+    expert, output, rank = b.stride()
+    return expert, output, rank

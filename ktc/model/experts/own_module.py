@@ -1,0 +1,175 @@
+"""Experts modules of a model's own: where they keep the matrices of each expert, and how their layer calls them.
+
+In: a module whose class is not one of transformers' decorated experts, and what capture read from its code. Out: its
+tensors in the stock layout of a form (`StockExperts`), and the routed call that each way of calling it means. Refused:
+a module that does not hold these tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.kernels.form import ExpertsForm
+
+Role = Literal["hidden", "index", "weights"]
+# routed: hidden states, indices, weights. identity: indices beyond the last expert return the hidden states. by_expert:
+# rows (E N, H) that are sorted by expert, N for each, without indices or weights.
+Called = Literal["routed", "identity", "by_expert"]
+# Of rows (T, H), indices (T, K) and weights (T, K).
+RoutedCall = Callable[[Tensor, Tensor, Tensor], Tensor]
+_FLAGS: Final = ("flat", "turned")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The tensor that holds one part of all experts: (E, rows, columns), by its name in the module.
+
+    `flat`: the experts are concatenated along the first dimension. `turned`: each matrix is (inputs, outputs).
+    """
+
+    name: str
+    flat: bool = False
+    turned: bool = False
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *(flag for flag in _FLAGS if getattr(self, flag))])
+
+
+@dataclass(frozen=True, slots=True)
+class OwnExperts:
+    """An experts module of the model's own at `fqn` (relative to its block).
+
+    `parts` says where `gate_up`, or `gate` and `up` (`up` alone without a gate), `down` and their biases are. `inputs`
+    names the parameters of its `forward` in their order, with the role of each.
+    """
+
+    fqn: str
+    sizes: tuple[int, int, int]  # experts, hidden, intermediate
+    form: ExpertsForm
+    parts: Mapping[str, Held]
+    inputs: Mapping[str, Role]
+    called: Called = "routed"
+
+    def without_sizes(self) -> OwnExperts:
+        """Return the same for experts of any number and width."""
+        return replace(self, sizes=(0, 0, 0))
+
+    def words(self) -> dict[str, int | str]:
+        """Return the plain values that a manifest holds."""
+        return {
+            **dict(zip(("num_experts", "hidden", "intermediate"), self.sizes, strict=True)),
+            "form": str(self.form),
+            "parts": " ".join(f"{part}={held}" for part, held in self.parts.items()),
+            "inputs": " ".join(f"{name}={role}" for name, role in self.inputs.items()),
+            "called": self.called,
+        }
+
+
+def parse_held(text: str) -> dict[str, Held]:
+    """Read the field `parts` of `OwnExperts.words`. Raise `ValueError` for any other text."""
+    found: dict[str, Held] = {}
+    for part, value in _pairs(text).items():
+        name, *flags = value.split(":")
+        if not set(flags) <= set(_FLAGS):
+            raise ValueError(f"`{text}` names no parts of experts")
+        found[part] = Held(name, **dict.fromkeys(flags, True))
+    return found
+
+
+def parse_inputs(text: str) -> dict[str, Role]:
+    """Read the field `inputs` of `OwnExperts.words`. Raise `ValueError` for any other text."""
+    found = _pairs(text)
+    if not set(found.values()) <= set(get_args(Role)):
+        raise ValueError(f"`{text}` names no inputs of experts")
+    return cast("dict[str, Role]", found)
+
+
+def parse_called(text: str) -> Called:
+    """Read the field `called` of `OwnExperts.words`. Raise `ValueError` for any other text."""
+    if text not in get_args(Called):
+        raise ValueError(f"`{text}` is not a way to call experts")
+    return cast("Called", text)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [pair.split("=") for pair in text.split(" ")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"`{text}` is not a list of names")
+    return dict(pairs)
+
+
+class StockExperts(nn.Module):
+    """The tensors of an experts module in the stock layout of a form; it computes nothing.
+
+    `inputs` and `called` say how the module that replaces it is called.
+    """
+
+    def __init__(self, stacked: Mapping[StockTensor, Tensor], inputs: Mapping[str, Role], called: Called) -> None:
+        super().__init__()
+        self.inputs = dict(inputs)
+        self.called: Called = called
+        for name, tensor in stacked.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def stock_experts(
+    module: nn.Module, form: ExpertsForm, parts: Mapping[str, Held], sizes: tuple[int, int, int]
+) -> dict[StockTensor, Tensor]:
+    """Return the stock tensors of `form`, views where possible. `sizes` are the experts, H and I.
+
+    Raises `ValueError` where the module has other tensors.
+    """
+    count, hidden, intermediate = sizes
+
+    def matrices(part: str) -> Tensor:
+        """Return a part of all experts as (E, outputs, inputs), a bias as (E, outputs)."""
+        held = parts.get(part)
+        found = None if held is None else dict(module.named_parameters()).get(held.name)
+        if held is None or found is None:
+            raise ValueError(f"a `{type(module).__name__}` has no `{held or part}`")
+        whole = found.detach()
+        whole = whole.reshape(count, -1, *whole.shape[1:]) if held.flat else whole[:count]
+        return whole.transpose(1, 2) if held.turned else whole
+
+    def whole(name: StockTensor) -> Tensor:
+        part = name.replace("_proj", "")
+        if part in parts or not part.startswith("gate_up"):
+            tensor = matrices(part)
+        else:
+            tensor = torch.cat([matrices(part.replace("gate_up", half)) for half in ("gate", "up")], 1)
+        tensor = tensor.transpose(1, 2) if form.transposed and tensor.dim() == 3 else tensor
+        if tuple(tensor.shape) != stock_shape(form, name, count, hidden, intermediate):
+            raise ValueError(f"its experts are of other sizes: `{name}` {list(tensor.shape)}")
+        return tensor
+
+    try:
+        return {name: whole(name) for name in stock_names(form)}
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def call_routed(
+    called: Called, num_experts: int, compute: RoutedCall, hidden: Tensor, index: Tensor | None, weights: Tensor | None
+) -> Tensor:
+    """Call `compute` as a module of this kind means its inputs, and return what the module returns.
+
+    `hidden` is (T, H) or has more leading dimensions, which the result keeps; `index` and `weights` are (T, K).
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if called == "by_expert" or index is None or weights is None:
+        of_row = torch.arange(num_experts, device=rows.device).repeat_interleave(rows.shape[0] // num_experts)
+        return compute(rows, of_row[:, None], rows.new_ones(rows.shape[0], 1)).reshape(hidden.shape)
+    if called == "routed":
+        return compute(rows, index, weights).reshape(hidden.shape)
+    passed = index >= num_experts
+    # A slot without a matrix needs some expert of weight 0: one that the token has chosen anyway.
+    some = index.amin(-1, keepdim=True).clamp(max=num_experts - 1)
+    routed = compute(rows, torch.where(passed, some, index), weights.masked_fill(passed, 0))
+    kept = weights.masked_fill(~passed, 0).sum(-1, keepdim=True)
+    return (routed + (rows * kept).to(routed.dtype)).reshape(hidden.shape)

@@ -1,0 +1,119 @@
+"""Packed experts read without the kernel: the matrices in an expert's packed bytes, in every format.
+
+The library's own `unpack` is the meaning (`runtime/include/ktc/weight_format/layout.hpp`); this is the same as tensor
+operations, so that it runs where the bytes are, on a GPU too. A test holds the two together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.compiled_functions import compiled_on
+from ktc.model.experts.panels import WIDTH, Panels, by_output, cut
+from ktc.model.kernels.form import ExpertsForm
+
+
+class Matrices(NamedTuple):
+    """The weights of G experts: (G, parts * I, H), (G, H, I), and their biases (G, parts * I), (G, H)."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """The positions of one expert's matrices in its packed bytes. `form` gives the order of gate_up's rows."""
+
+    form: ExpertsForm
+    hidden: int
+    intermediate: int
+    first: Panels  # of gate and up
+    down: Panels
+    bias_dtype: torch.dtype
+
+    @property
+    def parts(self) -> int:
+        """Gate and up, or up alone."""
+        return 2 if self.form.gated else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of one expert."""
+        return self._first_bytes + self._down_bytes + self._bias_values * self.bias_dtype.itemsize
+
+    def matrices(self, packed: Tensor) -> Matrices:
+        """Read the matrices of experts: uint8 (G, bytes of one), on any device. The results are copies there.
+
+        On a GPU it is compiled for each G.
+        """
+        return compiled_on(packed.device, _reader(self), dynamic=False)(packed)
+
+    def read(self, packed: Tensor) -> Matrices:
+        """`matrices`, step by step."""
+        ends = self._first_bytes, self._first_bytes + self._down_bytes
+        first = self._steps(self.first, packed[:, : ends[0]], self._first_panels, self._padded_hidden)
+        lanes = cut(first, -2, self.parts, -1)  # (G, panels, steps, parts, lanes, neighbours)
+        rows = by_output(lanes.permute(0, 3, 1, 2, 4, 5), self.hidden).flatten(2, 3)
+        gate_up = self._ordered(rows).contiguous()
+        down = self._steps(
+            self.down, packed[:, ends[0] : ends[1]], self._padded_hidden // WIDTH, self._padded_intermediate
+        )
+        down_rows = by_output(down, self.intermediate).flatten(1, 2)[:, : self.hidden].contiguous()
+        biases = packed[:, ends[1] :]
+        if not self.form.biased:
+            return Matrices(gate_up, down_rows, None, None)
+        values = biases.view(self.bias_dtype)
+        of_panels = cut(values[:, : self._first_panels * WIDTH], 1, self._first_panels, self.parts, -1)
+        gate_up_bias = self._ordered(of_panels.transpose(1, 2).flatten(2, 3))
+        return Matrices(gate_up, down_rows, gate_up_bias, values[:, self._first_panels * WIDTH :][:, : self.hidden])
+
+    @property
+    def _padded_hidden(self) -> int:
+        return -(-self.hidden // WIDTH) * WIDTH
+
+    @property
+    def _padded_intermediate(self) -> int:
+        return -(-self.intermediate // WIDTH) * WIDTH
+
+    @property
+    def _first_panels(self) -> int:
+        return self.parts * self._padded_intermediate // WIDTH
+
+    @property
+    def _first_bytes(self) -> int:
+        return self._first_panels * self.first.nbytes(self._padded_hidden)
+
+    @property
+    def _down_bytes(self) -> int:
+        return self._padded_hidden // WIDTH * self.down.nbytes(self._padded_intermediate)
+
+    @property
+    def _bias_values(self) -> int:
+        return self.parts * self._padded_intermediate + self._padded_hidden if self.form.biased else 0
+
+    def _steps(self, panels: Panels, packed: Tensor, count: int, columns: int) -> Tensor:
+        """(G, bytes of `count` panels) -> (G, count, steps, 32 outputs, neighbours)."""
+        return panels.steps(cut(packed, -1, count, -1), columns)
+
+    def _ordered(self, parts: Tensor) -> Tensor:
+        """(G, parts, padded I, ...) -> (G, parts * I, ...) in the order of the stock weight's rows."""
+        parts = parts[:, :, : self.intermediate]
+        return (parts.transpose(1, 2) if self.form.interleaved else parts).flatten(1, 2)
+
+
+@functools.cache
+def _reader(layout: PackedLayout) -> Callable[[Tensor], Matrices]:
+    """Return `read` of a layout: the same function for all layers."""
+
+    def read(packed: Tensor) -> Matrices:
+        return layout.read(packed)
+
+    return read

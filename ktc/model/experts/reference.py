@@ -1,0 +1,138 @@
+"""The routed experts in plain PyTorch: the meaning of `fused_moe`, and what runs when a model is loaded as reference.
+
+In: tensors as a stock experts module holds them, and the form that says how to read them. Refused: an expert that does
+not exist, a form and biases that contradict each other. Tensor suffixes: T tokens, H hidden, I intermediate, E experts,
+K experts per token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ktc.model.experts.lora import ExpertsLora
+from ktc.model.kernels.form import Activation, ExpertsForm, Function, parse_form
+
+# From rows (T, K) and a matrix (N, K) to (T, N); one for gate_up, one for down.
+Product = Callable[[Tensor, Tensor], Tensor]
+Products = tuple[Product, Product]
+_FUNCTIONS: Final[Mapping[Function, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def check_routing(top_k_index: Tensor, num_experts: int) -> None:
+    """Raise `IndexError` where a token is sent to an expert that does not exist."""
+    if top_k_index.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(top_k_index))
+    if low < 0 or high >= num_experts:
+        found = low if low < 0 else high
+        raise IndexError(f"`top_k_index` names expert {found}; this layer has experts 0 to {num_experts - 1}")
+
+
+def fused_moe_reference(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    form: str | ExpertsForm = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    lora: ExpertsLora | None = None,
+    products: Products | None = None,
+) -> Tensor:
+    """Routed experts: `(T, H), (T, K) int64, (T, K), (E, 2I, H), (E, H, I) -> (T, H)`; biases (E, 2I) and (E, H).
+
+    Weights and biases are stored as `form` says: the shapes above are those of a plain form. `lora` adds low-rank
+    products to both, `products` says how else to multiply than with the values themselves. Differentiable in every
+    float input, in any float dtype.
+    Raises `IndexError` for an expert that does not exist and `ValueError` for an unknown form, or biases where the form
+    has none or the other way round.
+    Rows of one expert keep the order (k, token) and experts are added in ascending order, as the eager implementation
+    of Hugging Face does, so that a model in fp32 generates the same tokens.
+    """
+    form = parse_form(form) if isinstance(form, str) else form
+    if {form.biased} != {gate_up_bias is not None, down_bias is not None}:
+        raise ValueError(f"experts of the form `{form}` {'need both biases' if form.biased else 'take no bias'}")
+    check_routing(top_k_index, gate_up.shape[0])
+    out_TH = torch.zeros_like(hidden_states)
+    slots_KT = top_k_index.T
+    for expert in cast("list[int]", torch.unique(top_k_index).tolist()):
+        k, token = torch.where(slots_KT == expert)
+        matrices = gate_up[expert], down[expert], _row(gate_up_bias, expert), _row(down_bias, expert)
+        y = expert_output(form, hidden_states[token], *matrices, expert, lora, products)
+        y = y * top_k_weights[token, k, None]
+        out_TH = out_TH.index_add(0, token, y.to(out_TH.dtype))
+    return out_TH
+
+
+def expert_output(
+    form: ExpertsForm,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert: int,
+    lora: ExpertsLora | None = None,
+    products: Products | None = None,
+) -> Tensor:
+    """Compute one expert's outputs, (T, H) -> (T, H), before routing weights; `expert` is its index in `lora`."""
+    of_gate_up, of_down = products or (None, None)
+    inner = _linear(form, x, gate_up, gate_up_bias, of_gate_up)
+    if lora and lora.gate_up:
+        inner = inner + lora.gate_up(expert, x)
+    act = activated(form, inner)
+    y = _linear(form, act, down, down_bias, of_down)
+    return y + lora.down(expert, act) if lora and lora.down else y
+
+
+def activated(form: ExpertsForm, gate_up: Tensor) -> Tensor:
+    """From the outputs of gate_up, (..., 2I) as its weights are ordered or (..., I) without a gate, to (..., I)."""
+    function = _function(form.activation)
+    if not form.gated:
+        return function(gate_up)
+    gate, up = (gate_up[..., 0::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, dim=-1)
+    limit = form.activation.limit
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if form.activation.up_cap is not None:
+        up = _soft_capped(up, form.activation.up_cap)
+    if form.activation.up_offset:
+        up = up + form.activation.up_offset
+    return function(gate) * up
+
+
+def _function(activation: Activation) -> Callable[[Tensor], Tensor]:
+    alpha, cap = activation.alpha, activation.gate_cap
+    if cap is not None:
+        return lambda x: _soft_capped(x, cap) * torch.sigmoid(alpha * x)
+    return _FUNCTIONS[activation.function] if alpha == 1 else lambda x: x * torch.sigmoid(alpha * x)
+
+
+def _soft_capped(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
+
+
+def _linear(form: ExpertsForm, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None) -> Tensor:
+    if product is not None:
+        y = product(x, weight.T if form.transposed else weight)
+        return y if bias is None else y + bias
+    if not form.transposed:
+        return F.linear(x, weight, bias)
+    return x @ weight if bias is None else x @ weight + bias
+
+
+def _row(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]

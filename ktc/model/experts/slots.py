@@ -1,0 +1,113 @@
+"""The pairs (token, choice) of a call, sorted by expert: which rows an expert multiplies, and where its results go.
+
+In: the router's choice (T, K). Out: for a run of neighbouring experts the tokens of its rows and where each expert's
+rows end. Results come back in a fixed order of sums, without atomic additions, so that runs are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.compiled_functions import compiled_on
+from ktc.model.experts.reference import check_routing
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """S = T * K slots in order of expert, and of token for equal experts.
+
+    `tokens`, `pairs` and `experts` (S,) int64 are the token, the index token * K + k, and the expert of a slot.
+    `places` (T, K) int64 is the slot of each pair, `ends` (E,) int32 the end of each expert's slots; `bounds` has the
+    first slot of each expert and S, on the host.
+    """
+
+    tokens: Tensor
+    pairs: Tensor
+    experts: Tensor
+    places: Tensor
+    ends: Tensor
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, index_TK: Tensor, num_experts: int) -> Slots:
+        """Sort the choices of all tokens. Waits for the device, which counts the slots.
+
+        Raises `IndexError` for an expert that does not exist.
+        """
+        experts, pairs = torch.sort(index_TK.flatten(), stable=True)
+        places = torch.empty_like(pairs)
+        places[pairs] = torch.arange(len(pairs), device=pairs.device)
+        edges = torch.searchsorted(experts, torch.arange(num_experts + 1, device=experts.device))
+        bounds = tuple(cast("list[int]", edges.tolist()))
+        if bounds[0] != 0 or bounds[-1] != len(pairs):
+            check_routing(index_TK, num_experts)
+        tokens = pairs // index_TK.shape[1]
+        return cls(tokens, pairs, experts, places.view_as(index_TK), edges[1:].to(torch.int32), bounds)
+
+    def to(self, device: torch.device) -> Slots:
+        """Return the slots on a device."""
+        if self.tokens.device == device:
+            return self
+        tensors = self.tokens, self.pairs, self.experts, self.places, self.ends
+        tokens, pairs, experts, places, ends = (each.to(device, non_blocking=True) for each in tensors)
+        return Slots(tokens, pairs, experts, places, ends, self.bounds)
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """The experts that have slots, in ascending order."""
+        return tuple(e for e, (first, end) in enumerate(itertools.pairwise(self.bounds)) if end > first)
+
+    def span(self, run: range) -> tuple[int, int]:
+        """Return the first slot of neighbouring experts, and the slot after their last."""
+        return self.bounds[run.start], self.bounds[run.stop]
+
+    def of_experts(self, run: range) -> Rows:
+        """Return the rows of neighbouring experts."""
+        first, end = self.span(run)
+        return Rows(
+            self.tokens[first:end], self.pairs[first:end], self.experts[first:end] - run.start,
+            self.ends[run.start : run.stop] - first, first, end,
+        )  # fmt: skip
+
+    def sums(self, rows: Tensor, run: range, dtype: torch.dtype, weights_TK: Tensor | None = None) -> Tensor:
+        """Sum the rows of each token, of the slots of `run`: `(R, H) -> (T, H)` in `dtype`.
+
+        With routing weights each row is multiplied by its own. A token's rows are added in the order of its choices.
+        """
+        if len(rows) == 0:
+            return rows.new_zeros((len(self.places), rows.shape[1]), dtype=dtype)
+        places = self.places - self.span(run)[0]
+        return compiled_on(rows.device, sum_rows)(rows, places, weights_TK, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The slots of G neighbouring experts: token, pair and expert within the run of each, and where experts end.
+
+    They are the slots from `first` until before `end`.
+    """
+
+    tokens: Tensor
+    pairs: Tensor
+    experts: Tensor
+    ends: Tensor
+    first: int
+    end: int
+
+
+def sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Sum for each token the rows at `places_TK`; places outside of `rows` count as zero."""
+    inside = (places_TK >= 0) & (places_TK < len(rows))
+    places = places_TK.clamp(0, len(rows) - 1)
+    total = torch.zeros((), dtype=dtype, device=rows.device)
+    for k in range(places_TK.shape[1]):
+        values = rows[places[:, k]].to(dtype)
+        if weights_TK is not None:
+            values = values * weights_TK[:, k, None]
+        total = total + torch.where(inside[:, k, None], values, 0)
+    return total

@@ -1,0 +1,181 @@
+"""The streamed backend: a layer's experts on GPUs for many tokens, from the packed weights in host memory.
+
+With thousands of tokens a GPU saves more time than sending it all experts of a layer takes. Experts come in chunks, and
+each matrix of a chunk is multiplied in one grouped product: two forward, three backward, those of LoRA beside them.
+Several GPUs share a layer's experts: each receives its own through its own bus and multiplies them for all tokens.
+Forward saves its input alone, in host memory. Backward sends the weights again and computes gate and up again. The
+gradient of a routing weight is <h, dh>, with h the input of down and dh its gradient before the weight, so that the
+outputs of down are not computed again.
+Out: what the kernel computes, in the GPU's rounding. Refused: what `ExpertStream` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ktc.model.experts.chunk_products import ChunkProducts
+from ktc.model.experts.expert_stream import ExpertStream, expert_stream
+from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.saved_on_host import SavedOnHost
+from ktc.model.experts.slots import Slots
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
+from ktc.model.experts.tracing import never_traced
+from ktc.model.kernels.form import ExpertsForm
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """The experts of `packed` on `devices`, each with a ring of `buffer` bytes. Results are on the first of them.
+
+    Weights that are `resident` are sent once and stay.
+    """
+
+    packed: PackedExperts
+    form: ExpertsForm
+    devices: tuple[torch.device, ...]
+    buffer: int = DEFAULT_BUFFER
+    resident: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device that results are on."""
+        return self.devices[0]
+
+    @never_traced
+    def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+        """See `ExpertsBackend.run`."""
+        out_TH = compute(self._streams(), self.form, x_TH.to(self.packed.dtype), index_TK, weights_TK, lora)
+        return out_TH.to(x_TH.device, x_TH.dtype)
+
+    def _streams(self) -> tuple[ExpertStream, ...]:
+        experts, count = self.packed.sizes.num_experts, len(self.devices)
+        bounds = [experts * number // count for number in range(count + 1)]
+        return tuple(
+            expert_stream(self.packed, self.form, device, self.buffer, range(first, end), resident=self.resident)
+            for device, first, end in zip(self.devices, bounds, bounds[1:], strict=False)
+            if end > first
+        )
+
+    def prepare(self) -> None:
+        """See `ExpertsBackend.prepare`."""
+        for stream in self._streams():
+            stream.prepare()
+
+    def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
+        """Return 0: forward saves only hidden states."""
+        return 0
+
+
+def compute(
+    streams: Sequence[ExpertStream], form: ExpertsForm, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor,
+    lora: ExpertsLora,
+) -> Tensor:  # fmt: skip
+    """Compute the layer's output on the first stream's device, differentiable in hidden states, weights and factors.
+
+    `(T, H), (T, K) int64, (T, K) -> (T, H)`, each on any device. Raises `IndexError` for an expert that does not exist.
+    """
+    home = streams[0].device
+    x, weights, index = (tensor.to(home) for tensor in (x_TH, weights_TK, index_TK))
+    tensors = index, x, weights, *lora.on(home).factors
+    with torch.autocast(home.type, enabled=False):  # as the kernel, which computes in the experts' dtype
+        return cast("Tensor", _StreamedExperts.apply(streams, form, lora.scales, torch.is_grad_enabled(), *tensors))
+
+
+class _StreamedExperts(torch.autograd.Function):
+    """Forward keeps hidden states (in host memory), routing and factors; nothing of what it computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, streams: Sequence[ExpertStream], form: ExpertsForm, scales: tuple[float, float], keep: bool,
+        index: Tensor, x: Tensor, weights: Tensor, *factors: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        slots = Slots.of(index, streams[-1].share.stop)
+        lora = ExpertsLora.of(factors, scales)
+        shares = [_Share(stream, form, slots, x, weights, lora) for stream in streams]
+        out = _sum([share.forward() for share in shares])
+        ctx.streams, ctx.form, ctx.scales, ctx.slots = streams, form, scales, slots
+        if keep and any(ctx.needs_input_grad):
+            ctx.x = SavedOnHost(x)
+            ctx.save_for_backward(weights, *factors)
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights, *factors = ctx.saved_tensors
+        x, (grad,) = cast("SavedOnHost", ctx.x).back(), grads
+        lora = ExpertsLora.of(factors, ctx.scales)
+        shares = [_Share(stream, ctx.form, ctx.slots, x, weights, lora) for stream in ctx.streams]
+        found = [share.backward(grad) for share in shares]
+        d_x, d_weights = (_sum(list(parts)) for parts in zip(*found, strict=True))
+        d_factors = [_sum(list(parts)) for parts in zip(*(share.gradients for share in shares), strict=True)]
+        return (
+            None, None, None, None, None, d_x.to(x.dtype), d_weights.view_as(weights).to(weights.dtype), *d_factors
+        )  # fmt: skip
+
+
+class _Share:
+    """The experts of one stream in one call, on their device."""
+
+    def __init__(
+        self, stream: ExpertStream, form: ExpertsForm, slots: Slots, x: Tensor, weights: Tensor, lora: ExpertsLora
+    ) -> None:
+        self._stream, self._run = stream, stream.share
+        self._slots = slots.to(stream.device)
+        self._x = x.to(stream.device, non_blocking=True)
+        self._sums = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self._weights = weights.to(stream.device, self._sums, non_blocking=True)
+        self._products = ChunkProducts(form, lora.on(stream.device), x.dtype)
+
+    def forward(self) -> Tensor:
+        """Return the share's part of the output, (T, H)."""
+        y = self._per_slot(self._x)
+        for run, matrices in self._stream.chunks(self._slots.chosen):
+            rows = self._slots.of_experts(run)
+            of_run = self._products.forward(self._x.index_select(0, rows.tokens), rows, run, matrices)
+            y[rows.first - self._first : rows.end - self._first] = of_run
+        return self._slots.sums(y, self._run, self._sums, self._weights)
+
+    def backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the share's part of the gradients of hidden states (T, H) and of routing weights (T K,)."""
+        grad = grad.to(self._stream.device, self._x.dtype, non_blocking=True)
+        flat = self._weights.flatten()
+        d_flat, d_slots = torch.zeros_like(flat), self._per_slot(self._x)
+        for run, matrices in self._stream.chunks(self._slots.chosen, reverse=True):
+            rows = self._slots.of_experts(run)
+            d_rows, d_weights = self._products.backward(
+                self._x.index_select(0, rows.tokens), grad.index_select(0, rows.tokens), flat[rows.pairs], rows, run,
+                matrices,
+            )  # fmt: skip
+            d_flat[rows.pairs] = d_weights  # each pair once
+            d_slots[rows.first - self._first : rows.end - self._first] = d_rows
+        return self._slots.sums(d_slots, self._run, self._sums), d_flat
+
+    @property
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Those of LoRA's factors, for all experts; zero outside of the share."""
+        return self._products.gradients
+
+    @property
+    def _first(self) -> int:
+        return self._slots.span(self._run)[0]
+
+    def _per_slot(self, x: Tensor) -> Tensor:
+        """Allocate a row for each slot of the share, in the dtype of the products."""
+        first, end = self._slots.span(self._run)
+        return x.new_empty((end - first, x.shape[1]), dtype=self._products.dtype)
+
+
+def _sum(parts: list[Any]) -> Any:
+    """Add what the devices found, in their order, on the first of them."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total if part is None else total + part.to(total.device)
+    return total

@@ -1,0 +1,134 @@
+"""The destination of a checkpoint's tensor by name: transformers' own conversion mapping, read but not run.
+
+Input: the stock model on meta. Output: a function from a checkpoint name to a `Place`, and names of experts. Supported
+are renamings, the stacking of experts, `Transpose`, `Interleave` and `Concatenate` of several tensors; other chains are
+`Unmappable`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from ktc.model.checkpoint import Part, Step
+
+STACKED_PARTS: Mapping[str, Part] = {
+    "gate_up_proj": "gate_up",
+    "up_proj": "up",
+    "down_proj": "down",
+    "gate_up_proj_bias": "gate_up_bias",
+    "up_proj_bias": "up_bias",
+    "down_proj_bias": "down_bias",
+}
+"""The contents of the stacked tensor of an experts module, by its own name."""
+
+EXPERT_LAYERS: Mapping[str, str] = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"
+}  # fmt: skip
+"""Which part of an expert a layer of one expert is, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The destination of a tensor.
+
+    `expert` and `part` identify a slice of a stack of experts. `joined` is (dimension, index, number of parts) if
+    several tensors are concatenated to the target.
+    """
+
+    target: str
+    expert: int | None = None
+    part: Part | None = None
+    steps: tuple[Step, ...] = ()
+    joined: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unmappable:
+    """The reason why a name has no destination."""
+
+    reason: str
+
+
+def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str], Place | Unmappable]:
+    """Return a function from a checkpoint name to its place among `targets`, the model's state dict."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+    converters = [step for step in mapping if isinstance(step, WeightConverter)]
+    by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
+    prefix = model.base_model_prefix
+
+    def place(name: str) -> Place | Unmappable:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
+        if target not in targets and name in targets:  # a renaming for another file's names
+            return Place(name)
+        if pattern is None:
+            return Place(target)
+        converter = by_pattern[pattern]
+        renamed, _ = rename_source_key(name, renamings, [], prefix, None)
+        number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
+        found = _converted(converter, converter.source_patterns.index(pattern), target, number and int(number[1]))
+        if found is None:
+            chain = ", ".join(spelled(operation) for operation in converter.operations)
+            return Unmappable(f"needs a conversion that ktc does not do: {chain}")
+        return found
+
+    return place
+
+
+def _converted(converter: WeightConverter, which: int, target: str, number: int | None) -> Place | None:
+    """Return the place of the `which`-th source of a chain of operations; `None` for an unknown chain."""
+    chain = tuple(spelled(operation) for operation in converter.operations)
+    sources, leaf = len(converter.source_patterns), target.rpartition(".")[2]
+    if len(converter.target_patterns) != 1:
+        return None
+    if number is not None:
+        if chain == ("MergeModulelist(0)", "Concatenate(1)") and sources == 2 and leaf == "gate_up_proj":
+            return Place(target, number, "gate" if which == 0 else "up")
+        part = STACKED_PARTS.get(leaf)
+        return Place(target, number, part) if chain == ("MergeModulelist(0)",) and part in ("up", "down") else None
+    if len(converter.operations) != 1:
+        return None
+    operation = converter.operations[0]
+    if type(operation).__name__ == "Concatenate" and sources > 1:
+        return Place(target, joined=(int(vars(operation)["dim"]), which, sources))
+    step = _step(operation)
+    return Place(target, steps=(step,)) if step is not None and sources == 1 else None
+
+
+def _step(operation: ConversionOps) -> Step | None:
+    settings = cast("dict[str, int]", vars(operation))
+    match type(operation).__name__:
+        case "Transpose" if not settings.get("check_dims"):
+            return Step("transpose", (settings["dim0"], settings["dim1"]))
+        case "Interleave" if not settings.get("inverse"):
+            return Step("deinterleave", (settings["dim"],))
+        case _:
+            return None
+
+
+def spelled(operation: ConversionOps) -> str:
+    """Return the operation and its dimension, such as `Concatenate(1)`."""
+    return f"{type(operation).__name__}({getattr(operation, 'dim', '')})"
+
+
+def names_one_by_one(model: PreTrainedModel) -> Mapping[str, str]:
+    """Return what checkpoints call gate, up and down of one expert, or nothing if they keep experts stacked."""
+    found: dict[str, str] = {}
+    for step in get_model_conversion_mapping(model):
+        if isinstance(step, WeightConverter) and "MergeModulelist" in [type(each).__name__ for each in step.operations]:
+            leaves = (pattern.removesuffix(".weight").rpartition(".")[2] for pattern in step.source_patterns)
+            found |= {EXPERT_LAYERS[leaf]: leaf for leaf in leaves if leaf in EXPERT_LAYERS}
+    return found if found.keys() == {"gate", "up", "down"} else {}

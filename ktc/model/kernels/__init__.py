@@ -1,0 +1,1 @@
+"""Native kernels: their specs, the library of an OUT, and calls into it."""

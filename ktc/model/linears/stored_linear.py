@@ -1,0 +1,167 @@
+"""`StoredLinear`: a frozen linear layer on the CPU whose weight is the blocks of a GGUF file, multiplied as stored.
+
+In: bf16 activations. Out: the product with the blocks' weights, summed in fp32 and rounded once, and the gradients of
+the input and of a bias that trains. PEFT wraps it as any `nn.Linear`: its `weight` has the shape and dtype of the stock
+one, and no values.
+Refused: blocks of another type or size (ValueError), input of another dtype or device (RuntimeError), copies (L449).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.experts.load_state import Loads
+from ktc.model.experts.packed import huge_pages
+from ktc.model.experts.tracing import never_traced
+from ktc.model.kernels.kernel_calls import HostCall, announce
+from ktc.model.kernels.kernel_library import TURNS, Engine, Kernel, NativePackedLinear, permitted_threads
+from ktc.model.linears.absent_weight import AbsentWeight
+from ktc.model.linears.gemv import address
+
+_BYTES_PER_THREAD = 128 << 10  # with less, waking a thread costs more than it saves
+
+
+class StoredLinear(nn.Linear):
+    """`(..., in_features) -> (..., out_features)` in bf16. `format` is that of the blocks."""
+
+    kernel: Kernel
+    format: str
+    threads: int
+    packed: Tensor | None
+    loads: Loads[str]
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, kernel: Kernel, weight_format: str, threads: int) -> StoredLinear:
+        """Return a layer with the bias of `linear` and a weight that `load_blocks` brings."""
+        made = cls(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
+        del made.weight
+        shape = (linear.out_features, linear.in_features)
+        made.__dict__["weight"] = AbsentWeight.of(shape, linear.weight.dtype, torch.device("cpu"))
+        made.register_parameter("bias", linear.bias)
+        made.kernel, made.format, made.packed = kernel, weight_format, None
+        made.loads = Loads(["weight"])
+        made.threads = permitted_threads(threads)
+        return made.train(linear.training)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weight."""
+        native, _ = _opened(self.kernel, 1)
+        return native.packed_bytes(self.in_features, self.out_features)
+
+    def load_blocks(self, blocks: Tensor) -> None:
+        """Pack the whole weight: uint8 (out_features, bytes of a row), as the file stores it."""
+        native, _ = _opened(self.kernel, 1)
+        packed = huge_pages(self.packed_bytes) if self.packed is None else self.packed
+        blocks = blocks.contiguous()
+        if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[0] != self.out_features:
+            raise ValueError(f"expected blocks of {self.out_features} rows, found {tuple(blocks.shape)}")
+        native.pack(packed.data_ptr(), blocks.data_ptr(), *blocks.shape)
+        self.packed = packed
+        self.loads.loaded("weight")
+
+    def copy_from(self, other: StoredLinear) -> None:
+        """Load the weight of a layer of the same sizes and format into the same memory."""
+        assert self.packed is not None and other.packed is not None, "both layers are loaded"
+        self.packed.copy_(other.packed)
+        self.loads.loaded("weight")
+
+    def restore(self, name: str) -> None:
+        """Await a load into the same memory. Until `process`, calls are refused (L460) with `name`, the module's."""
+        self.loads.restore(name)
+
+    def process(self) -> None:
+        """Admit calls again. Raises InputRefused (L460) without a load."""
+        self.loads.process()
+
+    def dequantised(self) -> Tensor:
+        """Return the weight (out_features, in_features), each value rounded to bf16."""
+        weight = torch.empty(self.out_features, self.in_features, dtype=torch.bfloat16)
+        native, _ = _opened(self.kernel, 1)
+        native.unpack(self._held(), weight.data_ptr(), self.in_features, self.out_features)
+        return weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features). Raise `RuntimeError` for input that is not bf16 on the CPU."""
+        if torch.is_autocast_enabled("cpu"):
+            input = input.to(torch.get_autocast_dtype("cpu"))
+        if input.dtype != torch.bfloat16:
+            raise RuntimeError(f"a linear layer in {self.format} multiplies bf16, found {input.dtype}")
+        if input.device.type != "cpu":
+            message = f"a linear layer in {self.format} is multiplied on the CPU, found an input on `{input.device}`"
+            raise RuntimeError(f"{message}: leave the model where `ktc.load` puts it")
+        bias = cast("Tensor | None", self.bias)
+        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+            return cast("Tensor", _Frozen.apply(input, bias, self))
+        return self._product(input)
+
+    @never_traced
+    def _product(self, input: Tensor) -> Tensor:
+        x = input.detach().contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        packed = self._held()
+        bias = cast("Tensor | None", self.bias)
+        native, engine = _opened(self.kernel, self._num_threads())
+        # held until it was read; `.to(device)` of the model moves it
+        bias = None if bias is None else bias.detach().to("cpu", torch.bfloat16).contiguous()
+        sizes = math.prod(x.shape[:-1]), self.in_features, self.out_features
+        with TURNS:
+            native.forward(engine, x.data_ptr(), packed, address(bias), out.data_ptr(), *sizes)
+
+        def bind(reads: tuple[Tensor | None, ...], out: Tensor) -> HostCall:
+            x_at, bias_at = map(address, reads)
+            return HostCall(
+                native.call(engine, x_at, packed, bias_at, out.data_ptr(), *sizes), (self.packed, *reads, out)
+            )
+
+        announce(bind, (x, bias), out)
+        return out
+
+    def _held(self) -> int:
+        self.loads.require_processed(self.loads.generation)
+        if self.packed is None:
+            raise RuntimeError("the layer has no weight yet: `load_blocks` brings it")
+        return self.packed.data_ptr()
+
+    def _num_threads(self) -> int:
+        assert self.packed is not None
+        return min(self.threads, max(1, self.packed.numel() // _BYTES_PER_THREAD))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse (L449): a copy would train, or save, weights that are blocks."""
+        message = "a linear layer that is multiplied as stored cannot be copied: its weight is blocks of a GGUF file"
+        raise InputRefused(Diagnostic("L449", message, hint="write `kt_linear(gemv, prefill = torch)`"))
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", {self.format} as stored"
+
+
+@functools.cache
+def _opened(kernel: Kernel, threads: int) -> tuple[NativePackedLinear, Engine]:
+    return kernel.packed_linear(), kernel.engine(threads)
+
+
+class _Frozen(torch.autograd.Function):
+    """The product; backward multiplies with the weights rounded to bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: StoredLinear) -> Tensor:
+        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
+        return layer._product(x)  # pyright: ignore[reportPrivateUsage]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        needs_x, needs_bias, _ = ctx.needs_input_grad
+        of_x = grad.to(torch.bfloat16) @ cast("StoredLinear", ctx.layer).dequantised() if needs_x else None
+        of_bias = (
+            grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        )
+        return of_x, of_bias, None

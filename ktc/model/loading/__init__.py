@@ -1,0 +1,1 @@
+"""Loading an OUT: the model is built, realised, tried and refreshed."""

@@ -1,0 +1,109 @@
+"""A block whose own code loops over experts, replaced by its captured graph: the step `graph_block` of the recipe.
+
+In: the stock block and the file of OUT that holds the graph as Python. Out: the same module, with its children at their
+names, running that code; its list of experts is one stack, for the step that follows to put a kernel there. Refused: a
+file that is not such code, a list of other experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ktc.foundation.regular_files import read_regular
+from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.kernels.form import ExpertsForm, parse_form
+from ktc.model.loading.python_files import module_of
+
+Forward = Callable[..., Any]
+_PREFIX = "ktc_block_"  # of the names of blocks' modules
+
+
+class ExpertStack(nn.Module):
+    """The tensors of a list of experts, stacked as the stock layout of their form; it computes nothing."""
+
+    def __init__(self, stacked: Mapping[StockTensor, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in stacked.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def graph_block(block: nn.Module, args: Mapping[str, Any], folder: Path) -> nn.Module:
+    """`block` itself, of a class made for it. Raises `ValueError` where the arguments are those of another block."""
+    experts = block.get_submodule(args["experts"])
+    if not isinstance(experts, nn.ModuleList):
+        raise ValueError(f"`{args['experts']}` is a `{type(experts).__name__}`")
+    form, names = parse_form(args["form"]), parse_parts(args["parts"])
+    stack = ExpertStack(stacked_experts(experts, form, names))
+    sizes = (args["num_experts"], args["hidden"], args["intermediate"])
+    for name in stock_names(form):
+        if tuple(getattr(stack, name).shape) != stock_shape(form, name, *sizes):
+            raise ValueError(f"its experts are of other sizes: `{name}` {list(getattr(stack, name).shape)}")
+    block.set_submodule(args["experts"], stack)
+    stock = type(block)
+    forward = read_forward(folder / args["file"])
+    block.__class__ = type(stock.__name__, (stock,), {  # of the same name: libraries choose blocks by it
+        "__module__": stock.__module__, "__qualname__": stock.__qualname__, "forward": forward
+    })  # fmt: skip
+    return block
+
+
+def parse_parts(text: str) -> dict[str, str]:
+    """`gate=w1.weight up=w3.weight down=w2.weight`: where each part is in an expert. Raises `ValueError`."""
+    pairs = [pair.split("=") for pair in text.split(" ")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"`{text}` names no parts of an expert")
+    return dict(pairs)
+
+
+def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[str, str]) -> dict[StockTensor, Tensor]:
+    """Return the stock tensors of `form`, each stacked over all experts. Raise `ValueError` for a missing name."""
+
+    def piece(expert: nn.Module, name: str) -> Tensor:
+        owner, _, leaf = names.get(name, "").rpartition(".")
+        found = getattr(expert.get_submodule(owner), leaf, None)
+        if not isinstance(found, Tensor):
+            raise ValueError(f"a `{type(expert).__name__}` has no `{names.get(name, name)}`")
+        return found.detach()
+
+    def whole(expert: nn.Module, name: StockTensor) -> Tensor:
+        part = name.replace("_proj", "")
+        if part in names or not part.startswith("gate_up"):
+            return piece(expert, part)
+        return torch.cat([piece(expert, part.replace("gate_up", half)) for half in ("gate", "up")])
+
+    try:
+        return {name: torch.stack([whole(expert, name) for expert in experts]) for name in stock_names(form)}
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+
+
+@contextmanager
+def modules_forgotten() -> Generator[None]:
+    """Take the modules that `read_forward` makes inside the context out of the interpreter's list at its end."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(_PREFIX) and name not in before]:
+            del sys.modules[name]
+
+
+def read_forward(path: Path) -> Forward:
+    """Return the function `forward` of a block's file. Raise `ValueError` for a file without one.
+
+    The file becomes a module named after its contents, since `torch.compile` imports the modules of functions by name.
+    """
+    try:
+        name = f"{_PREFIX}{hashlib.sha256(read_regular(path)).hexdigest()[:16]}"
+        module = sys.modules[name] = module_of(path, name)
+        return cast("Forward", module.forward)
+    except (OSError, SyntaxError, AttributeError) as error:
+        raise ValueError(f"`{path.name}` holds no block: {error}") from error

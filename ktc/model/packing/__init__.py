@@ -1,0 +1,1 @@
+"""`ktc pack`: the packed store of an OUT is written and verified."""

@@ -1,0 +1,125 @@
+"""`ModuleTarget`: a rewrite that puts a module of ktc in the place of a node, and of the stock module at its FQN.
+
+In: a graph and the plan's actions, later the stock model and the row of `ktc.json`. Out: the graph with a call of the
+module, the module for the model. Refused (`WrongModule`): a stock module that the rewrite is not for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from ktc.model.targets.settings import Facet
+from ktc.model.targets.target import Block, NodeAction, Target
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from ktc.foundation.host import Host
+    from ktc.model.kernels.kernel_library import Kernel
+
+Arguments = dict[str, int | str]
+_CARRYING: Final[tuple[Facet, ...]] = ("kernel", "quant", "adapter")  # of two on a node, the earlier makes its module
+ITSELF = "itself"  # in the graph of a block that is replaced as a whole, the module that replaces it
+
+
+class WrongModule(ValueError):
+    """The model has another module at the FQN than the one that was compiled; the message says what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTarget(Target):
+    """`module` is the name of the module in `ktc.json`, `arguments` the types of what it is built with.
+
+    Numbers are at least 1, except for those in `may_be_zero`. `operands` is how many operands of the node the module
+    takes.
+    """
+
+    module: ClassVar[str]
+    arguments: ClassVar[Mapping[str, type]] = {}
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()
+    operands: ClassVar[int] = 1
+    changes_graphs: ClassVar = True
+
+    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+        """Return the module that replaces `node` in the graph. It runs without a kernel: proofs need no compiler."""
+        raise NotImplementedError
+
+    def placed(self, action: NodeAction) -> str:
+        """Return the name in `ktc.json` of the module that this action puts."""
+        return self.module
+
+    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+        """Return the arguments of the module in the loaded model, as `arguments` declares them. `node` is its call."""
+        return {}
+
+    @staticmethod
+    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+        """Return the module for the model, with the weights of the stock module. Without `kernel` it runs in PyTorch.
+
+        Raises ValueError where `old` is not what was compiled.
+        """
+        raise NotImplementedError
+
+    def inputs(self, node: fx.Node) -> tuple[Any, ...]:
+        """Return the values that the module is called with."""
+        return node.args[: self.operands]
+
+    def described(self, node: fx.Node) -> dict[str, Any]:
+        """Return the attributes of the module's call."""
+        from ktc.model.graph import ops
+
+        return ops.attributes(node)
+
+    def kernel_name(self, action: NodeAction) -> str:
+        """Return the name of the node's kernel in pictures, "" for none."""
+        return action.kernel.entry if action.kernel else ""
+
+    @classmethod
+    def apply(cls, graph: fx.GraphModule, block: Block) -> None:
+        """Replace the nodes that actions of this target name."""
+        from ktc.model.graph.typed import nodes_by_name
+
+        nodes = nodes_by_name(graph)
+        for action in carriers(block.actions):
+            if isinstance(action.target, cls):
+                others = tuple(other for other in block.actions if other.node == action.node and other is not action)
+                action.target.replace(graph, nodes[action.node], action, others)
+
+    def replace(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction, others: Sequence[NodeAction]) -> None:
+        """Put a call of the module in the place of `node`; the call names the rules of all actions on the node."""
+        graph.set_submodule(place_of(action), self.put(graph, node, action))
+        with graph.graph.inserting_before(node):
+            call = graph.graph.call_module(place_of(action), self.inputs(node))
+        together = (action, *others)
+        call.meta = {**node.meta, "op": self.name, "attributes": self.described(node), "fqn": action.fqn}
+        call.meta |= {
+            "rule": ", ".join(dict.fromkeys(each.rule for each in together)),
+            "span": ", ".join(dict.fromkeys(str(each.span) for each in together)),
+        }
+        if kernel := self.kernel_name(action):
+            call.meta["kernel"] = kernel
+        node.replace_all_uses_with(call)
+        graph.graph.erase_node(node)
+
+
+def place_of(action: NodeAction) -> str:
+    """Return the name of the action's module in the rewritten graph, which cannot put a module at itself."""
+    return action.fqn or ITSELF
+
+
+def replaced(block: nn.Module, place: str) -> nn.Module:
+    """Return the stock module of `block` that the module at `place` of the rewritten graph replaces."""
+    return block if place == ITSELF else block.get_submodule(place)
+
+
+def carriers(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
+    """Yield one action per node, whose target makes the module: that of a kernel, a quantisation or an adapter."""
+    for facet in _CARRYING:
+        held = {action.node for before in _CARRYING[: _CARRYING.index(facet)] for action in _of(actions, before)}
+        yield from (action for action in _of(actions, facet) if action.node not in held)
+
+
+def _of(actions: Sequence[NodeAction], facet: Facet) -> list[NodeAction]:
+    return [action for action in actions if action.target.fills == facet]

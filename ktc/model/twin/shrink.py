@@ -1,0 +1,69 @@
+"""A config shrunk to witness size: the same class and flags, small dimensions, every kind of layer.
+
+Input: any causal-LM config of transformers. Output: a copy. The meaning of an attribute is read from its name
+(`sizes`, `layers`), never from the model's name. An attribute that is missing or None is unchanged. Refused: a config
+whose class requires an unknown relation between its sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.twin.layers import shrink_layers
+from ktc.model.twin.sizes import Settings, parts_of, shrink_sizes, with_other_sizes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    Config = TypeVar("Config", bound=PretrainedConfig)
+
+MIN_POSITIONS = 512
+_POSITIONS = ("max_position_embeddings", "model_max_length", "max_seq_len")
+_PLEASE_REPORT = "please report this model's config: the witness builder does not support it yet"
+_FIRST_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Config:
+    """Return a witness-sized copy of `config`: the same class and flags with small dimensions, `whole` in depth.
+
+    Flags that select another computation keep their meaning: no groups stay no groups, no query compression stays none,
+    equal head counts stay equal, a model that begins with dense layers keeps one, and every kind of layer is kept.
+    With `whole` every layer is kept. `second` gives other small sizes, to find numbers that depend on a size.
+    Raises InputRefused (I103) if the config's class does not accept the small sizes.
+    """
+    settings: dict[str, Any] = config.to_dict()
+    try:
+        return type(config).from_dict(_shrunk(settings, {}, whole, second))
+    except Exception as error:  # foreign config classes raise anything on sizes that do not fit together
+        words = (str(error.__cause__ or error).strip().splitlines() or [""])[0][:200]
+        message = f"no small witness of this `{config.model_type}` config can be made: {words}"
+        raise InputRefused(Diagnostic("I103", message, hint=_PLEASE_REPORT)) from error
+
+
+def _shrunk(old: Settings, parent: Settings, whole: bool, second: bool) -> dict[str, Any]:
+    """Return the settings of a config, or of a part of one whose widths may be in `parent`."""
+    small = copy.deepcopy(dict(old))
+    small.pop("quantization_config", None)
+    shrink_sizes(small, {**parent, **old})
+    shrink_layers(small, old, whole=whole)
+    if second:
+        with_other_sizes(small)
+    _shrink_token_ids(small, old)
+    for name in _POSITIONS:
+        if isinstance(old.get(name), int):
+            small[name] = max(MIN_POSITIONS, old[name])
+    for name, part in parts_of(old):
+        small[name] = _shrunk(part, old, whole, second)
+    return small
+
+
+def _shrink_token_ids(small: dict[str, Any], old: Settings) -> None:
+    """Map ids outside the small vocabulary: the first ones get separate ids, the others share the last."""
+    vocabulary = small.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        return
+    for name, value in old.items():
+        if name.endswith("token_id") and value is not None and not (isinstance(value, int) and value < vocabulary):
+            small[name] = _FIRST_TOKENS.index(name) if name in _FIRST_TOKENS else vocabulary - 1

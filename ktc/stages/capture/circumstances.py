@@ -1,0 +1,301 @@
+"""The one list of what code may ask beside its inputs, and whether it then computes something else.
+
+In: a module on meta tensors, and a function that runs its code. Out: the reason in words, "" if there is none. A row of
+`CIRCUMSTANCES` has the names by which code asks. Code that mentions one runs again in each state of the row, alone and
+together with the first state of each row before it; where a row has none, asking is the reason. So it is for an
+attribute that its module lacks, and for a value outside of modules that may change. Code that raises in a state is not
+compared there, since stock raises too, unless it reads data there or needs a device that is only pretended.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ktc.stages.capture import states
+from ktc.stages.capture.mentioned import Mentions, PassedOver, own_names
+from ktc.stages.capture.observed_run import Ran, observed, unrecorded
+from ktc.stages.capture.reasons import reads_data
+from ktc.stages.capture.states import Given, State
+
+Inside = Callable[[], AbstractContextManager[object]]
+Run = Callable[[Given, Inside], object]  # runs the code on what the inputs become, inside a context entered last
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstance:
+    """Something that code may ask about: `when` it is another, by which `names`, and the `states` to try.
+
+    `more` are the states that depend on the module.
+    """
+
+    when: str
+    names: frozenset[str]
+    states: tuple[State, ...] = ()
+    more: Callable[[nn.Module], Sequence[State]] | None = None
+
+
+def _asked_by(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+CIRCUMSTANCES = (
+    Circumstance(
+        "where parameters or inputs are frozen",
+        _asked_by("requires_grad requires_grad_ is_leaf grad_fn retains_grad grad _grad_fn"),
+        (states.frozen, states.inputs_frozen, states.with_gradients),
+        states.partly_frozen,
+    ),
+    Circumstance("without gradients", _asked_by("is_grad_enabled GradMode grad_mode"), (states.without_gradients,)),
+    Circumstance(
+        "in inference mode", _asked_by("is_inference_mode_enabled is_inference inference_mode"), (states.inference,)
+    ),
+    Circumstance(
+        "with autocast",
+        _asked_by(
+            "is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled get_autocast_dtype "
+            "get_autocast_cpu_dtype get_autocast_gpu_dtype autocast maybe_autocast"
+        ),
+        states.AUTOCAST,
+    ),
+    Circumstance(
+        "under `torch.compile`",
+        _asked_by("is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting is_torchdynamo_exporting"),
+        (states.compiling,),
+    ),
+    Circumstance(
+        "where hooks are set",
+        _asked_by(
+            "_forward_hooks _forward_pre_hooks _forward_hooks_with_kwargs _forward_pre_hooks_with_kwargs "
+            "_forward_hooks_always_called _global_forward_hooks _global_forward_pre_hooks has_hooks"
+        ),
+        (states.hooked,),
+    ),
+    Circumstance(
+        "where PEFT has wrapped its layers or parameters",
+        _asked_by(
+            "isinstance issubclass type __class__ __name__ callable base_layer children modules parameters "
+            "_parameters _modules named_parameters named_modules named_children state_dict is_parametrized "
+            "parametrizations get_submodule get_parameter"
+        ),
+        (states.wrapped, states.parametrised),
+    ),
+    Circumstance(
+        "for tensors that are not contiguous",
+        _asked_by("is_contiguous stride storage_offset is_non_overlapping_and_dense _is_view _base"),
+        (states.strided_inputs, states.strided_parameters),
+    ),
+    Circumstance(
+        "on another device", _asked_by("device is_cuda is_cpu is_meta is_mps is_xpu get_device type"), states.DEVICES
+    ),
+    Circumstance(
+        "in another dtype",
+        _asked_by("dtype finfo element_size itemsize is_floating_point type float16 bfloat16 float32 half"),
+        states.DTYPES,
+    ),
+    Circumstance("with another default dtype", _asked_by("get_default_dtype"), (states.other_default_dtype,)),
+    Circumstance(
+        "whether it is traced",
+        _asked_by("is_tracing is_jit_tracing is_fx_tracing is_scripting _is_tracing _get_tracing_state"),
+    ),
+    Circumstance(
+        "hooks on gradients",
+        _asked_by(
+            "_backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks _global_backward_hooks "
+            "_global_backward_pre_hooks"
+        ),
+    ),
+    Circumstance("the environment", _asked_by("environ environb getenv expandvars gethostname cpu_count")),
+    Circumstance("the interpreter or its arguments", _asked_by("sys argv executable getrecursionlimit")),
+    Circumstance(
+        "files",
+        _asked_by(
+            "open exists lexists isfile isdir islink is_file is_dir is_symlink stat lstat access listdir scandir "
+            "iterdir glob iglob rglob walk getmtime getsize read_text read_bytes getcwd"
+        ),
+    ),
+    Circumstance(
+        "versions of packages",
+        _asked_by(
+            "__version__ version version_info python_version hexversion find_spec import_module is_torch_version "
+            "is_torch_greater_or_equal is_torch_less_or_equal get_torch_version"
+        ),
+    ),
+    Circumstance(
+        "the time or random numbers of Python",
+        _asked_by(
+            "time time_ns perf_counter perf_counter_ns monotonic process_time now today random "
+            "urandom getrandbits uuid4"
+        ),
+    ),
+    Circumstance(
+        "settings of torch",
+        _asked_by(
+            "are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled "
+            "get_deterministic_debug_mode get_num_threads get_num_interop_threads get_float32_matmul_precision "
+            "is_anomaly_enabled backends initial_seed get_rng_state get_default_device is_warn_always_enabled"
+        ),
+    ),
+    Circumstance(
+        "the machine",
+        _asked_by(
+            "is_available device_count get_device_capability get_device_properties memory_allocated mem_get_info "
+            "is_initialized get_world_size get_rank is_torch_available is_current_stream_capturing current_stream"
+        ),
+    ),
+    Circumstance("the memory of a tensor", _asked_by("data_ptr _version untyped_storage _cdata")),
+    Circumstance("its callers or its own attributes by name", _asked_by("_getframe currentframe __dict__ vars")),
+)
+
+
+_asked_before: ContextVar[bool] = ContextVar("asked_before", default=False)
+
+
+@contextmanager
+def asked_before() -> Generator[None]:
+    """Ask nothing inside: the code is that of a model whose capture has asked it, with other sizes."""
+    token = _asked_before.set(True)
+    try:
+        yield
+    finally:
+        _asked_before.reset(token)
+
+
+def is_asked_before() -> bool:
+    """Return whether the capture of the model has asked already."""
+    return _asked_before.get()
+
+
+def dependence(module: nn.Module, run: Run) -> str:
+    """Return in which circumstances the code of `module` computes something else, "" if in none.
+
+    Raises what `run` raises with trained parameters and inputs.
+    """
+    if is_asked_before():
+        return ""
+    runs, first, seen = _Runs(module, run), list[State](), set[Circumstance]()
+    while rows := [row for row in CIRCUMSTANCES if row not in seen and row.names & runs.mentioned]:
+        for row in rows:
+            seen.add(row)
+            if not row.states:
+                return f"it reads {row.when}"
+            others = [(), *((other,) for other in first)]
+            tried = (*row.states, *(row.more(module) if row.more else ()))
+            if any(runs.differ((state, *other)) for state in tried for other in others):
+                return f"it computes something else {row.when}"
+            first += row.states[:1]
+    return runs.asked_outside
+
+
+def question(module: nn.Module, run: Run) -> str:
+    """Return what the code of a module that does not run without data asks, "" if nothing.
+
+    Stock code reads dtypes, devices and classes too, of which no answer is known: these do not count.
+    """
+    mentions = Mentions()
+    with suppress(Exception):
+        _run(module, run, (), mentions, training=False)
+    asked = (row for row in CIRCUMSTANCES if row.names & mentions.names and not row.names & _OF_ANY_CODE)
+    row = next(asked, None)
+    return _outside(mentions.missing, mentions.outside) if row is None else f"it reads {row.when}"
+
+
+_OF_ANY_CODE = frozenset({"dtype", "device", "isinstance", "is_contiguous"})
+
+
+def _outside(missing: Collection[str], outside: Collection[str]) -> str:
+    if missing:
+        return f"it may compute something else where `{next(iter(missing))}` is set from outside"
+    return f"it reads `{next(iter(outside))}` outside of its modules, which may change" if outside else ""
+
+
+class _Runs:
+    """The runs of one module, and what was mentioned in any of them.
+
+    They are in evaluation, and in training too once code mentions that.
+    """
+
+    def __init__(self, module: nn.Module, run: Run) -> None:
+        self._module, self._run = module, run
+        self.mentioned = frozenset(_partials(module))
+        self.asked_outside = ""
+        self._plain = {False: self._ran(False, ())}
+
+    def differ(self, together: Sequence[State]) -> bool:
+        """Return whether the code computes something else in these states, in evaluation or in training."""
+        if True not in self._plain and "training" in self.mentioned:
+            self._plain[True] = self._ran(True, ())
+        return any(self._differs(training, plain, together) for training, plain in self._plain.items())
+
+    def _differs(self, training: bool, plain: Ran, together: Sequence[State]) -> bool:
+        try:
+            return not plain.computes_as(self._ran(training, together))
+        except Exception as error:  # noqa: BLE001 - foreign code in a state for which it was not made
+            # On a device that is only pretended, the code has taken a way that needs it.
+            return reads_data(error) or (len(together) == 1 and together[0] in states.DEVICES)
+
+    def _ran(self, training: bool, together: Sequence[State]) -> Ran:
+        mentions = Mentions()
+        try:
+            ran = _run(self._module, self._run, together, mentions, training=training)
+        finally:
+            self.mentioned |= mentions.names
+            self.asked_outside = self.asked_outside or _outside(mentions.missing, mentions.outside)
+        self.mentioned |= ran.mentioned
+        return ran
+
+
+def _run(module: nn.Module, run: Run, together: Sequence[State], mentions: Mentions, *, training: bool) -> Ran:
+    with ExitStack() as stack:
+        stack.enter_context(_mode(module, training))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        changes = [stack.enter_context(state.around(module)) for state in together]
+        inside = next((state.inside for state in together if state.inside), nullcontext)
+
+        @contextmanager
+        def entered() -> Generator[None]:
+            with inside(), PassedOver():
+                yield
+
+        return observed(module, lambda: run(_all(changes), entered), mentions)
+
+
+def _partials(module: nn.Module) -> Iterator[str]:
+    """Yield the functions that `functools.partial` holds as attributes of modules: a call of one is not an event."""
+    for inner in module.modules():
+        for held in (vars(inner), *map(vars, type(inner).__mro__)):
+            parts = (cast("object", value) for value in held.values() if isinstance(value, partial))
+            yield from (name for part in parts for name in own_names(part))
+
+
+def _all(changes: Sequence[Given]) -> Given:
+    def given(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        with unrecorded():  # these calls are not of the module
+            result = tensor.detach().requires_grad_() * 1  # as hidden states are: no leaf
+            for change in changes:
+                result = change(result)
+            return result
+
+    return given
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Generator[None]:
+    before = {inner: inner.training for inner in module.modules()}
+    module.train(training)
+    try:
+        yield
+    finally:
+        for inner, mode in before.items():
+            inner.training = mode

@@ -1,0 +1,161 @@
+"""Resolve the user's MODEL: a folder, a hub id, `tiny:NAME`, or a model object -> `ModelSource`.
+
+Reads config.json and the headers of the weights, never a weight. Refuses anything that is not a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import environment
+from ktc.foundation.decode import read_json
+from ktc.foundation.regular_files import read_regular
+from ktc.model import twin
+from ktc.model.checkpoint import CheckpointIndex, has_weights, open_index
+from ktc.model.hf import remote_code
+from ktc.stages.capture.types import ModelSource
+
+_MOST = {"layers": 10_000, "experts": 100_000}
+
+
+def open_model(
+    model: str | Path | PreTrainedModel, fetch_weights: bool = True, *, trust_remote_code: bool = False
+) -> ModelSource:
+    """Open MODEL: its config, and the headers of the weights that are present locally.
+
+    Only small files are fetched from the hub without `fetch_weights`. A model object refers to the folder it was loaded
+    from, if that is local. Code in a local folder runs only with `trust_remote_code`. Raises InputRefused if MODEL is
+    not a folder, has no usable config, has untrusted code of its own, or has damaged weights.
+    """
+    if isinstance(model, PreTrainedModel):
+        name = str(model.name_or_path or "")
+        here = Path(name).resolve() if name and (Path(name) / "config.json").is_file() else None
+        own = here is not None and remote_code.is_own_code(type(model))
+        code = remote_code.code_files(here) if here is not None and own else {}
+        return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here), own, code)
+    name = str(model)
+    if name.startswith("tiny:"):
+        folder = twin.write(name.removeprefix("tiny:"), environment.cache_dir() / "models")
+    elif Path(name).is_dir():
+        folder = Path(name).resolve()
+    else:
+        # An adapter of a hub model names the hub id as its base, not the local copy.
+        folder = _from_hub(name, fetch_weights)
+        return ModelSource(name, folder, _read_config(folder), _index(folder) if fetch_weights else None)
+    file = remote_code.model_file(folder)
+    if trust_remote_code and file is not None:
+        code = remote_code.code_files(folder)
+        _check_sizes(folder.name, read_json(read_regular(folder / "config.json")))
+        config, _ = remote_code.run_code(folder)
+        return ModelSource(str(folder), folder, config, _index(folder), own_code=True, code=code)
+    if file is not None and not _is_stock(folder):
+        raise InputRefused(_untrusted(folder, file))
+    return ModelSource(str(folder), folder, _read_config(folder), _index(folder))
+
+
+def _is_stock(folder: Path) -> bool:
+    """Return whether transformers has the model that config.json names, so that no code of the folder is needed."""
+    content = cast("dict[str, Any]", read_json(read_regular(folder / "config.json")))
+    return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _by_architecture(content) is not None
+
+
+def _untrusted(folder: Path, file: str) -> Diagnostic:
+    message = f"`{folder.name}` is a model with code of its own (`{file}`), which ktc does not run unless you trust it"
+    return Diagnostic("I108", message, hint=f"read `{folder / file}`, then add `--trust-remote-code`")
+
+
+def _index(folder: Path | None) -> CheckpointIndex | None:
+    return open_index(folder) if folder is not None and has_weights(folder) else None
+
+
+def _from_hub(name: str, fetch_weights: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    owner = Path(name.split("/")[0])
+    looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not owner.exists()
+    if not looks_like_id:
+        raise InputRefused(
+            Diagnostic(
+                "I100",
+                f"MODEL `{name}` is not a folder",
+                hint="put config.json and the tokenizer of the original next to the file, and give their folder"
+                if name.endswith(".gguf") and Path(name).is_file()
+                else "give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`",
+            )
+        )
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if fetch_weights else [])]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputRefused(
+            Diagnostic(
+                "I101",
+                f"MODEL `{name}` is not a local folder and could not be fetched from the hub ({type(error).__name__})",
+                hint="check the name and the network, or give the path of a downloaded folder",
+            )
+        ) from error
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputRefused(
+            Diagnostic(
+                "I102", f"`{folder}` has no config.json", hint="a model folder is the output of `save_pretrained`"
+            )
+        )
+    try:
+        content: object = read_json(read_regular(path))
+        if not isinstance(content, dict):
+            raise ValueError("the top level is not an object")
+        _check_sizes(folder.name, cast("dict[str, Any]", content))
+        if known := _by_architecture(cast("dict[str, Any]", content)):
+            return known
+        return cast(
+            "PreTrainedConfig",
+            AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
+        )
+    except InputRefused:
+        raise
+    except Exception as error:  # foreign config classes raise anything on an invalid config
+        words = (str(error).strip().splitlines() or [""])[0][:200] or type(error).__name__
+        raise InputRefused(
+            Diagnostic(
+                "I102",
+                f"config.json of `{folder.name}` is not usable: {words}",
+                hint="check it against the model's own page",
+            )
+        ) from error
+
+
+def _check_sizes(name: str, content: Mapping[str, Any]) -> None:
+    """Raise InputRefused (I103) for more layers or experts than any model has: building them would take hours."""
+    parts = [content, *(cast("dict[str, Any]", part) for part in content.values() if isinstance(part, dict))]
+    for field, value in (item for part in parts for item in part.items()):
+        for what, most in _MOST.items():
+            if what in field and isinstance(value, int | float) and value > most:
+                message = f"config.json of `{name}` has `{field:.40}` = {value!s:.20}, ktc takes {what} up to {most:,}"
+                raise InputRefused(Diagnostic("I103", message, hint="check config.json against the model's own page"))
+
+
+def _by_architecture(content: dict[str, Any]) -> PreTrainedConfig | None:
+    """Return the config of a model with a known class and an unknown `model_type`, otherwise None.
+
+    For example, Kimi-K2 names `DeepseekV3ForCausalLM`.
+    """
+    if content.get("model_type") in CONFIG_MAPPING:
+        return None
+    classes = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    named = content.get("architectures")
+    kind = classes.get(str(cast("list[object]", named)[0])) if isinstance(named, list) and named else None
+    if kind is None:
+        return None
+    fields = {name: value for name, value in content.items() if name not in ("model_type", "auto_map")}
+    return CONFIG_MAPPING[kind].from_dict(fields)

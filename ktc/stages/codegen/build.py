@@ -1,0 +1,170 @@
+"""KernelSource to KernelLibrary, through a cache whose key covers all inputs of the build.
+
+In: rendered text, the host. Out: a library whose every kernel passed its self-test. Refused: all refusals of
+`toolchain`, text that does not compile, a wrong kernel. A folder of the cache is complete once it holds `library.json`.
+Builders of the same key wait for one another, and the next one removes the remains of a killed one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import sysconfig
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import pybind11
+from filelock import FileLock
+
+from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.foundation import environment, resources
+from ktc.foundation import host as hosts
+from ktc.foundation.files import file_digest, folder_beside, write_file
+from ktc.foundation.host import Host
+from ktc.foundation.isa import Isa
+from ktc.foundation.regular_files import read_regular
+from ktc.foundation.stage_progress import counted
+from ktc.model.kernels.kernel_library import KernelLibrary
+from ktc.stages.codegen import toolchain
+from ktc.stages.codegen.kinds import kind_of
+from ktc.stages.codegen.render import KernelSource
+from ktc.stages.codegen.toolchain import Toolchain
+
+_RECORD: Final = "library.json"
+
+
+def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> KernelLibrary:
+    """Return the library of these kernels, cached or built now. The default `cache_dir` is `kernels` under ktc's cache.
+
+    `host` may be a described machine. The kernels are tested on this machine, which must be able to run them.
+
+    Raises `HostLacks` (H221-H223 and H227 of `toolchain`, H226 the cache cannot be written, H228 too little memory) and
+    `KtcError` (H224 the compiler failed, H225 a kernel is wrong).
+    """
+    isas: set[Isa] = {unit.isa for unit in source.units}
+    toolchain.require_isas(isas, host)
+    toolchain.require_testable(isas, hosts.detect())
+    tools = toolchain.find(host)
+    cache = cache_dir or environment.cache_dir() / "kernels"
+    folder = cache / cache_key(source, tools)
+    if library := _cached(folder):
+        return library
+    lock = FileLock(folder.with_suffix(".lock"))
+    with _written(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        return _cached(folder) or _build(source, tools, folder, host.threads)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise HostLacks(_no_memory()) from error
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _written(cache: Path) -> Generator[None]:
+    """Report an OSError inside as a fault of the cache (H226)."""
+    try:
+        yield
+    except OSError as error:
+        hint = "free some space, or name another folder with `KTC_CACHE_DIR`"
+        if error.errno == errno.ENOMEM:
+            raise
+        raise HostLacks(Diagnostic("H226", f"cannot write the kernel cache `{cache}`: {error}", hint=hint)) from error
+
+
+def _no_memory() -> Diagnostic:
+    return Diagnostic(
+        "H228",
+        "there is too little memory to build and test the kernels",
+        hint="end other programs, or allow this process more memory",
+    )
+
+
+def cache_key(source: KernelSource, tools: Toolchain) -> str:
+    """Return a digest of all inputs of the library: code, flags, headers, compiler, pybind11 and the Python ABI.
+
+    The rule that requests a kernel is not an input, so an edit of the program around its kernels rebuilds nothing.
+    """
+    digest = hashlib.sha256()
+    for item in _ingredients(source, tools):
+        digest.update(len(item).to_bytes(8, "little"))
+        digest.update(item)
+    return digest.hexdigest()[:32]
+
+
+def _ingredients(source: KernelSource, tools: Toolchain) -> Iterator[bytes]:
+    yield from (str(part).encode() for part in (*asdict(tools.compiler).values(), pybind11.__version__, _abi()))
+    for unit in source.units:
+        yield from (part.encode() for part in (unit.name, unit.code, *tools.flags(unit.isa, unit.name)))
+    for include in (resources.runtime_include(), resources.runtime_bindings()):
+        for header in sorted(include.rglob("*.hpp")):
+            yield str(header.relative_to(include)).encode()
+            yield header.read_bytes()
+
+
+def _abi() -> str:
+    return str(sysconfig.get_config_var("SOABI"))
+
+
+def _cached(folder: Path) -> KernelLibrary | None:
+    """Return the library in this folder if it is complete and unaltered."""
+    record = folder / _RECORD
+    if not record.is_file():
+        return None
+    entry = json.loads(read_regular(record).decode())
+    library = KernelLibrary(folder / entry["file"], entry["digest"], tuple(map(tuple, entry["entries"])))
+    return library if library.path.is_file() and file_digest(library.path) == library.digest else None
+
+
+def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> KernelLibrary:
+    shutil.rmtree(folder, ignore_errors=True)  # an altered library, or one whose builder was killed
+    try:
+        with _written(folder.parent), folder_beside(folder) as work:
+            built = _compile(source, tools, work, jobs)
+            work.rename(folder)
+        library = KernelLibrary(
+            folder / built.name,
+            file_digest(folder / built.name),
+            source.entries,
+        )
+        for spec in source.specs:
+            kind_of(spec).self_test(library.kernel(spec.entry), spec)
+        with _written(folder.parent):
+            _write_record(folder, library)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return library
+
+
+def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> Path:
+    """Compile each unit with the flags of its instruction set, and link them. Objects are not kept."""
+    for unit in source.units:
+        (work / unit.name).write_text(unit.text, encoding="utf-8")
+    objects = [(work / unit.name).with_suffix(".o") for unit in source.units]
+    commands = (
+        tools.compile_command(work / unit.name, target, unit.isa)
+        for unit, target in zip(source.units, objects, strict=True)
+    )
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        for compiled in counted(as_completed([pool.submit(toolchain.run, each) for each in commands]), len(objects)):
+            compiled.result()
+    library = work / f"ktc_kernels.{_abi()}.so"
+    toolchain.run(tools.link_command(objects, library))
+    for item in objects:
+        item.unlink()
+    return library
+
+
+def _write_record(folder: Path, library: KernelLibrary) -> None:
+    entry = {"file": library.path.name, "digest": library.digest, "entries": library.entries}
+    write_file(folder / _RECORD, json.dumps(entry, indent=1) + "\n")

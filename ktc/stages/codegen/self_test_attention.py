@@ -1,0 +1,128 @@
+"""The test of every built attention kernel against attention in fp64, before its first use.
+
+In: one kernel and its spec. Refused (H225): a kernel whose output differs by more than the rounding of its dtype, or by
+one bit between one thread and three; a sparse one also with other codes or choices than the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.diagnostics import Diagnostic, KtcError
+from ktc.model.attention.decode import DecodeAttention, Heads
+from ktc.model.attention.index_kernel import IndexKernel
+from ktc.model.attention.int8_decode import Int8DecodeAttention, quantised
+from ktc.model.attention.int8_tensor import Int8Tensor
+from ktc.model.attention.key_codes import estimates
+from ktc.model.attention.key_index import KeyIndex
+from ktc.model.attention.selection import attend_chosen, choose, visible_positions
+from ktc.model.attention.sparsity import FORMATS, Sparsity
+from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.kernel_library import Kernel
+from ktc.model.linears.gemv import DTYPES
+from ktc.stages.codegen.self_test_linear import TOLERANCE, norm
+
+# Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
+_INT8_TOLERANCE: Final = 2e-4  # of queries and weights as words
+_SHAPES: Final = (
+    (2, 6, 2, 3, 70, 40, 0, 24),
+    (1, 5, 1, 1, 300, 64, 20, 64),
+    (1, 17, 1, 1, 150, 64, 32, 64),  # whole tiles of many rows
+)
+
+
+def self_test_attention(kernel: Kernel, spec: AttentionSpec | SparseAttentionSpec) -> None:
+    """Raise `KtcError` (H225) if the kernel does not compute causal attention."""
+    for query, heads, scale in _drawn(spec):
+        _compare(spec, [DecodeAttention(kernel, threads)(query, heads, scale=scale) for threads in (1, 3)],
+                 _attention(query, heads, scale))  # fmt: skip
+
+
+def self_test_int8_attention(kernel: Kernel, spec: Int8AttentionSpec) -> None:
+    """Raise `KtcError` (H225) if the kernel has other codes than the reference, or computes no attention over them."""
+    for query, heads, scale in _drawn(spec):
+        coded = [quantised(kernel, each) for each in heads if each is not None]
+        for found, expected in zip(coded, (Int8Tensor.of(each) for each in heads if each is not None), strict=True):
+            if not torch.equal(found.codes, expected.codes) or not torch.equal(found.scales, expected.scales):
+                raise _wrong(spec, "has other codes of keys and values")
+        held, decoded = Heads(*coded), Heads(*(each.codes.double() * each.scales for each in coded))
+        _compare(spec, [Int8DecodeAttention(kernel, threads)(query, held, scale=scale) for threads in (1, 3)],
+                 _attention(query, decoded, scale))  # fmt: skip
+
+
+def _drawn(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec) -> Iterator[tuple[Tensor, Heads, float]]:
+    """Yield queries, caches and scales of the shapes."""
+    draw = torch.Generator().manual_seed(22)
+    for batch, heads, key_heads, tokens, positions, width, rope, value_width in _SHAPES:
+        query = torch.randn(batch, heads, tokens, width + rope, generator=draw).to(DTYPES[spec.dtype])
+        keys = torch.randn(batch, key_heads, positions, width, generator=draw).to(DTYPES[spec.dtype])
+        more = torch.randn(batch, key_heads, positions, rope, generator=draw).to(DTYPES[spec.dtype])
+        values = torch.randn(batch, key_heads, positions, value_width, generator=draw).to(DTYPES[spec.dtype])
+        yield query, Heads(keys, values, more if rope else None), 0.2
+
+
+def _compare(
+    spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec, found: list[Tensor], expected: Tensor
+) -> None:
+    """Raise `KtcError` (H225) unless the outputs of one thread and of three are the expected one."""
+    error, most = norm(found[0].double() - expected) / norm(expected), TOLERANCE[spec.dtype]
+    if isinstance(spec, Int8AttentionSpec):
+        most = max(most, _INT8_TOLERANCE)
+    if not error <= most:
+        raise _wrong(spec, f"differs from the reference by {error:.1e}, allowed are {most:.0e}")
+    if not torch.equal(*found):
+        raise _wrong(spec, "has other bits with three threads")
+
+
+def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> None:
+    """Raise `KtcError` (H225) if the kernel is not attention over all positions, or over chosen ones."""
+    self_test_attention(kernel, spec)
+    draw = torch.Generator().manual_seed(23)
+    dtype = DTYPES[spec.dtype]
+    query = torch.randn(2, 6, 2, 40, generator=draw).to(dtype)
+    heads = Heads(*(torch.randn(2, 2, 300, 40, generator=draw).to(dtype) for _ in range(2)))
+    every = torch.ones(2, 300, dtype=torch.bool)
+    for index in FORMATS:
+        wanted, found = (KeyIndex.of(heads, every, index) for _ in range(2))
+        wanted.extend(heads, 300)
+        native = IndexKernel(kernel, 3)
+        native.extend(found, heads, 300)
+        if not torch.equal(found.codes.blocks[:, :, :18], wanted.codes.blocks[:, :, :18]):
+            raise _wrong(spec, f"has other codes of keys in {index}")
+        sparsity = Sparsity(70, 4, 9, index, shared=False)
+        chosen = choose(
+            estimates(query, wanted.codes, index, 300, 0.2),
+            2,
+            visible_positions(None, 2, 2, 300, query.device),
+            sparsity,
+        )
+        selected = native.select(found, query, None, sparsity, 0.2)
+        if not torch.equal(selected.positions, chosen.positions):
+            raise _wrong(spec, f"chooses other positions by {index}")
+        output = DecodeAttention(kernel, 3).of_chosen(query, heads, selected, scale=0.2)
+        wide = Heads(heads.keys.double(), heads.values.double())
+        expected = attend_chosen(query.double(), wide, chosen, scale=0.2)
+        error = norm(output.double() - expected) / norm(expected)
+        if not error <= TOLERANCE[spec.dtype]:
+            raise _wrong(spec, f"over chosen positions differs from the reference by {error:.1e}")
+
+
+def _attention(query: Tensor, heads: Heads, scale: float) -> Tensor:
+    """(B, H, T, k + r) and a cache -> (B, T, H, v) in fp64."""
+    keys = heads.keys if heads.more_keys is None else torch.cat([heads.keys, heads.more_keys], -1)
+    values = heads.values
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
+    scores = query.double() @ keys.transpose(2, 3) * scale
+    new, positions = scores.shape[-2:]
+    seen = torch.ones(new, positions, dtype=torch.bool).tril(positions - new)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+
+
+def _wrong(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec, what: str) -> KtcError:
+    message = f"the built kernel `{spec.entry}` is wrong: its output {what}"
+    return KtcError(Diagnostic("H225", message, hint="try another compiler with `CXX`"))

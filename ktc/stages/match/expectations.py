@@ -1,0 +1,102 @@
+"""Check the demands of a program: every `require` holds, every rule matches as often as it expects.
+
+Input: the rule set, the facts and the number of places of each rule. Output: one diagnostic per unmet demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ktc.diagnostics import Diagnostic
+from ktc.language.dsl import syntax
+from ktc.language.dsl.evaluate import Result, evaluate
+from ktc.language.dsl.ruleset import RuleDefinition, RuleSet
+from ktc.stages.match.facts import Facts
+from ktc.stages.match.types import NearMiss
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The number of places that fit a rule's root, then its paths too, then its `where` too."""
+
+    structural: int
+    by_path: int
+    selected: int
+
+
+def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
+    """Return one diagnostic (M063) per `require` that does not hold, with the values of its facts."""
+    problems: list[Diagnostic] = []
+    for unit, require in rules.requires:
+        if _value(require.condition, unit, rules, facts) is not True:
+            reason = f": {require.message.value}" if require.message else ""
+            asked = dict.fromkeys(_references(require.condition))
+            shown = ", ".join(f"`{'.'.join(fact)}` is `{facts.about(*fact)}`" for fact in asked)
+            problems.append(Diagnostic("M063", f"requirement not met{reason}", require.condition.span, label=shown))
+    return problems
+
+
+def may_match_nothing(rule: RuleDefinition, rules: RuleSet, facts: Facts) -> bool:
+    """Return whether the rule's `expect` allows no match."""
+    return not _count_mismatch(rule, rules, facts, 0)
+
+
+def unmet_expectation(
+    rule: RuleDefinition, rules: RuleSet, facts: Facts, counts: Counts, nearest: Sequence[NearMiss]
+) -> Diagnostic | None:
+    """Return the diagnostic (M060) for a rule with an unexpected number of matches, with the nearest miss."""
+    wanted = _count_mismatch(rule, rules, facts, counts.selected)
+    if not wanted:
+        return None
+    if counts.structural:
+        by_path, by_where = counts.structural - counts.by_path, counts.by_path - counts.selected
+        label = f"{counts.structural} match structurally; {by_path} rejected by path, {by_where} by `where`"
+        hint = "look at the paths with `ktc graph MODEL`"
+    else:
+        label = f"`{rule.root}` matches nothing in this model"
+        hint = "look at the blocks with `ktc graph MODEL`; `expect >= 0` makes a rule optional"
+        hint = f"closest: {nearest[0]}" if nearest else hint
+    span = rule.declaration.expect.span if rule.declaration.expect else rule.declaration.name.span
+    message = f"rule `{rule.name}` matched {counts.selected}, expected {wanted}"
+    return Diagnostic("M060", message, span, label=label, hint=hint)
+
+
+def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: int) -> str:
+    """Return the expected number if `count` differs from it, otherwise ""."""
+    expect = rule.declaration.expect
+    if expect is None:
+        return "" if count >= 1 else "at least 1"
+    wanted = _value(expect.count, rule.unit, rules, facts)
+    if isinstance(wanted, range):
+        return "" if count in wanted else f"{wanted.start}..{wanted.stop - 1}"
+    if not isinstance(wanted, int):
+        return "a number that is unknown for this model or host"
+    holds = {
+        "==": count == wanted, "!=": count != wanted, "<": count < wanted,
+        "<=": count <= wanted, ">": count > wanted, ">=": count >= wanted,
+    }[expect.operator]  # fmt: skip
+    spoken = {"==": f"{wanted}", "!=": f"other than {wanted}", "<": f"fewer than {wanted}", "<=": f"at most {wanted}"}
+    return "" if holds else spoken.get(expect.operator, f"at least {wanted + (expect.operator == '>')}")
+
+
+def _value(expression: syntax.Expression, unit: int, rules: RuleSet, facts: Facts) -> Result:
+    """Return the value of an expression over model and host alone."""
+    return evaluate(expression, rules.units[unit].params, facts.answer)
+
+
+def _references(expression: syntax.Expression) -> Iterator[tuple[str, str]]:
+    """Yield the facts in an expression, in order."""
+    match expression:
+        case syntax.Reference(parts=(what, attribute)):
+            yield what, attribute
+        case syntax.ListExpression(items=inner):
+            for item in inner:
+                yield from _references(item)
+        case syntax.RangeExpression(low=left, high=right) | syntax.Binary(left=left, right=right):
+            yield from _references(left)
+            yield from _references(right)
+        case syntax.Unary(operand=inner) | syntax.Has(subject=inner):
+            yield from _references(inner)
+        case syntax.Literal() | syntax.Reference() | syntax.ParamReference():
+            return

@@ -1,0 +1,160 @@
+"""Claims: which rule fills which slot of which node. The only place where conflicts between rules are resolved.
+
+A node has four slots (kernel, adapter, quant, place); at most one rule fills a slot of a node. If two rules do, one
+must override the other; the loser's action is dropped for that match, and its other actions remain.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import fx
+
+from ktc.diagnostics import Diagnostic, InputRefused, Related
+from ktc.language.dsl.ruleset import RuleAction, RuleDefinition, RuleSet
+from ktc.model.graph import ops
+from ktc.model.graph.typed import nodes_by_name
+from ktc.stages.capture import CapturedModel
+from ktc.stages.match import Binding, Match, Matches, NodeRef, SubMatch
+from ktc.stages.plan.types import Claim
+
+Slot = tuple[str, str, str]  # facet, site or module path, node
+
+
+def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) -> tuple[Claim, ...]:
+    """Return the remaining claims. Raise InputRefused with every unresolved conflict."""
+    by_rule = {rule.name: rule for rule in rules.rules}
+    groups = [group for found in matches.matches for group in _claims_of(captured, found, by_rule[found.rule])]
+    holders: dict[Slot, list[int]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        for claim in group:
+            holders[claim.facet, claim.site or claim.path, claim.node].append(number)
+    losers, conflicts = set[int](), dict[tuple[str, str, str], list[Slot]]()
+    for slot, numbers in holders.items():
+        for first in numbers:
+            for second in numbers:
+                a, b = groups[first][0], groups[second][0]
+                if first == second or a.rule == b.rule:
+                    continue
+                if a.rule in by_rule[b.rule].overrides:
+                    losers.add(first)
+                elif first < second and b.rule not in by_rule[a.rule].overrides:
+                    conflicts.setdefault((a.rule, b.rule, slot[0]), []).append(slot)
+    kept = (claim for number, group in enumerate(groups) if number not in losers for claim in group)
+    # Two matches of one rule may share a node; the node is rewritten once.
+    standing = tuple({(c.facet, c.site or c.path, c.node, c.target.name): c for c in kept}.values())
+    problems = [
+        *_conflict_diagnostics(conflicts, by_rule),
+        *_adapters_on_absorbed(standing),
+        *_escaping(captured, matches, by_rule),
+    ]
+    if problems:
+        raise InputRefused(*problems)
+    return standing
+
+
+def _claims_of(captured: CapturedModel, found: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:
+    """Yield one non-empty list of claims per action of the rule."""
+    for action in rule.actions:
+        done = (rule.name, action.target, action.span)
+        claims = [Claim(path, node, *done, found.site, found.block) for path, node in _claimed(captured, found, action)]
+        if claims:
+            yield claims
+
+
+def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[tuple[str, str]]:
+    """(absolute path, node name) of everything the action claims."""
+    if not found.block:
+        return [(found.path, "")]
+    graph = captured.block(found.block).graph
+    assert graph is not None
+    nodes = nodes_by_name(graph)
+    if action.on:
+        bindings = [b for path in action.on if (b := found.capture(path)) is not None]
+    else:
+        absorbed = action.target.absorbs or action.target.inside
+        bindings = [found.bindings[name] for name in absorbed if name in found.bindings]
+        bindings = bindings or [NodeRef(n) for n in found.nodes if ops.operator(nodes[n]) in absorbed]
+    names = list(dict.fromkeys(name for binding in bindings for name in _roots(binding)))
+    if not names and action.facet == "place":
+        return [(found.path, "")]
+    if not names:
+        names = [found.nodes[-1]]
+    return [(f"{found.site}.{nodes[n].meta.get('fqn', '')}".rstrip("."), n) for n in names]
+
+
+def _roots(binding: Binding) -> list[str]:
+    """Return the node of a capture; for a sub-pattern, every node it bound."""
+    if isinstance(binding, NodeRef):
+        return [binding.node]
+    if isinstance(binding, SubMatch):
+        return [name for inner in binding.bindings.values() for name in _roots(inner)]
+    return []
+
+
+def _conflict_diagnostics(
+    conflicts: dict[tuple[str, str, str], list[Slot]], by_rule: dict[str, RuleDefinition]
+) -> Iterable[Diagnostic]:
+    for (first, second, facet), slots in conflicts.items():
+        where = f"{slots[0][1]}" + (f" (`{slots[0][2]}`)" if slots[0][2] else "")
+        nodes = f"{len(slots)} node{'s' * (len(slots) != 1)}"
+        a, b = by_rule[first].declaration, by_rule[second].declaration
+        yield Diagnostic(
+            "M061",
+            f"rules `{first}` and `{second}` both claim facet `{facet}` of {nodes}, e.g. {where}",
+            b.name.span,
+            hint=f"narrow one of them, or write `rule {second} overrides {first}`",
+            related=(Related(a.name.span, "also claimed here"),),
+        )
+
+
+def _adapters_on_absorbed(claims: tuple[Claim, ...]) -> Iterable[Diagnostic]:
+    absorbed = {(c.site, c.node): c for c in claims if c.node and c.target.absorbs}
+    for claim in claims:
+        other = absorbed.get((claim.site, claim.node))
+        if claim.facet == "adapter" and other is not None and claim.target.name not in other.target.hosts:
+            yield Diagnostic(
+                "E042",
+                f"`{claim.target.name}` on `{claim.path}`, but `{other.target.name}` absorbs it",
+                claim.span,
+                hint="leave it out of the rule",
+                related=(Related(other.span, "absorbed here"),),
+            )
+
+
+def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, RuleDefinition]) -> Iterable[Diagnostic]:
+    """Nodes that a rewrite would make disappear while something outside the match still uses them (M062).
+
+    Of the nodes that a target absorbs the last one is replaced and keeps its users; the others vanish, and with them
+    what the match holds between them and the last.
+    """
+    told: set[tuple[str, str]] = set()
+    for found in matches.matches:
+        graph = captured.block(found.block).graph if found.block else None
+        for action in by_rule[found.rule].actions:
+            absorbs = action.target.absorbs
+            if action.on or len(absorbs) < 2 or graph is None:
+                continue
+            nodes = nodes_by_name(graph)
+            captures = {n: b.node for n in absorbs if isinstance(b := found.bindings.get(n), NodeRef)}
+            *vanishing, last = sorted(captures, key=lambda name: list(nodes).index(captures[name]))
+            for name in vanishing:
+                outside = _used_outside(nodes[captures[name]], found.nodes, captures[last])
+                if outside and (found.rule, name) not in told:
+                    told.add((found.rule, name))
+                    message = (
+                        f"`{action.target.name}` would absorb `{name}` at {found.path}, which `{outside}` also uses"
+                    )
+                    yield Diagnostic("M062", message, action.span, hint="narrow the rule")
+
+
+def _used_outside(node: fx.Node, matched: tuple[str, ...], last: str) -> str:
+    """Return a node outside the match that uses `node`, or a value of the match before `last`; "" without one."""
+    for user in node.users:
+        layout = ops.operator(user) in ops.TRANSPARENT or ops.operator(user) == "getitem"
+        if not layout and user.name not in matched:
+            return user.name
+        if user.name != last and (found := _used_outside(user, matched, last)):
+            return found
+    return ""

@@ -1,0 +1,87 @@
+"""Placement: the device of every module, and what a device may hold.
+
+A module is on the device of its nearest placed ancestor; that is inheritance, not conflict. Experts are on the device
+of their kernel. Modules that no rule places go to `plan.unplaced`, by default the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.foundation.host import Host
+from ktc.language.dsl.ruleset import RuleSet
+from ktc.model.targets import Place
+from ktc.stages.plan.types import Claim, Placement
+
+BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
+
+
+def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placement, ...]:
+    """Return every explicit placement, `auto` resolved, the root first. Raise HostLacks for a missing GPU,
+    InputRefused (M080) for settings that contradict each other.
+    """
+    default = resolve_device(str(rules.plan.get("unplaced") or "cpu"), host)
+    placed = [Placement("", default, "", None)]
+    pinned = {claim.path for claim in claims if claim.target.pinned}  # they are on the device of their kernel
+    missing: list[Diagnostic] = []
+    contradictions: list[Diagnostic] = []
+    for claim in claims:
+        if isinstance(claim.target, Place) and (why := claim.target.contradiction):
+            contradictions.append(Diagnostic("M080", f"`place` {why}", claim.span, hint="see `ktc explain M080`"))
+        if not isinstance(claim.target, Place) or claim.path in pinned:
+            continue
+        device = resolve_device(claim.target.computes_on, host)
+        try:
+            require_gpu(device, "", claim, host)
+        except HostLacks as error:
+            missing += error.diagnostics
+        placed.append(Placement(claim.path, device, claim.rule, claim.span))
+    if contradictions:
+        raise InputRefused(*{each.span: each for each in contradictions}.values())
+    if missing:
+        raise HostLacks(*missing)
+    return tuple(dict.fromkeys(placed))
+
+
+def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:
+    """Raise HostLacks (M069) for a GPU that the host lacks."""
+    if not device.startswith("cuda:") or int(device.removeprefix("cuda:")) < len(host.gpus):
+        return
+    asked = f"{setting} = {device}" if setting else device
+    hint = f"use `{setting or 'device'} = auto` or `cpu`, or describe the target machine with `--host FILE`"
+    message = f"`place({asked})`: this host has {len(host.gpus)} GPUs"
+    raise HostLacks(Diagnostic("M069", message, claim.span, hint=hint))
+
+
+def resolve_device(device: str, host: Host) -> str:
+    """Resolve `auto` to the first GPU, or to the CPU without one."""
+    if device == "cuda":
+        return "cuda:0"
+    return ("cuda:0" if host.gpus else "cpu") if device == "auto" else device
+
+
+def device_of(path: str, placements: Mapping[str, str]) -> str:
+    """Return the device of the nearest placed ancestor of `path`."""
+    while path not in placements:
+        path = path.rpartition(".")[0]
+    return placements[path]
+
+
+def budget_of(device: str, rules: RuleSet, host: Host) -> int | None:
+    """Return the bytes that a device may hold: the `plan` budget or a share of its memory; None if unknown."""
+    asked = rules.plan.get(device)
+    if isinstance(asked, int):
+        return asked
+    if device == "cpu":
+        return int(host.memory * BUDGET_SHARE)
+    number = int(device.partition(":")[2] or 0)
+    return int(host.gpus[number].memory * BUDGET_SHARE) if number < len(host.gpus) else None
+
+
+def gib(size: int) -> str:
+    """Bytes as a person reads them: `15.0 GiB`, `3.2 MiB`."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size} B"

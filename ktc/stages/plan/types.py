@@ -1,0 +1,226 @@
+"""The plan: what is rewritten where, by which kernel, on which device, and why. Frozen; nothing in it is a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ktc.diagnostics import Diagnostic, Span
+from ktc.foundation.host import Host
+from ktc.model.kernels.spec import Spec
+from ktc.model.targets.settings import Facet
+from ktc.model.targets.target import NodeAction, Target
+from ktc.stages.capture import BlockSite
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRewrite:
+    """A distinct rewrite: the sites of one block that receive the same actions on the same devices.
+
+    `device` is that of the block, `node_devices` those of nodes on other devices (by name).
+    """
+
+    key: str
+    block: str
+    sites: tuple[BlockSite, ...]
+    actions: tuple[NodeAction, ...]
+    device: str
+    node_devices: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideLinear:
+    """A linear layer outside the captured blocks, as the head, that a rule gives a kernel.
+
+    The `action` has no node, and its `fqn` is that of the model.
+    """
+
+    action: NodeAction
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The device of a module and its descendants, except for those with a placement of their own.
+
+    `rule` is empty and `span` None for the root, which is on the device for unplaced modules.
+    """
+
+    fqn: str
+    device: str
+    rule: str
+    span: Span | None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedLinear:
+    """A linear layer that `device` computes from `nbytes` of weights in host memory.
+
+    They pass through `buffer` bytes there, or through more where a layer is larger.
+    """
+
+    fqn: str
+    device: str
+    buffer: int
+    nbytes: int
+    rule: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """The adapter of the program: exact FQNs of modules and of experts' weights, and PEFT's own names.
+
+    The patterns have the rank or alpha of those that differ.
+    """
+
+    targets: tuple[str, ...]
+    parameters: tuple[str, ...]
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    trainable: int  # parameters of lora_A and lora_B over all targets, and of `modules`
+    modules: tuple[str, ...] = ()  # that train themselves
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The permanent bytes on a device, and its budget (None: unknown).
+
+    `kinds` has the weights by their use, experts as packed; `adapter` is the LoRA's own weights, their
+    gradients and the two moments of Adam. `streaming` is what streamed weights pass through, and copies of experts that
+    stay.
+    """
+
+    device: str
+    budget: int | None
+    kinds: Mapping[str, int]
+    adapter: int
+    streaming: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights, without the adapter."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A size of input: `batch` sequences of `length` tokens, None where the user did not say."""
+
+    batch: int | None = None
+    length: int | None = None
+
+
+ANY_SIZE = Point()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The needs of a use of the model at `batch` sequences of `length` tokens: bytes by device and purpose.
+
+    `short` has the bytes that are missing by device, empty if it fits. `longest` is the largest length of one sequence
+    within every budget, `widest` the largest batch at `length`; 0 for none; `bound` names the limit of `longest`.
+    """
+
+    name: str
+    batch: int
+    length: int
+    needs: Mapping[str, Mapping[str, int]]
+    short: Mapping[str, int]
+    longest: int
+    widest: int
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The bytes by device, and the inputs that fit. Shared parameters are counted once.
+
+    `active` are those that one token uses: all except experts that are not chosen and the table of embeddings.
+    """
+
+    parameters: int
+    active: int
+    devices: tuple[DeviceMemory, ...]
+    workloads: tuple[Workload, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOnly:
+    """A target of a rule that this version does not build, by name, and the modules it would rewrite."""
+
+    rule: str
+    target: str
+    paths: tuple[str, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something is as it is, for one module path or pattern of paths."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that rewrite, codegen and link carry out. `over_budget` names the devices that hold too little."""
+
+    host: Host
+    mode: str  # train | infer
+    threads: int
+    rewrites: tuple[BlockRewrite, ...]
+    placements: tuple[Placement, ...]
+    kernels: tuple[Spec, ...]
+    lora: LoraPlan | None
+    memory: MemoryPlan
+    reasons: tuple[Reason, ...]
+    warnings: tuple[Diagnostic, ...] = ()
+    over_budget: tuple[Diagnostic, ...] = ()
+    unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
+    planned_only: tuple[PlannedOnly, ...] = ()
+    streams: tuple[StreamedLinear, ...] = ()
+    outside: tuple[OutsideLinear, ...] = ()
+    cuda_graph: bool = False  # decoding steps are captured
+
+    @property
+    def native_step(self) -> bool:
+        """Whether decoding steps are native programs."""
+        return any(spec.op == "step" for spec in self.kernels)
+
+    @property
+    def devices(self) -> tuple[DeviceMemory, ...]:
+        """Return the permanent bytes of each device."""
+        return self.memory.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One slot of one node that a rule's action fills. `path` is absolute; `node` is empty for a module."""
+
+    path: str
+    node: str
+    rule: str
+    target: Target
+    span: Span
+    site: str
+    block: str
+
+    @property
+    def facet(self) -> Facet:
+        """The facet of the node that it fills."""
+        return self.target.claimed_facet
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The claims that are carried out, the warnings about others, and why the sites of those keep their own code."""
+
+    claims: tuple[Claim, ...]
+    warnings: tuple[Diagnostic, ...]
+    sites: Mapping[str, str]

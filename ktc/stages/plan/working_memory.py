@@ -1,0 +1,196 @@
+"""The memory of one layer's routed experts beside their packed weights, and of a linear layer's product, in bytes.
+
+In: a kernel's spec. Out: the exact bytes that forward saves for backward, and an upper bound of the workspace of a
+call. Only `runtime/include/ktc` declares the layout of that workspace. Tests compare the bound with an engine's
+reservation: it is never less, and at most a quarter more in a layer of ordinary size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ktc.foundation.formats import BLOCKS, FORMATS, Dense, WeightFormat
+from ktc.foundation.isa import INSTRUCTION_SETS
+from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.packed_size import PANEL, padded
+
+_RANK_UNIT: Final = 8  # saved low-rank rows are padded to it
+_ITEM: Final = {"bf16": 2, "fp32": 4, "fp64": 8}
+_INDEX: Final = 8
+# What one thread's sums take at most, with tiles and without; `sums_at_hand` of moe_sweep.hpp asserts it.
+_TILED_SUMS: Final = 1 << 20
+_SUMS: Final = 1 << 14
+# Of fixed_point_rows.hpp, bytes beside the words of 32 values; of multiply_word_panel.hpp, scales and minima beside
+# them, at most.
+_WORD_BLOCK, _WORD_SCALES = 16, 1 / 8
+# Of linear_panels.hpp: 16 and 128 groups of at most 12 rows, the bytes of rows between them, a stretch of a panel.
+_FEWEST_ROWS, _MOST_ROWS, _ROW_BYTES, _STRETCH = 16 * 12, 128 * 12, 16 << 20, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Bytes beside the weights. `saved` is per token, for backward; the workspace is one for all layers.
+
+    `_around` are copies of hidden states on the host, `_gradients` the rows of which backward makes the gradients of
+    weights. The pairs are bounds for forward and for backward: per token, and for all threads together.
+    """
+
+    saved: int
+    _around: int
+    _gradients: int
+    _per_token: tuple[int, int]
+    _scratch: tuple[int, int]
+
+    def forward(self, tokens: int) -> int:
+        """Workspace and copies of the hidden states on the host, of a forward without gradients."""
+        return tokens * self._around + self.workspace(tokens, backward=False)
+
+    def backward(self, tokens: int) -> int:
+        """Return the same for backward, with the rows of gradients (`SlotRows`)."""
+        return tokens * (2 * self._around + self._gradients) + self.workspace(tokens, backward=True)
+
+    def workspace(self, tokens: int, *, backward: bool) -> int:
+        """Return an upper bound of the kernel's reservation for a call."""
+        return tokens * self._per_token[backward] + self._scratch[backward]
+
+
+def slots_of(
+    spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1, weights_train: bool = False
+) -> Slots:
+    """Return the bytes of a layer that keeps gate and up for backward, or its input to recompute them.
+
+    `ranks` are those of LoRA on the first product and on down (0: none). Its gradients read the input too, and the
+    low-rank values of each slot. `weights_train`: backward makes gradients of weights, or of factors merged into them.
+    """
+    sizes = _Sizes.of(spec)
+    factors = _factors(spec, ranks)
+    return Slots(
+        saved=_saved(spec, sizes, ranks, keep=keep),
+        _around=2 * sizes.hidden * sizes.item,  # input and output
+        _gradients=weights_train * sizes.top_k * (sizes.outputs + sizes.inter) * sizes.item,
+        _per_token=(
+            _forward(spec, sizes, ranks),
+            _backward(spec, sizes, ranks, keep=keep),
+        ),
+        _scratch=(
+            threads * _thread(spec, sizes, ranks, panels=_decoded_panels(spec), quantises=True) + factors,
+            threads * _thread(spec, sizes, ranks, panels=2, quantises=not keep) + 2 * factors,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRows:
+    """The workspace of a linear layer's product with many rows, as `linear_panels.hpp` cuts them, in fp32.
+
+    `width` is the larger of inputs and outputs: the contraction of one direction.
+    """
+
+    width: int
+    threads: int
+
+    def workspace(self, tokens: int) -> int:
+        """Return an upper bound of the kernel's reservation for a call."""
+        row = 4 * self.width
+        at_a_time = min(max(_ROW_BYTES, _FEWEST_ROWS * row), _MOST_ROWS * row)
+        scratch = 4 * PANEL * (_STRETCH + _MOST_ROWS)
+        return min(tokens * row, at_a_time) + self.threads * scratch
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Widths, padded, and bytes of an element and of a sum. `outputs` are those of the first product."""
+
+    top_k: int
+    hidden: int
+    inter: int
+    outputs: int
+    item: int
+    total: int
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> _Sizes:
+        inter = padded(spec.intermediate or 0)
+        total = 8 if spec.dtype == "fp64" else 4  # never less than fp32
+        outputs = (1 + spec.gated) * inter
+        return cls(spec.top_k or 0, padded(spec.hidden or 0), inter, outputs, _ITEM[spec.dtype], total)
+
+
+def _saved(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
+    """Bytes per token: gate, up and low-rank rows of each slot, or the input; and the routing."""
+    rows = sum(-(-rank // _RANK_UNIT) * _RANK_UNIT for rank in ranks)
+    kept = sizes.top_k * (sizes.outputs * sizes.item + rows * sizes.total) if keep else 0
+    needs_input = not keep or any(ranks)
+    return kept + needs_input * (spec.hidden or 0) * sizes.item + sizes.top_k * (_INDEX + sizes.total)
+
+
+def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
+    """Workspace per token: rows that each product reads, and the sums over experts."""
+    reads_elements = not spec.integer_products or ranks[0] > 0
+    slot = reads_elements * sizes.hidden * sizes.item + sizes.inter * sizes.item + sizes.total
+    again = sizes.inter * sizes.item if spec.integer_products and ranks[1] else 0  # elements that LoRA on down reads
+    integers = _quantised(spec, sizes) + _words(spec, sizes)
+    return _token(spec, sizes) + sizes.top_k * (slot + again + _low_rank(sizes, ranks) + integers)
+
+
+def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
+    """Return the same for backward: gradients of the output, of gate and up, and of the routing weight, in parts."""
+    gate_up = sizes.outputs * sizes.item * (1 if keep else 2)
+    weight_parts = (sizes.inter // PANEL + 2) * sizes.total
+    slot = sizes.hidden * sizes.item + gate_up + weight_parts + 2 * _low_rank(sizes, ranks)
+    again = 0 if keep else _quantised(spec, sizes) + _words(spec, sizes)
+    return _token(spec, sizes) + sizes.top_k * (slot + again)
+
+
+def _token(spec: KernelSpec, sizes: _Sizes) -> int:
+    """Return the bytes of a token's sums, and of its hidden state in integers."""
+    return (sizes.hidden + PANEL) * sizes.total + spec.integer_products * (sizes.hidden + 2 * PANEL)
+
+
+def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
+    """Return the bytes of a slot's low-rank values, as elements and as sums."""
+    return sum(padded(rank) for rank in ranks) * (sizes.item + sizes.total)
+
+
+def _quantised(spec: KernelSpec, sizes: _Sizes) -> int:
+    """Return the bytes of a slot's rows in integers."""
+    return max(sizes.hidden, sizes.inter) + 2 * PANEL if spec.integer_products else 0
+
+
+def _words(spec: KernelSpec, sizes: _Sizes) -> int:
+    """Return the bytes of a slot's rows in 16-bit fixed point: of one product, then of the other."""
+    widths = (sizes.hidden, spec.format_gate_up), (sizes.inter, spec.format_down)
+    of_block = PANEL * 2 + _WORD_BLOCK
+    return max(width // PANEL * of_block * _reads_words(spec, weight_format) for width, weight_format in widths)
+
+
+def _reads_words(spec: KernelSpec, weight_format: WeightFormat) -> bool:
+    return INSTRUCTION_SETS[spec.isa].words and weight_format in BLOCKS and BLOCKS[weight_format].coded
+
+
+def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
+    """B of both products expert after expert, which PEFT stores otherwise; backward has gradients of the same size."""
+    hidden, inter = spec.hidden or 0, spec.intermediate or 0
+    values = ranks[0] * (1 + spec.gated) * inter + ranks[1] * hidden
+    return (spec.num_experts or 0) * values * _Sizes.of(spec).total
+
+
+def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: float, quantises: bool) -> int:
+    """Return the bytes of one thread.
+
+    They hold sums, panels of weights decoded or transposed, a panel of LoRA's factors with three of their gradients
+    (A, and B of gate and of up), and a group's rows before they become integers."""
+    width = max(sizes.hidden, sizes.outputs) * PANEL * sizes.item
+    rank = padded(max(ranks))
+    low_rank = width + rank * PANEL * (sizes.item + 3 * sizes.total) if rank else 0
+    rows = PANEL * (sizes.inter + 2 * PANEL) if quantises and spec.integer_products else 0
+    sums = _TILED_SUMS if INSTRUCTION_SETS[spec.isa].tiles else _SUMS
+    return sums + int(panels * width) + low_rank + rows
+
+
+def _decoded_panels(spec: KernelSpec) -> float:
+    """Return the panels of weights that a thread decodes in forward. Words have their scales and minima beside them."""
+    if any(_reads_words(spec, name) for name in spec.formats):
+        return 1 + _WORD_SCALES
+    return 0 if all(isinstance(FORMATS[name], Dense) for name in spec.formats) else 1

@@ -1,0 +1,415 @@
+"""One block beside its rewritten form on one input: everything it returns and keeps, and every gradient.
+
+Input: two modules with equal weights, and a case. Output: the relative Frobenius error of each value. Both sides get
+the same inputs, the same random state and the same output gradients. Compared are the results, the tensors that the
+block keeps as attributes, its input after the call, and the gradients of the hidden states, of the routing weights (the
+third input of its experts) and of every parameter that the rewrite leaves trainable.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn, set_grad_enabled
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ktc.model.experts.module import FusedMoe
+from ktc.model.graph.typed import named_modules
+from ktc.stages.capture.trace import plain_settings
+from ktc.stages.proof.cases import MANY, Case
+from ktc.stages.proof.types import Constant
+
+# Rounding may tip a choice of experts, which changes single rows of a result. A way that code takes changes most rows.
+_ROUNDED = 1e-2
+# Far from what a model computes, a gradient may vanish next to the others, and its last digits are rounding.
+_VANISHING = 1e-4
+
+Values = dict[str, Tensor | None]
+
+
+def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dict[str, float]:
+    """Return the error of each result (`output`, `attribute ...`) and gradient (`gradient of ...`).
+
+    A value that one side alone has is an error of infinity. An exception of `stock` is raised as StockRefuses: the
+    model itself cannot compute this case. An exception of `rewritten` alone is raised as it is.
+    """
+    fused = {name: child for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
+    frozen = {name for name, child in fused.items() if not child.weights.training.trains}
+    # A list of experts is not called, so there only the router's own gradients cover the routing weights.
+    called = {name for name in fused if not isinstance(stock.get_submodule(name), nn.ModuleList)}
+    with _weights(case, *(model.get_submodule(name) for name in fused for model in (stock, rewritten))):
+        try:
+            expected = _run(stock, frozen, called, case, seed)
+        except Exception as error:  # foreign code on an unusual input raises anything
+            raise StockRefuses(str(error)) from error
+        actual = _run(rewritten, frozen, called, case, seed)
+    floor = 0.0
+    if case.stress:
+        norms = [
+            float(_norm(t.double())) for name, t in expected.items() if name.startswith("gradient") and t is not None
+        ]
+        floor = _VANISHING * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    found: dict[str, float] = {}
+    for name in dict.fromkeys((*expected, *actual)):
+        of_gradient = name.startswith("gradient")
+        found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
+    return found
+
+
+def computes_otherwise_in_double(stock: nn.Module, wide: nn.Module, case: Case, seed: int) -> bool:
+    """Return whether most rows of a result of stock code differ in fp64 from those in fp32 by more than rounding."""
+    of_results = replace(case, poisoned=True)
+    single = _run(stock, set(), set(), of_results, seed)
+    with InDouble():
+        double = _run(wide, set(), set(), of_results, seed)
+    return any(_most_rows_differ(single[name], double.get(name)) for name in single if name.startswith("output"))
+
+
+def _most_rows_differ(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape or not one.is_floating_point():
+        return one is not other and (one is None or other is None or one.shape != other.shape)
+    size = one.shape[-1] if one.dim() else 1
+    first, second = (tensor.double().reshape(-1, size) for tensor in (one, other))
+    gap = torch.where(first == second, torch.zeros_like(first), first - second)
+    rounding = gap.square().sum(-1) <= _ROUNDED**2 * second.square().sum(-1)  # False for NaN
+    return float((~rounding).double().mean()) > 0.5
+
+
+@contextmanager
+def _weights(case: Case, *experts: nn.Module) -> Generator[None]:
+    """Give the experts of both sides the weights of a case."""
+    held = {parameter for module in experts for parameter in module.parameters()} if case.weights else set[Tensor]()
+    before = {parameter: parameter.detach().clone() for parameter in held}
+    try:
+        for parameter in held:
+            assert case.weights is not None, "weights are held to be changed"
+            parameter.data.copy_(case.weights(parameter.data))
+        yield
+    finally:
+        for parameter, values in before.items():
+            parameter.data.copy_(values)
+
+
+@contextmanager
+def _frozen(block: nn.Module, case: Case) -> Generator[None]:
+    trained = [p for p in block.parameters() if p.requires_grad] if case.frozen else list[nn.Parameter]()
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def same_random_numbers(seed: int) -> Generator[None]:
+    """Draw the random numbers of `seed` inside, from PyTorch, Python and NumPy; those after it are as without it."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+class StockRefuses(Exception):
+    """The stock block raises on a case, so there is nothing to compare with."""
+
+
+class InDouble(TorchDispatchMode):
+    """Replace fp32 by fp64 in every call inside: stock code casts to fp32 wherever it needs to be exact.
+
+    Grouped products, for which PyTorch has no kernel in fp64, are computed one by one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wider: Any = pytree.tree_map(_widened, (args, kwargs or {}))
+        if func.name() == "aten::_grouped_mm" and wider[0][0].dtype == torch.float64:
+            one, other, *ends = wider[0]
+            return _grouped_products(one, other, ends[0] if ends else wider[1].get("offs"))
+        return func(*wider[0], **wider[1])
+
+
+def _grouped_products(one: Tensor, other: Tensor, ends: Tensor | None) -> Tensor:
+    """Return the products of `torch._grouped_mm`: `ends` cut the dimension that is not three-dimensional."""
+    if ends is None:
+        return torch.bmm(one, other)
+    last = cast("list[int]", ends.tolist())
+    groups = [slice(start, end) for start, end in zip([0, *last], last, strict=False)]
+    if one.dim() == other.dim():
+        return torch.stack([one[:, group] @ other[group] for group in groups])
+    of_rows = one.dim() == 2
+    made = one.new_zeros((one.shape[0], other.shape[-1]) if of_rows else (one.shape[1], other.shape[1]))
+    for number, group in enumerate(groups):
+        if of_rows:
+            made[group] = one[group] @ other[number]
+        else:
+            made[:, group] = one[number] @ other[:, group]
+    return made
+
+
+def _widened(argument: object) -> object:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def relative_error(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+    """Return ||actual - expected|| / max(||expected||, floor).
+
+    A missing tensor counts as zero; if only one is zero, infinity. NaN and infinity must stand in the same places, and
+    the norms are those of the rest.
+    """
+    if expected is None or not bool(expected.any()):
+        if actual is None or not bool(actual.any()):
+            return 0.0
+        return float(_norm(actual.double())) / floor if floor else math.inf
+    if actual is None or actual.shape != expected.shape:
+        return math.inf
+    one, other = actual.double(), expected.double()
+    finite = torch.isfinite(other)
+    if not torch.equal(one[~finite].nan_to_num(nan=0.5), other[~finite].nan_to_num(nan=0.5)):
+        return math.inf
+    one, other = one[finite], other[finite]
+    size = max(float(_norm(other)), floor)
+    distance = float(_norm(one - other))
+    if distance == 0:
+        return 0.0
+    relative = distance / size if size else math.inf
+    return math.inf if math.isnan(relative) else relative
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return cast("Tensor", tensor.norm())
+
+
+def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed: int) -> Values:
+    """Return what one side computes, by name."""
+    dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)
+    call = case.call.fresh()
+    given = call.hidden.detach().to(dtype)
+    # Code may change its input in place, which torch allows for no leaf that needs a gradient.
+    leaf = given.clone().requires_grad_(not case.inference)
+    hidden = leaf * 1
+
+    def as_weights(value: object) -> object:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    args, kwargs = pytree.tree_map(as_weights, (call.args, dict(call.kwargs)))
+    if "" in frozen:  # the block is the experts, and the routing weights are its input
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.requires_grad_(True)
+    before, modes = _kept(block), {module: module.training for module in block.modules()}
+    parameters = (
+        {}
+        if case.frozen
+        else {
+            name: p
+            for name, p in block.named_parameters()
+            if p.requires_grad and not any(f == "" or name.startswith(f + ".") for f in frozen)
+        }
+    )
+    block.train(case.training)
+    try:
+        graded = not case.inference
+        with (
+            _frozen(block, case), same_random_numbers(seed), _routing_weights(block, called) as routing,
+            set_grad_enabled(graded),
+        ):  # fmt: skip
+            ready = _with(call, hidden, args, kwargs)
+            result = block(*ready[0], **ready[1])
+        values = _results(result) | _changes(before, _kept(block)) | {"hidden states after the call": hidden}
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if case.poisoned or case.inference:
+        return {name: value.detach() for name, value in values.items()}
+    wanted = {"hidden_states": leaf, **{f"routing_weights of {n}": w for n, w in routing.items()}, **parameters}
+    return {name: value.detach() for name, value in values.items()} | _gradients(values, wanted, seed)
+
+
+def _with(call: Any, hidden: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments with `hidden` in the place of the call's hidden states."""
+    place = [leaf is call.hidden for leaf in pytree.tree_leaves((call.args, dict(call.kwargs)))].index(True)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves[place] = hidden
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _results(result: object) -> dict[str, Tensor]:
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return {f"output {place}" if place else "output": tensor for place, tensor in enumerate(tensors)}
+
+
+def _gradients(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor], seed: int) -> Values:
+    """Return the gradients of `wanted` for random directions in everything that can be differentiated."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs, directions = list[Tensor](), list[Tensor]()
+    for _, value in sorted(values.items()):
+        if value.requires_grad and value.is_floating_point():
+            outputs.append(value)
+            directions.append(torch.randn(value.shape, generator=generator).to(value.dtype))
+    if not outputs:
+        return {}
+    found = torch.autograd.grad(outputs, list(wanted.values()), directions, allow_unused=True)
+    return {f"gradient of {name}": gradient for name, gradient in zip(wanted, found, strict=True)}
+
+
+def _kept(block: nn.Module) -> dict[str, tuple[object, ...]]:
+    """Return what the modules of a block hold besides parameters: settings, buffers, tensors in attributes."""
+    kept: dict[str, tuple[object, ...]] = {}
+    for path, module in named_modules(block):
+        for name, value in plain_settings(module).items():
+            kept[f"{path}.{name}"] = (repr(value),)
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_modules") and not isinstance(module, FusedMoe):
+                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+                if tensors:
+                    kept[f"{path}.{name}"] = tuple(Held(tensor) for tensor in tensors)
+    return kept
+
+
+class Held:
+    """A tensor as it was: the same one unchanged is equal."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._version, self._id = tensor, tensor._version, id(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and (self._id, self._version) == (other._id, other._version)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _changes(before: Mapping[str, tuple[object, ...]], after: Mapping[str, tuple[object, ...]]) -> dict[str, Tensor]:
+    """Return the tensors of attributes that the call changed, and settings that it changed as their hash."""
+    changed: dict[str, Tensor] = {}
+    for name, values in after.items():
+        if before.get(name) != values:
+            for place, value in enumerate(values):
+                key = f"attribute {name.lstrip('.')}" + f" {place}" * bool(place)
+                changed[key] = value.tensor if isinstance(value, Held) else _as_number(value)
+    return changed
+
+
+def _as_number(setting: object) -> Tensor:
+    """Return a number that differs where the text of a setting does."""
+    return torch.tensor(zlib.crc32(str(setting).encode()) + 1.0, dtype=torch.float64)
+
+
+@contextmanager
+def _routing_weights(module: nn.Module, experts: set[str]) -> Generator[dict[str, Tensor]]:
+    """Collect the routing weights that reach each experts module while inside."""
+    seen: dict[str, Tensor] = {}
+
+    def remember(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            weights = kwargs.get("top_k_weights", args[2] if len(args) > 2 else None)
+            if isinstance(weights, Tensor) and weights.requires_grad:
+                seen[name] = weights
+
+        return hook
+
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True)
+        for name in sorted(experts)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Constants(TorchDispatchMode):
+    """Counts, for each constant with which operators inside compare values, the values on both sides of it.
+
+    Integers are compared with places and counts: only limits beyond `MANY` tokens are counted, which no input reaches.
+    """
+
+    _COMPARISONS = ("clamp", "hardtanh", "threshold", "gt", "ge", "lt", "le", "minimum", "maximum")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, float, bool], tuple[int, int]] = {}
+        self._replaced = 0  # depth of calls
+
+    @contextmanager
+    def replacing(self, modules: Iterable[nn.Module]) -> Generator[None]:
+        """Count inside of calls of `modules` as code that the rewrite replaces."""
+
+        def entered(*_: object) -> None:
+            self._replaced += 1
+
+        def left(*_: object) -> None:
+            self._replaced -= 1
+
+        handles = list[RemovableHandle]()
+        for module in modules:
+            handles += [
+                module.register_forward_pre_hook(entered), module.register_forward_hook(left, always_call=True),
+            ]  # fmt: skip
+        try:
+            yield
+        finally:
+            self._replaced = 0
+            for handle in handles:
+                handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).rpartition(".")[2]
+        if name.rstrip("_").startswith(self._COMPARISONS) and args and isinstance(args[0], Tensor):
+            schema = (declared.name for declared in func._schema.arguments)
+            named: dict[str, object] = {**dict(zip(schema, args, strict=False)), **(kwargs or {})}
+            for argument, value in named.items():
+                if isinstance(value, Tensor) and value is not args[0] and _is_one_limit(value, args[0]):
+                    value = float(value)  # a limit that is a tensor
+                if isinstance(value, int | float) and not isinstance(value, bool) and _counts(args[0], value):
+                    self._count(f"{name}.{argument}", float(value), args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operator: str, value: float, tensor: Tensor) -> None:
+        key = operator, value, self._replaced > 0
+        below, above = self._counts.get(key, (0, 0))
+        less, more = int((tensor < value).sum()), int((tensor > value).sum())
+        self._counts[key] = below + less, above + more
+
+    @property
+    def found(self) -> tuple[Constant, ...]:
+        """The constants so far, in the order in which they were met first."""
+        return tuple(
+            Constant(operator, value, *counts, replaced) for (operator, value, replaced), counts in self._counts.items()
+        )
+
+
+def _is_one_limit(limit: Tensor, values: Tensor) -> bool:
+    """Return whether a tensor is one limit of all values. A limit of a single row may be a result, as its maximum."""
+    return limit.numel() == 1 and (limit.dim() == 0 or values.shape[:1] != (1,))
+
+
+def _counts(values: Tensor, constant: float) -> bool:
+    return values.is_floating_point() or (values.dtype != torch.bool and abs(constant) >= MANY)
+
+
+def replaced_code(stock: nn.Module, rewritten: nn.Module) -> list[str]:
+    """Return the names of the modules in `stock` whose code does not run in `rewritten`.
+
+    A block that calls a list of experts is replaced as a whole.
+    """
+    names = [name for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)]
+    lists = any(isinstance(stock.get_submodule(name), nn.ModuleList) for name in names)
+    return [""] if lists else names

@@ -1,0 +1,176 @@
+"""The witness as a whole, stock beside rewritten: code around a block may read its class, its children or tensors.
+
+Input: both models. Output: in which forward they differ. Blocks are compared one by one elsewhere; here the code
+between them is run, which a rewrite does not change and which may still notice it. Outputs that transformers records
+by hooks on modules are such code: a module that a rewrite no longer calls records nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from ktc.model.hf.stock_model import vocabulary_of
+from ktc.stages.proof.compare import InDouble, StockRefuses, relative_error, same_random_numbers
+from ktc.stages.proof.types import TOLERANCE
+
+BATCH, LENGTH, CACHED = 2, 24, 9
+LONG = 1100  # tokens beyond what authors take as long
+Results = list[Tensor]
+_ABSENT = object()  # the value of a setting that a config does not have
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    name: str
+    run: Callable[[PreTrainedModel, Tensor], Any]
+    training: bool = False
+    shape: tuple[int, int] = (BATCH, LENGTH)
+    reader: str = "code around it reads its class or parts"
+
+
+def _decoded(model: PreTrainedModel, tokens: Tensor) -> Any:
+    with torch.no_grad():
+        cache = model(input_ids=tokens[:, :CACHED], use_cache=True).past_key_values
+        return model(input_ids=tokens[:, CACHED : CACHED + 1], past_key_values=cache, use_cache=True).logits
+
+
+def _loss(model: PreTrainedModel, tokens: Tensor) -> Any:
+    return model(input_ids=tokens, labels=tokens, use_cache=False)
+
+
+def _alone(model: PreTrainedModel, tokens: Tensor) -> Any:
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False)
+
+
+FORWARDS = (
+    _Forward("a loss", _loss),
+    _Forward("a loss in training", _loss, training=True),
+    _Forward("decoding with a cache", _decoded),
+    _Forward(f"{LONG:,} tokens", _alone, shape=(1, LONG)),
+)
+
+
+# Recorded outputs -----------------------------------------------------------------------------------------------------
+def _recordings(model: PreTrainedModel) -> Iterator[_Forward]:
+    """Yield a forward for each option of the config or of transformers' recorders that returns inner results."""
+    recorders = (cast("dict[str, Any]", getattr(part, "_can_record_outputs", None) or {}) for part in _models(model))
+    options = {f"output_{key}" for recorded in recorders for key in recorded}
+    settings = vars(model.config.get_text_config()).items()
+    options |= {name for name, value in settings if name.startswith("output_") and isinstance(value, bool)}
+    for option in sorted({*options, "output_attentions", "output_hidden_states"}):
+        reader = f"its modules, or hooks on them, return what `{option}` requests"
+        yield _Forward(f"`{option}=True`", functools.partial(_recorded, option=option), reader=reader)
+
+
+def _models(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _recorded(model: PreTrainedModel, tokens: Tensor, option: str) -> Any:
+    """Return the results with a loss and an option, set in the config and, where the forward takes it, in the call."""
+    parameters = inspect.signature(model.forward).parameters
+    taken = option in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    with _asked_for(model, option), torch.no_grad():
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **({option: True} if taken else {}))
+
+
+@contextmanager
+def _asked_for(model: PreTrainedModel, option: str) -> Generator[None]:
+    """Set an option in the model's configs inside the context; only `eager` attention has weights to return."""
+    configs = {id(part.config): vars(part.config) for part in _models(model)}.values()
+    wanted = {option: True}
+    if option == "output_attentions":
+        wanted = {"_output_attentions": True, "_attn_implementation_internal": "eager"}
+    before = [(held, name, held.get(name, _ABSENT)) for held in configs for name in wanted]
+    try:
+        for held, name, _ in before:
+            held[name] = wanted[name]
+        yield
+    finally:
+        for held, name, value in before:
+            if value is _ABSENT:
+                held.pop(name, None)
+            else:
+                held[name] = value
+
+
+# The comparison -------------------------------------------------------------------------------------------------------
+def whole_difference(
+    stock: PreTrainedModel, rewritten: PreTrainedModel, seed: int,
+    in_double: Callable[[], tuple[PreTrainedModel, PreTrainedModel]],
+) -> tuple[float, str]:  # fmt: skip
+    """Return the largest error of all results, and in words the first forward that differs, "" if none does.
+
+    Errors in fp32 add up over layers, and a choice of experts may tip over. Those above the tolerance are decided in
+    fp64, on the models that `in_double` returns.
+    """
+    worst = 0.0
+    for forward in (*FORWARDS, *_recordings(stock)):
+        try:
+            found = _error(stock, rewritten, forward, seed)
+            if not found <= TOLERANCE:
+                found = _error_in_double(found, in_double(), forward, seed)
+        except StockRefuses:
+            continue
+        except Exception as error:  # noqa: BLE001 - the rewritten model raises where the stock model does not
+            words = (str(error).strip().splitlines() or [""])[0][:200]
+            told = f"it raises {type(error).__name__}: {words} in {forward.name} of the whole model"
+            return float("inf"), f"{told}: {forward.reader}"
+        worst = max(worst, found)
+        if not found <= TOLERANCE:
+            return worst, f"results of the whole model, {forward.name}: {forward.reader}"
+    return worst, ""
+
+
+def _error_in_double(
+    found: float, wide: tuple[PreTrainedModel, PreTrainedModel], forward: _Forward, seed: int
+) -> float:
+    try:
+        with InDouble():
+            return _error(*wide, forward, seed)
+    except StockRefuses:  # stock code that does not run in fp64: the error in fp32 is kept
+        return found
+
+
+def _error(stock: PreTrainedModel, rewritten: PreTrainedModel, forward: _Forward, seed: int) -> float:
+    try:
+        wanted = _values(stock, forward, seed)
+    except Exception:  # noqa: BLE001 - capture may have left tensors without data in objects of the model's file
+        try:
+            wanted = _values(stock, forward, seed)  # the first call has used them up
+        except Exception as error:  # foreign code raises anything
+            raise StockRefuses(str(error)) from error
+    found = list(_results(rewritten, forward, seed))
+    if len(found) != len(wanted):
+        return float("inf")
+    return max((relative_error(f, w) for f, w in zip(found, wanted, strict=True)), default=0.0)
+
+
+def _values(model: PreTrainedModel, forward: _Forward, seed: int) -> list[Tensor]:
+    """Return the results. Raises an exception for a result without data."""
+    found = list(_results(model, forward, seed))
+    for tensor in found:
+        float(tensor.sum())
+    return found
+
+
+def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> Iterator[Tensor]:
+    tokens = torch.randint(0, vocabulary_of(model), forward.shape, generator=torch.Generator().manual_seed(seed))
+    model.train(forward.training)
+    try:
+        with same_random_numbers(seed):
+            result = forward.run(model, tokens)
+    finally:
+        model.eval()
+    yield from (leaf.detach() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))

@@ -1,0 +1,82 @@
+"""The realisation recipe: which module is put at which FQN of the HF model, as the manifest records it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from ktc.foundation.host import Host
+from ktc.model.experts.own_module import OwnExperts
+from ktc.model.graph.typed import nodes_of
+from ktc.model.manifest.manifest import Rewrite
+from ktc.model.targets.module_target import ITSELF, ModuleTarget, carriers, place_of
+from ktc.model.targets.target import NodeAction
+from ktc.stages.capture import CapturedModel, ExpertList
+from ktc.stages.rewrite.apply import RewrittenBlock
+from ktc.stages.rewrite.block_code import block_code
+
+
+def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
+    """Return every rewritten module of the model, in the order of its sites."""
+    rows: list[tuple[int, Rewrite]] = []
+    for block in blocks:
+        nodes = {str(n.target): n for n in nodes_of(block.graph) if n.op == "call_module"}
+        for site in block.rewrite.sites:
+            if block.experts is not None:
+                rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
+            rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own]
+            for action in carriers(block.rewrite.actions):
+                device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
+                # The adapter of a layer that another rewrite absorbs has no call of its own.
+                call = nodes.get(place_of(action)) or nodes[ITSELF]
+                rows.append((site.layer, _row(action, action.at(site.fqn), device, call, host)))
+    return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
+
+
+def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -> Rewrite:
+    """Return the loader's step for a node: the module, its kernel, its arguments."""
+    assert isinstance(action.target, ModuleTarget), f"`{action.target.name}` puts no module"
+    entry = action.kernel.entry if action.kernel else None
+    arguments = action.target.recipe(action, node, host)
+    return Rewrite(fqn, action.target.placed(action), entry, device, arguments, action.rule, str(action.span))
+
+
+def _own_experts(block: RewrittenBlock, own: OwnExperts, site: str) -> Rewrite:
+    """Return the step before an experts module of the model's own is replaced: its tensors in the stock layout."""
+    action = next(a for a in block.rewrite.actions if a.target.takes_experts and a.fqn == own.fqn)
+    fqn = action.at(site)
+    return Rewrite(fqn, "own_experts", None, block.rewrite.device, own.words(), action.rule, str(action.span))
+
+
+def block_file(block: RewrittenBlock) -> str:
+    """Return the file in OUT for the code of a rewritten block."""
+    return f"blocks/{block.rewrite.key}.py"
+
+
+def block_files(captured: CapturedModel, blocks: Sequence[RewrittenBlock]) -> Mapping[str, str]:
+    """Return the code of the blocks whose graphs replace their own code, by its file in OUT."""
+    return {block_file(block): _code(captured, block) for block in blocks if block.experts is not None}
+
+
+def _code(captured: CapturedModel, block: RewrittenBlock) -> str:
+    site = block.rewrite.sites[0].fqn
+    stock = captured.model.get_submodule(site)
+    where = f"`{site}`" if len(block.rewrite.sites) == 1 else f"`{site}` and {len(block.rewrite.sites) - 1} more"
+    title = f"The computation of {where}: `{type(stock).__name__}`, its loop over experts as one call."
+    return block_code(block.graph, stock, title, captured.model.dtype)
+
+
+def _graph_block(block: RewrittenBlock, experts: ExpertList, fqn: str) -> Rewrite:
+    """Return the first step of a block whose own code loops over its experts."""
+    action = next(action for action in block.rewrite.actions if action.target.takes_experts)
+    args: dict[str, int | str] = {
+        "file": block_file(block),
+        "experts": experts.fqn,
+        "num_experts": experts.count,
+        "hidden": experts.hidden,
+        "intermediate": experts.intermediate,
+        "form": experts.form,
+        "parts": " ".join(f"{part}={name}" for part, name in experts.parts.items()),
+    }
+    return Rewrite(fqn, "graph_block", None, block.rewrite.device, args, action.rule, str(action.span))

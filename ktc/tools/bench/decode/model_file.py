@@ -1,0 +1,161 @@
+"""A checkpoint folder of a real model's sizes with random weights: config.json and one GGUF file.
+
+In: sizes, a number of layers and a format. Out: the folder, written tensor by tensor. Matrices have the format, routers
+and norms fp32; with `q4_k` the head is `q6_k`, as in llama.cpp's Q4_K_S. All experts of a matrix have the same rows in
+another order: no two are equal, and a file takes the time of writing it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from ktc.foundation.formats import BLOCKS, STORED
+from ktc.model.experts.block_reference import random_blocks
+from ktc.stages.capture.gguf_names import GgufPlace, gguf_places
+from ktc.stages.capture.model import build_on_meta
+from ktc.tools.bench.decode.sizes import SIZES, Sizes
+
+FILE: Final = "model.gguf"
+_SIZE: Final = 0.02  # of a weight
+_HEADS: Final = {"q4_k": "q6_k"}  # the format of the head, where it is another one
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of the file. `shape` is that of its weights, `format` one of `ktc.foundation.formats`."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of its bytes, or of its values for bf16 and fp32."""
+        row = BLOCKS.get(self.format)
+        return self.shape if row is None else (*self.shape[:-1], self.shape[-1] // row.weights * row.block_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return int(np.prod(self.stored_shape)) * {"bf16": 2, "fp32": 4}.get(self.format, 1)
+
+
+def config_of(sizes: Sizes, layers: int | None) -> PreTrainedConfig:
+    """Return the config of the first `layers` layers, in bf16."""
+    config = AutoConfig.for_model(sizes.model_type, **sizes.config, eos_token_id=None, pad_token_id=None)
+    config.num_hidden_layers = min(layers or config.num_hidden_layers, config.num_hidden_layers)
+    config.tie_word_embeddings = False
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None  # the file has no tokenizer
+    config.dtype = torch.bfloat16
+    config.architectures = [type(build_on_meta(config)).__name__]
+    return config
+
+
+def tensors_of(config: PreTrainedConfig, architecture: str, file_format: str) -> tuple[FileTensor, ...]:
+    """Return every tensor of the model's file, in the order of the model."""
+    model = build_on_meta(config)
+    targets = cast("dict[str, Tensor]", model.state_dict())
+    return tuple(
+        FileTensor(place.name, _shape(place, targets[target]), _format(place.name, targets[target], file_format))
+        for target, choices in gguf_places(model, architecture).items()
+        for place in choices[0]
+    )
+
+
+def write_model(name: str, layers: int | None, file_format: str, folder: Path) -> Path:
+    """Write the checkpoint folder, or keep one that was written for the same request. Returns `folder`."""
+    asked = json.dumps({"model": name, "layers": layers, "format": file_format})
+    made = folder / "made.json"
+    if made.is_file() and made.read_text() == asked:
+        return folder
+    write_sizes(SIZES[name], layers, file_format, folder)
+    made.write_text(asked)
+    return folder
+
+
+def write_sizes(sizes: Sizes, layers: int | None, file_format: str, folder: Path) -> None:
+    """Write the checkpoint folder of a model of any sizes."""
+    config = config_of(sizes, layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    _write_file(config, sizes, file_format, folder / FILE)
+
+
+def _shape(place: GgufPlace, target: Tensor) -> tuple[int, ...]:
+    shape = list(target.shape)
+    if place.span is not None:
+        shape[place.span.dim] = place.span.length
+    return tuple(shape)
+
+
+def _format(name: str, target: Tensor, file_format: str) -> str:
+    if target.dim() == 1 or "ffn_gate_inp" in name:
+        return "fp32"
+    return _HEADS.get(file_format, file_format) if name == "output.weight" else file_format
+
+
+def _write_file(config: PreTrainedConfig, sizes: Sizes, file_format: str, path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, sizes.architecture)
+    _settings(writer, config)
+    tensors = tensors_of(config, sizes.architecture, file_format)
+    for tensor in tensors:
+        row = STORED["f32" if tensor.format == "fp32" else tensor.format]
+        kind = gguf.GGMLQuantizationType(row.gguf)
+        stored = np.dtype(np.float32 if tensor.format == "fp32" else np.uint16 if tensor.format == "bf16" else np.uint8)
+        shape = tensor.shape if stored != np.uint8 else tensor.stored_shape
+        writer.add_tensor_info(tensor.name, shape, stored, tensor.nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        writer.write_tensor_data(np.concatenate(list(_values(tensor, generator))))
+    writer.close()
+
+
+def _settings(writer: Any, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    writer.add_quantization_version(2)
+
+
+def _values(tensor: FileTensor, generator: torch.Generator) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the tensor as flat pieces: one, or one per expert."""
+    *experts, rows, columns = (1, *tensor.shape) if len(tensor.shape) < 3 else tensor.shape
+    if len(tensor.shape) == 1:
+        yield (1 + 0.1 * torch.randn(columns, generator=generator)).numpy()
+        return
+    if tensor.format in BLOCKS:
+        one = random_blocks(rows, columns, tensor.format, _SIZE, generator)
+    else:
+        one = torch.randn(rows, columns, generator=generator) * _SIZE
+        one = one if tensor.format == "fp32" else one.bfloat16().view(torch.uint16)
+    for expert in range(experts[0]):
+        yield one.roll(expert, 0).flatten().numpy()

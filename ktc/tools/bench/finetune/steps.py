@@ -1,0 +1,114 @@
+"""Real optimizer steps of a model with an adapter by `KTrainer`, measured: a row.
+
+In: a model, a request and the place of its experts. Out: a row, and the timeline of a step where the request names a
+file. The reference trains in fp32 on the CPU, one micro-batch after the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from ktc.tools.bench.finetune.device import StepClock, host_peak, peaks, reset_peaks, token_ids
+from ktc.tools.bench.finetune.report import Row, Split, median_step
+from ktc.tools.bench.finetune.request import Place, Request
+from ktc.tools.bench.watch import Watch
+from ktc.training import KTrainer
+from ktc.training.trainers.report import report_of
+from ktc.training.trainers.step_trace import TRACED_STEP, StepTrace
+
+
+def measured(model: PeftModel, request: Request, place: Place, folder: Path, watch: Watch) -> Row:
+    """Train `model` for the steps of a request. Raises what the trainer raises."""
+    ids = token_ids(request, int(cast("Any", model).config.vocab_size))
+    data: Any = [{"input_ids": row, "labels": row} for row in ids]
+    clock = _Clock(watch, request.steps, "the reference" if place == "reference" else f"experts on the {place}")
+    reset_peaks()
+    trainer = KTrainer(
+        model=model,
+        args=_arguments(request, place, folder),
+        train_dataset=data,
+        callbacks=[clock],
+        stack_micro_batches="off" if place == "reference" else "auto",
+    )
+    trainer.remove_callback(PrinterCallback)
+    trace = request.trace_of(place)
+    if trace is not None:
+        trainer.add_callback(_Trace(trace, clock.clock))  # behind the report, which does not time its writing
+    trainer.train()
+    return _row(trainer, request, place, clock.clock.seconds)
+
+
+def _arguments(request: Request, place: Place, folder: Path) -> TrainingArguments:
+    reference = place == "reference"
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=request.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=request.accumulation,
+        learning_rate=1e-4,
+        bf16=not reference,
+        use_cpu=reference or not torch.cuda.is_available(),
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+
+def _row(trainer: KTrainer, request: Request, place: Place, seconds: list[float]) -> Row:
+    report = report_of(trainer).report(finished=True)
+    allocated, reserved = (0, 0) if place == "reference" else peaks()  # those of the compiled model, which waits
+    step = median_step(seconds, TRACED_STEP if request.trace else None)
+    return Row(
+        impl="ktc",
+        experts=place,
+        split=Split(1, request.accumulation),
+        tokens_per_second=request.tokens / step,
+        step_time=step,
+        step_times=tuple(seconds),
+        gpu_allocated=allocated,
+        gpu_reserved=reserved,
+        host_peak_rss=host_peak(),
+        losses=tuple(each.loss for each in report.history if each.loss is not None),
+        grad_norms=tuple(each.grad_norm for each in report.history if each.grad_norm is not None),
+        phases=report.phases,
+        stacking=report.stacking,
+        streams=report.streams,
+        offload=report.offload,
+    )
+
+
+class _Clock(TrainerCallback):
+    """Times the trainer's steps, with the loading of their data."""
+
+    def __init__(self, watch: Watch, steps: int, what: str) -> None:
+        self.clock = StepClock()
+        self._watch, self._steps, self._what = watch, steps, what
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._watch.progress(self._what, 0, self._steps)
+        self.clock.start()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.clock.step()
+        seconds = self.clock.seconds
+        self._watch.progress(self._what, len(seconds), self._steps)
+        self._watch.told(f"{self._what}: step {len(seconds)} of {self._steps}, {seconds[-1]:.2f} s")
+
+
+class _Trace(StepTrace):
+    """Traces a step. Its file is written between two steps of the clock."""
+
+    def __init__(self, path: Path, clock: StepClock) -> None:
+        super().__init__(path)
+        self._clock = clock
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        super().on_step_end(args, state, control)
+        self._clock.start()

@@ -1,0 +1,110 @@
+"""Checkpoints that are whole or absent: written in a hidden folder by all processes of a run, and renamed by one.
+
+In: the folder of a run, and how the trainer writes a checkpoint. Out: `checkpoint-N`. Older ones go after the new one
+is in place, and each of them at once. Where the machine fails, HostLacks (T529) names the last whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ktc.foundation.files import exchange, flush, flush_folder, folder_beside, unfinished_name
+from ktc.foundation.machine_faults import failed, is_machine_fault
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+_STATE: Final = "trainer_state.json"
+_NAME: Final = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, the last one first."""
+    numbered = ((_NAME.fullmatch(each.name), each) for each in run.glob("checkpoint-*"))
+    return [each for _, each in sorted(((int(m[1]), each) for m, each in numbered if m), reverse=True)]
+
+
+def write_checkpoint(
+    run: Path,
+    state: TrainerState,
+    save: Callable[[Path], None],
+    meet: Callable[[], None],
+    *,
+    writes: bool,
+    keep: int | None,
+) -> None:
+    """Write `checkpoint-N` of the trainer's step N into `run`, and remove those beyond the last `keep`, not the best.
+
+    `save` writes the folder of that name below the folder that it receives. Every process calls this; `meet` waits for
+    all of them, and the one that `writes` makes the folder and renames it.
+
+    Raises:
+        HostLacks: T529 where the machine fails. The checkpoints that were there remain.
+    """
+    target = run / f"checkpoint-{state.global_step}"
+    mark = f"{state.global_step:08d}"[-8:]  # the same name in every process
+    with faults_named(run, f"checkpoint `{target}` cannot be written"):
+        run.mkdir(parents=True, exist_ok=True)
+        with folder_beside(target, mark) if writes else nullcontext(run / unfinished_name(target, mark)) as work:
+            meet()  # the folder is there
+            save(work)
+            meet()  # every process has written its part
+            named_best = _name_best(state, work, target)
+            if writes:
+                if named_best:
+                    state.save_to_json(str(work / target.name / _STATE))
+                flush_folder(work / target.name)
+                _rename(work / target.name, target)
+                _remove_old(run, keep, state.best_model_checkpoint)
+
+
+@contextmanager
+def faults_named(run: Path, message: str) -> Generator[None]:
+    """Raise HostLacks (T529) for a fault of the machine inside the block, with the checkpoint to continue from."""
+    try:
+        yield
+    except Exception as error:
+        if not is_machine_fault(error):
+            raise
+        last = next(iter(checkpoints(run)), None)
+        kept = f"the last whole checkpoint is `{last}`, and `--resume auto` continues from it"
+        raise failed(error, "T529", message, safe=kept if last else "there is no checkpoint yet") from error
+
+
+def _name_best(state: TrainerState, work: Path, target: Path) -> bool:
+    """Correct the place of the best checkpoint if the trainer took it for the hidden one. Return whether it did."""
+    best = state.best_model_checkpoint
+    if best is None or not Path(best).is_relative_to(work):
+        return False
+    state.best_model_checkpoint = str(target)
+    return True
+
+
+def _rename(finished: Path, target: Path) -> None:
+    """Put a checkpoint in place. An earlier one of this step, from before the run was resumed, goes with the folder."""
+    if target.is_dir() and not exchange(finished, target):
+        os.rename(target, finished.with_name("old"))
+    if finished.is_dir() and not target.exists():
+        os.rename(finished, target)
+    flush(target.parent)
+
+
+def _remove_old(run: Path, keep: int | None, best: str | None) -> None:
+    """Keep the last `keep` checkpoints, with the best one among them as the trainer counts, and always the last one."""
+    if keep is None or keep <= 0:
+        return
+    last, *others = checkpoints(run)
+    kept = {last, *(each for each in others if best is not None and each.name == Path(best).name)}
+    for old in others:
+        if old in kept:
+            continue
+        if len(kept) < keep:
+            kept.add(old)
+            continue
+        with folder_beside(old) as work:  # a kill leaves no checkpoint in pieces
+            os.rename(old, work / old.name)

@@ -1,0 +1,128 @@
+"""The loss of a causal language model, a few tokens at a time, so that memory never holds all logits of a micro-batch.
+
+In: a trainer and its model. Out: a context in which the model's forward returns the stock loss, with hidden states
+instead of logits. Only the stock loss of transformers on the output of `lm_head` is supported. A frozen head computes
+its gradient with the loss (`frozen_head`), another head is checkpointed. Refused, as `WholeLogits`: models that scale
+or cap their logits, and trainers that read them. The caller then uses whole logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import checkpoint as checkpointing
+from transformers import Trainer
+from transformers.loss import loss_utils
+
+from ktc.training.trainers import frozen_head
+from ktc.training.trainers.frozen_head import is_frozen_linear, summed_loss
+from ktc.training.trainers.private_api import call_stock, called_as
+
+MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
+_BYTES = 14  # per logit: itself, fp32 log-probabilities, and the gradients of both
+
+
+class WholeLogits(Exception):
+    """The reason why a model's loss needs all logits of a micro-batch at once."""
+
+
+def reason_for_whole_logits(trainer: Any) -> str:
+    """Return why this trainer's losses cannot be computed in chunks, "" if they can."""
+    model = causal_model(trainer)
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        return f"`{type(trainer).__name__}` computes the loss itself"
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        return "the loss is not the model's own"
+    if getattr(model, "loss_function", None) is not cast("Any", loss_utils).ForCausalLMLoss:
+        return f"the loss of a `{type(model).__name__}` is not that of a causal language model"
+    return "" if isinstance(model.get_output_embeddings(), nn.Module) else "the model has no output embeddings"
+
+
+def loss_bytes(trainer: Any, logits: int) -> int:
+    """Return the bytes that the loss of a micro-batch with `logits` logits needs on the device of the head."""
+    if reason_for_whole_logits(trainer):
+        return _BYTES * logits
+    if is_frozen_linear(cast("nn.Module", causal_model(trainer).get_output_embeddings())):
+        return frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
+    return _BYTES * min(logits, MOST_LOGITS)
+
+
+@contextmanager
+def in_chunks_of_tokens(model: Any) -> Generator[None]:
+    """Compute the loss of a causal model in chunks inside the context.
+
+    The model's forward raises `WholeLogits` if that is impossible.
+    """
+    head = cast("nn.Module", model.get_output_embeddings())
+    seen: list[Tensor] = []
+
+    def kept_back(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        if len(seen) != 1 or logits is not seen[0]:
+            raise WholeLogits(f"`{type(model).__name__}` changes the output of its head")
+        most_logits = frozen_head.MOST_LOGITS if is_frozen_linear(head) else MOST_LOGITS
+        return chunked_loss(head, logits, labels, max(1, most_logits // vocab_size), **kwargs)
+
+    with called_as(head, kept_back), _loss_of(model, loss):
+        yield
+
+
+@contextmanager
+def _loss_of(model: Any, loss: Callable[..., Tensor]) -> Generator[None]:
+    stock, model.loss_function = model.loss_function, loss
+    try:
+        yield
+    finally:
+        model.loss_function = stock
+
+
+def chunked_loss(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    rows: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return transformers' `ForCausalLMLoss` of `head(hidden)`, computed for `rows` tokens at a time.
+
+    `hidden` is (B, T, H), `labels` (B, T). The label of a token is the next token, or the one in `shift_labels`. The
+    sum over tokens is divided by `num_items_in_batch`, or by the number of labels that are not ignored.
+    """
+    if shift_labels is None:
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    flat, wanted = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
+    if is_frozen_linear(head):
+        total = summed_loss(cast("nn.Linear", head), flat, wanted, rows, ignore_index)
+    else:
+        total = _checkpointed_sum(head, flat, wanted, rows, ignore_index)
+    counted = wanted.ne(ignore_index).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    return total / counted.to(total.device)
+
+
+def _checkpointed_sum(head: nn.Module, hidden: Tensor, labels: Tensor, rows: int, ignore_index: int) -> Tensor:
+    def summed(x: Tensor, y: Tensor) -> Tensor:
+        logits = call_stock(head, x).float()  # the stock call also when checkpointing recomputes it
+        return functional.cross_entropy(logits, y.to(logits.device), ignore_index=ignore_index, reduction="sum")
+
+    # backward recomputes each chunk's logits; keeping them would need all logits in memory
+    run = cast("Any", checkpointing).checkpoint
+    pieces = zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
+    return torch.stack([run(summed, x, y, use_reentrant=False) for x, y in pieces]).sum()
+
+
+def causal_model(trainer: Any) -> Any:
+    """Return the trainer's model without its adapter's wrapper. This walks through all modules."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -1,0 +1,186 @@
+"""Record how a model calls its layers, without running them, and join the calls of several micro-batches.
+
+In: the layers, and a run of the model. Out: the first layer's input and every layer's `LayerCall` (masks, positions),
+and later the model's tail on hidden states that were computed elsewhere. Refused, as `CannotStack`: models that compute
+something between their layers, or pass on more than hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import starmap
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ktc.training.trainers.private_api import pytree, with_attribute
+from ktc.training.trainers.split_layer import CannotStack, LayerCall, SplitLayer
+
+
+class _LastLayer(BaseException):
+    """Ends a run of the model that only records its layers' calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """The input of the first layer (B, T, H), the position of each layer, and how each is called."""
+
+    hidden: Tensor
+    devices: tuple[torch.device, ...]
+    layers: tuple[LayerCall, ...]
+
+
+def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall:
+    """Record the calls that `run` makes of the layers. They compute nothing, and the run ends at the last layer.
+
+    Raises:
+        CannotStack: the model cannot be run layer by layer.
+    """
+    hidden: list[Tensor] = []
+    calls: list[LayerCall] = []
+
+    def recorder(index: int) -> Callable[..., Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            x, call = _taken(args, kwargs)
+            if index != len(calls) or (hidden and not _same(x, hidden[-1])):
+                raise CannotStack("the model computes something between its layers")
+            hidden.append(x)
+            calls.append(call)
+            if len(calls) == len(layers):
+                raise _LastLayer
+            return x
+
+        return forward
+
+    with _in_place_of(layers, [recorder(index) for index in range(len(layers))]):
+        try:
+            run()
+        except _LastLayer:
+            return ModelCall(hidden[0], tuple(x.device for x in hidden), tuple(calls))
+    raise CannotStack(f"the model called {len(calls)} of its {len(layers)} layers")
+
+
+@contextmanager
+def finished(layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Tensor], None]) -> Generator[None]:
+    """Let the model's layers return `final`, once, inside the context. `compare` receives the first layer's input.
+
+    Raises:
+        CannotStack: the model is called a second time.
+    """
+    calls: list[int] = []
+
+    def passing(index: int) -> Callable[..., Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if index != len(calls):
+                raise CannotStack("its trainer calls the model more than once per micro-batch")
+            x = cast("Tensor", args[0] if args else kwargs["hidden_states"])
+            if not calls:
+                compare(x)
+            calls.append(index)
+            return final if len(calls) == len(layers) else x
+
+        return forward
+
+    with _in_place_of(layers, [passing(index) for index in range(len(layers))]):
+        yield
+
+
+@contextmanager
+def _in_place_of(layers: Sequence[SplitLayer], forwards: Sequence[Callable[..., Tensor]]) -> Generator[None]:
+    with ExitStack() as stack:
+        for split, forward in zip(layers, forwards, strict=True):
+            stack.enter_context(with_attribute(split.layer, "forward", forward))
+        yield
+
+
+def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
+    """Return a call's hidden states, and its other arguments without caches, which a second run would extend."""
+    named = None if args else "hidden_states"
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(x, Tensor):
+        raise CannotStack("its layers take no hidden states")
+    rest = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items() if name != named}
+    if rest.get("use_cache"):
+        rest["use_cache"] = False
+    if rest.get("output_router_logits") or rest.get("output_attentions"):
+        raise CannotStack("the outputs of its routers or its attention are requested, as by an auxiliary loss")
+    positional = tuple(None if isinstance(value, Cache) else value for value in args[1:])
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((positional, rest))):
+        raise CannotStack("its layers take arguments other than hidden states that require gradients")
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    return x, LayerCall(named, positional, rest, autocast)
+
+
+def _same(x: Tensor, previous: Tensor) -> bool:
+    """Return whether a layer's input is the output of the previous one. On another device it is a copy."""
+    return x is previous or (x.device != previous.device and x.shape == previous.shape)
+
+
+# Several calls as one -------------------------------------------------------------------------------------------------
+def in_chunks(calls: Sequence[ModelCall], tokens: int) -> list[tuple[ModelCall, int]]:
+    """Join neighbouring calls along the batch where they are alike and have at most `tokens` together.
+
+    Returns:
+        The calls in their order, each with the number of calls in it."""
+    chunks: list[tuple[ModelCall, int]] = []
+    for call in calls:
+        length = call.hidden.shape[1]
+        if chunks and (chunks[-1][0].hidden.shape[0] + 1) * length <= tokens:
+            joined = _joined(chunks[-1][0], call)
+            if joined is not None:
+                chunks[-1] = (joined, chunks[-1][1] + 1)
+                continue
+        chunks.append((call, 1))
+    return chunks
+
+
+def _joined(first: ModelCall, second: ModelCall) -> ModelCall | None:
+    """Return both calls as one batch, `None` if that would change the result. `second` has a single sequence."""
+    if second.hidden.shape[0] != 1 or first.hidden.shape[1:] != second.hidden.shape[1:]:
+        return None
+    rows = first.hidden.shape[0]
+    known: dict[tuple[int, int], Any] = {}  # layers share their masks and positions
+    layers = [_joined_calls(*pair, rows, known) for pair in zip(first.layers, second.layers, strict=True)]
+    if any(layer is None for layer in layers):
+        return None
+    hidden = torch.cat((first.hidden, second.hidden))
+    return ModelCall(hidden, first.devices, tuple(cast("list[LayerCall]", layers)))
+
+
+def _joined_calls(
+    first: LayerCall, second: LayerCall, rows: int, known: dict[tuple[int, int], Any]
+) -> LayerCall | None:
+    leaves, spec = pytree.tree_flatten((first.args, dict(first.kwargs)))
+    others, other_spec = pytree.tree_flatten((second.args, dict(second.kwargs)))
+    if spec != other_spec or first.named != second.named or first.autocast != second.autocast:
+        return None
+
+    def joined(a: Any, b: Any) -> Any:
+        key = (id(a), id(b))
+        if key not in known:
+            known[key] = _joined_leaves(a, b, rows)
+        return known[key]
+
+    merged = list(starmap(joined, zip(leaves, others, strict=True)))
+    if any(each is _UNLIKE for each in merged):
+        return None
+    args, kwargs = pytree.tree_unflatten(merged, spec)
+    return replace(first, args=args, kwargs=kwargs)
+
+
+_UNLIKE = object()
+
+
+def _joined_leaves(a: Any, b: Any, rows: int) -> Any:
+    """Return one value for `rows` sequences with `a` and one more with `b`, or `_UNLIKE`."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a if type(a) is type(b) and (a is b or a == b) else _UNLIKE
+    if b.ndim > 1 and b.shape[0] == 1 and a.shape[0] in (1, rows) and a.shape[1:] == b.shape[1:]:
+        return torch.cat((a.expand(rows, *a.shape[1:]), b))
+    return a if a.shape == b.shape and torch.equal(a, b) else _UNLIKE

@@ -1,0 +1,174 @@
+"""A decoder layer run in parts, so that backward does not recompute its experts.
+
+In: a layer with its cuts, and a call of it. Out: its parts `attend`, `route` and `finish`; each runs the layer's own
+code from its start, with the results of earlier parts filled in, compiled or as it is. So a part of any class of layer
+can be checkpointed, and the experts between `route` and `finish` run once. Refused, as `CannotStack`: layers that call
+their experts more than once, or return more than hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ktc.model.experts.saved_on_host import Parked
+from ktc.model.experts.staging import to_device
+from ktc.training.trainers.compiled_parts import CompiledLayer, NotCompiled, Part
+from ktc.training.trainers.private_api import call_stock, called_as, with_attribute
+from ktc.training.trainers.random_state import RandomState
+from ktc.training.trainers.split_layer import CannotStack, LayerCall, SplitLayer
+
+
+class _Reached(BaseException):
+    """Ends a layer's code where a part ends. Not an `Exception`, which the code might catch."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _values(tensor: Tensor | None, parked: Parked | None) -> Tensor | None:
+    return tensor if tensor is None or parked is None else parked.values(tensor)
+
+
+class LayerRun:
+    """One call of a layer, part by part. Every part has its own random numbers, and the same ones when repeated.
+
+    With `compiled` the parts are compiled. One that the compiler refuses runs as it is, and so do the parts after it.
+    """
+
+    def __init__(
+        self, split: SplitLayer, call: LayerCall, device: torch.device, compiled: CompiledLayer | None = None
+    ) -> None:
+        self._split, self._call, self._device = split, call, device
+        self._compiled = compiled
+        self._modes: dict[Part, bool] = {}  # which parts ran compiled: what is computed again must run likewise
+        self._states: list[RandomState] = []
+        self._outputs: int | None = None  # of attention, if it returns a tuple
+
+    def begin_part(self) -> None:
+        """Start a part. The caller calls this once before each part."""
+        self._states.append(RandomState.now(self._device))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Return the attention's output for the layer's input (B, T, H)."""
+        attention = self._split.attention
+        assert attention is not None, "a layer without attention has no such part"
+        compiled = self._run_compiled("attend", x)
+        if compiled is not None:
+            return compiled[0]
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            out = call_stock(attention, *args, **kwargs)
+            if isinstance(out, tuple):
+                self._outputs = len(cast("tuple[Any, ...]", out))
+                raise _Reached(out[0])
+            raise _Reached(out)
+
+        return self._reached(x, {attention: stop})
+
+    def route(self, x: Tensor, attended: Tensor | None, parked: Parked | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the arguments of the experts: hidden states (B T, H), indices and weights (B T, K).
+
+        `attended` is the attention's output, or the placeholder of `parked`.
+        """
+        assert self._split.experts is not None, "a dense layer has no such part"
+        attended = _values(attended, parked)
+        compiled = self._run_compiled("route", x, attended)
+        if compiled is not None:
+            return compiled[0]
+
+        def stop(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+            raise _Reached((hidden_states, top_k_index, top_k_weights))
+
+        cuts, _ = self._attended(attended)
+        return self._reached(x, {**cuts, self._split.experts: stop})
+
+    def finish(
+        self, x: Tensor, attended: Tensor | None, parked: Parked | None, routed: Tensor | None,
+        routed_parked: Parked | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the layer's output. `routed` (B T, H) is the output of its experts.
+
+        `attended` and `routed` are values, or the placeholders of parked ones.
+        """
+        attended, routed = _values(attended, parked), _values(routed, routed_parked)
+        cuts, part = self._attended(attended)
+        calls: list[int] = []
+        if routed is not None:
+            routed = to_device(routed, x.device)
+
+        def known(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            assert routed is not None
+            calls.append(part)
+            self._states[part].restore()
+            return routed
+
+        compiled = self._run_compiled("finish", x, attended, routed)
+        if compiled is not None:
+            return self._checked(compiled[0])
+        if self._split.experts is not None:
+            cuts[self._split.experts] = known
+        out = self._checked(self._run(x, cuts))
+        if self._split.experts is not None and len(calls) != 1:
+            raise CannotStack(f"a `{type(self._split.layer).__name__}` calls its experts {len(calls)} times")
+        return out
+
+    def _checked(self, out: Any) -> Tensor:
+        if not isinstance(out, Tensor):
+            raise CannotStack(f"a `{type(self._split.layer).__name__}` returns more than hidden states")
+        return out
+
+    def _run_compiled(self, part: Part, x: Tensor, *given: Tensor | None) -> tuple[Any] | None:
+        """Return the result of a part in a tuple, `None` if it does not run compiled."""
+        if self._compiled is None or not self._modes.get(part, all(self._modes.values())):
+            return None
+        try:
+            result = self._compiled.run(part, self._call, x, *given)
+        except NotCompiled:
+            if part in self._modes:  # in backward, after a compiled forward
+                raise
+            self._modes[part] = False
+            return None
+        self._modes[part] = True
+        self._outputs = self._compiled.outputs
+        return (result,)
+
+    def _attended(self, attended: Tensor | None) -> tuple[dict[nn.Module, Callable[..., Any]], int]:
+        """Replace the attention by its output, and return the number of the next part."""
+        if self._split.attention is None or attended is None:
+            return {}, 1
+
+        def known(*args: Any, **kwargs: Any) -> Any:
+            self._states[1].restore()
+            return attended if self._outputs is None else (attended, *[None] * (self._outputs - 1))
+
+        return {self._split.attention: known}, 2
+
+    def _reached(self, x: Tensor, cuts: Mapping[nn.Module, Callable[..., Any]]) -> Any:
+        try:
+            self._run(x, cuts)
+        except _Reached as reached:
+            return reached.value
+        raise CannotStack(f"a `{type(self._split.layer).__name__}` does not always call its parts")
+
+    def _run(self, x: Tensor, cuts: Mapping[nn.Module, Callable[..., Any]]) -> Any:
+        """Run the layer's own code with some of its modules replaced."""
+        self._states[0].restore()
+        with ExitStack() as stack:
+            stack.enter_context(self._call.autocasting())
+            for module, replacement in cuts.items():
+                stack.enter_context(called_as(module, replacement))
+            # the parts are checkpointed; a layer that checkpoints itself would run its experts again
+            stack.enter_context(with_attribute(self._split.layer, "gradient_checkpointing", False))
+            return call_layer(self._split.layer, self._call, x)
+
+
+def call_layer(layer: nn.Module, call: LayerCall, x: Tensor) -> Any:
+    """Call the layer's forward without its hooks, which ran when the call was recorded."""
+    args, kwargs = call.with_hidden(x)
+    return layer.forward(*args, **kwargs)

@@ -1,0 +1,104 @@
+"""Run the chunks of a step through a model's layers together: each layer's experts compute all chunks at once.
+
+In: the layers and the recorded calls of every chunk. Out: the last layer's output of every chunk, with its graph.
+Attention, routing and the code after the experts run chunk by chunk under checkpoints. So a GPU keeps only each layer's
+input and the attention's output, of many tokens the input alone. The experts' node is computed once, and its saved
+tensors are on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
+
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.saved_on_host import Parked
+from ktc.model.experts.staging import parts, to_host
+from ktc.training.trainers.compiled_parts import CompiledParts
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.layer_parts import LayerRun
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer
+
+Routes = tuple[Tensor, Tensor, Tensor]
+Carried = tuple[Tensor | None, Parked | None]  # a part's result, or the placeholder of a parked one
+_MANY: Final = 16_384  # tokens of a pass from which computing takes longer than the bus, which then has time for more
+
+
+def through_layers(
+    layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], compiled: CompiledParts | None = None
+) -> list[Tensor]:
+    """Return the output (B, T, H) of the last layer for each chunk. With `compiled`, parts of layers are compiled.
+
+    Raises:
+        CannotStack: a layer cannot be run in parts.
+    """
+    states = [chunk.hidden for chunk in chunks]
+    if compiled is not None:  # the first layer shares its code with layers whose input has a gradient
+        states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
+    park = sum(state.shape[0] * state.shape[1] for state in states) >= _MANY
+    for index, split in enumerate(layers):
+        states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
+        states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled, park=park)
+    return states
+
+
+def _through(
+    split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None,
+    *, park: bool,
+) -> list[Tensor]:  # fmt: skip
+    compiled_layers = [
+        None if compiled is None else compiled.of(split, *each) for each in zip(calls, states, strict=True)
+    ]
+    runs = [LayerRun(split, call, x.device, each) for call, x, each in zip(calls, states, compiled_layers, strict=True)]
+    inputs: list[tuple[Any, ...]] = [(x,) for x in states]
+    none: Sequence[Carried] = [(None, None)] * len(runs)
+    attended, routed = none, none
+    if split.attention is not None:
+        found = [cast("Tensor", _part(run, run.attend, x)) for run, (x,) in zip(runs, inputs, strict=True)]
+        uses = 1 if split.experts is None else 2
+        attended = [_parked(each, uses) if park and each.is_cuda else (each, None) for each in found]
+    inputs = [given + found for given, found in zip(inputs, attended, strict=True)]
+    if split.experts is not None:
+        routes = [cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)]
+        with calls[0].autocasting():
+            routed = _of_experts(split.experts, routes)
+    inputs = [given + found for given, found in zip(inputs, routed, strict=True)]
+    return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
+
+
+def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | Parked | None) -> Any:
+    run.begin_part()
+    return cast("Any", checkpointing).checkpoint(part, *tensors, use_reentrant=False)
+
+
+def _parked(result: Tensor, uses: int = 1) -> Carried:
+    parked = Parked(result, uses)
+    return parked.placeholder, parked
+
+
+def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Carried]:
+    """Compute the tokens of all chunks in one call of the experts, and return each chunk's output.
+
+    Experts on the CPU leave it in host memory. From a GPU it is parked there until backward, which recomputes each
+    chunk's last part.
+    """
+    rows = [route[0].shape[0] for route in routes]
+    fused = next(module for module in experts.modules() if isinstance(module, FusedMoe))
+    device = fused.backend(sum(rows)).device
+    gathered = zip(*routes, strict=True)
+    if device.type == "cpu":
+        out = cast("Tensor", experts(*(to_host(tensors) for tensors in gathered)))
+        on_host = all(route[0].device.type == "cpu" for route in routes)
+        pieces = torch.split(out, rows) if on_host else parts(out, rows, pin=True)
+        return [(piece, None) for piece in pieces]
+    out = cast("Tensor", experts(*(_joined(tensors, device) for tensors in gathered)))
+    pieces = zip(torch.split(out, rows), routes, strict=True)
+    return [_parked(piece.to(route[0].device)) for piece, route in pieces]
+
+
+def _joined(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
+    return pieces[0].to(device) if len(pieces) == 1 else torch.cat([piece.to(device) for piece in pieces])

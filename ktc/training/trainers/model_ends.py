@@ -1,0 +1,111 @@
+"""A model's code before and after its layers, run for one micro-batch after the other.
+
+In: the trainer, the layers and the micro-batches of a step. Out: each micro-batch's recorded calls of the layers, and
+later its loss from the last layer's output, both by the trainer's own step. Work common to all micro-batches is
+done once per step: walking through all modules costs more than all other code around the layers. Refused, as
+`CannotStack`: a trainer whose step differs when it is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
+from ktc.training.trainers.layer_calls import ModelCall, finished, record
+from ktc.training.trainers.private_api import prepared_inputs, with_attribute
+from ktc.training.trainers.split_layer import CannotStack, SplitLayer
+
+Inputs = Mapping[str, Any]
+TrainingStep = Callable[..., Tensor]
+
+
+class ModelEnds:
+    """The ends of one trainer's model during one optimizer step.
+
+    `whole_loss` says why the loss needs all logits of a micro-batch at once, "" if it does not. It may change once,
+    at the first loss.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer], whole_loss: str = "") -> None:
+        self._trainer, self._model, self._layers = trainer, model, layers
+        self._causal = causal_model(trainer)
+        self._changed: list[Tensor] = []  # per micro-batch, whether its input differed from the recorded one
+        self.whole_loss = whole_loss
+
+    def prepared(self, waiting: Sequence[Inputs]) -> list[Inputs]:
+        """Return the micro-batches on the device of the inputs, where preparing them again changes nothing."""
+        return [prepared_inputs(self._trainer, inputs) for inputs in waiting]
+
+    @contextmanager
+    def in_training(self) -> Generator[None]:
+        """Set every module to training once. Inside the context `train()` of the whole model is not repeated."""
+        model, optimizer = self._model, self._trainer.optimizer
+        model.train()
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()  # optimizers without schedules keep other weights for evaluation
+        walk = model.train
+
+        def train(mode: bool = True) -> nn.Module:
+            return model if mode and model.training else walk(mode)
+
+        with with_attribute(model, "train", train):
+            yield
+
+    def record(self, inputs: Inputs, num_items: Any) -> ModelCall:
+        """Begin the trainer's step of a micro-batch, and end it at the last layer.
+
+        Raises:
+            CannotStack: the model cannot be run layer by layer.
+        """
+
+        def begin() -> None:
+            with self._trainer.compute_loss_context_manager():
+                self._trainer.compute_loss(self._model, dict(inputs), num_items_in_batch=num_items)
+
+        return record(self._layers, begin)
+
+    def loss(self, one: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
+        """Run the trainer's step of a micro-batch, from the last layer's output `final` on.
+
+        Raises:
+            CannotStack: the trainer calls the model twice, or the first micro-batch of the step has changed.
+        """
+
+        def step() -> Tensor:
+            with finished(self._layers, final, self._compare(call.hidden)):
+                return one(self._model, dict(inputs), num_items)
+
+        if not self.whole_loss:
+            try:
+                with in_chunks_of_tokens(self._causal):
+                    return step()
+            except WholeLogits as why:  # found before its backward began
+                self.whole_loss = str(why)
+        return step()
+
+    def _compare(self, given: Tensor) -> Callable[[Tensor], None]:
+        def compare(x: Tensor) -> None:
+            if x.shape != given.shape:
+                raise CannotStack(_CHANGED)
+            self._changed.append((x != given).any())
+            if len(self._changed) == 1:  # the others wait: each look at a GPU's result lets it run dry
+                self.check_unchanged()
+
+        return compare
+
+    def check_unchanged(self) -> None:
+        """Check that every micro-batch entered the layers as it was recorded.
+
+        Raises:
+            CannotStack: one has changed.
+        """
+        if self._changed and bool(torch.stack(self._changed).any()):
+            raise CannotStack(_CHANGED)
+
+
+_CHANGED = "the same micro-batch differs when it is computed a second time"

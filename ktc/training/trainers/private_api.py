@@ -1,0 +1,229 @@
+"""Every private name of torch and transformers that training uses, and every method of theirs that it replaces.
+
+In: modules, trainers and training arguments of those packages. Out: the functions that ktc's trainers need, by public
+names. A docstring says why no public name suffices. All of it holds from the oldest to the newest release of
+`ktc/foundation/versions.py`; `tests/training/trainers/test_private_api.py` checks each name there (`make versions`). No other file of this
+room may use a private name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import Trainer, TrainingArguments
+
+__all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+# torch: modules -------------------------------------------------------------------------------------------------------
+@contextmanager
+def with_attribute(module: nn.Module, name: str, value: object) -> Generator[None]:
+    """Set an attribute of this one module for a while, past `nn.Module.__setattr__`, which would register it."""
+    own = module.__dict__
+    before = own.get(name, own)  # the dictionary itself: the attribute was missing
+    own[name] = value
+    try:
+        yield
+    finally:
+        if before is own:
+            del own[name]
+        else:
+            own[name] = before
+
+
+def called_as(module: nn.Module, replacement: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Send calls of `module` to `replacement`, without the module's hooks.
+
+    `Module.__call__` prefers `_compiled_call_impl`, which `Module.compile` sets, to its own code. Replacing `forward`
+    would run the hooks, and replacing the module would change the tree that PEFT and the layer's code look into.
+    """
+    return with_attribute(module, "_compiled_call_impl", replacement)
+
+
+def call_stock(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call `module` with its hooks and its own code, also inside `called_as`.
+
+    `_call_impl` is what `Module.__call__` runs where `_compiled_call_impl` is not set.
+    """
+    return cast("Any", module)._call_impl(*args, **kwargs)
+
+
+# torch: compilation ---------------------------------------------------------------------------------------------------
+_exceptions = cast("Any", torch)._dynamo.exc
+CompilerError: tuple[type[Exception], ...] = (
+    _exceptions.TorchDynamoException,
+    *([_exceptions.FailOnRecompileLimitHit] if hasattr(_exceptions, "FailOnRecompileLimitHit") else []),
+)
+"""All refusals and failures of `torch.compile`; torch has no public names for them."""
+
+
+def with_fixed_width(x: Tensor) -> None:
+    """Make `torch.compile(dynamic=True)` take the last dimension of `x` as a constant.
+
+    `torch.compile` has an option for all dimensions or none.
+    """
+    cast("Any", torch)._dynamo.mark_static(x, x.ndim - 1)
+
+
+def sizes_of_their_own() -> AbstractContextManager[None]:
+    """Compile code inside the context with one symbol per dimension.
+
+    By default dimensions of equal size share a symbol: code compiled where a batch has as many tokens as a head has
+    channels would be for that number of tokens alone.
+    """
+    return cast("Any", torch).fx.experimental._config.patch(use_duck_shape=False)
+
+
+# torch: processes -----------------------------------------------------------------------------------------------------
+def store_of_the_run(prefix: str) -> Any:
+    """Return the key-value store that launched this run of several processes, its keys below `prefix`.
+
+    A store opened by ktc would need an address and a port of its own in every launcher; `_get_default_store` gives the
+    one that `init_process_group` received.
+    """
+    distributed = cast("Any", dist)
+    return distributed.PrefixStore(prefix, distributed.distributed_c10d._get_default_store())
+
+
+# transformers: arguments and losses -----------------------------------------------------------------------------------
+def use_as_one_device(args: TrainingArguments) -> None:
+    """Make the Trainer see one GPU. With more, it wraps the model in DataParallel and multiplies the batch size.
+
+    `n_gpu` has no setter, and hiding the other GPUs by the environment would hide them from the placement too.
+    """
+    if args.n_gpu > 1:
+        cast("Any", args)._n_gpu = 1
+
+
+def sum_as_logged(trainer: Trainer, losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum that the Trainer would have added to its running loss, if it had received the losses one by one.
+
+    With `logging_nan_inf_filter` an infinite loss or NaN counts as the running mean: `_tr_loss` over the steps since
+    the last log, `_globalstep_last_logged`. The Trainer applies that filter per call, and keeps both to itself.
+    """
+    inner = cast("Any", trainer)
+    before = torch.as_tensor(getattr(inner, "_tr_loss", 0.0)).to(losses[0])  # absent until `train` has begun
+    steps = 1 + trainer.state.global_step - getattr(inner, "_globalstep_last_logged", 0)
+    total = before.clone()
+    finite: list[bool] = cast(
+        "Any", torch.stack([loss.isfinite() for loss in losses])
+    ).tolist()  # together: a GPU is waited for once
+    for loss, counted in zip(losses, finite, strict=True):
+        total = total + (loss if counted or not trainer.args.logging_nan_inf_filter else total / steps)
+    return total - before
+
+
+def prepared_inputs(trainer: Trainer, inputs: Mapping[str, Any]) -> Any:
+    """Return a micro-batch as `training_step` would give it to the model: moved to the device of the inputs."""
+    return cast("Any", trainer)._prepare_inputs(dict(inputs))
+
+
+def prepares_inputs_itself(trainer: Trainer) -> bool:
+    """Return whether this class of trainer overrides `_prepare_inputs`, as trainers that generate their batches do."""
+    return cast("Any", type(trainer))._prepare_inputs is not cast("Any", Trainer)._prepare_inputs
+
+
+# transformers: the trainer's hooks ------------------------------------------------------------------------------------
+class TrainerHooks(_Trainer):
+    """A base class before a trainer: steps inside `Trainer`, as methods with public names."""
+
+    _writing: Path | None = None  # below which a checkpoint is written
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where its compilation put it.
+
+        `TrainingArguments.place_model_on_device` is a property that only a subclass changes, and the arguments are
+        the user's.
+        """
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = cast("Any", super())._prepare_for_training(*args, **kwargs)
+        self.on_model_prepared()
+        return prepared
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the run's folder, or the one below which a checkpoint is being written."""
+        return str(self._writing or cast("Any", super())._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint where `save_checkpoint` says. The callback `on_save` comes when it has been written."""
+        stock = cast("Any", super())._save_checkpoint
+
+        def save(folder: Path) -> None:
+            self._writing = folder
+            try:
+                stock(model, trial)
+            finally:
+                self._writing = None
+
+        self.save_checkpoint(Path(self._get_output_dir(trial)), save)
+
+    def save_checkpoint(self, run: Path, save: Callable[[Path], None]) -> None:
+        """Call `save` with the folder below which `checkpoint-N` is to be written; `run` is where it belongs."""
+        save(run)
+
+    def on_model_prepared(self) -> None:
+        """Run after the optimizer exists and before the first step.
+
+        `on_train_begin`, the first callback, comes after a checkpoint has been read, and the order of callbacks is not
+        ours.
+        """
+
+
+# accelerate and transformers: methods replaced on one object ----------------------------------------------------------
+def keep_in_place(accelerator: Any) -> None:
+    """Make the accelerator cast and compile, but neither place the model nor wrap it.
+
+    Its settings turn off either only for the whole accelerator, data included.
+    """
+    prepare = accelerator.prepare_model
+
+    def prepare_in_place(
+        model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        # without DistributedDataParallel, which accelerate skips in evaluation mode
+        return prepare(model, device_placement=False, evaluation_mode=True)
+
+    def has_no_device_map(model: nn.Module) -> bool:
+        return False  # with one, accelerate refuses to train in several processes
+
+    accelerator.prepare_model = prepare_in_place
+    accelerator.verify_device_map = has_no_device_map
+
+
+def observe_steps(
+    trainer: Any,
+    fetching: Callable[[], AbstractContextManager[None]],
+    fetched: Callable[[Any], None],
+    backward: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Enter `fetching` around the fetching of a step's batches, hand them to `fetched`, and enter `backward` around
+    every backward pass.
+
+    No callback of the Trainer is called there.
+    """
+    fetch, run_backward = trainer.get_batch_samples, trainer.accelerator.backward
+
+    def observed_fetch(*args: Any, **kwargs: Any) -> Any:
+        with fetching():
+            found = fetch(*args, **kwargs)
+        fetched(found[0])
+        return found
+
+    def observed_backward(*args: Any, **kwargs: Any) -> None:
+        with backward():
+            run_backward(*args, **kwargs)
+
+    trainer.get_batch_samples, trainer.accelerator.backward = observed_fetch, observed_backward

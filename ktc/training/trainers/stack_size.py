@@ -1,0 +1,116 @@
+"""The number of a step's tokens that fit one pass, from sizes and free memory, before any computation.
+
+In: the layers, the recorded call of a micro-batch, the tokens of a chunk and of a micro-batch. Out: bytes per token by
+device, and the tokens that fit. The formula is in docs/design.md, "Training".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from ktc.foundation import host
+from ktc.model.experts.module import FusedMoe
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.split_layer import SplitLayer
+
+_USED = 0.8  # of the free memory: estimates err, and other programs need memory too
+_LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
+_OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
+_MANY = sys.maxsize  # tokens: a pass is large enough for any backend
+# Tokens of a chunk of attention. The least are enough work for a GPU per launch; with the most, launches cost little
+# beside it, and the chunk of a wide model takes 2 GB. Few values, so that a resumed run finds the same one.
+CHUNKS = (2048, 4096, 8192)
+
+
+def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
+    """Count the bytes that each device holds of a token from forward to backward."""
+    width = call.hidden.shape[-1] * call.hidden.element_size()
+    held: dict[str, int] = {"cpu": 0}
+    offloaded: dict[str, int] = {}  # bytes of one layer at a time
+    for split, device in zip(layers, call.devices, strict=True):
+        held[str(device)] = held.get(str(device), 0) + width * (1 if split.attention is None else 2)
+        if split.experts is not None:
+            fused = _fused(split.experts)
+            backend = fused.backend(_MANY)
+            held["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
+            if backend.device.type != "cpu":
+                layer = call.hidden.shape[-1] * _OFFLOADED + width * fused.top_k  # a row for each choice
+                offloaded[str(backend.device)] = max(layer, offloaded.get(str(backend.device), 0))
+        if split.attention is not None and device.type == "cuda":
+            held["cpu"] += width  # where passes of many tokens keep attention's output
+    for device, layer in offloaded.items():
+        held[device] = held.get(device, 0) + layer
+    held[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
+    return held
+
+
+def prepare_experts(layers: Sequence[SplitLayer]) -> None:
+    """Let every layer's experts take the memory that they need in every call."""
+    for split in layers:
+        if split.experts is not None:
+            _fused(split.experts).backend(_MANY).prepare()
+
+
+def _fused(experts: nn.Module) -> FusedMoe:
+    return next(module for module in experts.modules() if isinstance(module, FusedMoe))
+
+
+def _ranks(experts: nn.Module) -> tuple[int, int]:
+    """Return the ranks of gate_up and of down: the highest among the adapters around the experts."""
+    ranks = {"down_proj": 0}
+    while not isinstance(experts, FusedMoe):
+        wrapper = cast("Any", experts)
+        ranks[wrapper.parameter_name] = max(wrapper.r.values(), default=0)
+        experts = wrapper.base_layer
+    down = ranks.pop("down_proj")
+    return max(ranks.values(), default=0), down
+
+
+def working_bytes(call: ModelCall, chunk_tokens: int, loss: int) -> dict[str, int]:
+    """Count the bytes of a chunk's largest part on each device, with the `loss` of a micro-batch on the last one."""
+    part = chunk_tokens * call.hidden.shape[-1] * _LAYER
+    needed = {str(device): part for device in call.devices}
+    needed[str(call.devices[-1])] += loss
+    return needed
+
+
+def free_bytes(device: str) -> int:
+    """Return the free bytes of a GPU with torch's cache, or of the host within the limits of its control group."""
+    if device == "cpu":
+        return min(psutil.virtual_memory().available, host.detect().memory - psutil.Process().memory_info().rss)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def fitting_tokens(held: Mapping[str, int], working: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
+    """Return the tokens of one pass that each device has room for."""
+    return {
+        device: max(0, int(_USED * free[device]) - working.get(device, 0)) // size
+        for device, size in held.items()
+        if size
+    }
+
+
+def fitting_chunk(call: ModelCall, held: Mapping[str, int], free: Mapping[str, int], loss: int, tokens: int) -> int:
+    """Return the tokens of a chunk of attention, one of `CHUNKS`: the most that fit beside a pass of `tokens` tokens.
+
+    On the CPU it is the smallest. Its operations are not launched, and a small chunk stays in the caches.
+    """
+    if any(device.type == "cpu" for device in call.devices):
+        return CHUNKS[0]
+    for chunk in reversed(CHUNKS[1:]):
+        working = working_bytes(call, min(chunk, tokens), loss)
+        if all(fits >= tokens for fits in fitting_tokens(held, working, free).values()):
+            return chunk
+    return CHUNKS[0]
+
+
+def num_logits(inputs: Mapping[str, object], vocabulary: int) -> int:
+    """Count the logits of a micro-batch."""
+    ids = inputs.get("input_ids")
+    return ids.numel() * vocabulary if isinstance(ids, Tensor) else 0

@@ -1,0 +1,272 @@
+"""`Stacker`: the micro-batches of one optimizer step share one pass over each layer's experts.
+
+In: the arguments of `Trainer.training_step`, call by call. Out: the loss of each call, which is zero until the last
+micro-batch of a step arrives. Then the whole stack runs and the sum of its losses is returned. The trainer's own code
+computes every micro-batch's loss, so that weights, masks, logging and metrics are those of separate micro-batches.
+Refused (T540): stacking that was requested but is impossible.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
+from ktc.training.trainers.compiled_parts import CompiledParts
+from ktc.training.trainers.layer_calls import ModelCall, in_chunks
+from ktc.training.trainers.layer_pass import through_layers
+from ktc.training.trainers.model_ends import Inputs, ModelEnds, TrainingStep
+from ktc.training.trainers.phases import backward_pass
+from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
+from ktc.training.trainers.random_state import states_of_all
+from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_layers
+from ktc.training.trainers.stack_size import (
+    CHUNKS,
+    bytes_per_token,
+    fitting_chunk,
+    fitting_tokens,
+    free_bytes,
+    num_logits,
+    prepare_experts,
+    working_bytes,
+)
+
+log = logging.getLogger(__name__)
+
+StackMode = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """Whether micro-batches share passes over the experts, why, and the most tokens of one pass (0 if they do not).
+
+    `bytes_per_token` are the bytes on each device that a token of a pass needs until its backward. Attention runs
+    `chunk_tokens` at a time.
+    """
+
+    on: bool
+    reason: str
+    tokens: int
+    chunk_tokens: int = CHUNKS[0]
+    bytes_per_token: tuple[tuple[str, int], ...] = ()
+    whole_loss: str = ""  # why the loss of a micro-batch is not computed in chunks of tokens; "" if it is
+    not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
+
+    def __str__(self) -> str:
+        if not self.on:
+            return f"one by one: {self.reason}"
+        loss = f"; the loss is not computed in chunks: {self.whole_loss}" if self.whole_loss else ""
+        sizes = f"up to {self.tokens} tokens in one pass, {self.chunk_tokens} in a chunk of attention"
+        layers = f"; {self.not_compiled}" if self.not_compiled else ""
+        return f"stacked, {sizes}: {self.reason}{loss}{layers}"
+
+
+class Stacker:
+    """The micro-batches of a step. `trainer` is a `transformers.Trainer`.
+
+    `mode` is the user's setting: `auto` stacks if possible and memory allows, `on` refuses (T540) if it is impossible.
+    Without `chunk_tokens` the first step decides them from the free memory. With `compiled`, parts of layers are
+    compiled on the devices that it names.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        mode: StackMode = "auto",
+        chunk_tokens: int | None = None,
+        compiled: CompiledParts | None = None,
+    ) -> None:
+        if mode not in ("auto", "on", "off"):
+            message = f"`stack_micro_batches` is `auto`, `on` or `off`, not `{mode}`"
+            raise InputRefused(Diagnostic("T541", message, hint="leave it out: `auto` stacks if possible"))
+        self._trainer, self._mode, self._chunk_tokens, self._compiled = trainer, mode, chunk_tokens, compiled
+        self._waiting: list[Inputs] = []
+        self._layers: tuple[SplitLayer, ...] = ()
+        self._decision: Stacking | None = None
+        trainer.add_callback(_AtNewStep(self))
+
+    @property
+    def decision(self) -> Stacking | None:
+        """`None` before the first step. It changes only if the first stack shows that stacking is impossible."""
+        return self._decision
+
+    def reset(self) -> None:
+        """Forget the micro-batches of a step that was not finished."""
+        self._waiting = []
+
+    def training_step(self, one: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None) -> Tensor:
+        """Return the loss of this call. `one(model, inputs, num_items)` is the stock step of one micro-batch."""
+        if self._decision is None:
+            self._decide(model)
+        if self._decision is not None and not self._decision.on:
+            return one(model, inputs, num_items)
+        self._waiting.append(inputs)
+        if not self._trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=self._trainer.args.device)
+        waiting, self._waiting = self._waiting, []
+        return self._step(one, model, waiting, num_items)
+
+    def _decide(self, model: nn.Module) -> None:
+        """Decide as far as possible before the first step; the rest follows when its micro-batches are known."""
+        if self._layers:
+            return
+        try:
+            against = "it was turned off" if self._mode == "off" else reason_against(self._trainer, model)
+            if against:
+                raise CannotStack(against)
+            self._layers = split_layers(model)
+        except CannotStack as why:
+            self._give_up(why)
+
+    def _give_up(self, why: CannotStack) -> None:
+        if self._mode == "on":
+            message = f"micro-batches cannot be stacked: {why}"
+            raise InputRefused(Diagnostic("T540", message, hint="`stack_micro_batches='auto'` trains without it"))
+        self._settle(Stacking(False, str(why), 0))
+
+    def _settle(self, decision: Stacking) -> None:
+        self._decision = decision
+        log.info("micro-batches are computed %s", decision)
+
+    def _step(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
+        losses: list[Tensor] = []
+        before = states_of_all()
+        ends = ModelEnds(
+            self._trainer, model, self._layers, "" if self._decision is None else self._decision.whole_loss
+        )
+        try:
+            with ends.in_training():
+                inputs = ends.prepared(waiting)
+                calls = [ends.record(given, num_items) for given in inputs]
+                if self._decision is None:
+                    self._settle(self._sized(waiting, calls, model))
+                    assert self._decision is not None
+                    ends.whole_loss = self._decision.whole_loss
+                for first, last in passes(calls, self._decision.tokens):
+                    self._pass(ends, one, inputs[first:last], calls[first:last], num_items, losses)
+        except CannotStack as why:
+            if losses:  # gradients have been accumulated, which cannot be undone
+                message = f"stacking became impossible in the middle of a step: {why}"
+                raise InputRefused(Diagnostic("T542", message, hint="use `stack_micro_batches='off'`")) from why
+            self._give_up(why)
+            for state in before:  # the attempt has drawn noise and dropout masks
+                state.restore()
+            losses = [one(model, given, num_items) for given in waiting]
+        return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
+
+    def _pass(
+        self,
+        ends: ModelEnds,
+        one: TrainingStep,
+        inputs: Sequence[Inputs],
+        calls: Sequence[ModelCall],
+        num_items: Any,
+        losses: list[Tensor],
+    ) -> None:
+        """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
+        assert self._decision is not None
+        chunks = in_chunks(calls, self._decision.chunk_tokens)
+        outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled)
+        rows = [call.hidden.shape[0] for call in calls]
+        finals = [piece for out in outs for piece in _taken_apart(out, rows)]
+        leaves = [final.detach().requires_grad_() for final in finals]
+        for given, call, leaf in zip(inputs, calls, leaves, strict=True):
+            losses.append(ends.loss(one, given, num_items, call, leaf))
+        ends.check_unchanged()
+        self._note(ends.whole_loss)
+        trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
+        del outs, chunks, leaves, finals
+        with_loss = [(final, grad) for final, grad in trained if grad is not None]
+        if with_loss:
+            with backward_pass():
+                torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+
+    def _note(self, whole_loss: str) -> None:
+        """Settle the facts that only a pass has shown: a loss of whole logits, and layers that are not compiled."""
+        assert self._decision is not None
+        found = replace(self._decision, whole_loss=whole_loss, not_compiled=str(self._compiled or ""))
+        if found != self._decision:
+            self._settle(found)
+
+    def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
+        """Return the number of tokens that share a pass.
+
+        Raises:
+            CannotStack: not even two micro-batches fit.
+        """
+        held = bytes_per_token(self._layers, calls[0])
+        prepare_experts(self._layers)  # their memory is not free any more
+        vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
+        loss = loss_bytes(self._trainer, max(num_logits(inputs, vocabulary) for inputs in waiting))
+        whole = reason_for_whole_logits(self._trainer)
+        free = {device: free_bytes(device) for device in held}
+        largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
+        chunk = self._chunk_tokens or fitting_chunk(calls[0], held, free, loss, wanted)
+        fits = fitting_tokens(held, working_bytes(calls[0], max(min(chunk, wanted), largest), loss), free)
+        scarce = min(fits, key=lambda device: fits[device])
+        per_token = tuple(sorted(held.items()))
+        if fits[scarce] < 2 * largest and self._mode != "on":
+            raise CannotStack(f"the free memory on `{scarce}` holds {fits[scarce]} tokens of a pass")
+        if fits[scarce] < wanted:
+            tokens = max(fits[scarce], 2 * largest)
+            return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, chunk, per_token, whole)
+        return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], chunk, per_token, whole)
+
+
+class _AtNewStep(TrainerCallback):
+    """Resets the stack at each step, because a step may end early (the epoch was stopped)."""
+
+    def __init__(self, stacker: Stacker) -> None:
+        self._stacker = stacker
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._stacker.reset()
+
+
+def reason_against(trainer: Any, model: nn.Module) -> str:
+    """Return why this trainer's micro-batches are computed one by one, "" if they can be stacked."""
+    args = trainer.args
+    config = cast("Any", model).config.get_text_config()
+    reasons = {
+        "a step has one micro-batch": args.gradient_accumulation_steps == 1,
+        "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
+        or getattr(config, "output_router_logits", False),
+        "the model is compiled by torch": bool(args.torch_compile),
+        "the trainer makes its inputs itself": prepares_inputs_itself(trainer),
+        "activations are offloaded": getattr(args, "activation_offloading", False),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _tokens(call: ModelCall) -> int:
+    return call.hidden.shape[0] * call.hidden.shape[1]
+
+
+def passes(calls: Sequence[ModelCall], limit: int) -> Iterator[tuple[int, int]]:
+    """Split micro-batches into runs of at most `limit` tokens or one micro-batch.
+
+    Returns:
+        Of each run, the index of its first micro-batch and the index after its last.
+    """
+    first, tokens = 0, 0
+    for index, call in enumerate(calls):
+        if index > first and tokens + _tokens(call) > limit:
+            yield first, index
+            first, tokens = index, 0
+        tokens += _tokens(call)
+    yield first, len(calls)
+
+
+def _taken_apart(out: Tensor, rows: list[int]) -> list[Tensor]:
+    """Split a chunk into its micro-batches, and remove their sizes from the front of `rows`."""
+    sizes: list[int] = []
+    while sum(sizes) < out.shape[0]:
+        sizes.append(rows.pop(0))
+    return list(torch.split(out, sizes))

@@ -1,0 +1,233 @@
+"""Trainers for a compiled model. The compiler decides its placement, and processes exchange only its adapter.
+
+`KTrainerMixin` is a base class before `transformers.Trainer` or a subclass of it. Refused: a model that ktc has not
+compiled, training without an adapter, and FSDP or DeepSpeed, which would place the model themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.foundation.files import files_into
+from ktc.model.loading.compiled_model import CompiledModel
+from ktc.model.loading.trained_beside import write_record
+from ktc.training.trainers import checkpoint_state, gradients
+from ktc.training.trainers.checkpoints import write_checkpoint
+from ktc.training.trainers.compiled_parts import CompiledParts
+from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, use_as_one_device
+from ktc.training.trainers.report import report_of
+from ktc.training.trainers.roll_call import RollCall, together
+from ktc.training.trainers.stacking import Stacker, StackMode
+
+TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # of TRL, in our tests
+_KNOWN_REASONS = {"RewardTrainer": "a reward model has its own head, and a compiled model is a causal LM"}
+
+
+def _check_tried(trainer: type) -> None:
+    of_trl = (c.__name__ for c in trainer.__mro__ if c.__module__.startswith("trl.") and c.__name__.endswith("Trainer"))
+    for name in of_trl:
+        if name.lstrip("_") != "BaseTrainer" and name not in TRIED:  # older releases name it without the `_`
+            message = f"`trl.{name}` is not known to train a compiled model"
+            reason = _KNOWN_REASONS.get(name, "ktc's tests do not run it")
+            hint = f"{reason}; known are {listing(sorted(TRIED))}"
+            raise InputRefused(Diagnostic("T535", message, hint=hint))
+
+
+class KTrainerMixin(TrainerHooks):
+    """A base class before a trainer of transformers 5.6 to 5.23 or TRL: `class T(KTrainerMixin, SFTTrainer)`.
+
+    The model stays on the devices of its compilation, and neither DataParallel nor DDP wraps it. Several GPUs in one
+    process are used as the placement says, and count as one for the batch size. Under torchrun every
+    process holds the model. The adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
+    before they are clipped. `stack_micro_batches` says whether the micro-batches of a step share one pass over each
+    layer's experts (`ktc.training.trainers.stacking`). If that is impossible, "auto" trains without it and "on" refuses (T540).
+    `compile_layers` says whether stacked layers on a GPU with Triton run through `torch.compile`, except for their
+    experts. It takes a minute or two in a run's first step; layers that it cannot take are reported.
+    The loss is returned on `args.device`, independent of the device of the model's head.
+    TRL's SFT, DPO, KTO, GRPO and RLOO trainers are tested; its others are refused when the class is created (T535).
+
+    Raises:
+        InputRefused: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP and
+            DeepSpeed, T533 for processes that train different parameters, T537 for Liger's code in place of experts.
+        KtcError: T534 when another process is gone.
+    """
+
+    _roll_call: RollCall | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a trainer of TRL that is not known to work on a compiled model.
+
+        Raises:
+            InputRefused: T535.
+        """
+        super().__init_subclass__(**kwargs)
+        _check_tried(cls)
+
+    def __init__(
+        self, *args: Any, stack_micro_batches: StackMode = "auto", compile_layers: bool = True, **kwargs: Any
+    ) -> None:
+        for settings in (*args, *kwargs.values()):
+            if isinstance(settings, TrainingArguments):
+                use_as_one_device(settings)  # some trainers read it before they create the accelerator
+        super().__init__(*args, **kwargs)
+        _check_compiled(cast("nn.Module", self.model))
+        self.stacker = Stacker(self, stack_micro_batches, compiled=CompiledParts() if compile_layers else None)
+        report_of(self)  # measures every run, and writes `ktc_report.json` at its end
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create an accelerator that casts and compiles, and neither places nor wraps."""
+        _check_sharding(self.args)
+        _check_liger(self.args)
+        use_as_one_device(self.args)
+        super().create_accelerator_and_postprocess()
+        keep_in_place(self.accelerator)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base trainer does.
+
+        A checkpoint to resume from is checked before the base trainer reads it.
+
+        Raises:
+            InputRefused: T524 for a checkpoint that is damaged, or of another adapter or optimizer.
+        """
+        model = _checked_adapter(cast("nn.Module", self.model))
+        resume = resume_from_checkpoint or None
+        if resume is True:
+            resume = cast("str | None", get_last_checkpoint(self.args.output_dir))
+        if isinstance(resume, str) and Path(resume).is_dir():
+            self.create_optimizer()
+            _check_state(Path(resume), model, cast("Optimizer", self.optimizer))
+        if not gradients.distributed():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._roll_call = RollCall()
+        with together(self._roll_call, self.args.output_dir):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the micro-batches of an optimizer step. The processes count their tokens together."""
+        self._meet()
+        return cast("Any", super()).get_batch_samples(*args, **kwargs)
+
+    def on_model_prepared(self) -> None:
+        """Start every process from rank 0's adapter.
+
+        Raises:
+            InputRefused: T533.
+        """
+        if not gradients.distributed():
+            return
+        everything: Iterator[tuple[str, Parameter]] = cast("nn.Module", self.model).named_parameters()
+        named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
+        self._trained = [parameter for _, parameter in named]
+        self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
+        gradients.check_alike(named, self._groups)
+        gradients.broadcast(self._trained, self._groups)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the adapter, and beside it which experts it was trained beside (`ktc.model.loading.trained_beside`).
+
+        Each file is replaced as a whole, unless it belongs to a checkpoint, which is whole or absent itself.
+        """
+        folder = Path(output_dir or cast("str", self.args.output_dir))
+        beside = self._writes and not _internal_call and not self.args.push_to_hub
+        with files_into(folder) if beside else nullcontext(folder) as draft:
+            super().save_model(str(draft), _internal_call)
+            if self._writes and draft.is_dir():
+                write_record(draft, cast("nn.Module", self.model))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the README.md of TRL's trainers as a whole; they write it before every checkpoint."""
+        run = cast("str", self.args.output_dir)
+        with files_into(Path(run)) if self._writes else nullcontext(run) as draft:
+            self.args.output_dir = str(draft)
+            try:
+                cast("Any", super()).create_model_card(*args, **kwargs)
+            finally:
+                self.args.output_dir = run
+
+    def save_checkpoint(self, run: Path, save: Callable[[Path], None]) -> None:
+        """Write a checkpoint that is whole or absent, with all processes.
+
+        Raises:
+            HostLacks: T529 where the machine fails; the earlier checkpoints remain.
+        """
+        write_checkpoint(run, self.state, save, self._meet, writes=self._writes, keep=self.args.save_total_limit)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process is the one that writes for its machine or for the run."""
+        return cast("bool", self.args.should_save)
+
+    def _meet(self) -> None:
+        if self._roll_call is not None:
+            self._roll_call.arrive()
+            gradients.meet(self._groups)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients."""
+        loss = self.stacker.training_step(super().training_step, *args, **kwargs)
+        if self._roll_call is not None and self.accelerator.sync_gradients:
+            self._roll_call.arrive()
+            gradients.average_gradients(self._trained, self._groups)
+        return loss.to(self.args.device)
+
+
+class KTrainer(KTrainerMixin, Trainer):
+    """`transformers.Trainer` for a compiled model."""
+
+
+def _check_compiled(model: nn.Module) -> None:
+    if not any(isinstance(module, CompiledModel) for module in model.modules()):
+        message = f"ktc's trainers need a model that ktc has compiled, found a `{type(model).__name__}`"
+        hint = "load the compiled folder (`ktc.load(OUT)`), or use the stock trainer for this model"
+        raise InputRefused(Diagnostic("T530", message, hint=hint))
+
+
+def _checked_adapter(model: nn.Module) -> PeftModel:
+    if not isinstance(model, PeftModel):
+        message = "the model has no adapter to train: a compiled base is neither trained nor saved"
+        hint = "`get_peft_model(model, package.lora_config())`, or another `LoraConfig`"
+        raise InputRefused(Diagnostic("T531", message, hint=hint))
+    return model
+
+
+def _check_state(checkpoint: Path, model: PeftModel, optimizer: Optimizer) -> None:
+    """Check that a trainer can take a checkpoint, which it does without a check of its own."""
+    found = list(checkpoint_state.faults(checkpoint, complete=False))
+    for name in cast("Mapping[str, object]", model.peft_config):
+        folder = checkpoint if name == "default" else checkpoint / name  # where PEFT saves an adapter of that name
+        tensors: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=name)
+        shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
+        found += [fault for fault in [checkpoint_state.adapter_fault(folder, shapes)] if fault]
+    if fault := next(iter(found), "") or checkpoint_state.optimizer_fault(checkpoint, optimizer):
+        hint = "resume from an earlier checkpoint, or start again without one (`ktc train --force`)"
+        raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` is damaged: {fault}", hint=hint))
+
+
+def _check_sharding(args: TrainingArguments) -> None:
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name, None):
+            message = f"`{name}` would place the weights of a compiled model, which its compilation has placed"
+            hint = f"leave `{name}` out; several processes need only torchrun"
+            raise InputRefused(Diagnostic("T532", message, hint=hint))
+
+
+def _check_liger(args: TrainingArguments) -> None:
+    """Liger binds its own `forward`, which reads stock weights, to the module of experts."""
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
+        message = "`use_liger_kernel` would compute the experts by Liger's code, and a compiled model has packed them"
+        hint = 'keep the compiled experts: `liger_kernel_config={"swiglu": False}`'
+        raise InputRefused(Diagnostic("T537", message, hint=hint))

@@ -1,0 +1,72 @@
+"""Training data as tokens, before the model is loaded.
+
+In: the paths and the settings of a run. Out: `PreparedData`. Refused: bad data, a length that the model has no room for
+(T503, T505, T510 to T520).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.hf.tokenizer import read_tokenizer
+from ktc.training.tune.examples import TrainingData, read_training_data
+from ktc.training.tune.settings import TrainSettings
+from ktc.training.tune.tokenised import TokenisedData, tokenise
+from ktc.training.tune.types import PreparedData, RunPaths
+
+
+def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
+    """Return the data as tokens, without loading the model. Raise InputRefused (T510 to T520)."""
+    assert settings.data is not None, "`settings_for` ensures it"
+    rows, held_out = _rows(settings, Path(settings.data))
+    limit = _limit(paths, settings)
+    tokenizer = read_tokenizer(paths.out, "T507")
+
+    def encode(data: TrainingData) -> TokenisedData:
+        return tokenise(
+            data,
+            tokenizer,
+            limit=limit,
+            truncate=settings.truncate,
+            template=settings.template,
+            train_on_prompt=settings.train_on_prompt,
+        )
+
+    return PreparedData(encode(rows), encode(held_out) if held_out else None)
+
+
+def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingData | None]:
+    data = read_training_data(path, settings.format)
+    if settings.eval_data:
+        return data, read_training_data(Path(settings.eval_data), settings.format)
+    if not settings.eval_split:
+        return data, None
+    if len(data.examples) == 1:
+        raise InputRefused(Diagnostic("T503", f"`eval_split` of `{path}`: one row cannot be split"))
+    held_out = min(max(1, round(len(data.examples) * settings.eval_split)), len(data.examples) - 1)
+    order = list(range(len(data.examples)))
+    random.Random(settings.seed).shuffle(order)
+    chosen = frozenset(order[:held_out])
+    parts = [
+        tuple(each for number, each in enumerate(data.examples) if (number in chosen) is held) for held in (False, True)
+    ]
+    return replace(data, examples=parts[0]), replace(data, examples=parts[1])
+
+
+def _limit(paths: RunPaths, settings: TrainSettings) -> int:
+    """Return the longest sequence. Raise InputRefused (T505) if it exceeds the model's length."""
+    from ktc.model.loading.load import stock_class
+    from ktc.model.loading.load_as import read_config
+    from ktc.model.manifest.manifest import read_manifest
+
+    model_class = stock_class(read_manifest(paths.out), paths.out, paths.weights, trust_remote_code=paths.trusted)
+    config: Any = read_config(paths.out, model_class).get_text_config()
+    longest = int(getattr(config, "max_position_embeddings", 0) or settings.length)
+    if settings.length > longest:
+        message = f"`length` is {settings.length}, and the model has room for {longest} tokens"
+        raise InputRefused(Diagnostic("T505", message, hint=f"`--length {longest}` is the most"))
+    return settings.length

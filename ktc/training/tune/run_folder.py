@@ -1,0 +1,203 @@
+"""The folder of a training run: claimed by one run at a time, its settings, checkpoints and adapter.
+
+In: a path, and whether to resume or to start again. Out: `RunFolder`. Refused: a folder with other content (T521), one
+that another run uses (T522), a missing run or checkpoint (T523), a half-written checkpoint (T524), data or an adapter
+that differ from those of the run (T525).
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ktc.adapters.adapter import read_adapter
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.files import files_into, sweep, write_file
+from ktc.foundation.machine_faults import failed
+from ktc.training.trainers import checkpoint_state
+from ktc.training.trainers.checkpoints import checkpoints
+from ktc.training.tune.settings import TrainSettings
+
+SETTINGS = "train.yaml"
+_LOCK = ".lock"
+_OURS = (
+    "checkpoint-*",
+    "adapter_*",
+    "README.md",
+    "runs",
+    "ktc_report.json",
+    "report.html",
+    "loss.svg",
+    "timeline.svg",
+    SETTINGS,
+)
+
+# The settings that determine the numbers of a run. Resuming needs the same values.
+_LASTING = (
+    "data", "format", "template", "eval_data", "eval_split", "length", "truncate", "packing", "train_on_prompt",
+    "rank", "alpha", "dropout", "rslora", "targets", "batch", "accumulation", "precision", "router_aux_loss", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A claimed folder. `resume` is the checkpoint to resume from, or None; `left_out` says which later ones are not.
+
+    It has one diagnostic (T536) for each of them.
+    """
+
+    path: Path
+    resume: Path | None
+    lock: FileLock
+    left_out: tuple[Diagnostic, ...] = ()
+
+    def release(self) -> None:
+        """Release the folder for other runs."""
+        self.lock.release()
+        with suppress(OSError):  # the error that a failing disk caused is on its way
+            (self.path / _LOCK).unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove what the run has written, and the folder if it is empty then."""
+        _remove_run(self.path)
+        self.release()
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def keep_settings(self, settings: TrainSettings) -> None:
+        """Write `train.yaml`, which marks the folder as a run's."""
+        write_file(self.path / SETTINGS, settings.to_yaml())
+
+    def keep_adapter(self, model: Any) -> None:
+        """Save a PEFT model's adapter, each file atomically and the config last."""
+        from ktc.model.loading.trained_beside import write_record
+
+        with files_into(self.path) as draft:
+            model.save_pretrained(str(draft))
+            write_record(draft, model)
+
+
+def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunFolder:
+    """Claim the folder for this run. `resume` is "auto" for the last checkpoint, or the path of one.
+
+    `force` removes only files of an earlier run. Raise InputRefused (T521 to T524).
+    """
+    require_usable(path, resume=resume, force=force)
+    checkpoint = find_checkpoint(path, resume) if resume else None
+    lock = FileLock(path / _LOCK)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        message = f"another run is using `{path}`"
+        raise InputRefused(Diagnostic("T522", message, hint="wait for it, or name another `--output`")) from error
+    except OSError as error:
+        raise failed(error, "U003", f"cannot write to `{path}`") from error
+    sweep(path)
+    if force and not resume:
+        _remove_run(path)
+    return RunFolder(path, checkpoint, lock, left_out(path, checkpoint) if resume == "auto" and checkpoint else ())
+
+
+def require_usable(path: Path, *, resume: str | None = None, force: bool = False) -> None:
+    """Raise what `claim` would raise, except for T522, and neither write nor remove anything."""
+    if resume:
+        find_checkpoint(path, resume)
+    if path.exists() and not path.is_dir():
+        raise InputRefused(Diagnostic("T521", f"`{path}` is a file; a run needs a folder"))
+    found = any(each.name != _LOCK for each in path.glob("*")) if path.is_dir() else False
+    is_run = (path / SETTINGS).is_file()
+    if found and not resume and not (force and is_run):
+        raise InputRefused(_occupied(path, is_run))
+
+
+def _occupied(path: Path, is_run: bool) -> Diagnostic:
+    if is_run:
+        hint = "`--resume auto` resumes it, `--force` replaces it, `--output` names another folder"
+        return Diagnostic("T521", f"`{path}` already holds a run", hint=hint)
+    return Diagnostic("T521", f"`{path}` is not empty, and it is not a run of ktc", hint="name another `--output`")
+
+
+def _remove_run(path: Path) -> None:
+    """Remove only files that runs write; the file that marks the folder goes last."""
+    for pattern in _OURS:
+        for each in path.glob(pattern):
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each)
+            else:
+                each.unlink()
+
+
+# Resuming -----------------------------------------------------------------------------------------------------------
+def find_checkpoint(path: Path, resume: str) -> Path:
+    """Return the complete checkpoint that `resume` names, the last one for "auto". Raise InputRefused (T523, T524)."""
+    if resume != "auto":
+        chosen = Path(resume)
+        if not chosen.is_dir():
+            raise InputRefused(Diagnostic("T523", f"there is no checkpoint `{chosen}`"))
+        _require_whole(chosen, "use `--resume auto`, which takes the last whole one, or start again with `--force`")
+        return chosen
+    found = checkpoints(path)
+    if not found:
+        hint = "`--resume` continues an interrupted run; leave it out to start a new one"
+        raise InputRefused(Diagnostic("T523", f"`{path}` has no checkpoint to resume from", hint=hint))
+    whole = next((each for each in found if not checkpoint_faults(each)), None)
+    if whole is None:
+        _require_whole(found[0], "there is no whole one: start again with `--force`")
+    return whole or found[0]
+
+
+def left_out(path: Path, chosen: Path) -> tuple[Diagnostic, ...]:
+    """Return a warning (T536) for each checkpoint after the chosen one, with what it lacks."""
+    found = checkpoints(path)
+    return tuple(
+        Diagnostic(
+            "T536",
+            f"checkpoint `{later}` is left out, because it is damaged: {'; '.join(checkpoint_faults(later))}",
+            hint=f"the run continues from `{chosen}`, the last whole one",
+            severity="warning",
+        )
+        for later in found[: found.index(chosen)]
+    )
+
+
+def _require_whole(checkpoint: Path, hint: str) -> None:
+    faults = checkpoint_faults(checkpoint)
+    if faults:
+        message = f"checkpoint `{checkpoint}` is half-written or damaged: {'; '.join(faults)}"
+        raise InputRefused(Diagnostic("T524", message, hint=hint))
+
+
+def checkpoint_faults(checkpoint: Path) -> tuple[str, ...]:
+    """Return the reasons why a checkpoint cannot be resumed, empty if it is complete."""
+    found = list(checkpoint_state.faults(checkpoint, complete=True))
+    if all((checkpoint / name).exists() for name in (checkpoint_state.WEIGHTS, checkpoint_state.CONFIG)):
+        try:
+            read_adapter(checkpoint)
+        except InputRefused as refused:
+            found += [each.message for each in refused.diagnostics]
+    return tuple(found)
+
+
+def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -> None:
+    """Raise InputRefused (T525) if the settings differ from those that the run began with."""
+    changed = [name for name in _LASTING if getattr(settings, name) != getattr(kept, name)]
+    if changed:
+        was = ", ".join(f"`{name}` was `{getattr(kept, name)}`" for name in changed)
+        hint = "restore these settings, or start a new run with another `--output`"
+        raise InputRefused(Diagnostic("T525", f"the run in `{path}` began with other settings: {was}", hint=hint))
+
+
+def settings_of_run(path: Path) -> dict[str, Any]:
+    """Return the settings of the run in `path` as flags. Raise InputRefused (T501 to T503, T523)."""
+    from ktc.training.tune.settings import read_settings
+
+    if not (path / SETTINGS).is_file():
+        raise InputRefused(Diagnostic("T523", f"`{path}` is not a run of ktc: it has no `{SETTINGS}`"))
+    kept = read_settings(path / SETTINGS, {})
+    return {each.name: getattr(kept, each.name) for each in fields(kept)}

@@ -1,0 +1,124 @@
+"""Fine-tuning a compiled model: `ktc train` and `ktc.train`.
+
+In: a compiled model, training data, settings. Out: a folder with the adapter in PEFT's format, checkpoints, the
+settings of the run, and a report. Refused before anything is loaded: bad settings and data (T501 to T520), a folder
+in use or occupied (T521 to T525), settings that a library refuses (T508). Then: layers that the model does not have
+(T526).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import environment
+from ktc.foundation.files import refusing, write_file
+from ktc.training.tune import run_folder
+from ktc.training.tune.prepare import prepare
+from ktc.training.tune.settings import TrainSettings, read_settings
+from ktc.training.tune.types import Observe, PreparedData, RunPaths, Stop, TrainResult
+
+
+def train(
+    out: str | Path,
+    data: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    config: str | Path | None = None,
+    resume: str | None = None,
+    force: bool = False,
+    weights: str | Path | None = None,
+    trust_remote_code: bool = False,
+    trace: str | Path | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Tune the compiled model in `out` on `data` and write the adapter to `output`.
+
+    `config` names a YAML file of settings; `settings` are those of `TrainSettings` and override it. `resume` continues
+    a run ("auto", or a checkpoint's path), `force` replaces one. `trace` is a file for the timeline of one step. Raise
+    InputRefused with all faults.
+    """
+    paths = RunPaths(
+        Path(out),
+        Path(output) if output else default_output(Path(out)),
+        resume,
+        force,
+        Path(weights) if weights else None,
+        trust_remote_code,
+        Path(trace) if trace else None,
+    )
+    flags = {**settings, "data": None if data is None else str(data)}
+    return run(paths, settings_for(paths, Path(config) if config else None, flags))
+
+
+def default_output(out: Path) -> Path:
+    """Return a folder in the working directory, named after the model."""
+    return Path(f"{out.absolute().name}-adapter")
+
+
+def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) -> TrainSettings:
+    """Return the settings of the run from `config` and `flags`; a resumed run without a config keeps its own."""
+    if paths.resume and config is None:
+        kept = run_folder.settings_of_run(paths.output)
+        chosen = {name: value for name, value in flags.items() if value is not None}
+        settings = TrainSettings(**{**kept, **chosen})
+    else:
+        settings = read_settings(config, flags)
+    if settings.data is None:
+        raise InputRefused(Diagnostic("T504", "training data is missing", hint="name it: `--data FILE`"))
+    if paths.resume:
+        run_folder.require_same_run(paths.output, settings, TrainSettings(**run_folder.settings_of_run(paths.output)))
+    return settings
+
+
+def _warn(event: str, value: object) -> None:
+    """Warn of findings about the data, the adapter and a resumed run's damaged checkpoints; ignore other events."""
+    found: tuple[Diagnostic, ...] = ()
+    if isinstance(value, run_folder.RunFolder):
+        found = value.left_out
+    elif isinstance(value, PreparedData):
+        found = value.notes
+    elif event == "adapter":
+        found = cast("tuple[Diagnostic, ...]", value)
+    for each in found:
+        warnings.warn(f"{each.message} ({each.hint})" if each.hint else each.message, stacklevel=2)
+
+
+def run(
+    paths: RunPaths, settings: TrainSettings, *, observe: Observe = _warn, stop: Stop = lambda: False
+) -> TrainResult:
+    """Run the training. `observe` receives `data`, `folder`, `adapter`, `model`, each `step` and `saved`.
+
+    `stop` is called after each step.
+
+    A stopped run saves a checkpoint first. Each of several processes calls this, and rank 0 writes.
+    """
+    from ktc.training.tune.training_run import TrainingRun
+
+    with ExitStack() as undone:
+        if environment.process_rank() == 0:  # the one that will claim the folder
+            run_folder.require_usable(paths.output, resume=paths.resume, force=paths.force)
+            if paths.trace is not None:
+                undone.enter_context(_empty_trace(paths.trace))
+        data = prepare(paths, settings)
+        observe("data", data)
+        with TrainingRun(paths, settings, data, observe, stop) as running:
+            return running.finish()
+
+
+@contextmanager
+def _empty_trace(file: Path) -> Generator[None]:
+    """Write an empty trace before the long work, and remove it if the input is refused."""
+    existed = file.exists()
+    with refusing(file):
+        write_file(file, "{}\n")
+    try:
+        yield
+    except InputRefused:
+        if not existed:
+            file.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,216 @@
+"""One training run on a loaded model: add the adapter, set up and run TRL's trainer, and keep its results.
+
+In: the paths, the settings and the data as tokens. Out: a `TrainResult`. Refused before the model is loaded: settings
+that a library refuses (T508). Nothing is written before the trainer is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import datasets
+import torch
+from peft import PeftModel
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from trl.trainer.sft_config import SFTConfig
+
+from ktc.diagnostics import InputRefused
+from ktc.foundation import environment
+from ktc.model.hf.tokenizer import read_tokenizer
+from ktc.model.loading.load import load
+from ktc.training import KTSFTTrainer
+from ktc.training.trainers.checkpoints import faults_named
+from ktc.training.trainers.library_refusals import refused_by_libraries
+from ktc.training.trainers.report import KTReport, report_of, write_report
+from ktc.training.trainers.step_trace import StepTrace
+from ktc.training.tune import run_folder
+from ktc.training.tune.adapter_notes import adapter_notes
+from ktc.training.tune.arguments import arguments
+from ktc.training.tune.lora import adapted
+from ktc.training.tune.rehearsal import rehearse
+from ktc.training.tune.run_page import write_page
+from ktc.training.tune.settings import TrainSettings
+from ktc.training.tune.types import Observe, PreparedData, Progress, RunPaths, Stop, TrainResult
+
+_HINT = "change the settings that the message names; nothing was written"
+
+
+class TrainingRun:
+    """Claims its folder when it begins and releases it when it ends, also after an error."""
+
+    def __init__(
+        self, paths: RunPaths, settings: TrainSettings, data: PreparedData, observe: Observe, stop: Stop
+    ) -> None:
+        self._paths, self._settings, self._data, self._observe, self._stop = paths, settings, data, observe, stop
+        self._trace = None if paths.trace is None else StepTrace(paths.trace)
+        self._open = ExitStack()
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def finish(self) -> TrainResult:
+        """Run to the end, or until `stop` is true. Raises HostLacks (T529) where the machine fails."""
+        with faults_named(self._paths.output, f"the run in `{self._paths.output}` cannot continue"):
+            return self._finish()
+
+    def _finish(self) -> TrainResult:
+        datasets.disable_progress_bars()  # they would overwrite ours
+        if environment.world_size() == 1:  # with several, the trainer of the twin would open their group of processes
+            rehearse(self._paths, self._settings, self._data)
+        set_seed(self._settings.seed)
+        stopper = _Stopper(self._stop)
+        loaded = self._load()
+        with _leaving_nothing(self._paths.output), refused_by_libraries("T508", "the settings", _HINT):
+            model = adapted(loaded, self._paths.out, self._settings)
+            has_held_out = self._data.held_out is not None
+            args = arguments(self._paths.output, self._settings, has_held_out=has_held_out, model=model)
+            trainer = self._trainer(model, args, stopper)
+        folder = self._claim() if args.process_index == 0 else None
+        if folder is not None:
+            self._observe("adapter", adapter_notes(self._paths, model))
+        resume = folder.resume if folder else self._resumed()
+        if self._settings.tensorboard:
+            trainer.add_callback(_tensorboard(self._paths.output))
+        self._observe("model", model)
+        try:
+            trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        except InputRefused:
+            if folder is not None and resume is None and not trainer.state.global_step:
+                folder.discard()  # refused in its first step
+            raise
+        report = report_of(trainer).report(finished=not stopper.stopped)
+        if folder is not None:
+            self._keep(folder, trainer.model, report, stopper.stopped)
+        return TrainResult(self._paths.output, report, self._data, stopper.stopped)
+
+    def _load(self) -> PreTrainedModel:
+        paths = self._paths
+        reference = self._settings.precision == "fp32"
+        return load(paths.out, weights=paths.weights, reference=reference, trust_remote_code=paths.trusted)
+
+    def _claim(self) -> run_folder.RunFolder:
+        paths = self._paths
+        folder = run_folder.claim(paths.output, resume=paths.resume, force=paths.force)
+        self._open.callback(folder.release)
+        folder.keep_settings(self._settings)
+        self._observe("folder", folder)
+        return folder
+
+    def _resumed(self) -> Path | None:
+        """Return the checkpoint that rank 0 resumes from."""
+        return run_folder.find_checkpoint(self._paths.output, self._paths.resume) if self._paths.resume else None
+
+    def _trainer(self, model: PeftModel, args: SFTConfig, stopper: _Stopper) -> Any:
+        held_out = self._data.held_out
+        trainer: Any = KTSFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=self._data.train.dataset(),
+            eval_dataset=None if held_out is None else held_out.dataset(),
+            stack_micro_batches=self._settings.stack,
+            processing_class=read_tokenizer(self._paths.out, "T507"),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(stopper)
+        if self._trace is not None:
+            trainer.add_callback(self._trace)
+        trainer.add_callback(_Narrator(self._observe, report_of(trainer)))
+        if self._settings.early_stopping:
+            trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
+        return trainer
+
+    def _keep(self, folder: run_folder.RunFolder, model: PeftModel, report: Any, stopped: bool) -> None:
+        write_report(folder.path, report)
+        timeline = None if self._trace is None else self._trace.timeline
+        write_page(folder.path, report, self._data, self._settings, timeline)
+        if not stopped:
+            folder.keep_adapter(model)
+        self._observe("saved", folder.path)
+
+
+@contextmanager
+def _leaving_nothing(output: Path) -> Generator[None]:
+    """Remove the folder that the trainer makes when it is built, and those above it, if an error follows."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # there is none, or another process has written into it
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+def _tensorboard(output: Path) -> TrainerCallback:
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    return TensorBoardCallback(SummaryWriter(str(output / "runs")))
+
+
+class _Stopper(TrainerCallback):
+    """Ends the run after a complete step, with a checkpoint. All processes stop at the same step."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+        self.stopped = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if _any_process(self._stop(), args) and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+
+def _any_process(asked: bool, args: TrainingArguments) -> bool:
+    if args.world_size == 1:
+        return asked
+    import torch.distributed as dist
+
+    flag = torch.tensor(int(asked), device=args.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+class _Narrator(TrainerCallback):
+    """Reports the progress of the run."""
+
+    def __init__(self, observe: Observe, report: KTReport) -> None:
+        self._observe, self._report = observe, report
+        self._loss: float | None = None
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if "loss" in (logs or {}):
+            self._loss = (logs or {})["loss"]
+            self._tell(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step % args.logging_steps:  # otherwise its log follows immediately
+            self._tell(state)
+
+    def _tell(self, state: TrainerState) -> None:
+        found = Progress(state.global_step, state.max_steps, self._loss, self._report.recent_speed())
+        self._observe("step", found)

@@ -1,0 +1,37 @@
+"""Layers of the kernels that most tests share (`tests/conftest.py`)."""
+
+from __future__ import annotations
+
+import pytest
+from kernel_layers import SLOW_SPECS, SPECS, Layer, Load, built
+
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.stock_layout import canonical_parts
+from ktc.model.kernels.kernel_library import Kernel, KernelLibrary
+from ktc.model.kernels.kernel_spec import KernelSpec
+
+
+@pytest.fixture(scope="session")
+def load(kernels: KernelLibrary) -> Load:
+    """`load(layer, spec, **options)` is a `FusedMoe` holding the layer's weights; `spec=None` is the reference."""
+
+    def kernel_of(spec: KernelSpec) -> Kernel:
+        return (kernels if spec in SPECS else built(SLOW_SPECS)).kernel(spec.entry)
+
+    def make(layer: Layer, spec: KernelSpec | None, **options: object) -> FusedMoe:
+        module = FusedMoe(
+            layer.num_experts,
+            layer.hidden,
+            layer.intermediate,
+            layer.top_k,
+            layer.form,
+            kernel=kernel_of(spec) if spec else None,
+            **options,  # type: ignore[arg-type]
+        )
+        for name, tensor in layer.stock.items():
+            for expert in range(layer.num_experts):
+                for part, values in canonical_parts(layer.form, name, tensor[expert]):
+                    module.load_expert(expert, part, values)
+        return module
+
+    return make

@@ -1,0 +1,101 @@
+"""Placement: the nearest ancestor's entry counts, and activations go where the next module stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ktc.diagnostics import HostLacks
+from ktc.model.packed_store.placement import check_devices, device_map, device_of, follow
+
+SPLIT = {"model": "cuda:0", "model.layers.1": "cuda:1", "model.layers.1.mlp.experts": "cpu", "lm_head": "cuda:1"}
+
+
+@pytest.mark.parametrize(
+    ("fqn", "device"),
+    [
+        ("model.embed_tokens.weight", "cuda:0"),
+        ("model.layers.1.mlp.gate.weight", "cuda:1"),
+        ("model.layers.1.mlp.experts.down_proj", "cpu"),
+        ("model.layers.10.mlp.gate.weight", "cuda:0"),
+        ("lm_head.weight", "cuda:1"),
+        ("other", "cpu"),
+    ],
+)
+def test_the_nearest_ancestor_decides(fqn: str, device: str) -> None:
+    assert device_of(fqn, SPLIT) == torch.device(device)
+    assert device_of("other", {"": "cuda:0"}) == torch.device("cuda:0")
+
+
+def test_the_map_for_hugging_face_is_there_only_if_devices_differ() -> None:
+    assert device_map({"model": "cpu", "lm_head": "cpu"}) is None
+    assert device_map({"model": "cuda:0", "lm_head": "cpu"}) == {"model": 0}, "PEFT dispatches a model with `cpu`"
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(HostLacks, match="`cuda:77`"):
+        check_devices({"model": "cpu", "lm_head": "cuda:77"})
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.mlp = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, scale: tuple[torch.Tensor, object]) -> torch.Tensor:
+        return x + self.mlp(self.mixer(x) * scale[0])
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Linear(3, 3), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        states = [self.embed(x)]
+        for layer in self.layers:
+            states.append(layer(states[-1], scale=(torch.ones(()), self)))
+        return [*states, self.head(states[-1])]
+
+
+def place(model: nn.Module, placement: dict[str, str]) -> None:
+    for name, parameter in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to(device_of(name, placement))))
+    follow(model, placement)
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices"),
+    [
+        ({"layers.1": "meta"}, "cpu cpu meta cpu cpu"),
+        ({"layers": "meta"}, "cpu meta meta meta cpu"),
+        ({"layers.1": "meta", "head": "meta"}, "cpu cpu meta cpu meta"),
+        ({"": "meta"}, "meta meta meta meta meta"),
+        ({"embed": "meta", "layers": "meta", "layers.2.mlp": "cpu", "head": "meta"}, "meta meta meta meta meta"),
+        ({"layers.2.mlp": "meta"}, "cpu cpu cpu cpu cpu"),
+    ],
+)
+def test_activations_follow_the_modules(
+    placement: dict[str, str], devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The meta device stands for a GPU; a move back from it has no values, so a made-up tensor stands for them.
+    to = torch.Tensor.to
+
+    def moved(tensor: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
+        back = tensor.is_meta and where == (torch.device("cpu"),)
+        return torch.zeros(tensor.shape) if back else to(tensor, *where, **options)
+
+    model = Stack()
+    place(model, placement)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    assert " ".join(state.device.type for state in model(torch.ones(4, 3))) == devices
+
+
+def test_a_model_on_the_cpu_gets_no_hooks() -> None:
+    model = Stack()
+    follow(model, {"": "cpu", "layers.1": "cpu"})
+    assert not any(module._forward_pre_hooks for module in model.modules())

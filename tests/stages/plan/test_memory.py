@@ -1,0 +1,138 @@
+"""The memory plan promises: true counts of bytes and parameters, and sizes of input that fit where it says so."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import CPU, captured, config_of, full_size, planned, rules
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from ktc.foundation.host import Gpu
+from ktc.language import dsl
+from ktc.model.graph.typed import nodes_of
+from ktc.stages.capture import CapturedModel
+from ktc.stages.link.adapter import adapter_json
+from ktc.stages.match import match
+from ktc.stages.plan import MemoryPlan, Point, make_plan
+from ktc.stages.plan.memory import over_budget
+from ktc.stages.plan.types import DeviceMemory
+
+BIG = replace(CPU, memory=1536 << 30, gpus=(Gpu("a", 80 << 30),), cores=64, threads=64)
+# Published: parameters in all, active per token (GLM-4.5's makers leave the head out); programs that fit the model.
+PUBLISHED = {
+    "deepseek-v3": (671e9, 37e9, ("moe-lora", "mla-inference")),
+    "kimi-k2": (1.03e12, 32e9, ("moe-lora", "kimi-k2-lora")),
+    "qwen3-235b-a22b": (235e9, 22e9, ("moe-lora", "qwen3-moe-lora", "qwen3-moe-int4-qat")),
+    "glm-4.5": (355e9, 32e9, ("moe-lora",)),
+}
+# The quick tests take one model with latent and one with grouped-query attention.
+SLOW = ("kimi-k2", "glm-4.5")
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if name in SLOW else []
+
+
+NAMES = [pytest.param(name, marks=marks(name)) for name in PUBLISHED]
+
+
+def memory(model: CapturedModel, program: str = "moe-lora", asked: Point | None = None) -> MemoryPlan:
+    found = dsl.load(program, {})
+    return make_plan(model, (), match(model, found, BIG), found, BIG, asked or Point()).memory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_full_depth_model_is_captured_in_few_graphs_and_little_memory(name: str) -> None:
+    model = full_size(name)
+    assert len(model.sites) == 2 * model.facts["layers"]
+    assert len(model.blocks) <= 3
+    assert all(block.graph is not None and len(nodes_of(block.graph)) < 100 for block in model.blocks)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 << 20  # KiB, of the whole test process
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_those_that_were_published(name: str) -> None:
+    total, active, _ = PUBLISHED[name]
+    found = memory(full_size(name))
+    assert found.parameters == pytest.approx(total, rel=0.01)
+    assert found.active == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "program"), [pytest.param(n, p, marks=marks(n)) for n, row in PUBLISHED.items() for p in row[2]]
+)
+def test_what_fits_fits_and_one_more_does_not(name: str, program: str) -> None:
+    model = full_size(name)
+    for number, use in enumerate(memory(model, program).workloads):
+        if use.longest:
+            at_most = memory(model, program, Point(1, use.longest)).workloads[number]
+            assert not at_most.short
+        if use.bound != "the model":
+            beyond = memory(model, program, Point(1, use.longest + 1)).workloads[number]
+            assert use.bound in beyond.short
+        if use.widest:
+            assert not memory(model, program, Point(use.widest, use.length)).workloads[number].short
+        assert memory(model, program, Point(use.widest + 1, use.length)).workloads[number].short
+
+
+def test_caches_are_those_of_the_attention() -> None:
+    expected = {"deepseek-v3": [2 * (512 + 64)] * 61, "qwen3-235b-a22b": [2 * 2 * 4 * 128] * 94}
+    for name, per_token in expected.items():
+        assert [layer.per_token for layer in full_size(name).cache or ()] == per_token
+
+
+def test_a_sliding_window_is_cached_up_to_its_width() -> None:
+    layers = captured("gpt_oss", sliding_window=32).cache
+    assert layers is not None
+    assert {layer.window for layer in layers} == {None, 32}
+    assert len({layer.per_token for layer in layers}) == 1
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "qwen3_moe"])
+def test_the_planned_adapter_has_as_many_parameters_as_peft_makes(family: str) -> None:
+    _, plan = planned(captured(family), dsl.load("moe-lora", {}))
+    assert plan.lora is not None
+    settings = adapter_json(plan.lora)
+    stock = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
+    trained = [p for p in get_peft_model(stock, LoraConfig(**settings)).parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == plan.lora.trainable
+    assert {p.dtype for p in trained} == {torch.float32}
+    (load,) = plan.devices
+    assert load.adapter == sum(4 * p.numel() * p.element_size() for p in trained)
+
+
+def test_tied_embeddings_are_counted_once() -> None:
+    untied, tied = (
+        planned(captured("qwen3_moe", tie_word_embeddings=t), dsl.load("moe-lora", {})) for t in (False, True)
+    )
+    table = 128 * 64
+    assert untied[1].memory.parameters - tied[1].memory.parameters == table
+    assert untied[1].memory.active == tied[1].memory.active
+    assert untied[1].devices[0].weights - tied[1].devices[0].weights == 2 * table
+
+
+def test_an_input_that_does_not_fit_is_told_with_the_largest_that_does(tmp_path: Path) -> None:
+    program = rules("rule e { match moe.block => cpu_moe() }", tmp_path)
+    model = captured("deepseek_v2")
+    small = replace(CPU, memory=2 << 20)
+    asked = Point(64, 512)
+    plan = make_plan(model, (), match(model, program, small), program, small, asked)
+    (problem,) = plan.over_budget
+    assert problem.code == "M075"
+    assert "batch 64 and length 512 is short of" in problem.message
+    use = plan.memory.workloads[-1]
+    assert use.longest > 0
+    assert f"length {use.longest} at batch 1" in problem.hint
+
+
+def test_a_device_has_to_hold_its_adapter_as_well_when_training() -> None:
+    held = MemoryPlan(0, 0, (DeviceMemory("cpu", 3 << 30, {"experts": 2 << 30}, 2 << 30),), (), ())
+    (problem,) = over_budget(held, "train", Point())
+    assert problem.code == "M070"
+    assert "2.0 GiB of weights and 2.0 GiB for its adapter on `cpu`" in problem.message
+    assert over_budget(held, "infer", Point()) == ()

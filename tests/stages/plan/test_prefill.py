@@ -1,0 +1,142 @@
+"""`place(cpu, prefill = D)` on experts: planned with its number of tokens, told, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from families import CPU, captured, planned, rules
+
+from ktc.diagnostics import HostLacks, InputRefused
+from ktc.foundation.host import Gpu, Host
+from ktc.model.kernels.packed_size import packed_bytes
+from ktc.stages.plan import Plan
+from ktc.stages.rewrite import recipe, rewrite
+
+GPU = replace(CPU, gpus=(Gpu("test", 24 << 30),))
+MANY = "rule many { match moe.opaque as m => place(cpu, prefill = cuda:0) on m.experts }\n"
+EXPERTS = "rule experts { match moe.block => cpu_moe() }\n"
+
+
+def plan_of(text: str, folder: Path, host: Host = GPU) -> Plan:
+    return planned(captured("deepseek_v2"), rules(text, folder), host)[1]
+
+
+@pytest.mark.parametrize(("extra", "tokens"), [("", 1024), ("plan { layerwise_prefill = 300 }", 300)])
+def test_calls_with_many_tokens_go_to_the_gpu_and_the_experts_stay(extra: str, tokens: int, tmp_path: Path) -> None:
+    plan = plan_of(EXPERTS + MANY + extra, tmp_path)
+    assert plan.unavailable == ()
+    assert {p.fqn for p in plan.placements} == {""}  # nothing lies elsewhere
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    assert steps
+    assert all(
+        (step.device, step.args["prefill"], step.args["prefill_tokens"]) == ("cpu", "cuda:0", tokens) for step in steps
+    )
+    assert any(
+        f"from {tokens} tokens on `cuda:0`, where the weights are sent" in reason.text for reason in plan.reasons
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_without_a_gpu_everything_stays_with_the_kernel(device: str, tmp_path: Path) -> None:
+    plan = plan_of(EXPERTS + MANY.replace("cuda:0", device), tmp_path, CPU)
+    assert plan.unavailable == ()
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    assert {step.args["prefill"] for step in steps} == {""}
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HostLacks, match=r"prefill = cuda:0"):
+        plan_of(EXPERTS + MANY, tmp_path, CPU)
+
+
+def test_weights_that_are_cut_for_numa_nodes_are_refused_once(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as refusal:
+        plan_of(EXPERTS + MANY, tmp_path, replace(GPU, numa=2))
+    (problem,) = refusal.value.diagnostics
+    assert problem.code == "M078"
+    assert "several NUMA nodes" in problem.message
+
+
+def test_weights_in_codes_are_sent_as_they_are_stored(tmp_path: Path) -> None:
+    plan = plan_of(EXPERTS.replace("cpu_moe()", "cpu_moe(format = int8)") + MANY, tmp_path)
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    assert {step.args["prefill"] for step in steps} == {"cuda:0"}
+
+
+def test_a_number_of_tokens_without_experts_that_go_elsewhere_is_told(tmp_path: Path) -> None:
+    (told,) = plan_of(EXPERTS + "plan { layerwise_prefill = 300 }", tmp_path).unavailable
+    assert told.code == "M066"
+    assert "has no effect" in told.message
+
+
+def streamed(plan: Plan) -> list[str]:
+    """Whether the experts of each layer stay on the GPU."""
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    return [str(step.args["streamed"]) for step in steps if step.module == "fused_moe"]
+
+
+def test_automatic_prefill_is_shared_by_all_gpus(tmp_path: Path) -> None:
+    two = replace(GPU, gpus=GPU.gpus * 2)
+    plan = plan_of(EXPERTS + MANY.replace("cuda:0", "auto"), tmp_path, two)
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    assert {step.args["prefill"] for step in steps} == {"cuda:0,cuda:1"}
+    assert {held.device: held.streaming for held in plan.devices} == {"cpu": 0, "cuda:0": 1 << 30, "cuda:1": 1 << 30}
+
+
+def test_the_memory_that_weights_pass_through_is_a_setting_and_counted(tmp_path: Path) -> None:
+    plan = plan_of(EXPERTS + MANY + "plan { stream_buffer = 300MiB }", tmp_path)
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    assert {step.args["stream_buffer"] for step in steps} == {300 << 20}
+    assert {held.device: held.streaming for held in plan.devices} == {"cpu": 0, "cuda:0": 300 << 20}
+    (told,) = plan_of(EXPERTS + "plan { stream_buffer = 300MiB }", tmp_path).unavailable
+    assert "has no effect: no weights are sent to a GPU" in told.message
+
+
+def test_a_budget_keeps_as_many_layers_on_the_gpu_as_it_has_room_for(tmp_path: Path) -> None:
+    program = EXPERTS + MANY + "plan { stream_buffer = 1MiB  cuda:0 = SIZE }"
+    whole = streamed(plan_of(program.replace("SIZE", "20GiB"), tmp_path))
+    assert set(whole) == {"resident"}
+    assert set(streamed(plan_of(program.replace("SIZE", "1MiB"), tmp_path))) == {"each pass"}
+    without = plan_of(program.replace("cuda:0 = SIZE", ""), tmp_path)
+    (layer,) = {packed_bytes(spec) for spec in without.kernels if spec.op == "fused_moe"}
+    needed = layer + sum(without.memory.workloads[-1].needs["cuda:0"].values())
+    one = streamed(plan_of(program.replace("SIZE", f"{needed // 1024 + 1}KiB"), tmp_path))
+    assert sorted(one) == ["each pass"] * (len(whole) - 1) + ["resident"]
+    assert set(streamed(plan_of(EXPERTS + MANY, tmp_path))) == {"each pass"}
+
+
+def test_linear_layers_are_streamed_and_their_weights_stay_on_the_host(tmp_path: Path) -> None:
+    program = EXPERTS + 'rule attention { match module at "model.layers.*.self_attn" => place(stream = cuda:0) }'
+    plan = plan_of(program, tmp_path)
+    assert plan.unavailable == ()
+    assert {each.fqn.rpartition(".")[2] for each in plan.streams} >= {"kv_b_proj", "o_proj"}
+    assert {each.device for each in plan.streams} == {"cuda:0"}
+    held = {each.device: each for each in plan.devices}
+    assert held["cuda:0"].weights < held["cpu"].kinds["attention"]
+    assert held["cuda:0"].streaming == 1 << 30
+
+
+def test_a_module_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as refusal:
+        plan_of(EXPERTS + 'rule norm { match module at "model.norm" => place(stream = cuda:0) }', tmp_path)
+    assert [each.code for each in refusal.value.diagnostics] == ["M079"]
+
+
+@pytest.mark.parametrize("settings", ["cuda:0, stream = cuda:0", "stream = cuda:0, prefill = cuda:0"])
+def test_settings_that_contradict_each_other_are_refused(settings: str, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as refusal:
+        plan_of(EXPERTS + MANY.replace("cpu, prefill = cuda:0", settings), tmp_path)
+    assert [each.code for each in refusal.value.diagnostics] == ["M080"]
+
+
+def test_a_program_that_trains_nothing_has_its_resident_layers_too(tmp_path: Path) -> None:
+    plan = plan_of(EXPERTS + MANY + "plan { mode = train  cuda:0 = 20GiB }", tmp_path)
+    assert set(streamed(plan)) == {"resident"}
+
+
+def test_a_weight_that_two_modules_share_is_not_streamed(tmp_path: Path) -> None:
+    program = rules(EXPERTS + 'rule head { match module at "lm_head" => place(stream = cuda:0) }', tmp_path)
+    with pytest.raises(InputRefused, match=r"M079.*another module shares its weight"):
+        planned(captured("deepseek_v2", tie_word_embeddings=True), program, GPU)

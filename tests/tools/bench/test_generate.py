@@ -1,0 +1,102 @@
+"""`ktc bench generate`: real steps of a config alone, refusals, and ways to compute that say why they are missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernel_layers import SPECS, built
+from places import CONFIGS
+
+from ktc.cli import app as cli
+from ktc.model.experts.backend import Offload
+from ktc.model.experts.module import FusedMoe
+from ktc.tools.bench.generate import run as run_file
+from ktc.tools.bench.generate.report import LeftOut, Row
+from ktc.tools.bench.generate.run import experts_bytes
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """`run(*options)` is `ktc bench generate`: its exit code, stdout and stderr."""
+
+    def call(*options: object) -> tuple[int, str, str]:
+        code = cli.main(["bench", "generate", *map(str, options)])
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rows of a machine without a GPU")
+def test_steps_of_a_config_alone(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktc.compiler.proven", lambda analysis, observe: (analysis, ()))
+    output = tmp_path / "found.json"
+    code, out, _ = run(
+        "--config", checkpoint, "--rule", "moe-experts-lora", "--batch", "1,2", "--context", "5", "--steps", 9,
+        "--impl", "ktc,eager,hf", "-o", output,
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(output.read_text())
+    assert [(row["impl"], row["batch"], row["context"], row["steps"]) for row in found["rows"]] == [
+        ("ktc", 1, 5, 6), ("ktc", 2, 5, 6),
+    ]  # fmt: skip
+    assert all(row["ms"] >= row["best_ms"] > 0 and row["experts_ms"] > 0 for row in found["rows"])
+    assert {each["impl"] for each in found["left_out"]} == {"eager", "hf"}
+    assert "the compiled model has no graphs" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (("--impl", "vllm"), "`--impl` knows no `vllm`"),
+        (("--batch", "0"), "`--batch` takes numbers from 1"),
+        (("--context", ","), "`--context` names no number"),
+        (("--format", "int8", "--set", "format=bf16"), "name two formats"),
+        (("--layers", "900"), "the model has 27"),
+    ],
+)
+def test_invalid_options_are_refused(options: tuple[str, ...], fault: str, run: Run) -> None:
+    code, _, err = run("--config", CONFIGS / "deepseek-v2-lite", *options)
+    assert code == 2
+    assert fault in err
+
+
+def test_a_step_reads_the_experts_that_even_choices_hit() -> None:
+    module = FusedMoe(8, 64, 32, 2)
+    assert experts_bytes(module, 1) == 0  # a reference packs nothing
+    packed = FusedMoe(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry))
+    assert experts_bytes(packed, 1) == packed.packed_bytes * 2 / 8
+    assert experts_bytes(packed, 2) == packed.packed_bytes * (1 - 0.75**2)
+
+
+def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu() -> None:
+    resident = Offload((torch.device("cuda:0"),), 0, resident=True)
+    assert experts_bytes(FusedMoe(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry), offload=resident), 1) == 0
+
+
+def test_a_row_without_memory_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(impl: str, model: object, batch: int, context: int, *_: object) -> Row:
+        if context > 100:
+            raise torch.OutOfMemoryError
+        return Row("hf", batch, context, 5, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0)
+
+    monkeypatch.setattr(run_file, "_row", row)
+    monkeypatch.setattr(run_file, "stock_model", lambda *_: None)
+    asked: Any = SimpleNamespace(batches=(1,), contexts=(999, 5), seed=0)
+    watch: Any = SimpleNamespace(told=lambda _: None, part=lambda _: None)
+    limits: Any = None
+    stack: Any = None
+    assert [type(each) for each in run_file._peer_rows(stack, asked, limits, watch)] == [LeftOut, Row]
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(run_file, "stock_model", full)
+    assert run_file._peer_rows(stack, asked, limits, watch) == [LeftOut("hf", "the GPU has no memory for its weights")]

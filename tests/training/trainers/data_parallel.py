@@ -1,0 +1,132 @@
+"""What each process of tests/training/trainers/test_distributed.py runs: a short training, told by JSON on the command line.
+
+Written per rank into the folder: the logged losses, the trained tensors, and those it had before they were shared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import Parameter
+from transformers import TrainerCallback, TrainingArguments
+
+import ktc
+from ktc.model.experts.module import FusedMoe
+from ktc.model.loading.peft_glue import read_lora_config
+from ktc.training import KTrainer
+from ktc.training.trainers import gradients
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Killed(TrainerCallback):
+    """The kernel takes this process, or it raises an error, in the step after `step`."""
+
+    def __init__(self, step: int, how: str) -> None:
+        self._step, self._how = step, how
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step and self._how == "error":
+            raise OSError("the disk is full")
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rows(vocab_size: int, count: int = 32) -> list[dict[str, Tensor]]:
+    """Rows of unlike length, so that processes have unlike numbers of tokens."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocab_size, (count, 12), generator=draw)
+    kept = torch.randint(3, 12, (count, 1), generator=draw)
+    labels = ids.masked_fill(torch.arange(12) >= kept, -100)
+    return [
+        {"input_ids": i, "labels": o, "attention_mask": torch.ones_like(i)} for i, o in zip(ids, labels, strict=True)
+    ]
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def averaged(device: torch.device) -> dict[str, list[float]]:
+    """The gradients of three parameters: one that all processes have, one that only rank 0 has (on `device`), one that
+    none has.
+    """
+    everywhere, nowhere = (Parameter(torch.zeros(3)) for _ in range(2))
+    somewhere = Parameter(torch.zeros(3, dtype=torch.bfloat16, device=device))
+    everywhere.grad = torch.full_like(everywhere, RANK + 1.0)
+    somewhere.grad = torch.full_like(somewhere, 3.0) if RANK == 0 else None
+    parameters = [everywhere, nowhere, somewhere]
+    gradients.average_gradients(parameters, gradients.open_groups(parameters, timedelta(seconds=60)), bucket_bytes=8)
+    return {str(place): p.grad.tolist() for place, p in enumerate(parameters) if p.grad is not None}
+
+
+def devices(model: nn.Module, args: TrainingArguments) -> list[str]:
+    """The devices of trained tensors, of the experts' stream and of the inputs."""
+    streams = [m.offload.devices for m in model.modules() if isinstance(m, FusedMoe) and m.offload is not None]
+    return sorted(
+        {
+            str(args.device),
+            *(str(p.device) for p in trained(model).values()),
+            *(str(d) for each in streams for d in each),
+        }
+    )
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    config = read_lora_config(Path(job["out"]))
+    if job.get("unlike"):
+        config.r += RANK
+    torch.manual_seed(RANK if job["world"] > 1 else 0)
+    model = get_peft_model(ktc.load(job["out"], reference=not job.get("kernels")), config)
+    folder = Path(job["folder"])
+    accumulation = job.get("accumulation", 2)
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    save_file(trained(model), folder / f"before-{RANK}.safetensors")
+    args = TrainingArguments(
+        output_dir=str(folder / "run"),
+        max_steps=job["steps"],
+        per_device_train_batch_size=8 // job["world"] // accumulation,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=5e-3,
+        logging_steps=1,
+        save_strategy="steps" if job.get("save") else "no",
+        save_steps=1,
+        report_to=[],
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        ddp_timeout=60,
+    )
+    fate = [Killed(job["until"], job["fate"])] if job.get("fate") and job["world"] - 1 == RANK else []
+    trainer = KTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows(model.config.vocab_size),
+        callbacks=fate,
+        stack_micro_batches=job.get("stack", "auto"),
+        compile_layers=False,
+    )
+    trainer.train(resume_from_checkpoint=job.get("resume"))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    (folder / f"losses-{RANK}.json").write_text(json.dumps(losses))
+    save_file(trained(model), folder / f"after-{RANK}.safetensors")
+    if gradients.distributed():
+        (folder / f"averaged-{RANK}.json").write_text(json.dumps(averaged(args.device)))
+    (folder / f"devices-{RANK}.json").write_text(json.dumps(devices(model, args)))
+
+
+if __name__ == "__main__":
+    main()

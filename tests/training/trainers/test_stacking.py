@@ -1,0 +1,294 @@
+"""Micro-batches of a step in one pass over the experts: gradients, losses and logs are those of separate ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from stacked_training import LENGTHS, StackingTrainer, assert_alike, logged, peft_model, rows, trained
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import SFTConfig
+
+from ktc.diagnostics import InputRefused
+from ktc.model import twin
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.streamed_backend import Streamed
+from ktc.stages.link import link
+from ktc.training import KTSFTTrainer
+from ktc.training.trainers import chunked_loss as chunked_loss_module
+from ktc.training.trainers.layer_calls import ModelCall, in_chunks, record
+from ktc.training.trainers.layer_pass import through_layers
+from ktc.training.trainers.split_layer import split_layers
+from ktc.training.trainers.stack_size import bytes_per_token, fitting_chunk, fitting_tokens
+from ktc.training.trainers.stacking import Stacker, StackMode, passes, reason_against
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`package(family)`: a small model of it, compiled by hand, whose experts are their PyTorch reference."""
+
+    @functools.cache
+    def made(family: str) -> Path:
+        source = twin.write(family, tmp_path_factory.mktemp("models"))
+        return link(hand_made.package(source), tmp_path_factory.mktemp("build") / family)
+
+    return made
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_gradients_and_logged_losses_are_those_of_separate_micro_batches(
+    package: Callable[[str], Path], tmp_path: Path, family: str, experts: bool
+) -> None:
+    assert_alike(*(trained(package(family), tmp_path, mode, experts=experts) for mode in ("on", "off")))
+
+
+def test_padded_batches_and_short_last_steps_are_theirs_too(package: Callable[[str], Path], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
+    assert_alike(*(trained(package("qwen3_moe"), tmp_path, mode, **settings) for mode in ("on", "off")))
+
+
+def packed(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Two sequences in a row, told apart by their positions."""
+    (row,) = batch
+    ids, labels = torch.tensor([row["input_ids"] * 2]), torch.tensor([row["labels"] * 2])
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(row["input_ids"])).repeat(2)[None]}
+
+
+def test_packed_sequences_keep_their_positions(package: Callable[[str], Path], tmp_path: Path) -> None:
+    assert_alike(*(trained(package("deepseek_v2"), tmp_path, mode, collate=packed) for mode in ("on", "off")))
+
+
+def test_each_micro_batch_weighs_the_same_where_items_are_not_counted(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    class Uncounted(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+    runs = [trained(package("qwen3_moe"), tmp_path, mode, trainer=Uncounted) for mode in ("on", "off")]
+    assert_alike(*runs)
+
+
+def test_gradient_checkpointing_changes_nothing(package: Callable[[str], Path], tmp_path: Path) -> None:
+    assert_alike(
+        trained(package("qwen3_moe"), tmp_path, "on", gradient_checkpointing=True),
+        trained(package("qwen3_moe"), tmp_path, "off"),
+    )
+
+
+def test_dropout_is_repeatable_and_the_same_in_what_is_computed_again(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first, second = (trained(package("deepseek_v2"), tmp_path, "on", dropout=0.3) for _ in range(2))
+    assert logged(first) == logged(second)
+    assert all(torch.equal(grad, second.gradients[name]) for name, grad in first.gradients.items())
+
+
+def test_each_layers_experts_are_called_once_per_step(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    forward = FusedMoe.forward
+
+    def counted(self: FusedMoe, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        tokens.append(hidden_states.shape[0])
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(FusedMoe, "forward", counted)
+    trainer = trained(package("qwen3_moe"), tmp_path, "on", max_steps=1)
+    layers = sum(isinstance(module, FusedMoe) for module in trainer.model.modules())
+    assert tokens == [sum(LENGTHS)] * layers
+
+
+def test_an_auxiliary_loss_turns_it_off_or_is_refused(package: Callable[[str], Path], tmp_path: Path) -> None:
+    model = peft_model(package("qwen3_moe"))
+    model.config.output_router_logits = True
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, gradient_accumulation_steps=2)
+    trainer = StackingTrainer(model, args, mode="auto")
+    assert "auxiliary loss" in reason_against(trainer, model)
+    with pytest.raises(InputRefused) as refused:
+        Stacker(trainer, "on").training_step(trainer.training_step, model, {})
+    assert refused.value.diagnostics[0].code == "T540"
+
+
+def test_a_trainer_that_calls_the_model_twice_goes_on_one_by_one(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    class Twice(StackingTrainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, *args, **kwargs) + model(**inputs).loss
+
+    ours, theirs = (trained(package("qwen3_moe"), tmp_path, mode, trainer=Twice) for mode in ("auto", "off"))
+    assert ours.stacker.decision is not None
+    assert "more than once" in ours.stacker.decision.reason
+    assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
+
+
+def test_trl_counts_and_weighs_as_without(package: Callable[[str], Path], tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2")
+    args = SFTConfig(
+        str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=1, logging_steps=1,
+        report_to=[], save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, seed=3,
+    )  # fmt: skip
+
+    def entry(mode: StackMode) -> dict[str, float]:
+        data, model = Dataset.from_list(rows()), peft_model(package("deepseek_v2"))
+        trainer = KTSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer, stack_micro_batches=mode)
+        trainer.train()
+        assert str(trainer.stacker.decision).startswith("stacked" if mode == "on" else "one by one")
+        return trainer.state.log_history[0]
+
+    assert entry("on") == pytest.approx(entry("off"), rel=1e-6)
+
+
+def test_inputs_that_differ_when_asked_for_again_are_not_stacked(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    noisy = trained(package("qwen3_moe"), tmp_path, "auto", neftune_noise_alpha=5.0, max_steps=1)
+    assert noisy.stacker.decision is not None
+    assert not noisy.stacker.decision.on
+    assert "differs when it is computed a second time" in noisy.stacker.decision.reason
+
+    class Generating(StackingTrainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            raise AssertionError("not before its own step")
+
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, gradient_accumulation_steps=2)
+    trainer = Generating(peft_model(package("qwen3_moe")), args, mode="auto")
+    assert "makes its inputs itself" in reason_against(trainer, trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "own_loss", "whole"),
+    [({}, None, False), ({"label_smoothing_factor": 0.1}, None, True), ({}, lambda *_, **__: None, True)],
+    ids=["stock", "label smoothing", "a loss function"],
+)
+def test_a_loss_that_is_not_the_models_own_gets_whole_logits(
+    package: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any], own_loss: Any, whole: bool
+) -> None:
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **settings)
+    trainer = Trainer(peft_model(package("qwen3_moe")), args, compute_loss_func=own_loss)
+    assert bool(chunked_loss_module.reason_for_whole_logits(trainer)) == whole
+
+
+def test_the_head_never_sees_more_tokens_than_a_chunk_has(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss_module, "MOST_LOGITS", 6 * 512)
+    seen: list[int] = []
+
+    class Watched(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            head = self.model.get_base_model().lm_head
+            head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
+
+    trainer = trained(package("qwen3_moe"), tmp_path, "on", trainer=Watched, max_steps=1)
+    assert trainer.stacker.decision is not None
+    assert trainer.stacker.decision.whole_loss == ""
+    assert max(seen) * trainer.model.config.vocab_size <= 6 * 512
+
+
+def test_a_head_whose_logits_are_changed_gets_them_whole(package: Callable[[str], Path], tmp_path: Path) -> None:
+    class Scaled(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            model = self.model.get_base_model()
+            stock = model.forward
+
+            def scaled(*args: Any, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+                out = stock(*args, **kwargs)
+                logits = out.logits / 2
+                out.loss = model.loss_function(
+                    logits=logits, labels=labels, vocab_size=512, num_items_in_batch=num_items_in_batch
+                )
+                return out
+
+            model.forward = scaled
+
+    ours, theirs = (trained(package("deepseek_v2"), tmp_path, mode, trainer=Scaled) for mode in ("on", "off"))
+    assert_alike(ours, theirs)
+    assert ours.stacker.decision is not None
+    assert "changes the output of its head" in ours.stacker.decision.whole_loss
+    assert "not computed in chunks" in str(ours.stacker.decision)
+
+
+def test_a_pass_has_no_more_tokens_than_fit() -> None:
+    device = torch.device("cpu")
+    calls = [ModelCall(torch.empty(1, length, 4), (device,), ()) for length in (5, 5, 5, 9, 2)]
+    assert list(passes(calls, 10)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert list(passes(calls, 100)) == [(0, 5)]
+    held, free = {"cuda:0": 100, "cpu": 50}, {"cuda:0": 20000, "cpu": 10000}
+    assert fitting_tokens(held, {"cuda:0": 1000}, free) == {"cuda:0": 150, "cpu": 160}
+
+
+def test_a_chunk_of_attention_is_what_memory_leaves_beside_the_pass() -> None:
+    gpu, width, loss = torch.device("cuda:0"), 2048, 300 << 20
+    held, tokens = {"cuda:0": 9 * 2 * 2 * width, "cpu": 1}, 16 * 512
+
+    def chunk(room: int, tokens: int = tokens, device: torch.device = gpu) -> int:
+        call = ModelCall(torch.empty(1, 512, width, dtype=torch.bfloat16), (device,), ())
+        free = {"cuda:0": int((held["cuda:0"] * tokens + loss + room) / 0.8) + 1, "cpu": 1 << 40}
+        return fitting_chunk(call, held, free, loss, tokens)
+
+    per_token = 34 * width
+    assert [chunk(per_token * each) for each in (8192, 8191, 4096, 4095, 0)] == [8192, 4096, 4096, 2048, 2048]
+    assert chunk(per_token * 100_000, tokens=100_000) == 8192, "more memory stays free"
+    assert chunk(per_token * 3000, tokens=3000) == 8192, "a chunk that holds the whole pass"
+    assert chunk(per_token * 8192, device=torch.device("cpu")) == 2048
+
+
+def test_what_layers_leave_on_the_device_is_two_hidden_states_each(package: Callable[[str], Path]) -> None:
+    """Beside what their experts save, which with a kernel lies on the host."""
+    model = peft_model(package("qwen3_moe"))
+    model.train()
+    layers = split_layers(model)
+    ids = rows((64,))[0]["input_ids"]
+    calls = [record(layers, lambda: model(input_ids=torch.tensor([ids]), use_cache=False)) for _ in range(4)]
+    chunks = [chunk for chunk, _ in in_chunks(calls, 128)]
+    assert [chunk.hidden.shape[0] for chunk in chunks] == [2, 2]
+    for module in model.modules():
+        if isinstance(module, FusedMoe):
+            module.forward = torch.no_grad()(module.forward)
+    saved: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        through_layers(layers, chunks)
+    width = model.config.hidden_size * 4
+    tokens = 4 * 64
+    on_device = sum(tensor.nbytes for tensor in saved.values() if tensor.ndim == 3)
+    on_host = {tensor.untyped_storage().data_ptr(): tensor for tensor in saved.values() if tensor.ndim == 2}
+    assert on_device == len(layers) * 2 * width * tokens, "a layer's input and what its attention gave"
+    assert sum(each.untyped_storage().nbytes() for each in on_host.values()) == len(layers) * width * tokens
+    held = bytes_per_token(layers, calls[0])["cpu"]
+    assert held >= (on_device + len(layers) * width * tokens) / tokens
+
+
+def test_experts_of_a_gpu_leave_states_alone_on_the_host(
+    package: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = peft_model(package("qwen3_moe"))
+    layers = split_layers(model)
+    ids = rows((64,))[0]["input_ids"]
+    call = record(layers, lambda: model(input_ids=torch.tensor([ids]), use_cache=False))
+    width = call.hidden.shape[-1]
+    for module in model.modules():
+        if isinstance(module, FusedMoe):
+            backend: Any = Streamed(None, module.form, (torch.device("cuda:0"),))  # type: ignore[arg-type]
+            monkeypatch.setattr(module, "backend", lambda tokens, backend=backend: backend)
+    held = bytes_per_token(layers, call)
+    item, choices = call.hidden.element_size(), next(m.top_k for m in model.modules() if isinstance(m, FusedMoe))
+    assert held == {"cpu": (len(layers) * (2 + 2) + 3) * width * item, "cuda:0": (12 + choices * item) * width}

@@ -1,0 +1,271 @@
+"""`ktc train` end to end on a small model: it learns, says what it took, goes on, and its adapter works elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+import ktc
+from ktc.cli import app as cli
+from ktc.diagnostics import InputRefused
+from ktc.training.tune import run_folder
+from ktc.training.tune.tokenised import TokenisedData
+from ktc.training.tune.train import run, settings_for
+from ktc.training.tune.types import RunPaths, TrainResult
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FACTS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madrid"}
+SETTINGS: dict[str, Any] = {
+    "max_steps": 4, "accumulation": 2, "learning_rate": 1e-2, "warmup": 0.0, "scheduler": "constant", "save_steps": 2,
+    "eval_steps": 2, "eval_split": 0.25, "precision": "fp32", "length": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def out(compiled_twin: Callable[..., Path]) -> Path:
+    return compiled_twin("tiny:qwen3_moe", "moe-lora")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [{"instruction": f"What is the capital of {c}?", "output": f"It is {city}."} for c, city in FACTS.items()]
+    path = tmp_path_factory.mktemp("data") / "capitals.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(out: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """A run in the reference mode, with dropout, whose third step is traced."""
+    runs = tmp_path_factory.mktemp("runs")
+    return ktc.train(out, data, output=runs / "whole", trace=runs / "trace.json", **SETTINGS)
+
+
+def report_of(result: TrainResult) -> dict[str, Any]:
+    return json.loads((result.output / "ktc_report.json").read_text())
+
+
+def losses_of(model: nn.Module, data: TokenisedData) -> list[tuple[float, int]]:
+    """The summed loss and the number of learned tokens of each row."""
+    found: list[tuple[float, int]] = []
+    for ids, labels in zip(data.input_ids, map(torch.tensor, data.labels), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+        loss = functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+        found.append((float(loss), int((labels[1:] != -100).sum())))
+    return found
+
+
+def test_losses_are_those_of_the_stock_model_before_and_after(done: TrainResult, out: Path) -> None:
+    """A step has two of the three rows, whose order is the seed's."""
+    source = json.loads((out / "ktc.json").read_text())["model"]["folder"]
+    stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
+    losses = [each.loss for each in done.report.history if each.loss is not None]
+    held_out = [each.eval_loss for each in done.report.history if each.eval_loss is not None]
+    assert (len(losses), len(held_out)) == (4, 2)
+    pairs = combinations(losses_of(stock, done.data.train), 2)
+    first = [(one + other) / (tokens + more) for (one, tokens), (other, more) in pairs]
+    assert any(losses[0] == pytest.approx(each, abs=1e-4) for each in first), (losses[0], first)
+    assert done.data.held_out is not None
+    ((loss, tokens),) = losses_of(PeftModel.from_pretrained(stock, done.output).eval(), done.data.held_out)
+    assert held_out[-1] == pytest.approx(loss / tokens, abs=1e-4)
+    assert held_out[-1] < held_out[0]
+
+
+def test_the_adapter_gives_the_stock_model_the_same_logits(done: TrainResult, out: Path) -> None:
+    from ktc.adapters.adapter import attach
+
+    source = json.loads((out / "ktc.json").read_text())["model"]["folder"]
+    assert json.loads((done.output / "adapter_config.json").read_text())["base_model_name_or_path"] == source
+    stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
+    theirs = PeftModel.from_pretrained(stock, str(done.output)).eval()
+    ours = attach(ktc.load(out, reference=True), done.output, alone=True).eval()
+    ids = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+
+
+def test_the_settings_that_are_kept_give_the_run_again(done: TrainResult, out: Path) -> None:
+    kept = run_folder.SETTINGS
+    again = settings_for(RunPaths(out, done.output.with_name("again")), done.output / kept, {})
+    assert again.to_yaml() == (done.output / kept).read_text()
+    assert (again.max_steps, again.precision) == (4, "fp32")
+
+
+def test_a_step_is_traced_and_drawn(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
+    events = json.loads((done.output.parent / "trace.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "cpu_op" for event in events)
+    assert "The timeline of a step" in (done.output / "report.html").read_text()
+    assert (done.output / "timeline.svg").is_file()
+    with pytest.raises(InputRefused, match="U003"):
+        ktc.train(out, data, output=tmp_path / "run", trace=data / "trace.json", **SETTINGS)
+
+
+def test_the_report_is_a_page_that_needs_nothing_else(done: TrainResult) -> None:
+    page = (done.output / "report.html").read_text()
+    assert "<svg" in page
+    assert not re.search(r"<script|<link|(src|href)\s*=\s*\"(?!#)", page)
+    assert report_of(done)["steps"] == 4
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
+    paths = RunPaths(out, tmp_path / "stopped")
+    settings = settings_for(paths, None, {**SETTINGS, "data": str(data)})
+    asked = iter((False, False, True, False))
+    first = run(paths, settings, stop=lambda: next(asked))
+    assert first.interrupted
+    assert not (paths.output / "adapter_config.json").exists()
+    on = RunPaths(out, paths.output, resume="auto")
+    second = run(on, settings_for(on, None, {}))
+    assert not second.interrupted
+    one, two = (load_file(each.output / "adapter_model.safetensors") for each in (done, second))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert [each.loss for each in second.report.history] == [each.loss for each in done.report.history]
+    with pytest.raises(InputRefused, match=r"T525.*`rank` was `None`"):
+        settings_for(on, None, {"rank": 4})
+
+
+def test_the_kernels_are_timed_and_phases_add_up_to_the_step(out: Path, data: Path, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "precision": "bf16", "max_steps": 2, "packing": True, "eval_split": 0.0, "eval_steps": None}
+    report = ktc.train(out, data, output=tmp_path / "kernels", **settings).report
+    config = json.loads((out / "config.json").read_text())
+    assert report.speed is not None
+    assert sum(report.phases.values()) == pytest.approx(report.speed.step_time)
+    assert min(report.phases.values()) >= 0
+    layers, tokens = config["num_hidden_layers"], report.speed.tokens_per_step
+    per_token = 6 * config["num_experts_per_tok"] * config["hidden_size"] * config["moe_intermediate_size"]
+    for direction in ("moe_forward", "moe_backward"):
+        of = report.experts[direction]
+        assert of.token_layers == layers * tokens
+        assert of.flops == per_token * of.token_layers
+        assert 0 < of.seconds < report.speed.step_time
+    assert report.trainable_parameters < report.total_parameters
+    assert report.host_peak_rss > 2**20
+    assert report.stacking
+
+
+# Refused -------------------------------------------------------------------------------------------------------------
+def test_a_damaged_checkpoint_is_left_out_and_an_earlier_one_taken(done: TrainResult, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(done.output, folder)
+    assert run_folder.find_checkpoint(folder, "auto") == folder / "checkpoint-4"
+    file = folder / "checkpoint-4" / "optimizer.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    assert run_folder.find_checkpoint(folder, "auto") == folder / "checkpoint-2"
+    with pytest.raises(InputRefused, match=r"T524.*optimizer.pt"):
+        run_folder.find_checkpoint(folder, str(folder / "checkpoint-4"))
+    claimed = run_folder.claim(folder, resume="auto")
+    claimed.release()
+    (warning,) = claimed.left_out
+    assert (warning.code, warning.severity) == ("T536", "warning")
+    assert "checkpoint-4" in warning.message and "optimizer.pt" in warning.message
+    assert "checkpoint-2" in warning.hint
+    (folder / "checkpoint-2" / "trainer_state.json").unlink()
+    with pytest.raises(InputRefused, match=r"T524.*trainer_state.json"):
+        run_folder.find_checkpoint(folder, str(folder / "checkpoint-2"))
+    with pytest.raises(InputRefused, match="T524") as refused:
+        run_folder.find_checkpoint(folder, "auto")
+    assert "--force" in refused.value.diagnostics[0].hint
+
+
+def test_a_folder_belongs_to_one_run(done: TrainResult, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(done.output, folder)
+    with pytest.raises(InputRefused, match=r"T521.*already holds a run"):
+        run_folder.claim(folder)
+    claimed = run_folder.claim(folder, force=True)
+    assert [each.name for each in folder.iterdir()] == [".lock"]
+    with pytest.raises(InputRefused, match="T522"):
+        run_folder.claim(folder)
+    claimed.release()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputRefused, match=r"T521.*not a run of ktc"):
+        run_folder.claim(folder, force=True)
+    with pytest.raises(InputRefused, match="T523"):
+        run_folder.find_checkpoint(folder, "auto")
+
+
+def test_a_folder_that_is_taken_is_refused_before_anything_is_loaded(
+    out: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    monkeypatch.setattr("ktc.training.tune.prepare.read_tokenizer", None)  # not reached
+    with pytest.raises(InputRefused, match="T521"):
+        ktc.train(out, data, output=tmp_path, **SETTINGS)
+
+
+def test_a_layer_that_is_not_there_is_refused_with_its_neighbour(out: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="T526") as refused:
+        ktc.train(out, data, output=tmp_path / "targets", targets=("q_porj", "v_proj"), **SETTINGS)
+    assert refused.value.diagnostics[0].hint == "did you mean `q_proj`?"
+    assert not (tmp_path / "targets").exists()
+
+
+def test_the_command_shows_the_data_and_refuses_what_is_too_long(
+    out: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", str(out), "--data", str(data), "--dry-run", "--json"]) == 0
+    shown = json.loads(capfd.readouterr().out)["data"]["train"]
+    assert (shown["format"], shown["rows"], shown["template"]) == ("alpaca", 4, "chat")
+    assert [text for text, learned in shown["first"] if learned] == ["It is Paris.<|end|>"]
+    config = tmp_path / "run.yaml"
+    config.write_text(f"data: {data}\nlength: 16\n")
+    assert cli.main(["train", str(out), "--config", str(config), "--dry-run"]) == 2
+    assert "error[T517]" in capfd.readouterr().err
+    assert cli.main(["train", str(out), "--data", str(data), "--length", "100000"]) == 2
+    assert "error[T505]" in capfd.readouterr().err
+    assert cli.main(["train", str(out)]) == 2
+    assert "error[T504]" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_go_on(
+    done: TrainResult, out: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def until_asked(paths: RunPaths, settings: object, *, observe: object, stop: Callable[[], bool]) -> TrainResult:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        return replace(done, interrupted=True)
+
+    monkeypatch.setattr("ktc.training.tune.train.run", until_asked)
+    assert cli.main(["train", str(out), "--data", str(data), "--output", "runs/first"]) == 130
+    said = capfd.readouterr().err
+    assert f"ktc train {out} --output runs/first --resume auto" in said
+    assert "press Ctrl-C again" in said
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does_and_the_first_speaks(out: Path, data: Path, tmp_path: Path) -> None:
+    settings = ["--data", str(data), "--max-steps", "3", "--precision", "fp32", "--dropout", "0", "--length", "64"]
+    found = {}
+    for processes, accumulation in ((1, "2"), (2, "1")):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = ["-m", "ktc", "train", str(out), "--json", "--output", str(tmp_path / accumulation), *settings]
+        ended = subprocess.run(
+            [*torchrun, *command, "--accumulation", accumulation], capture_output=True, text=True, check=True
+        )
+        found[processes] = json.loads(ended.stdout)["report"]
+    assert (found[1]["processes"], found[2]["processes"]) == (1, 2)
+    one, two = ([each["loss"] for each in found[number]["history"]] for number in (1, 2))
+    assert one == pytest.approx(two, rel=1e-6)
+    assert found[1]["speed"]["tokens_per_step"] == found[2]["speed"]["tokens_per_step"]
