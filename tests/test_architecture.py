@@ -47,17 +47,16 @@ def test_the_public_names_are_all_there() -> None:
 # For each command line: at most so many modules of ktc, and packages that must not be imported.
 _MODELS = ("torch", "transformers", "peft", "numpy", "jinja2", "graphlay", "psutil")
 _LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.stages.proof", "ktc.stages.codegen", "ktc.stages.link",
-                 "ktc.training", "ktc.training.tune.train", "ktc.adapters", "ktc.inference.generate", "ktc.inference.serving", "ktc.tools.bench.run",
-                 "ktc.tools.kt_yaml")  # fmt: skip
+                 "ktc.training", "ktc.adapters", "ktc.inference", "ktc.tools")  # fmt: skip
 IMPORTS = {
-    "--version": (39, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "--help": (39, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "compile --help": (39, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "explain E040": (40, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "fmt --check rules": (95, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (96, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
+    "--version": (41, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "--help": (41, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "compile --help": (41, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "explain E040": (43, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "fmt --check rules": (99, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (100, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
-    "import ktc.compiler": (209, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
+    "import ktc.compiler": (214, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }
 
 # One process: each command line runs in a fork of it, which answers with the modules that it has imported.

@@ -1,7 +1,7 @@
 """The private names of torch, transformers and peft that ktc uses outside of training: few, known, and as we take them.
 
-Training's own are in `ktc/training/trainers/private_api.py`, with a test beside it. `make versions` runs both with the oldest
-and the newest supported releases.
+Training's own are in `ktc/training/trainers/private_api.py`, with a test beside it. `make versions` runs both with the
+oldest and the newest supported releases.
 """
 
 from __future__ import annotations

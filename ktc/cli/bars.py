@@ -45,7 +45,7 @@ def calls_bar(session: Session) -> Generator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def steps_bar(session: Session, what: str) -> Generator[None]:
-    """Show a bar over the steps that the block reports (`ktc.foundation.stage_progress`), from the first to the last."""
+    """Show a bar over the steps that the block reports through `ktc.foundation.stage_progress`."""
     open_bars: list[Progress] = []
 
     def told(done: int, total: int) -> None:

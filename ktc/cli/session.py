@@ -43,7 +43,8 @@ _PLAIN_WIDTH = 120  # columns of tables in a file or a pipe
 def _ending() -> Iterator[signal.Signals]:
     """Yield the signals that end a command as Ctrl-C does: what is unfinished is removed first.
 
-    A process of torchrun keeps its SIGTERM, which torchrun sends when another one failed (`ktc.training.trainers.roll_call`).
+    A process of torchrun keeps its SIGTERM: torchrun sends it when another one failed
+    (`ktc.training.trainers.roll_call`).
     """
     yield signal.SIGINT
     if _OF_TORCHRUN not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -159,7 +159,8 @@ class Blocks(Format):
     """Blocks as GGUF files have them: `block_bytes` for `weights` of a row, their scales among them.
 
     A weight is scale x numbers[code], less a minimum. Kernels keep the bits of `span` blocks together. A block of one
-    weight is that weight in fp16. Blocks without a number of GGUF's are in no file: `ktc.model.checkpoint.uint4` makes them.
+    weight is that weight in fp16. Blocks without a number of GGUF's are in no file: `ktc.model.checkpoint.uint4` makes
+    them.
     """
 
     weights: int

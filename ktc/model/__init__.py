@@ -1,1 +1,1 @@
-"""What runs a compiled model. Nothing here knows the compiler: its contract is in pyproject.toml."""
+"""The modules that run a compiled model. None of them knows the compiler: pyproject.toml has the contract."""

@@ -96,7 +96,7 @@ def test_every_next_line_runs_as_it_is_printed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # a conversation that ends at once
     (tmp_path / "rules.ktr").write_text("# Nothing but a comment is a program too.\n")
-    shutil.copy(TESTS / "kt_yaml" / "deepseek_v2.yaml", tmp_path / "optimize.yaml")
+    shutil.copy(TESTS / "tools" / "kt_yaml" / "deepseek_v2.yaml", tmp_path / "optimize.yaml")
     waiting, seen, failed = [shlex.split(line) for line in FIRST], list[list[str]](), list[str]()
     while waiting:
         words = waiting.pop(0)

@@ -122,7 +122,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "questions.txt").write_text("What is the capital of France?\n/exit\n", encoding="utf-8")
     (folder / "run.yaml").write_text("data: questions.jsonl\naccumulation: 2\n", encoding="utf-8")
     (folder / "my_rules.ktr").write_text('rule head {match linear at "lm_head" => keep(quant)}\n', encoding="utf-8")
-    shutil.copy(TESTS / "kt_yaml" / "deepseek_v2.yaml", folder / "optimize.yaml")
+    shutil.copy(TESTS / "tools" / "kt_yaml" / "deepseek_v2.yaml", folder / "optimize.yaml")
     shutil.copy(README, folder)
     shutil.copytree(CONFIGS / "deepseek-v2-lite", folder / "deepseek-v2-lite")
     _bash(

@@ -23,7 +23,7 @@ def refused(tmp_path: Path, text: str) -> InputRefused:
 
 
 def test_this_machine_is_described_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from ktc import host; print(host.detect())"
+    code = "import sys; sys.modules['torch'] = None; from ktc.foundation import host; print(host.detect())"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

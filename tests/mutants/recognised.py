@@ -126,6 +126,7 @@ def _activation(found: ExpertsForm | None) -> ExpertsForm | None:
     return found and replace(found, activation=replace(found.activation, function="gelu"))
 
 
+_LIST_CODE = ktc.stages.capture.expert_list
 _LINEARS = "linear layers are only wrapped: the same computation, in another order"
 _ROWS: tuple[tuple[str, str, Change, str], ...] = (
     ("a form with silu for gelu", "basalt", form("^gelu", "silu"), ""),
@@ -143,7 +144,7 @@ _ROWS: tuple[tuple[str, str, Change, str], ...] = (
     ("gate and up of a list exchanged", "orchard", expert_list(parts(gate="w3.weight", up="w1.weight")), ""),
     ("gate of a list twice", "orchard", expert_list(parts(up="w1.weight")), ""),
     ("down of a list from gate", "orchard", expert_list(parts(down="w1.weight")), ""),
-    ("a list with another activation", "orchard", stage(ktc.stages.capture.expert_list, "form_of_code", _activation), ""),
+    ("a list with another activation", "orchard", stage(_LIST_CODE, "form_of_code", _activation), ""),
     ("a list with interleaved halves", "orchard", operands(stacks_exchanged), ""),
     ("a list with fewer experts", "orchard", expert_list(lambda found: replace(found, count=found.count - 1)), ""),
     ("a list of other widths", "orchard", expert_list(lambda found: replace(found, intermediate=32)), ""),

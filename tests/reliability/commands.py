@@ -114,7 +114,7 @@ def prepare(root: Path, run: Callable[[list[str]], int]) -> None:
     rows = [{"instruction": f"What is the capital of {c}?", "output": f"It is {city}."} for c, city in FACTS.items()]
     (root / "facts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     shipped = (resources.rules() / "moe-lora.ktr").read_text()
-    shutil.copyfile(TESTS / "kt_yaml" / "qwen3_moe.yaml", root / "kt.yaml")
+    shutil.copyfile(TESTS / "tools" / "kt_yaml" / "qwen3_moe.yaml", root / "kt.yaml")
     (root / "mine.ktr").write_text(shipped.replace(" {", "   {"))  # fmt has something to do
     made = ["compile {root}/small moe-lora -o {root}/tuned -q", TRAIN.replace("{place}", "{root}")]
     for line in made:

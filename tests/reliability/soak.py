@@ -4,9 +4,9 @@
 
 (with tests and tests/support on the path). The server runs in a process of its own, with a tiny model that is compiled
 first. Each good request, greedy, has to be answered with the text that it had before the attack, or refused with 429;
-each row of `tests/inference/serving/attacks` with its own status. Afterwards nothing may run or wait, and memory, descriptors
-and threads may not have grown between the second and the last quarter. Then SIGTERM, SIGINT and SIGKILL come while an
-answer is streamed. Exit code 1 where something was lost.
+each row of `tests/inference/serving/attacks` with its own status. Afterwards nothing may run or wait, and memory,
+descriptors and threads may not have grown between the second and the last quarter. Then SIGTERM, SIGINT and SIGKILL
+come while an answer is streamed. Exit code 1 where something was lost.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from places import TESTS
 
-FOLDER: Final = TESTS / "serving" / "attacks"
+FOLDER: Final = TESTS / "inference" / "serving" / "attacks"
 _REPEATED: Final = re.compile(r"\{\{(.*?)\*(\d+)\}\}", re.DOTALL)
 _GOOD: Final[Mapping[str, dict[str, Any]]] = {
     "completions": {"prompt": "Rain", "max_tokens": 1},

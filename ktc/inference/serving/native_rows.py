@@ -1,11 +1,11 @@
 """`NativeRows`: steps of a few sequences of a running batch as native programs, on the batch's own pages.
 
 In: the rows of a batch. Out: the logits of every row's next token, or None for a step that the model computes itself.
-A program is recorded per number of rows and memory (`ktc.model.decode_steps.native_step`), when that number has taken some steps:
-a recording takes the time of about ten. Rows that join and leave change its inputs only: ids, positions, and the
-batch's table, which says where the pages of a row are and how long it is. The mask is constant and hides nothing, since
-a kernel reads the positions of a row alone.
-Refused with a warning (L453): a model that cannot be recorded, and layers that are not in pages.
+A program is recorded per number of rows and memory (`ktc.model.decode_steps.native_step`), when that number has taken
+some steps: a recording takes the time of about ten. Rows that join and leave change its inputs only: ids, positions,
+and the batch's table, which says where the pages of a row are and how long it is. The mask is constant and hides
+nothing, since a kernel reads the positions of a row alone. Refused with a warning (L453): a model that cannot be
+recorded, and layers that are not in pages.
 """
 
 from __future__ import annotations

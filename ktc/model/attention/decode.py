@@ -130,7 +130,7 @@ class DecodeAttention:
 
 
 def threads_for(nbytes: int, threads: int) -> int:
-    """Return how many of `threads` a call takes that reads so many bytes."""
+    """Return how many of `threads` a call takes that reads `nbytes`."""
     return min(threads, max(1, nbytes // _BYTES_PER_THREAD))
 
 

@@ -1,7 +1,7 @@
 """`Int8Tensor`: keys or values of a cache as int8 codes with a scale for each position and head.
 
-In: numbers (..., L, d). Out: codes and scales of which a number is code * scale, and a tensor that PyTorch takes for
-one of the model's dtype. Choosing sequences and positions keeps codes; any other operation reads decoded numbers, and
+In: numbers (..., L, d). Out: codes and scales of which a number is code * scale, and a tensor that has the model's
+dtype for PyTorch. Choosing sequences and positions keeps codes; any other operation reads decoded numbers, and
 writing into one is refused, but for `zero_`. An operator of ktc reads `codes` and `scales`.
 
 A scale belongs to a position and a head, since a new position is then written alone: scales per channel, or per block
@@ -53,7 +53,7 @@ class Int8Tensor(Tensor):
 
     @staticmethod
     def __new__(cls: type[Int8Tensor], codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Tensor:
-        """Make a tensor that PyTorch takes for one of `dtype`."""
+        """Make a tensor that has `dtype` for PyTorch."""
         made: Any = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), storage_offset=codes.storage_offset(), dtype=dtype,
             device=codes.device,

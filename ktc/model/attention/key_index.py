@@ -2,7 +2,7 @@
 
 In: a cache layer of transformers, before and after a stock module updates it. Out: an index that covers the layer's
 keys, or none. An index belongs to the very tensors that it was made of, at their version; a layer that was changed by
-others has none, and one is built anew.
+others has none, and one is built again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KeyIndex:
         return self.codes.blocks.nbytes + self.codes.scales.nbytes + self.mean.nbytes
 
     def reserve(self, positions: int) -> None:
-        """Make room for the codes of so many positions."""
+        """Make room for the codes of `positions` positions."""
         blocks, scales = self.codes.blocks, self.codes.scales
         needed, held = -(-positions // TOKENS), blocks.shape[2]
         if needed <= held:

@@ -76,7 +76,7 @@ def _wide(scores: Tensor) -> Tensor:
 
 
 def _elided(q_latent: Tensor, latent: Tensor, q_rope: Tensor, k_rope: Tensor, scale: float) -> Tensor:
-    """The scaled sum of two products, (B, M, c) with (B, L, c) and (B, M, r) with (B, L, r) -> (B, M, L)."""
+    """Return the scaled sum of two products, (B, M, c) with (B, L, c) and (B, M, r) with (B, L, r) -> (B, M, L)."""
     tensors = q_latent, latent, q_rope, k_rope
     alike = q_latent.is_cuda and {each.dtype for each in tensors} in ({torch.bfloat16}, {torch.float16})
     if alike and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cuda"):

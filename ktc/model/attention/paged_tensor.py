@@ -1,8 +1,8 @@
 """`PagedTensor`: keys or values of several sequences in pages of one memory.
 
-In: memory whose pages hold 128 positions each, and a table of the pages of every sequence. Out: a tensor that PyTorch
-takes for one of all sequences (B, heads, columns, d), aligned at their last position, with zeros before it. The kernels
-of ktc read pages where they are. Any other operation reads a copy, and writing into one is refused.
+In: memory whose pages hold 128 positions each, and a table of the pages of every sequence. Out: a tensor that is,
+for PyTorch, one of all sequences (B, heads, columns, d), aligned at their last position, with zeros before it. The
+kernels of ktc read pages where they are. Any other operation reads a copy, and writing into one is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What sparse attention of a whole model has read, beside what dense attention would have.
+"""Bytes that the sparse attention of a whole model has read, and those that dense attention would have read.
 
 In: a model, and its counters at an earlier time. Out: bytes per new token, summed over layers, of the tokens that were
 computed sparsely. Dense calls (up to the budget, prompts) and layers without sparse attention are not counted.

@@ -52,7 +52,7 @@ _FOLLOWED: Final[ContextVar[_Followed | None]] = ContextVar("followed cache laye
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """What a module does sparsely. `decode` is a kernel of both kinds; without one, PyTorch computes.
+    """The sparse attention of a module. `decode` is a kernel of both kinds; without one, PyTorch computes.
 
     `indexer` says that the model's own indexer chooses.
     """

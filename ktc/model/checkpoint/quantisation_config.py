@@ -2,8 +2,8 @@
 
 Input: the plain values of an untrusted file. Output: a frozen `QuantisationConfig`. Refused, with all problems
 together, each with its field (I117): values of a wrong type (a bool is not a number), sizes below 1, contradicting
-settings, and patterns that `ktc.model.checkpoint.module_names` does not support. Keys without effect on stored weights are
-not read.
+settings, and patterns that `ktc.model.checkpoint.module_names` does not support. Keys without effect on stored weights
+are not read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """INT4 with zero points or fp16 scales as blocks that kernels multiply: the format `uint4_g32`, `_g64` or `_g128`.
 
-In: the codes, scales and zero points of a compressed-tensors checkpoint. Out: bytes of blocks as `ktc.foundation.formats` lays
-them out. A weight is scale x (code - zero point), exactly; a kernel rounds it to bf16 once.
+In: the codes, scales and zero points of a compressed-tensors checkpoint. Out: bytes of blocks as
+`ktc.foundation.formats` lays them out. A weight is scale x (code - zero point), exactly; a kernel rounds it to bf16
+once.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def read_codes(
 def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None) -> Tensor:
     """Return the blocks (rows, bytes of a row) of a source with `plain_blocks` or `plain_rows`, of one expert or all.
 
-    They are laid out as GGUF files have them, INT4 as `ktc.model.checkpoint.uint4` does. Rows are outputs for any steps.
+    They are laid out as GGUF files have them, INT4 as `ktc.model.checkpoint.uint4` does. Rows are outputs for any
+    steps.
     """
     entry = index.tensors[source.source_key]
     if source.quantised is None:

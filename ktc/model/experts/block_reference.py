@@ -1,8 +1,8 @@
 """GGUF blocks in plain PyTorch: the weights in them, and the blocks for given weights.
 
-In: bytes (rows, bytes of a row) of whole blocks, or weights (rows, columns); the row of `ktc/foundation/formats.py` says where a
-block has its codes and scales. The C++ of `runtime/include/ktc/weight_format` must agree to the last bit, and both with
-the package `gguf`. Refused: weights that are not finite, and formats that are only read.
+In: bytes (rows, bytes of a row) of whole blocks, or weights (rows, columns); the row of `ktc/foundation/formats.py`
+says where a block has its codes and scales. The C++ of `runtime/include/ktc/weight_format` must agree to the last bit,
+and both with the package `gguf`. Refused: weights that are not finite, and formats that are only read.
 """
 
 from __future__ import annotations

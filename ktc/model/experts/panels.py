@@ -1,8 +1,8 @@
 """Panels of packed weights as PyTorch reads them: the bits of every format, decoded on the device that holds them.
 
 In: bytes of panels. Out: their weights in the dtype that is multiplied. A panel has 32 outputs; 32 weights of each are
-a block. The headers in `runtime/include/ktc/weight_format` define the order of the bits, the rows of `ktc/foundation/formats.py`
-the meaning of codes and scales. Kernels decode to the same bits, which tests compare.
+a block. The headers in `runtime/include/ktc/weight_format` define the order of the bits, the rows of
+`ktc/foundation/formats.py` the meaning of codes and scales. Kernels decode to the same bits, which tests compare.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ktc.model.steps.arena import Arena
 from ktc.model.steps.lowering import Builder
 from ktc.model.steps.recording import Operation, Recording, record, storage
 
-# Relative Frobenius error of one operation on the same inputs. A bf16 or fp16 whose fp32 lies between two of its values
+# Relative Frobenius error of one operation on the same inputs. A bf16 or fp16 whose fp32 is between two of its values
 # may be rounded to either.
 TOLERANCE: Final = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.complex64: 1e-5}
 _EXACT_TO: Final = 1e-12  # of fp64; integers are equal

@@ -1,8 +1,8 @@
 """A computation as the list of operations that it consists of.
 
 In: a computation on the CPU, and the tensors whose values change from run to run. Out: its operations of PyTorch and
-calls of kernels that depend on those tensors, in order, with the tensors that they read and wrote. What depends on
-nothing of that kind is computed now, and held.
+calls of kernels that depend on those tensors, in order, with the tensors that they read and wrote. Values that
+depend on nothing of that kind are computed now, and kept.
 Refused (`ValueError`): a computation that reads a changing value into Python, whose sizes depend on values, that draws
 random numbers, or that reads memory which nothing recorded has written.
 """

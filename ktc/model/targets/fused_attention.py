@@ -1,7 +1,7 @@
 """`fused_attention`: the core of attention is computed by the kernel that a rule names.
 
-The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.decoding` is the function that it
-calls for the core.
+The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.decoding` is the function
+that it calls for the core.
 """
 
 from __future__ import annotations

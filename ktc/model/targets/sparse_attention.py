@@ -1,7 +1,7 @@
 """`sparse_attention`: few new tokens over a long cache read the positions with the best estimated scores alone.
 
-The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.sparse` chooses the positions. On
-latent attention it is `mla_absorbed` as well.
+The attention module keeps its own code, projections, masks and cache; `ktc.model.attention.sparse` chooses the
+positions. On latent attention it is `mla_absorbed` as well.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ _BASE_FLAGS: Final = (
 )  # fmt: skip
 # Of GCC alone. Unique symbols are off so that two loaded libraries never share a variable. GCC 12 passes a struct by
 # value, finds that the callee writes no memory, and leaves the struct out of the next call that takes it, although
-# other calls have written over that stack since. With AVX-512 kernels then read garbage (`tests/stages/codegen/by_value.cpp`),
-# at every level of optimisation. So GCC does not search for such callees.
+# other calls have written over that stack since. With AVX-512 kernels then read garbage
+# (`tests/stages/codegen/by_value.cpp`), at every level of optimisation. So GCC does not search for such callees.
 _GCC_FLAGS: Final = ("-fno-gnu-unique", "-fno-ipa-pure-const")
 _MAX_REPORTED_LINES: Final = 20
 _UNWRITTEN: Final = re.compile(r"error (?:writing|closing) ")  # of GCC, which may name another error than the system's

@@ -1,7 +1,7 @@
 """Labels that all drawings share: types, calls, layer ranges and site names, safe to print.
 
-Input: values of `ktc.stages.pictures.dump`, whose strings come from untrusted model files. Output: single-line text without
-control characters. The drawing that embeds it escapes it for HTML, SVG or DOT.
+Input: values of `ktc.stages.pictures.dump`, whose strings come from untrusted model files. Output: single-line text
+without control characters. The drawing that embeds it escapes it for HTML, SVG or DOT.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A witness: the model with small widths, at its whole depth and with seeded weights, and the recipe realised in it.
 
 Input: a captured model and its rewritten blocks. Output: the stock witness and a copy of it in which the loader's own
-code (`ktc.model.loading.realise`) has put every module. A site of the model is compared at the site of the same name. Refused,
-with the reason: a rewrite whose block computes something else in the witness than in the model, apart from sizes.
+code (`ktc.model.loading.realise`) has put every module. A site of the model is compared at the site of the same name.
+Refused, with the reason: a rewrite whose block computes something else in the witness than in the model, apart from
+sizes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: modules, trainers and training arguments of those packages. Out: the functions that ktc's trainers need, by public
 names. A docstring says why no public name suffices. All of it holds from the oldest to the newest release of
-`ktc/foundation/versions.py`; `tests/training/trainers/test_private_api.py` checks each name there (`make versions`). No other file of this
-room may use a private name.
+`ktc/foundation/versions.py`; `tests/training/trainers/test_private_api.py` checks each name there (`make versions`).
+No other file of this room may use a private name.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ class KTrainerMixin(TrainerHooks):
     process are used as the placement says, and count as one for the batch size. Under torchrun every
     process holds the model. The adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
     before they are clipped. `stack_micro_batches` says whether the micro-batches of a step share one pass over each
-    layer's experts (`ktc.training.trainers.stacking`). If that is impossible, "auto" trains without it and "on" refuses (T540).
-    `compile_layers` says whether stacked layers on a GPU with Triton run through `torch.compile`, except for their
-    experts. It takes a minute or two in a run's first step; layers that it cannot take are reported.
-    The loss is returned on `args.device`, independent of the device of the model's head.
-    TRL's SFT, DPO, KTO, GRPO and RLOO trainers are tested; its others are refused when the class is created (T535).
+    layer's experts (`ktc.training.trainers.stacking`). If that is impossible, "auto" trains without it and "on" refuses
+    (T540). `compile_layers` says whether stacked layers on a GPU with Triton run through `torch.compile`, except for
+    their experts. It takes a minute or two in a run's first step; layers that it cannot take are reported. The loss is
+    returned on `args.device`, independent of the device of the model's head. TRL's SFT, DPO, KTO, GRPO and RLOO
+    trainers are tested; its others are refused when the class is created (T535).
 
     Raises:
         InputRefused: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP and

@@ -1,6 +1,6 @@
 """`KTLinear` under PEFT: every kind of adapter gives what it gives on a stock layer, and decoding takes the kernel.
 
-The kernel is a stand-in here, which counts its calls: what it computes is the business of tests/model/linears/test_kernel.py.
+The kernel is a stand-in here, which counts its calls: tests/model/linears/test_kernel.py tests what it computes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ HEAVY = (
 
 
 def test_the_rule_language_loads_no_torch() -> None:
-    code = "import sys; from ktc import dsl; dsl.load('moe-lora'); print(*sys.modules)"
+    code = "import sys; from ktc.language import dsl; dsl.load('moe-lora'); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "ktc.model.targets.cpu_moe" in loaded
     assert not [name for name in loaded if name.startswith(HEAVY)]

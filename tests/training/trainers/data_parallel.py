@@ -1,4 +1,4 @@
-"""What each process of tests/training/trainers/test_distributed.py runs: a short training, told by JSON on the command line.
+"""A process of tests/training/trainers/test_distributed.py: a short training, told by JSON on the command line.
 
 Written per rank into the folder: the logged losses, the trained tensors, and those it had before they were shared.
 """
