@@ -102,7 +102,7 @@ def command(
     from ktc.cli.generate import tell_template
     from ktc.inference.evaluate.data import read_items, read_questions
     from ktc.inference.evaluate.metrics import definition
-    from ktc.inference.evaluate.run import evaluate_choices, evaluate_generation
+    from ktc.inference.evaluate.run import Evaluator
     from ktc.inference.generate.answers import Sampling
     from ktc.inference.generate.batch import require_writable, write_rows
     from ktc.inference.generate.language_model import open_language_model
@@ -124,22 +124,17 @@ def command(
         def progress(which: str, count: int) -> None:
             done(half.get(which, 0) + count)
 
+        evaluator = Evaluator(opened, sampling, batch_size, progress)
         if scored is not None:
-            found = evaluate_generation(
-                opened, items, scored, sampling,
-                batch_size=batch_size, system=system, token_accuracy=token_accuracy, progress=progress,
-            )  # fmt: skip
+            evaluation = evaluator.generation(items, scored, system=system, token_accuracy=token_accuracy)
         else:
-            found = evaluate_choices(
-                opened, questions, by or "text", sampling,
-                batch_size=batch_size, system=system, raw=raw, progress=progress,
-            )  # fmt: skip
+            evaluation = evaluator.choices(questions, by or "text", system=system, raw=raw)
     if output is not None:
-        write_rows(output, found.predictions)
-    session.result({**found.to_json(), "model": opened.name, "adapter": opened.adapter or None})
+        write_rows(output, evaluation.predictions)
+    session.result({**evaluation.to_json(), "model": opened.name, "adapter": opened.adapter or None})
     session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
-    session.show(_table(found, opened.name))
-    session.show(f"{found.definition}\n{_versions(found)}")
+    session.show(_table(evaluation, opened.name))
+    session.show(f"{evaluation.definition}\n{_versions(evaluation)}")
     if opened.streams:
         session.next(*serving(out, adapter, weights=weights, trust=trust))
 
@@ -175,18 +170,18 @@ def _check_nothing_is_written(max_new_tokens: int | None, temperature: float) ->
         raise InputRefused(*faults)
 
 
-def _table(found: Evaluation, name: str) -> Table:
+def _table(evaluation: Evaluation, name: str) -> Table:
     """Return one row per metric: of the model alone, or of base and tuned with the difference."""
     from rich import box
     from rich.table import Table
 
-    both = found.lines[0].tuned is not None
+    both = evaluation.lines[0].tuned is not None
     heads = ("base", "tuned", "delta", "95 % of resamples") if both else ("model",)
     table = Table("%", *heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.title = f"{name}, {found.samples} samples"
+    table.title = f"{name}, {evaluation.samples} samples"
     for column in table.columns[1:]:
         column.justify = "right"
-    for line in found.lines:
+    for line in evaluation.lines:
         cells = [f"{line.base:.2f}"]
         if line.tuned is not None and line.delta is not None and line.interval is not None:
             low, high = line.interval
@@ -195,5 +190,5 @@ def _table(found: Evaluation, name: str) -> Table:
     return table
 
 
-def _versions(found: Evaluation) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found.versions.items())
+def _versions(evaluation: Evaluation) -> str:
+    return ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from ktc.inference.serving.contiguous_kv import ContiguousKV
-from ktc.inference.serving.pages import LayerRow, Memory
+from ktc.inference.serving.pages import LayerRow, PageMemory
 from ktc.inference.serving.row_table import RowTable
 from ktc.model.attention.row_indices import RowIndices
+
+KeysValues = tuple[PageMemory, PageMemory]
 
 
 class PagedLayer(DynamicLayer):
@@ -22,7 +24,7 @@ class PagedLayer(DynamicLayer):
 
     nbytes = 0  # pages are counted by their pool
 
-    def __init__(self, memories: tuple[Memory, Memory], table: RowTable) -> None:
+    def __init__(self, memories: KeysValues, table: RowTable) -> None:
         super().__init__()
         self._memories, self._table, self._columns = memories, table, 0
         self.is_initialized = True
@@ -44,20 +46,20 @@ class PagedLayer(DynamicLayer):
 
 
 def written(
-    memories: tuple[Memory, Memory], table: RowTable, keys: Tensor, values: Tensor, columns: int
+    memories: KeysValues, table: RowTable, keys: Tensor, values: Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write a token of every row where the table says, and return the rows with it, (rows, heads, columns, width)."""
     rows = keys.shape[0]
     for memory, new in zip(memories, (keys, values), strict=True):
         memory.append(new, table.places(new.shape[1], rows))
     of_rows = table.of(rows)
-    return memories[0].tensor(of_rows, columns), memories[1].tensor(of_rows, columns)
+    return memories[0].rows(of_rows, columns), memories[1].rows(of_rows, columns)
 
 
 class PagedStepLayer(StaticLayer):
     """The same for a step that is recorded: rows of the table end in the last of `columns`, which is `position`."""
 
-    def __init__(self, memories: tuple[Memory, Memory], table: RowTable, position: Tensor, columns: int) -> None:
+    def __init__(self, memories: KeysValues, table: RowTable, position: Tensor, columns: int) -> None:
         super().__init__(columns)
         self._memories, self._table, self._position = memories, table, position
         self.is_initialized = True
@@ -96,7 +98,7 @@ class _Rows:
     def join(self, row: LayerRow) -> None:
         """Add a row after the others."""
         if self._keys is None or self._values is None:
-            self._keys, self._values = (ContiguousKV(each, self._room) for each in row)
+            self._keys, self._values = (ContiguousKV(tensor, self._room) for tensor in row)
             self.is_initialized = True
         self._keys.join(row.keys)
         self._values.join(row.values)
@@ -185,7 +187,7 @@ class SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
         """Append (rows, heads, T, width), and return the keys and values before and in it."""
         assert self._keys is not None and self._values is not None
         self.cumulative_length += key_states.shape[2]
-        found = self._keys.append(key_states), self._values.append(value_states)
+        both = self._keys.append(key_states), self._values.append(value_states)
         for band in self.bands:
             band.trim(self.sliding_window - 1)
-        return found
+        return both

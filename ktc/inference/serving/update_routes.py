@@ -128,7 +128,7 @@ async def _applied(update: Callable[[], Applied]) -> JSONResponse:
         raise RequestRefused(503, str(error)) from error
     except KtcError as error:
         status = 507 if isinstance(error, HostLacks) else 400
-        return JSONResponse({"refused": [to_json(found) for found in error.diagnostics]}, status)
+        return JSONResponse({"refused": [to_json(diagnostic) for diagnostic in error.diagnostics]}, status)
     except Exception as error:
         log.exception("an update failed")
         raise RequestRefused(500, f"the update failed: {type(error).__name__}; the log says more") from error
