@@ -7,6 +7,7 @@ libraries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -94,9 +95,11 @@ def command(
     trust: Trust = False,
 ) -> None:
     """Score a compiled model: BLEU and ROUGE of its answers, or the share of questions it answers correctly."""
-    _check_combination(task, metrics, by, form, token_accuracy, raw)
-    if by == "logprob":
-        _check_nothing_is_written(max_new_tokens, temperature)
+    _check_combination(task, by, {
+        "--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None,
+        "--format": form != "auto", "--raw": raw,
+        "--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0,
+    })  # fmt: skip
     session.require_versions()
     from ktc.cli.bars import rows_bar
     from ktc.cli.generate import tell_template
@@ -139,32 +142,19 @@ def command(
         session.next(*serving(out, adapter, weights=weights, trust=trust))
 
 
-def _check_combination(
-    task: Task, metrics: Metrics | None, by: By | None, form: Format, token_accuracy: bool, raw: bool
-) -> None:
+def _check_combination(task: Task, by: By | None, given: Mapping[str, bool]) -> None:
     """Refuse options that the task would ignore. Raises InputRefused (V804)."""
-    given = {"--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None}
-    given["--format"] = form != "auto"
-    foreign = ("--mcq-by",) if task == "generation" else ("--metrics", "--token-accuracy", "--format")
+    foreign = ("--mcq-by", "--raw") if task == "generation" else ("--metrics", "--token-accuracy", "--format")
+    ignored = [(name, f"`--task {task}`") for name in foreign]
+    if task == "mcq" and by == "logprob":
+        ignored += [
+            (name, "`--mcq-by logprob`: nothing is generated") for name in ("--max-new-tokens", "--temperature")
+        ]
+    hints = {"--raw": "rows with `prompt` and `completion` use no template"}
     faults = [
-        Diagnostic("V804", f"`{name}` has no meaning for `--task {task}`", hint="leave it out")
-        for name in foreign
+        Diagnostic("V804", f"`{name}` has no meaning for {what}", hint=hints.get(name, "leave it out"))
+        for name, what in ignored
         if given[name]
-    ]
-    if raw and task == "generation":
-        hint = "rows with `prompt` and `completion` use no template"
-        faults.append(Diagnostic("V804", "`--raw` has no meaning for `--task generation`", hint=hint))
-    if faults:
-        raise InputRefused(*faults)
-
-
-def _check_nothing_is_written(max_new_tokens: int | None, temperature: float) -> None:
-    """Refuse options of generation if likelihoods are compared. Raises InputRefused (V804)."""
-    given = {"--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0}
-    faults = [
-        Diagnostic("V804", f"`{name}` has no meaning for `--mcq-by logprob`: nothing is generated", hint="leave it out")
-        for name, is_given in given.items()
-        if is_given
     ]
     if faults:
         raise InputRefused(*faults)

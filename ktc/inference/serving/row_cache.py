@@ -123,7 +123,7 @@ class RowCache:
 
     @property
     def nbytes(self) -> int:
-        """The memory of the rows, with the room that bands have."""
+        """The memory of the rows, with the room that contiguous layers have."""
         pages = {page for row in self.table.rows for page in row}
         in_pages = 0 if self.pool is None else len(pages) * self.pool.page_bytes
         return in_pages + sum(layer.nbytes for layer in self._layers)
