@@ -18,6 +18,7 @@ from census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
 from census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.model import twin
+from ktc.model.compare.comparison import in_a_line
 from ktc.model.graph import ops
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.stages.capture.length import PLAIN
@@ -250,4 +251,4 @@ def _words(error: BaseException) -> str:
     if isinstance(error, KtcError):
         first = error.diagnostics[0]
         return f"{first.code}: {first.message}" + f" ({first.hint})" * bool(first.hint)
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    return in_a_line(error)

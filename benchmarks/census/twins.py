@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -20,21 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from census.types import TwinProof
+from ktc.model.compare.comparison import Comparison, Values, compare, decided
+from ktc.model.compare.feed import same_random_numbers
 from ktc.model.graph.typed import named_modules
 from ktc.model.loading import peft_glue
-from ktc.stages.proof.compare import InDouble, relative_error
 
 SEED = 4711
 NEW_TOKENS = 8
-Values = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """The values of one side, by name; an input that it refuses is a reason in `refused`."""
-
-    values: dict[str, Tensor]
-    refused: dict[str, str]
 
 
 def compare_twins(
@@ -45,13 +36,27 @@ def compare_twins(
     Weights of experts that the stock model keeps in a list of modules are not adapted: its adapter has another form.
     """
     adapter, notes = _common(adapter, stock)
-    proof = _compared(program, stock, realised, adapter, nullcontext, notes)
-    if proof.wrong and not proof.difference:
-        wide = copy.deepcopy(stock).double(), copy.deepcopy(realised).double()
-        found = _compared(program, *wide, adapter, InDouble, notes)
-        # A stock model that refuses fp64 decides nothing there.
-        proof = proof if set(found.notes) - set(proof.notes) else found
-    return proof
+
+    @cache
+    def in_double() -> tuple[PreTrainedModel, PreTrainedModel]:
+        return copy.deepcopy(stock).double(), copy.deepcopy(realised).double()
+
+    compared: dict[str, Comparison] = {}
+    for name, step in _steps(adapter).items():
+        case = partial(_compared, step)
+        compared[name] = decided(case(stock, realised), case, in_double)
+    errors = {name: error for each in compared.values() for name, error in each.errors.items()}
+    raised = [f"{name}: it raises {each.raised}" for name, each in compared.items() if each.raised]
+    alone = [f"{name}: one side alone has it" for each in compared.values() for name in sorted(each.alone)]
+    logits = [error for name, error in errors.items() if name.startswith("logits")]
+    return TwinProof(
+        program,
+        logits=max(logits, default=None),
+        tokens=errors["tokens"] == 0 if "tokens" in errors else None,
+        gradients={n.removeprefix("gradient of "): e for n, e in errors.items() if n.startswith("gradient of ")},
+        difference="; ".join(raised or alone),
+        notes=(*notes, *_refusals({name: each.refused for name, each in compared.items() if each.refused})),
+    )
 
 
 def _common(adapter: Mapping[str, Any] | None, stock: nn.Module) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
@@ -66,50 +71,27 @@ def _common(adapter: Mapping[str, Any] | None, stock: nn.Module) -> tuple[Mappin
     return {**adapter, "target_parameters": kept or None}, notes
 
 
-def _compared(
-    program: str, stock: PreTrainedModel, realised: PreTrainedModel, adapter: Mapping[str, Any] | None,
-    precision: Callable[[], AbstractContextManager[object]], notes: tuple[str, ...],
-) -> TwinProof:  # fmt: skip
-    with precision():
-        expected = _measured(stock, adapter)
-        actual = _measured(realised, adapter)
-    raised = [f"{name}: it raises {words}" for name, words in actual.refused.items() if name not in expected.refused]
-    missing = expected.values.keys() ^ actual.values.keys() if not raised else ()
-    differences = [*raised, *(f"{name}: one side alone has it" for name in sorted(missing))]
-    both = [name for name in expected.values if name in actual.values]
-    errors = {name: relative_error(actual.values[name], expected.values[name]) for name in both}
-    logits = {name: error for name, error in errors.items() if name.startswith("logits")}
-    return TwinProof(
-        program,
-        logits=max(logits.values(), default=None),
-        tokens=errors["tokens"] == 0 if "tokens" in errors else None,
-        gradients={n.removeprefix("gradient of "): e for n, e in errors.items() if n.startswith("gradient of ")},
-        difference="; ".join(differences),
-        notes=(*notes, *_refusals(expected.refused)),
-    )
-
-
 def _refusals(refused: Mapping[str, str]) -> Iterator[str]:
     for words in dict.fromkeys(refused.values()):
         yield f"stock refuses {', '.join(name for name in refused if refused[name] == words)}: {words}"
 
 
-def _measured(model: PreTrainedModel, adapter: Mapping[str, Any] | None) -> _Measured:
-    values, refused = dict[str, Tensor](), dict[str, str]()
-    steps: dict[str, Callable[[], Values]] = {
-        "logits": lambda: {"logits": _logits(model, _tokens(model, 2, 24))},
-        "logits with left padding": lambda: {"logits with left padding": _padded_logits(model)},
-        "logits with a cache": lambda: {"logits with a cache": _cached_logits(model)},
-        "greedy tokens": lambda: {"tokens": _greedy(model)},
-        **({"LoRA gradients": lambda: _gradients(copy.deepcopy(model), adapter)} if adapter is not None else {}),
+def _steps(adapter: Mapping[str, Any] | None) -> dict[str, Callable[[PreTrainedModel], Values]]:
+    steps: dict[str, Callable[[PreTrainedModel], Values]] = {
+        "logits": lambda model: {"logits": _logits(model, _tokens(model, 2, 24))},
+        "logits with left padding": lambda model: {"logits with left padding": _padded_logits(model)},
+        "logits with a cache": lambda model: {"logits with a cache": _cached_logits(model)},
+        "greedy tokens": lambda model: {"tokens": _greedy(model)},
     }
-    for name, step in steps.items():
-        try:
-            values |= step()
-        except Exception as error:  # noqa: BLE001 - foreign code raises anything; the caller compares both sides
-            words = (str(error).strip().splitlines() or [""])[0][:200]
-            refused[name] = f"{type(error).__name__}: {words}"
-    return _Measured(values, refused)
+    if adapter is not None:
+        steps["LoRA gradients"] = lambda model: _gradients(copy.deepcopy(model), adapter)
+    return steps
+
+
+def _compared(
+    step: Callable[[PreTrainedModel], Values], stock: PreTrainedModel, realised: PreTrainedModel
+) -> Comparison:
+    return compare(partial(step, stock), partial(step, realised))
 
 
 def _tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
@@ -164,8 +146,7 @@ def _gradients(model: PreTrainedModel, adapter: Mapping[str, Any]) -> Values:
     rows = _logits(model, tokens[:1]).shape[-1]  # a padded vocabulary has fewer logits
     labels = tokens.clamp(max=rows - 1).masked_fill(mask == 0, -100)
     tuned.train()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
+    with same_random_numbers(SEED):
         tuned(input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
     zero = torch.zeros(())
     return {f"gradient of {name}": zero if p.grad is None else p.grad for name, p in factors.items()}

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ktc.model.compare.errors import TOLERANCE
+
 MATCHED, NONE = "matched", "none"  # verdicts; every other one is `opaque: ` and a reason
 
-TOLERANCE = 2e-5  # of a whole twin, in fp32 or where rounding may explain more, in fp64
 Component = Literal["experts", "attention"]
 
 

@@ -76,8 +76,9 @@ def compile_command(
         pack_experts(session, path, trusted=trust)
     if proven_on == "full":
         from ktc.cli.prove import prove as prove_weights
+        from ktc.inference.prove.run import Request
 
-        if prove_weights(session, path, trusted=trust).red:
+        if prove_weights(session, Request(path, trust_remote_code=trust)).red:
             session.show(f"{path} stays in place, so that it can be looked into; do not use it")
     session.next(*after_compiling(path, trust=trust))
 

@@ -19,6 +19,7 @@ from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
     from ktc.inference.prove.report import Report
+    from ktc.inference.prove.run import Request
 
 
 @in_session()
@@ -45,46 +46,25 @@ def prove_command(
 ) -> None:
     """Compare OUT with the stock model on its real weights, layer by layer in memory for about one layer."""
     session.require_versions()
-    report = prove(
-        session, out, text=text, count=count, layers=layers, carry=carry, seed=seed, weights=weights, trusted=trust
-    )
+    from ktc.inference.prove.run import Request
+
+    report = prove(session, Request(out, text, count, seed, layers, carry, weights, trust))
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=1), output)
     session.next("ktc", "pack", relative(out.absolute()), *loading(weights, trust))
 
 
-def prove(
-    session: Session,
-    out: Path,
-    *,
-    text: Path | None = None,
-    count: int = 128,
-    layers: str | None = None,
-    carry: bool = False,
-    seed: int = 0,
-    weights: Path | None = None,
-    trusted: bool = False,
-) -> Report:
-    """Compare, record the report in `out`, show it, and set the exit code."""
+def prove(session: Session, request: Request) -> Report:
+    """Compare, record the report in the compiled folder, show it, and set the exit code."""
     from ktc.cli.prove_table import fidelity_table, verdict
     from ktc.foundation.progress import progress_bar
     from ktc.inference.prove.report import write_report
     from ktc.inference.prove.run import prove_model
 
     session.go_on()
-    with progress_bar(f"proving {out.name}", session.quiet) as bar:
-        report = prove_model(
-            out,
-            text=text,
-            count=count,
-            seed=seed,
-            layers=layers,
-            carry=carry,
-            weights=weights,
-            trust_remote_code=trusted,
-            progress=bar,
-        )
-    path = write_report(out, report)
+    with progress_bar(f"proving {request.path.name}", session.quiet) as bar:
+        report = prove_model(request, bar)
+    path = write_report(request.path, report)
     session.result({"fidelity": report.to_json(), "red": report.red})
     session.show(fidelity_table(report, every=session.verbose))
     session.show(verdict(report, relative(path)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import ktc
-from ktc.inference.prove.run import prove_model
+from ktc.inference.prove.run import Request, prove_model
 from ktc.model.checkpoint import WeightSource, read_sources, write_sources
 from ktc.model.experts.module import FusedMoe
 from ktc.model.packed_store import packed_file, packed_store
@@ -32,7 +32,7 @@ def weights_verdict(mutant: Mutant, clean: Path, folder: Path) -> Verdict:
     """Return what `ktc prove` says about a damaged copy of the compiled model `clean`, made in `folder`."""
     out = Path(shutil.copytree(clean, folder / clean.name))
     mutant.change(out)
-    report = prove_model(out, count=48, layers="1-2")
+    report = prove_model(Request(out, count=48, layers="1-2"))
     red = next((row for layer in report.layers for row in layer.rows if row.red), None)
     return Verdict("") if red is None else Verdict("prove", f"{red.what or 'layer'}: {red.red}")
 

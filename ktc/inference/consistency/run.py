@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,11 +24,11 @@ from ktc.adapters.adapter import attach, read_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.inference.consistency.report import SCHEMA, Cell, Report, Side
 from ktc.inference.consistency.request import Model, Request
-from ktc.inference.consistency.scores import LARGE, difference
+from ktc.inference.consistency.scores import LARGE, Difference, difference
 from ktc.inference.consistency.serving_path import Served, calls_of, serving_scores
-from ktc.inference.consistency.stock_path import Stock, stock_scores
+from ktc.inference.consistency.stock_path import stock_scores
 from ktc.inference.consistency.training_path import Trained, trainer_scores, uses_autocast
-from ktc.inference.prove.tokens import choose_tokens
+from ktc.model.compare.feed import choose_tokens
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.loading.load import load, stock_class
 from ktc.model.loading.load_as import build_on_meta, read_config
@@ -36,6 +36,7 @@ from ktc.model.loading.peft_glue import read_lora_config
 from ktc.model.manifest.manifest import Manifest, Versions, read_manifest
 
 Observe = Callable[[str, int, int], None]  # what is measured, the calls of models so far, and those in all
+Manifests = Mapping[Path, Manifest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,39 @@ class _Load:
     folder: Path
     adapter: Path | None
     autocast: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """The loads that a request needs, each once."""
+
+    request: Request
+    manifests: Manifests
+
+    def trains(self, model: Model) -> _Load:
+        """Return the load in which `model` trains."""
+        return _Load(model.folder, model.adapter, self.autocast(model))
+
+    def serves(self, trained: Model, served: Model) -> _Load:
+        """Return the load of `served` that serves what `trained` trains."""
+        return _Load(served.folder, None if self.request.merged else trained.adapter, self.autocast(trained))
+
+    def autocast(self, model: Model) -> bool:
+        """Return whether `model` trains under autocast of bf16."""
+        dtype = cast("torch.dtype", getattr(torch, self.manifests[model.folder].model.dtype))
+        return self.request.against == "trainer" and uses_autocast(dtype, self.request.precision)
+
+    @property
+    def training(self) -> dict[_Load, None]:
+        """The loads that train; none where stock is compared."""
+        models = self.request.trained if self.request.against == "trainer" else ()
+        return dict.fromkeys(self.trains(model) for model in models)
+
+    @property
+    def serving(self) -> dict[_Load, None]:
+        """The loads that serve."""
+        pairs = ((one, other) for one in self.request.trained for other in self.request.served)
+        return dict.fromkeys(self.serves(one, other) for one, other in pairs)
 
 
 class _Calls:
@@ -80,56 +114,53 @@ def measure(request: Request, observe: Observe = _silent) -> Report:
     for model in request.trained:
         _check_trains(request, model)
     source, rows = _rows(request, manifests)
-    training, serving = _loads(request, manifests)
-    with_stock = request.trained if request.against == "stock" else ()
-    of_serving = calls_of(rows, request.prompt, request.batch_size)
-    calls = _Calls(len(training) * len(rows) + len(serving) * of_serving + len(with_stock), observe)
-    trained, served = _measured(request, training, serving, rows, calls)
-    stock = _stock(request, rows, calls) if with_stock else {}
-
-    def cell(one: Model, other: Model) -> Cell:
-        found = served[_load_of(request, manifests, one, other)]
-        own = None if stock else trained[_load_of_training(request, manifests, one)]
-        reference = stock[one.folder].own if own is None else own.scores
-        together = own is None or own.stacked
-        paths = {
-            "calls": difference(reference, found.together if together else found.alone),
-            "prompt": difference(reference, found.prompt),
-            "decode": difference(reference.since(request.prompt - 1), found.decode),
-        }
-        return Cell(one.name, other.name, one.folder == other.folder, cast("Any", paths))
-
-    def how(model: Model) -> str:
-        if stock:
-            return "stock on the weights of the kernels"
-        return trained[_load_of_training(request, manifests, model)].stacking
-
+    loads = _Loads(request, manifests)
+    references, served, rounding = _measured(loads, rows, observe)
+    pairs = [(one, other) for one in request.trained for other in request.served]
+    installed = Versions.installed()
     return Report(
-        SCHEMA,
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        {name: str(getattr(Versions.installed(), name)) for name in ("ktc", "torch", "transformers")},
-        request.against,
-        source,
-        len(rows),
-        rows.shape[1],
-        request.prompt,
-        request.batch_size,
-        request.attention,
-        any(_autocast(request, manifests[model.folder]) for model in request.trained),
-        request.seed,
-        LARGE,
-        tuple(_side(model, manifests[model.folder], how(model)) for model in request.trained),
-        tuple(_side(model, manifests[model.folder], "") for model in request.served),
-        tuple(cell(one, other) for one in request.trained for other in request.served),
-        {name: difference(stock[folder].own, stock[folder].fp32) for name, folder in _folders(request) if stock},
-        round(time.perf_counter() - started, 2),
+        schema=SCHEMA,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={name: str(getattr(installed, name)) for name in ("ktc", "torch", "transformers")},
+        against=request.against,
+        tokens=source,
+        sequences=len(rows),
+        length=rows.shape[1],
+        prompt=request.prompt,
+        batch_size=request.batch_size,
+        attention=request.attention,
+        autocast=any(map(loads.autocast, request.trained)),
+        seed=request.seed,
+        large=LARGE,
+        trained=tuple(_side(model, manifests, references[model].stacking) for model in request.trained),
+        served=tuple(_side(model, manifests, "") for model in request.served),
+        cells=tuple(
+            _cell(one, other, references[one], served[loads.serves(one, other)], request.prompt) for one, other in pairs
+        ),
+        stock_rounding=rounding,
+        seconds=round(time.perf_counter() - started, 2),
     )
 
 
-def _folders(request: Request) -> list[tuple[str, Path]]:
-    return [(model.name, model.folder) for model in request.trained]
+def _cell(one: Model, other: Model, reference: Trained, served: Served, prompt: int) -> Cell:
+    scores = reference.scores
+    paths = {
+        "calls": difference(scores, served.together if reference.stacked else served.alone),
+        "prompt": difference(scores, served.prompt),
+        "decode": difference(scores.since(prompt - 1), served.decode),
+    }
+    return Cell(one.name, other.name, one.folder == other.folder, cast("Any", paths))
 
 
+def _side(model: Model, manifests: Manifests, how: str) -> Side:
+    manifest = manifests[model.folder]
+    specs = [kernel.spec for kernel in manifest.kernels if "format_down" in kernel.spec]
+    formats = {str(spec[part]) for spec in specs for part in ("format_gate_up", "format_down")}
+    adapter = "" if model.adapter is None else str(model.adapter)
+    return Side(model.name, str(model.folder), manifest.model.dtype, tuple(sorted(formats)), adapter, how)
+
+
+# Before anything is loaded --------------------------------------------------------------------------------------------
 def _check_trains(request: Request, model: Model) -> None:
     """Refuse a model that no trainer has anything to train in. Raises InputRefused (V813; A6xx for an adapter)."""
     if request.against == "stock":
@@ -147,7 +178,7 @@ def _check_trains(request: Request, model: Model) -> None:
         raise InputRefused(Diagnostic("V813", message, hint=hint)) from error
 
 
-def _rows(request: Request, manifests: Mapping[Path, Manifest]) -> tuple[str, Tensor]:
+def _rows(request: Request, manifests: Manifests) -> tuple[str, Tensor]:
     """Return where the tokens come from, and sequences (N, T) int64 of one length. Raises InputRefused."""
     sizes: dict[int, Path] = {}
     for folder, manifest in manifests.items():
@@ -168,50 +199,44 @@ def _rows(request: Request, manifests: Mapping[Path, Manifest]) -> tuple[str, Te
     return tokens.source, tokens.ids[0, : whole * request.length].view(whole, request.length)
 
 
-def _autocast(request: Request, manifest: Manifest) -> bool:
-    dtype = cast("torch.dtype", getattr(torch, manifest.model.dtype))
-    return request.against == "trainer" and uses_autocast(dtype, request.precision)
-
-
-def _load_of_training(request: Request, manifests: Mapping[Path, Manifest], model: Model) -> _Load:
-    return _Load(model.folder, model.adapter, _autocast(request, manifests[model.folder]))
-
-
-def _load_of(request: Request, manifests: Mapping[Path, Manifest], one: Model, other: Model) -> _Load:
-    """Return the load of `other` that serves what `one` trains."""
-    adapter = None if request.merged else one.adapter
-    return _Load(other.folder, adapter, _autocast(request, manifests[one.folder]))
-
-
-def _loads(request: Request, manifests: Mapping[Path, Manifest]) -> tuple[list[_Load], list[_Load]]:
-    """Return the loads that train and those that serve, as the cells need them, each once."""
-    trains = request.trained if request.against == "trainer" else ()
-    training = [_load_of_training(request, manifests, model) for model in trains]
-    serving = [_load_of(request, manifests, one, other) for one in request.trained for other in request.served]
-    return list(dict.fromkeys(training)), list(dict.fromkeys(serving))
-
-
+# Measuring ------------------------------------------------------------------------------------------------------------
 def _measured(
-    request: Request, training: Sequence[_Load], serving: Sequence[_Load], rows: Tensor, calls: _Calls
-) -> tuple[dict[_Load, Trained], dict[_Load, Served]]:
-    """Measure every load."""
+    loads: _Loads, rows: Tensor, observe: Observe
+) -> tuple[Mapping[Model, Trained], Mapping[_Load, Served], Mapping[str, Difference]]:
+    """Return the scores of the trainers, or of stock in their place; those that serve; and stock's own rounding."""
+    request, training, serving = loads.request, loads.training, loads.serving
+    stock = request.trained if request.against == "stock" else ()
+    of_serving = calls_of(rows, request.prompt, request.batch_size)
+    calls = _Calls(len(training) * len(rows) + len(serving) * of_serving + len(stock), observe)
     trained: dict[_Load, Trained] = {}
     served: dict[_Load, Served] = {}
-    for each in dict.fromkeys((*training, *serving)):
-        calls.begin(f"{each.folder.name}{'' if each.adapter is None else f' with {each.adapter.name}'}")
-        model = _loaded(request, each)
-        if each in serving:  # before training, which leaves the model wrapped in autocast
-            served[each] = serving_scores(
-                model, rows, prompt=request.prompt, batch_size=request.batch_size, autocast=each.autocast,
+    for wanted in training | serving:
+        calls.begin(f"{wanted.folder.name}{'' if wanted.adapter is None else f' with {wanted.adapter.name}'}")
+        model = _loaded(request, wanted)
+        if wanted in serving:  # before training, which leaves the model wrapped in autocast
+            served[wanted] = serving_scores(
+                model, rows, prompt=request.prompt, batch_size=request.batch_size, autocast=wanted.autocast,
                 called=calls.count,
             )  # fmt: skip
-        if each in training:
-            tuned = _tuned(request, model, each)
-            trained[each] = trainer_scores(tuned, rows, autocast=each.autocast, stack=request.stack, called=calls.count)
+        if wanted in training:
+            tuned = _tuned(request, model, wanted)
+            trained[wanted] = trainer_scores(
+                tuned, rows, autocast=wanted.autocast, stack=request.stack, called=calls.count
+            )
             del tuned
         del model
         gc.collect()
-    return trained, served
+    if not stock:
+        return {model: trained[loads.trains(model)] for model in request.trained}, served, {}
+    references, rounding = dict[Model, Trained](), dict[str, Difference]()
+    for model in stock:
+        calls.begin(f"stock, on the weights of {model.folder.name}")
+        scores = stock_scores(model.folder, rows, weights=request.weights, trusted=request.trusted)
+        references[model] = Trained(scores.own, stacked=True, stacking="stock on the weights of the kernels")
+        rounding[model.name] = difference(scores.own, scores.fp32)
+        calls.count()
+        gc.collect()
+    return references, served, rounding
 
 
 def _loaded(request: Request, wanted: _Load) -> PreTrainedModel | PeftModel:
@@ -228,20 +253,3 @@ def _tuned(request: Request, model: PreTrainedModel | PeftModel, wanted: _Load) 
         return attach(cast("Any", model).unload(), wanted.adapter, alone=True, trainable=True)
     torch.manual_seed(request.seed)
     return cast("PeftModel", get_peft_model(model, read_lora_config(wanted.folder)))
-
-
-def _stock(request: Request, rows: Tensor, calls: _Calls) -> dict[Path, Stock]:
-    found: dict[Path, Stock] = {}
-    for model in request.trained:
-        calls.begin(f"stock, on the weights of {model.folder.name}")
-        found[model.folder] = stock_scores(model.folder, rows, weights=request.weights, trusted=request.trusted)
-        calls.count()
-        gc.collect()
-    return found
-
-
-def _side(model: Model, manifest: Manifest, how: str) -> Side:
-    specs = [kernel.spec for kernel in manifest.kernels if "format_down" in kernel.spec]
-    formats = {str(spec[part]) for spec in specs for part in ("format_gate_up", "format_down")}
-    adapter = "" if model.adapter is None else str(model.adapter)
-    return Side(model.name, str(model.folder), manifest.model.dtype, tuple(sorted(formats)), adapter, how)

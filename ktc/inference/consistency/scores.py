@@ -6,9 +6,9 @@ In: logits of a path, and the tokens. Out: frozen `Scores`, and the `Difference`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -51,6 +51,12 @@ def score(logits: Tensor, next_tokens: Tensor) -> Scores:
     logs = torch.log_softmax(logits.detach().float(), -1)
     chosen = logs.gather(-1, next_tokens.to(logs.device)[..., None]).squeeze(-1)
     return Scores(chosen.cpu(), logits.detach().argmax(-1).cpu())
+
+
+def read(model: Callable[..., Any], rows: Tensor, *, use_cache: bool = False) -> Scores:
+    """Return the scores (N, T - 1) of `rows` (N, T) int64 in one forward of a model."""
+    logits: Tensor = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=use_cache).logits
+    return score(logits[:, :-1], rows[:, 1:])
 
 
 def joined(rows: Sequence[Scores]) -> Scores:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from ktc.inference.consistency.scores import Scores, joined, score
+from ktc.inference.consistency.scores import Scores, joined, read, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +49,21 @@ def serving_scores(
     told of each call of the model.
     """
     model.eval()
-    rows = rows.to(_device(model))
+    rows = rows.to(cast("Any", model).get_input_embeddings().weight.device)
     single = [row[None] for row in rows]
 
-    def read(rows: Tensor, *, use_cache: bool) -> Scores:
-        found = _read(model, rows, use_cache=use_cache)
+    def counted(rows: Tensor, *, use_cache: bool) -> Scores:
+        scores = read(model, rows, use_cache=use_cache)
         called()
-        return found
+        return scores
 
     with torch.no_grad():
         with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=autocast):
-            together = read(rows, use_cache=False)
-            alone = joined([read(row, use_cache=False) for row in single])
-        prompts = joined([read(row, use_cache=True) for row in single])
+            together = counted(rows, use_cache=False)
+            alone = joined([counted(row, use_cache=False) for row in single])
+        prompts = joined([counted(row, use_cache=True) for row in single])
         decoded = joined([_decode(model, batch, prompt, called) for batch in torch.split(rows, batch_size)])
     return Served(together, alone, prompts, decoded)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return cast("Any", model).get_input_embeddings().weight.device
-
-
-def _read(model: nn.Module, rows: Tensor, *, use_cache: bool) -> Scores:
-    logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=use_cache).logits
-    return score(logits[:, :-1], rows[:, 1:])
 
 
 class _Given(LogitsProcessor):

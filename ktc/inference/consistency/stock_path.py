@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ktc.inference.consistency.scores import Scores, score
-from ktc.inference.prove.compiled import open_compiled
-from ktc.inference.prove.groups import OUTSIDE
-from ktc.inference.prove.opened_stock import open_stock
-from ktc.inference.prove.yardstick import formats_in, through_format
+from ktc.inference.consistency.scores import Scores, read
+from ktc.model.compare.groups import OUTSIDE
+from ktc.model.compare.opened import open_compiled, open_stock
+from ktc.model.compare.quantised_baseline import formats_in, through_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +35,15 @@ def stock_scores(out: Path, rows: Tensor, *, weights: Path | None = None, truste
         InputRefused: as `ktc.load` does; N602, N604.
     """
     opened = open_compiled(out, weights, trusted)
-    stock = open_stock(opened)
-    model = stock.model
-    for group in (OUTSIDE, *stock.groups):
+    model = open_stock(opened)
+    for group in (OUTSIDE, *model.groups):
         model.load(group)
-    for group in stock.groups:
+    for group in model.groups:
         for experts, form in formats_in(group, opened.manifest, opened.rows).items():
-            through_format(model.layer(group).get_submodule(experts.path), replace(form, integer_products=False))
-    fp32 = _scores(model.model, rows)
-    for group in (OUTSIDE, *stock.groups):
-        model.to_own_dtype(group)
-    return Stock(_scores(model.model, rows), fp32)
-
-
-def _scores(model: Any, rows: Tensor) -> Scores:
+            stock = model.model.get_submodule(f"{group}.{experts.path}")
+            through_format(stock, replace(form, integer_products=False))
     with torch.no_grad():
-        logits = cast("Tensor", model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).logits)
-    return score(logits[:, :-1], rows[:, 1:])
+        fp32 = read(model.model, rows)
+        for group in (OUTSIDE, *model.groups):
+            model.to_own_dtype(group)
+        return Stock(read(model.model, rows), fp32)

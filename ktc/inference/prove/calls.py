@@ -8,8 +8,9 @@ from layer to layer, or pass on more than hidden states.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import InputRefused
-from ktc.inference.prove.layers import not_by_layer
+from ktc.model.compare.groups import not_by_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class LayerCall:
 
     def to(self, dtype: torch.dtype) -> LayerCall:
         """Return the call with floating tensors in `dtype`; masks keep finite bounds."""
-        return LayerCall(self.named, _cast(self.args, dtype), _cast(dict(self.kwargs), dtype), self.device)
+        return replace(self, args=_cast(self.args, dtype), kwargs=_cast(dict(self.kwargs), dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,50 +108,46 @@ def record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor) -> 
     raise InputRefused(not_by_layer(refused))
 
 
-def _returned(x: Tensor, length: int) -> Any:
-    """Return hidden states in the structure of a layer's result; caches and attention weights are absent."""
-    return (x, *[None] * (length - 1)) if length else x
-
-
 def _record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, returned: int) -> Recorded:
     hidden: list[Tensor] = []
     calls: list[LayerCall] = []
 
-    def recorder(index: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            x, call = _taken(args, kwargs)
-            if index != len(calls) or (hidden and not _same(x, hidden[-1])):
-                raise _Between
-            hidden.append(x)
-            calls.append(call)
-            if len(calls) == len(layers):
-                raise _LastLayer
-            return _returned(x, returned)
+    def forward(index: int, *args: Any, **kwargs: Any) -> Any:
+        x, call = _taken(args, kwargs)
+        if index != len(calls) or (hidden and not _same(x, hidden[-1])):
+            raise _Between
+        hidden.append(x)
+        calls.append(call)
+        if len(calls) == len(layers):
+            raise _LastLayer
+        return _returned(x, returned)
 
-        return forward
-
-    with _instead(layers, [recorder(index) for index in range(len(layers))]):
-        try:
-            _call(model, ids)
-        except _LastLayer:
-            return Recorded(hidden[0], tuple(calls), returned)
-    raise InputRefused(not_by_layer(f"it called {len(calls)} of its {len(layers)} layers"))
+    with _instead(layers, forward), suppress(_LastLayer):
+        _call(model, ids)
+    if len(calls) < len(layers):
+        raise InputRefused(not_by_layer(f"it called {len(calls)} of its {len(layers)} layers"))
+    return Recorded(hidden[0], tuple(calls), returned)
 
 
 def logits(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, final: Tensor, returned: int) -> Tensor:
     """Return the logits (T, V) fp32 of norm and head on `final` (1, T, H), the last layer's output."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(_: int, *args: Any, **kwargs: Any) -> Any:
         x = _taken(args, kwargs)[0]
         return _returned(final.to(x.device, x.dtype), returned)
 
-    with _instead(layers, [forward] * len(layers)):
+    with _instead(layers, forward):
         return cast("Tensor", _call(model, ids).logits)[0].float().cpu()
 
 
 def _call(model: PreTrainedModel, ids: Tensor) -> Any:
     with torch.no_grad():
         return cast("Any", model)(input_ids=ids, use_cache=False)
+
+
+def _returned(x: Tensor, length: int) -> Any:
+    """Return hidden states in the structure of a layer's result; caches and attention weights are absent."""
+    return (x, *[None] * (length - 1)) if length else x
 
 
 def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
@@ -177,11 +174,11 @@ def _same(x: Tensor, previous: Tensor) -> bool:
 
 
 @contextmanager
-def _instead(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Replace the `forward` of each layer, past `nn.Module.__setattr__`."""
+def _instead(layers: Sequence[nn.Module], forward: Callable[..., Any]) -> Generator[None]:
+    """Replace the `forward` of each layer by one that gets its number first, past `nn.Module.__setattr__`."""
     try:
-        for layer, forward in zip(layers, forwards, strict=True):
-            vars(layer)["forward"] = forward
+        for index, layer in enumerate(layers):
+            vars(layer)["forward"] = partial(forward, index)
         yield
     finally:
         for layer in layers:

@@ -1,7 +1,7 @@
-"""Errors of outputs against a yardstick, and the verdict.
+"""Errors of outputs against the baseline, and the verdict.
 
-In: outputs of the compiled model, of stock in its own dtype, and of the yardstick, for the same input. Out: rows. The
-error of a token is the norm of the difference over the norm of the yardstick's output; the error of a row is the root
+In: outputs of the compiled model, of stock in its own dtype, and of the baseline, for the same input. Out: rows. The
+error of a token is the norm of the difference over the norm of the baseline's output; the error of a row is the root
 mean square over tokens, so that a few tokens with huge activations do not hide the others. Tokens for which a side
 chose other experts are left out of its error and counted in its agreement: a near tie that rounding decides otherwise
 is not a wrong weight. A row is red if ktc's error is above twice stock's own plus `FLOOR`, if either is not finite, or
@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ktc.inference.prove.report import FLOOR, TWICE, Kind, Row, Worst
-from ktc.inference.prove.tokens import Tokens
+from ktc.inference.prove.report import Kind, Row, Worst
+from ktc.inference.prove.sides import Sides
+from ktc.model.compare.errors import FLOOR, TWICE, root_mean_square, row_errors
+from ktc.model.compare.feed import Tokens
 
 TIMES_LARGEST = 4.0  # of stock's largest error of one output: a maximum varies more than a mean
 UNSEEN = "choices of experts were not compared"
 _SHOWN = 3  # worst tokens or experts of a row
-_SMALL = 1e-3  # of the median norm: a token whose output is about zero has no relative error of its own
 _OTHER_CHOICES = {"layer": 0.05, "block": 0.01}  # of the tokens; a block is given equal input, a layer is not
 
 
@@ -32,28 +33,6 @@ class Output:
 
     values: Tensor
     choices: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """The outputs of the three sides for equal input: compiled, stock in its own dtype, yardstick."""
-
-    ktc: Output
-    stock: Output
-    wanted: Output
-
-
-def token_errors(found: Tensor, wanted: Tensor) -> Tensor:
-    """Return the relative error of each row (T,) in fp64."""
-    found, wanted = found.double().flatten(1), wanted.double().flatten(1)
-    norms = wanted.square().sum(1).sqrt()
-    return (found - wanted).square().sum(1).sqrt() / norms.clamp_min(_SMALL * float(norms.median())).clamp_min(1e-300)
-
-
-def root_mean_square(errors: Tensor) -> float | None:
-    """Return the root mean square, 0 of nothing, `None` if it is not finite."""
-    value = math.sqrt(float(errors.square().mean())) if errors.numel() else 0.0
-    return value if math.isfinite(value) else None
 
 
 def same_choices(found: Output, wanted: Output) -> Tensor | None:
@@ -69,35 +48,30 @@ def same_choices(found: Output, wanted: Output) -> Tensor | None:
     return same
 
 
-def compare(what: str, kind: Kind, rewritten: bool, outputs: Outputs, tokens: Tokens) -> Row:
+def compare(what: str, kind: Kind, rewritten: bool, outputs: Sides[Output], tokens: Tokens) -> Row:
     """Return the row of a layer or block."""
-    ktc, stock, wanted = outputs.ktc, outputs.stock, outputs.wanted
-    errors, own = token_errors(ktc.values, wanted.values), token_errors(stock.values, wanted.values)
-    same, own_same = same_choices(ktc, wanted), same_choices(stock, wanted)
-    kept = torch.ones_like(errors, dtype=torch.bool) if same is None else same
-    own_kept = torch.ones_like(own, dtype=torch.bool) if own_same is None else own_same
+    ktc, baseline = outputs.ktc, outputs.baseline
+    errors, own = row_errors(ktc.values, baseline.values), row_errors(outputs.stock.values, baseline.values)
+    same, own_same = same_choices(ktc, baseline), same_choices(outputs.stock, baseline)
+    kept, own_kept = (torch.ones_like(own, dtype=torch.bool) if s is None else s for s in (same, own_same))
+    agreements = [None if s is None else float(s.double().mean()) for s in (same, own_same)]
     row = Row(
-        what,
-        kind,
-        rewritten,
-        root_mean_square(errors[kept]),
-        root_mean_square(own[own_kept]),
-        _share(same),
-        _share(own_same),
+        what, kind, rewritten, root_mean_square(errors[kept]), root_mean_square(own[own_kept]), *agreements,
         worst=_worst(errors.masked_fill(~kept, -1.0), tokens),
-        note=UNSEEN if same is None and (wanted.choices or ktc.choices) else "",
-    )
-    lost = "its choices of experts were not seen, those of stock were" if same is None and wanted.choices else ""
+        note=UNSEEN if same is None and (baseline.choices or ktc.choices) else "",
+    )  # fmt: skip
+    lost = "its choices of experts were not seen, those of stock were" if same is None and baseline.choices else ""
     return replace(row, red=_too_large(row) or lost or _other_experts(row, len(errors), kind))
 
 
-def compare_experts(what: str, ktc: Tensor, stock: Tensor, wanted: Tensor, expert: Tensor) -> Row:
+def compare_experts(what: str, outputs: Sides[Tensor], expert: Tensor) -> Row:
     """Return the row of experts that were each asked alone: the errors of the one with the worst ratio.
 
-    Tensors are (N, H), `expert` (N,) has the expert of each row. An expert is wrong too if one output of it is: the
+    Outputs are (N, H), `expert` (N,) has the expert of each row. An expert is wrong too if one output of it is: the
     mean over thousands of outputs hides a wrong scale in one row of a matrix.
     """
-    errors, own = token_errors(ktc, wanted), token_errors(stock, wanted)
+    wanted, stock, ktc = outputs
+    errors, own = row_errors(ktc, wanted), row_errors(stock, wanted)
     count = int(expert.max()) + 1
     of_ktc = [root_mean_square(errors[expert == number]) for number in range(count)]
     of_stock = [root_mean_square(own[expert == number]) for number in range(count)]
@@ -126,10 +100,6 @@ def _largest(found: Tensor, wanted: Tensor, expert: Tensor, count: int) -> Tenso
 
 def _ratio(ktc: float | None, stock: float | None) -> float:
     return math.inf if ktc is None else ktc / ((stock or 0.0) + FLOOR)
-
-
-def _share(same: Tensor | None) -> float | None:
-    return None if same is None else float(same.double().mean())
 
 
 def _worst(errors: Tensor, tokens: Tokens) -> tuple[Worst, ...]:

@@ -1,58 +1,28 @@
 """The compiled model with one group of tensors at a time, filled by the loader's own code.
 
-In: OUT and its checkpoint. Out: layers as `ktc.load` makes them: the recipe realised, experts from the packed store or
-packed from the checkpoint, tensors on their devices. Refused, as by `ktc.load`: what `load_as.check_fit` refuses.
+In: an opened folder. Out: layers as `ktc.load` makes them: the recipe realised, experts from the packed store or packed
+from the checkpoint, tensors on their devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ktc.inference.prove.groups import OUTSIDE, group_of, module_of, put, tensors_of
-from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
+from ktc.model.checkpoint import WeightSource
+from ktc.model.compare.groups import OUTSIDE, group_of, put, tensors_of
+from ktc.model.compare.opened import Opened, without_router_logits
 from ktc.model.experts.module import FusedMoe
-from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.loading import load, load_as
+from ktc.model.loading import load_as
 from ktc.model.loading.buffers import compute_buffers
 from ktc.model.loading.compiled_model import compiled_class
 from ktc.model.loading.realise import realise
-from ktc.model.manifest.manifest import Manifest, read_manifest
 from ktc.model.packed_store import weight_store, weights_stage
 from ktc.model.packed_store.packed_store import PackedStore
-from ktc.model.packed_store.placement import check_devices, follow
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A compiled model's folder, checked as for a load, and its checkpoint."""
-
-    folder: Path
-    manifest: Manifest
-    stock_class: type[PreTrainedModel]
-    library: KernelLibrary | None
-    rows: tuple[WeightSource, ...]
-    index: CheckpointIndex
-    store: PackedStore | None
-
-
-def open_compiled(path: Path, weights: Path | None, trusted: bool) -> Opened:
-    """Open the compiled model in `path`. Raises as `ktc.load` does, before any weight is read."""
-    folder = path.resolve()
-    manifest = read_manifest(folder)
-    checkpoint = Path(manifest.model.folder) if weights is None else weights
-    library = load_as.check_fit(manifest, folder, checkpoint, reference=False)
-    stock = load.stock_class(manifest, folder, checkpoint, trust_remote_code=trusted)
-    check_devices(manifest.placement)
-    rows, index = load_as.read_rows(folder, manifest), open_index(checkpoint)
-    store = None if library is None else weights_stage.usable_store(folder, manifest, rows, index, map=False)
-    return Opened(folder, manifest, stock, library, rows, index, store)
+from ktc.model.packed_store.placement import follow
 
 
 class CompiledLayers:
@@ -66,12 +36,9 @@ class CompiledLayers:
         self.model = load_as.build_on_meta(model_class, config, manifest, None, reference=False)
         realise(self.model, manifest.rewrites, opened.library, opened.folder)
         self._placement = dict(manifest.placement)
+        without_router_logits(self.model.config)
         compute_buffers(self.model, self._placement)
         follow(self.model, self._placement)
-
-    def layer(self, group: str) -> nn.Module:
-        """Return the module of a group."""
-        return module_of(self.model, group)
 
     def bytes_of(self, group: str) -> int:
         """Return the bytes that loading a group reads."""
@@ -87,10 +54,11 @@ class CompiledLayers:
         weights_stage.fill_weights(self.model, rows, self._opened.index, self._placement, store, map=False)
         if group == OUTSIDE:
             self.model.tie_weights()
-            empty = [leaf for _, owner, leaf in tensors_of(self.model, self._layers, group) if _is_empty(owner, leaf)]
+            tensors = tensors_of(self.model, self._layers, group)
+            empty = [name for name, owner, leaf in tensors if getattr(owner, leaf).is_meta]
             assert not empty, f"the loader fills what is outside of the layers, and left {empty}"
         else:
-            weight_store.check_filled(self.layer(group))
+            weight_store.check_filled(self.model.get_submodule(group))
 
     def release(self, group: str) -> None:
         """Free the values of a group. A layer's packed experts are dropped, so it cannot be loaded again."""
@@ -99,8 +67,9 @@ class CompiledLayers:
             if name in persistent:
                 put(owner, leaf, torch.empty_like(getattr(owner, leaf), device="meta"))
         if group != OUTSIDE:
-            layer = self.layer(group)
-            for path in experts_in(layer):
+            layer = self.model.get_submodule(group)
+            modules = cast("Iterator[tuple[str, nn.Module]]", layer.named_modules())
+            for path in [path for path, module in modules if isinstance(module, FusedMoe)]:
                 layer.set_submodule(path, nn.Identity())
 
     def _rows_of(self, group: str) -> Sequence[WeightSource]:
@@ -112,13 +81,3 @@ class CompiledLayers:
             return None
         headers = {fqn: header for fqn, header in store.headers.items() if group_of(fqn, self._layers) == group}
         return PackedStore(store.folder, headers)
-
-
-def experts_in(layer: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the modules in a compiled layer that run routed experts."""
-    modules = cast("Iterator[tuple[str, nn.Module]]", layer.named_modules())
-    return tuple(path for path, module in modules if isinstance(module, FusedMoe))
-
-
-def _is_empty(owner: nn.Module, leaf: str) -> bool:
-    return bool(getattr(owner, leaf).is_meta)

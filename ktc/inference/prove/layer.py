@@ -1,152 +1,163 @@
-"""One layer of the three sides: stock in fp32, stock in its own dtype, compiled.
+"""One layer of the three sides, and its rows.
 
-In: the sides, the layer's number, its inputs. Out: rows, and the hidden states after the layer. The stock layer in fp32
-is the yardstick, or where a kernel quantises, the same layer with its experts' weights through the format's reference
-(`yardstick.py`). Rows: the whole layer on equal hidden states; each block on the inputs that it had in stock in fp32;
-each expert on hidden states that the experts had there.
+In: both models, the layer's number, its calls and inputs. Out: rows, and the hidden states after the layer. The stock
+layer in fp32 is the baseline, or where a kernel quantises, the same layer with its experts' weights through the
+format's reference (`quantised_baseline`). Rows: the whole layer on equal hidden states; each block on the inputs that
+it had in stock in fp32; each expert on hidden states that the experts had there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from ktc.foundation.progress import Tally
 from ktc.inference.prove.calls import LayerCall
-from ktc.inference.prove.compiled import CompiledLayers
-from ktc.inference.prove.experts import Experts
-from ktc.inference.prove.groups import inside
+from ktc.inference.prove.compare import Output, compare, compare_experts
+from ktc.inference.prove.layer_run import LayerRun, run_layer
 from ktc.inference.prove.probe import Probe, answers, make_probe, unprobed
 from ktc.inference.prove.report import Row
-from ktc.inference.prove.rows import AskedExperts, Seen, rows_of
-from ktc.inference.prove.stock import StockModel
-from ktc.inference.prove.tokens import Tokens
-from ktc.inference.prove.watch import LayerRun, run_layer
-from ktc.inference.prove.yardstick import ExpertsFormat, formats_in, through_format
-from ktc.model.checkpoint import WeightSource
-from ktc.model.manifest.manifest import Manifest
+from ktc.inference.prove.sides import Models, Sides
+from ktc.model.compare.errors import root_mean_square, row_errors
+from ktc.model.compare.experts import Experts
+from ktc.model.compare.feed import Tokens
+from ktc.model.compare.groups import inside
+from ktc.model.compare.quantised_baseline import ExpertsFormat, formats_in, through_format
 
 _PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # the coarsest first
+Formats = Mapping[Experts, ExpertsFormat]
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """Both models and the names of their layers; `rows` are those of `weights.json`."""
+class LayerSeen:
+    """One side's runs: the whole layer, its blocks on given inputs, by path the answers of experts asked alone.
 
-    stock: StockModel
-    compiled: CompiledLayers
-    groups: tuple[str, ...]
-    dtype: torch.dtype
-    manifest: Manifest
-    rows: tuple[WeightSource, ...]
+    `carried` are the hidden states after the layer for those that the side carried.
+    """
 
-    @property
-    def stock_layers(self) -> list[nn.Module]:
-        """The layers of the stock model."""
-        return [self.stock.layer(group) for group in self.groups]
-
-    @property
-    def compiled_layers(self) -> list[nn.Module]:
-        """The layers of the compiled model."""
-        return [self.compiled.layer(group) for group in self.groups]
+    whole: LayerRun
+    blocks: LayerRun
+    experts: Mapping[str, Tensor]
+    carried: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """The hidden states (1, T, H) of stock in fp32, those carried by stock and compiled, and each side's call."""
+class Start:
+    """What all sides begin from: the layer's input (1, T, H) and its run in unquantised stock in fp32.
 
-    fp32: Tensor
-    carried: tuple[Tensor, Tensor] | None
-    fp32_call: LayerCall
-    own_call: LayerCall
-    compiled_call: LayerCall
+    `probes` ask experts alone, by path; `refusals` say why others are not.
+    """
 
+    x: Tensor
+    run: LayerRun
+    formats: Formats
+    probes: Mapping[str, Probe]
+    refusals: Mapping[str, str]
 
-@dataclass(frozen=True, slots=True)
-class LayerFound:
-    """The rows, and hidden states after the layer: of stock in fp32, and those that stock and compiled carry on."""
-
-    rows: tuple[Row, ...]
-    fp32: Tensor
-    carried: tuple[Tensor, Tensor] | None
-
-
-def compare_layer(sides: Sides, index: int, inputs: LayerInputs, tokens: Tokens, tally: Tally) -> LayerFound:
-    """Compare one layer. One side's weights are in memory at a time."""
-    group = sides.groups[index]
-    formats = formats_in(group, sides.manifest, sides.rows)
-    experts, stock = tuple(formats), sides.stock.layer(group)
-    coarser = _coarser(sides.dtype, [form.computes for form in formats.values()])
-    of_stock, of_compiled = inputs.carried or (None, None)
-
-    sides.stock.load(group)
-    start = run_layer(stock, inputs.fp32_call, inputs.fp32, experts)
-    refusals = {each.path: unprobed(stock.get_submodule(each.path)) for each in experts}
-    probes = {
-        each.path: make_probe(each, start.rows[each.path])
-        for each in experts
-        if each.path in start.rows and not refusals[each.path]
-    }
-    wanted = _yardstick(stock, inputs, formats, start, probes)
-    sides.stock.to_own_dtype(group, coarser)
-    call = inputs.own_call if coarser is None else inputs.own_call.to(coarser)
-    own = _see(stock, call, inputs.fp32, of_stock, coarser or sides.dtype, experts, start, probes)
-    sides.stock.release(group)
-    tally.add(sides.stock.bytes_of(group))
-
-    sides.compiled.load(group)
-    compiled = sides.compiled.layer(group)
-    ktc = _see(compiled, inputs.compiled_call, inputs.fp32, of_compiled, sides.dtype, experts, start, probes)
-    sides.compiled.release(group)
-    tally.add(sides.compiled.bytes_of(group))
-
-    asked = [
-        AskedExperts(
-            each.path,
-            probes[each.path].expert if each.path in probes else None,
-            refusals[each.path] or "no token reached its experts",
-            form.words,
+    def seen(self, layer: nn.Module, call: LayerCall, dtype: torch.dtype, carried: Tensor | None = None) -> LayerSeen:
+        """Run a side's layer in `dtype`."""
+        experts, x = tuple(self.formats), self.x.to(dtype)
+        return LayerSeen(
+            run_layer(layer, call, x, experts),
+            run_layer(layer, call, x, experts, self.run),
+            self.asked(layer, dtype),
+            None if carried is None else run_layer(layer, call, carried.to(dtype), ()).output,
         )
-        for each, form in formats.items()
-    ]
-    rewritten = [step.fqn[len(group) + 1 :] for step in sides.manifest.rewrites if inside(step.fqn, group)]
-    rows = rows_of(ktc, own, wanted, start, asked, rewritten, tokens)
-    after = None if own.carried is None or ktc.carried is None else (own.carried, ktc.carried)
-    return LayerFound(rows, start.output, after)
+
+    def asked(self, layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the answers of experts asked alone, by path."""
+        return {path: answers(layer.get_submodule(path), probe, dtype) for path, probe in self.probes.items()}
 
 
-def _yardstick(
-    stock: nn.Module, inputs: LayerInputs, formats: Mapping[Experts, ExpertsFormat], start: LayerRun,
-    probes: Mapping[str, Probe],
-) -> Seen:  # fmt: skip
+def compare_layer(
+    models: Models, index: int, calls: Sides[LayerCall], streams: Sides[Tensor], carry: bool, tokens: Tokens
+) -> tuple[tuple[Row, ...], Sides[Tensor]]:
+    """Return the rows of a layer, and the hidden states after it.
+
+    `streams` are those before it: of stock in fp32, and with `carry` those that stock and the compiled model carry.
+    """
+    opened, group = models.opened, models.stock.groups[index]
+    formats = formats_in(group, opened.manifest, opened.rows)
+    coarser = _coarser(models.stock.dtype, [form.computes for form in formats.values()])
+    own_call, own_dtype = (calls.stock, models.stock.dtype) if coarser is None else (calls.stock.to(coarser), coarser)
+    own_stream, compiled_stream = (streams.stock, streams.ktc) if carry else (None, None)
+    turn = (model.get_submodule(group) for model in models.in_turn(group, coarser))
+    layer = next(turn)
+    start = _start(layer, calls.baseline, streams.baseline, formats)
+    baseline = _baseline(layer, calls.baseline, start)
+    stock = start.seen(next(turn), own_call, own_dtype, own_stream)
+    ktc = start.seen(next(turn), calls.ktc, models.stock.dtype, compiled_stream)
+    next(turn, None)  # releases the compiled layer
+    rewritten = [step.fqn[len(group) + 1 :] for step in opened.manifest.rewrites if inside(step.fqn, group)]
+    rows = tuple(_rows(Sides(baseline, stock, ktc), start, rewritten, tokens))
+    if stock.carried is None or ktc.carried is None:
+        return rows, streams._replace(baseline=start.run.output)
+    return rows, Sides(start.run.output, stock.carried, ktc.carried)
+
+
+def _start(layer: nn.Module, call: LayerCall, x: Tensor, formats: Formats) -> Start:
+    run = run_layer(layer, call, x, tuple(formats))
+    refusals = {each.path: unprobed(layer.get_submodule(each.path)) for each in formats}
+    unreached = [path for path, why in refusals.items() if not why and path not in run.rows]
+    refusals |= dict.fromkeys(unreached, "no token reached its experts")
+    probes = {each.path: make_probe(each, run.rows[each.path]) for each in formats if not refusals[each.path]}
+    return Start(x, run, formats, probes, refusals)
+
+
+def _baseline(layer: nn.Module, call: LayerCall, start: Start) -> LayerSeen:
     """Return the runs in fp32: those of `start`, or again with weights that went through a format."""
-    if not any(form.quantises for form in formats.values()):
-        return Seen(start, start, _ask(stock, probes, torch.float32))
-    for each, form in formats.items():
-        through_format(stock.get_submodule(each.path), form)
-    return _see(stock, inputs.fp32_call, inputs.fp32, None, torch.float32, tuple(formats), start, probes)
+    if not any(form.quantises for form in start.formats.values()):
+        return LayerSeen(start.run, start.run, start.asked(layer, torch.float32))
+    for experts, form in start.formats.items():
+        through_format(layer.get_submodule(experts.path), form)
+    return start.seen(layer, call, torch.float32)
 
 
 def _coarser(model: torch.dtype, kernels: Sequence[torch.dtype | None]) -> torch.dtype | None:
     """Return the dtype of a kernel that is coarser than the model's: the rule names it, so stock computes in it too."""
-    coarsest = min((model, *(each for each in kernels if each is not None)), key=_PRECISION.index)
+    coarsest = min((model, *(dtype for dtype in kernels if dtype is not None)), key=_PRECISION.index)
     return None if coarsest == model else coarsest
 
 
-def _see(
-    layer: nn.Module, call: LayerCall, x: Tensor, carried: Tensor | None, dtype: torch.dtype,
-    experts: Sequence[Experts], start: LayerRun, probes: Mapping[str, Probe],
-) -> Seen:  # fmt: skip
-    return Seen(
-        run_layer(layer, call, x.to(dtype), experts),
-        run_layer(layer, call, x.to(dtype), experts, start),
-        _ask(layer, probes, dtype),
-        None if carried is None else run_layer(layer, call, carried.to(dtype), ()).output,
-    )
+# Rows -----------------------------------------------------------------------------------------------------------------
+def _rows(seen: Sides[LayerSeen], start: Start, rewritten: Sequence[str], tokens: Tokens) -> Iterator[Row]:
+    """Yield the rows of the layer, its blocks and its experts; `rewritten` has paths in the layer."""
+    whole = Sides(*(_output(side.whole, "", tokens) for side in seen))
+    row = _with_format(compare("", "layer", True, whole, tokens), whole, start, "", tokens)
+    yield replace(row, note="; ".join(filter(None, (row.note, *start.refusals.values()))))
+    for name in start.run.blocks:
+        if all(name in side.blocks.blocks for side in seen):
+            outputs = Sides(*(_output(side.blocks, name, tokens) for side in seen))
+            row = compare(name, "block", any(inside(path, name) for path in rewritten), outputs, tokens)
+            yield _with_format(row, outputs, start, name, tokens)
+    for experts, form in start.formats.items():
+        if experts.path in start.probes:
+            of = Sides(*(side.experts[experts.path] for side in seen))
+            yield replace(compare_experts(experts.path, of, start.probes[experts.path].expert), note=form.words)
 
 
-def _ask(layer: nn.Module, probes: Mapping[str, Probe], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {path: answers(layer.get_submodule(path), probe, dtype) for path, probe in probes.items()}
+def _with_format(row: Row, outputs: Sides[Output], start: Start, name: str, tokens: Tokens) -> Row:
+    """Return the row with what the weight formats in the block `name` cost, "" for the layer."""
+    if not any(form.words and _within(experts.path, name) for experts, form in start.formats.items()):
+        return row
+    plain = _output(start.run, name, tokens)
+    return replace(row, format_error=root_mean_square(row_errors(outputs.baseline.values, plain.values)))
+
+
+def _output(run: LayerRun, name: str, tokens: Tokens) -> Output:
+    """Return the output of the block `name`, "" for the layer, and the choices of the experts in it."""
+    output = run.blocks[name].output if name else run.output
+    choices = tuple(run.choices[path] for path in sorted(run.choices) if _within(path, name))
+    return Output(_per_token(output, tokens), choices)
+
+
+def _within(path: str, name: str) -> bool:
+    return not name or inside(path, name)
+
+
+def _per_token(output: Tensor, tokens: Tokens) -> Tensor:
+    """Return an output as (T, anything) in fp32 on the CPU; one row if it does not divide by the tokens."""
+    count = tokens.ids.shape[1]
+    return output.float().cpu().reshape(count if output.numel() % count == 0 else 1, -1)

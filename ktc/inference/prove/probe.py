@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ktc.inference.prove.experts import Experts, call_alone
+from ktc.model.compare.experts import Experts, call_alone
 from ktc.model.experts.module import FusedMoe
 
 _NUMBERS = 256  # of outputs at least per expert, so that an error does not depend on a few

@@ -20,10 +20,6 @@ from ktc.model.manifest.manifest import FILE as MANIFEST
 
 FILE: Final = "fidelity.json"
 SCHEMA: Final = 1
-TWICE: Final = 2.0
-"""A row is red where the compiled model's error exceeds this multiple of the stock model's own error."""
-FLOOR: Final = 2e-5
-"""The error that is always allowed: sums of fp32 in another order. The proof on small weights allows the same."""
 
 Kind = Literal["layer", "block", "experts", "logits"]
 
@@ -39,11 +35,11 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison. Errors are relative to the yardstick; `None` is an error that is not a finite number.
+    """One comparison. Errors are relative to the baseline; `None` is an error that is not a finite number.
 
     `what` is a module's path within its layer, "" for the layer. `ktc` and `stock` are the errors of the compiled
     model and of the stock model in its own dtype. `agreement` is the share of tokens for which the compiled model
-    chose the same experts as the yardstick (for logits: ranks the same token first), `stock_agreement` that of stock;
+    chose the same experts as the baseline (for logits: ranks the same token first), `stock_agreement` that of stock;
     `None` without a choice. `format_error` is what the weight format itself costs against unquantised weights.
     `red` says why the row fails; "" for a row that passes.
     """
@@ -104,7 +100,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class FinalReport:
-    """Norm and head on the yardstick's hidden states after the last layer, and whole passes if they were carried."""
+    """Norm and head on the baseline's hidden states after the last layer, and whole passes if they were carried."""
 
     row: Row
     whole: Whole | None

@@ -9,7 +9,7 @@ the place of the fault. One side's layer is released before the next one's is re
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,59 +18,24 @@ from torch import Tensor
 
 from ktc.foundation.progress import Progress, Tally
 from ktc.inference.prove.calls import Recorded, logits, record
-from ktc.inference.prove.compare import Output, Outputs, compare, root_mean_square, token_errors
-from ktc.inference.prove.compiled import CompiledLayers, Opened, open_compiled
-from ktc.inference.prove.groups import OUTSIDE
-from ktc.inference.prove.layer import LayerInputs, Sides, compare_layer
+from ktc.inference.prove.compare import Output, compare
+from ktc.inference.prove.compiled import CompiledLayers
+from ktc.inference.prove.layer import compare_layer
+from ktc.inference.prove.layer_run import run_layer
 from ktc.inference.prove.layers import chosen_layers
-from ktc.inference.prove.opened_stock import open_stock
-from ktc.inference.prove.report import (
-    FLOOR,
-    SCHEMA,
-    TWICE,
-    Carried,
-    FinalReport,
-    LayerReport,
-    Report,
-    Whole,
-    manifest_digest,
-)
-from ktc.inference.prove.tokens import COUNT, Tokens, choose_tokens
-from ktc.inference.prove.watch import run_layer
+from ktc.inference.prove.report import SCHEMA, Carried, FinalReport, LayerReport, Report, Whole, manifest_digest
+from ktc.inference.prove.sides import Models, Sides, bytes_read
+from ktc.model.compare.errors import FLOOR, TWICE, root_mean_square, row_errors
+from ktc.model.compare.feed import Tokens, choose_tokens
+from ktc.model.compare.groups import OUTSIDE
+from ktc.model.compare.opened import open_compiled, open_stock
+from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.manifest.manifest import Versions
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
-    """How each side's model calls its layers: stock in fp32, stock in its own dtype, compiled."""
-
-    fp32: Recorded
-    own: Recorded
-    compiled: Recorded
-
-
-@dataclass(frozen=True, slots=True)
-class _Streams:
-    """Hidden states (1, T, H) before a layer: those of stock in fp32, and those that the other two sides carried."""
-
-    fp32: Tensor
-    own: Tensor
-    compiled: Tensor
-
-
-def prove_model(
-    path: str | Path,
-    *,
-    text: Path | None = None,
-    count: int = COUNT,
-    seed: int = 0,
-    layers: str | None = None,
-    carry: bool = False,
-    weights: Path | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> Report:
-    """Compare the compiled model in `path` with the stock model on real weights, and return the report.
+class Request:
+    """What is compared: the compiled model in `path`, the tokens, the layers.
 
     Args:
         text: A UTF-8 file whose first `count` tokens are used; random tokens of `seed` without one.
@@ -78,138 +43,111 @@ def prove_model(
             Norm and head are compared if all layers are.
         carry: Also run whole forward passes of both sides, each fed its own results, if all layers are compared.
         weights: The checkpoint, if it has moved since the compilation.
-        progress: Called with the bytes read and the bytes to read.
+    """
+
+    path: Path
+    text: Path | None = None
+    count: int = 128
+    seed: int = 0
+    layers: str | None = None
+    carry: bool = False
+    weights: Path | None = None
+    trust_remote_code: bool = False
+
+
+def prove_model(request: Request, progress: Progress | None = None) -> Report:
+    """Compare the compiled model with the stock model on real weights. `progress` gets bytes read and bytes to read.
 
     Raises:
         InputRefused: what `ktc.load` refuses, and N601 to N604.
         HostLacks: what `ktc.load` needs.
     """
     started = time.perf_counter()
-    opened = open_compiled(Path(path), weights, trust_remote_code)
-    sides, chosen, tokens = _sides(opened, layers, text, count, seed)
-    whole = len(chosen) == len(sides.groups)
+    opened = open_compiled(request.path, request.weights, request.trust_remote_code)
+    stock = open_stock(opened)
+    chosen = chosen_layers(request.layers, len(stock.groups))
+    vocabulary = vocabulary_of(stock.model)
+    tokens = choose_tokens(opened.folder, vocabulary, request.text, request.count, request.seed)
+    compiled = CompiledLayers(opened, stock.layers)
+    models = Models(opened, stock, compiled, Tally(bytes_read(stock, compiled, chosen), progress))
+    layers, final = _compared(models, chosen, tokens, request.carry)
+    installed = Versions.installed()
+    return Report(
+        schema=SCHEMA,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={name: str(getattr(installed, name)) for name in ("ktc", "torch", "transformers")},
+        manifest=manifest_digest(opened.folder),
+        model=opened.manifest.model.name,
+        dtype=opened.manifest.model.dtype,
+        tokens=tokens.source,
+        num_tokens=tokens.ids.shape[1],
+        seed=request.seed,
+        chosen=request.layers or "all",
+        packed="read from the packed store" if opened.store is not None else "packed from the checkpoint",
+        stock_read=stock.read_by,
+        twice=TWICE,
+        floor=FLOOR,
+        seconds=round(time.perf_counter() - started, 2),
+        layers=layers,
+        final=final,
+    )
+
+
+def _compared(
+    models: Models, chosen: Sequence[int], tokens: Tokens, carry: bool
+) -> tuple[tuple[LayerReport, ...], FinalReport | None]:
+    """Return the reports of the layers `chosen`, and of norm and head where those are all."""
+    whole = len(chosen) == len(models.stock.groups)
     carry = carry and whole
-    tally = Tally(_bytes(sides, chosen, whole), progress)
-    calls = _record(sides, tokens, tally)
-    streams = _Streams(calls.fp32.hidden, calls.own.hidden, calls.compiled.hidden)
+    turns = models.in_turn(OUTSIDE)
+    recorded = Sides(*(record(model, models.layers_of(model), tokens.ids) for model in turns))
+    streams = Sides(*(side.hidden for side in recorded))
     reports: list[LayerReport] = []
     for index in range(chosen[-1] + 1):
+        calls = Sides(*(side.calls[index] for side in recorded))
+        group = models.stock.groups[index]
         if index not in chosen:
-            streams = replace(streams, fp32=_run_stock(sides, calls, index, streams.fp32, tally))
+            for model in models.in_fp32(group):
+                layer = model.get_submodule(group)
+                streams = streams._replace(baseline=run_layer(layer, calls.baseline, streams.baseline, ()).output)
             continue
-        call = tuple(each.calls[index] for each in (calls.fp32, calls.own, calls.compiled))
-        inputs = LayerInputs(streams.fp32, (streams.own, streams.compiled) if carry else None, *call)
-        found = compare_layer(sides, index, inputs, tokens, tally)
-        streams = _Streams(found.fp32, *(found.carried or (streams.own, streams.compiled)))
-        carried = _carried(streams) if carry else None
-        group = sides.groups[index]
-        class_name = type(sides.stock.layer(group)).__name__
-        reports.append(LayerReport(index, group, class_name, found.rows, carried))
-    final = _final(sides, calls, streams, tokens, carry, tally) if whole else None
-    return Report(
-        SCHEMA,
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        {name: str(value) for name, value in _versions().items()},
-        manifest_digest(opened.folder),
-        opened.manifest.model.name,
-        opened.manifest.model.dtype,
-        tokens.source,
-        tokens.ids.shape[1],
-        seed,
-        layers or "all",
-        "read from the packed store" if opened.store is not None else "packed from the checkpoint",
-        sides.stock.read_by,
-        TWICE,
-        FLOOR,
-        round(time.perf_counter() - started, 2),
-        tuple(reports),
-        final,
-    )
+        rows, streams = compare_layer(models, index, calls, streams, carry, tokens)
+        carried = Carried(*_errors(Sides(*(x[0].float().cpu() for x in streams)))) if carry else None
+        class_name = type(models.stock.model.get_submodule(group)).__name__
+        reports.append(LayerReport(index, group, class_name, rows, carried))
+    return tuple(reports), _final(models, recorded, streams, tokens, carry) if whole else None
 
 
-def _versions() -> dict[str, str]:
-    installed = Versions.installed()
-    return {name: getattr(installed, name) for name in ("ktc", "torch", "transformers")}
+def _errors(outputs: Sides[Tensor]) -> tuple[float | None, float | None]:
+    """Return the errors of the compiled model and of stock."""
+    wanted, stock, ktc = outputs
+    return root_mean_square(row_errors(ktc, wanted)), root_mean_square(row_errors(stock, wanted))
 
 
-def _sides(
-    opened: Opened, layers: str | None, text: Path | None, count: int, seed: int
-) -> tuple[Sides, tuple[int, ...], Tokens]:
-    """Build both models on meta, and choose layers and tokens. No weight is read."""
-    stock = open_stock(opened)
-    chosen = chosen_layers(layers, len(stock.groups))
-    tokens = choose_tokens(opened.folder, stock.vocabulary, text, count, seed)
-    compiled = CompiledLayers(opened, stock.layers)
-    compiled.model.config.update({"output_router_logits": False} if stock.collects_router_logits else {})
-    return Sides(stock.model, compiled, stock.groups, stock.dtype, opened.manifest, opened.rows), chosen, tokens
+def _final(
+    models: Models, recorded: Sides[Recorded], streams: Sides[Tensor], tokens: Tokens, carry: bool
+) -> FinalReport:
+    """Compare norm and head on the baseline's hidden states, and with `carry` on those that each side carried."""
 
+    def ends() -> Iterator[list[Tensor]]:
+        for model, calls, carried in zip(models.in_turn(OUTSIDE), recorded, streams, strict=True):
+            inputs = [streams.baseline, carried] if carry and carried is not streams.baseline else [streams.baseline]
+            layers = models.layers_of(model)
+            yield [logits(model, layers, tokens.ids, x, calls.returned) for x in inputs]
 
-def _bytes(sides: Sides, chosen: Sequence[int], whole: bool) -> int:
-    """Return the bytes that a run reads."""
-    times = 2 if whole else 1
-    outside = sides.stock.bytes_of(OUTSIDE) + sides.compiled.bytes_of(OUTSIDE)
-    stock = sum(sides.stock.bytes_of(group) for group in sides.groups[: chosen[-1] + 1])
-    return times * outside + stock + sum(sides.compiled.bytes_of(sides.groups[index]) for index in chosen)
-
-
-def _record(sides: Sides, tokens: Tokens, tally: Tally) -> _Calls:
-    """Record the calls of all layers on each side."""
-    stock, compiled = sides.stock, sides.compiled
-    stock.load(OUTSIDE)
-    fp32 = record(stock.model, sides.stock_layers, tokens.ids)
-    stock.to_own_dtype(OUTSIDE)
-    own = record(stock.model, sides.stock_layers, tokens.ids)
-    stock.release(OUTSIDE)
-    tally.add(stock.bytes_of(OUTSIDE))
-    compiled.load(OUTSIDE)
-    found = _Calls(fp32, own, record(compiled.model, sides.compiled_layers, tokens.ids))
-    compiled.release(OUTSIDE)
-    tally.add(compiled.bytes_of(OUTSIDE))
-    return found
-
-
-def _run_stock(sides: Sides, calls: _Calls, index: int, x: Tensor, tally: Tally) -> Tensor:
-    """Return the hidden states after a layer that is not compared."""
-    group = sides.groups[index]
-    sides.stock.load(group)
-    out = run_layer(sides.stock.layer(group), calls.fp32.calls[index], x, ()).output
-    sides.stock.release(group)
-    tally.add(sides.stock.bytes_of(group))
-    return out
-
-
-def _carried(streams: _Streams) -> Carried:
-    wanted = streams.fp32[0].float()
-    ktc, own = (token_errors(side[0].float().cpu(), wanted) for side in (streams.compiled, streams.own))
-    return Carried(root_mean_square(ktc), root_mean_square(own))
-
-
-def _final(sides: Sides, calls: _Calls, streams: _Streams, tokens: Tokens, carry: bool, tally: Tally) -> FinalReport:
-    """Compare norm and head on the yardstick's hidden states, and with `carry` on those that each side carried."""
-    stock, compiled, ids = sides.stock, sides.compiled, tokens.ids
-    stock.load(OUTSIDE)
-    wanted = logits(stock.model, sides.stock_layers, ids, streams.fp32, calls.fp32.returned)
-    stock.to_own_dtype(OUTSIDE)
-    of_stock, *stock_end = (
-        logits(stock.model, sides.stock_layers, ids, x, calls.own.returned)
-        for x in (streams.fp32, *([streams.own] if carry else ()))
-    )
-    stock.release(OUTSIDE)
-    tally.add(stock.bytes_of(OUTSIDE))
-    compiled.load(OUTSIDE)
-    of_ktc, *ktc_end = (
-        logits(compiled.model, sides.compiled_layers, ids, x, calls.compiled.returned)
-        for x in (streams.fp32, *([streams.compiled] if carry else ()))
-    )
-    compiled.release(OUTSIDE)
-    tally.add(compiled.bytes_of(OUTSIDE))
-    row = compare("norm and head", "logits", False, Outputs(Output(of_ktc), Output(of_stock), Output(wanted)), tokens)
-    row = replace(row, agreement=_same_first(of_ktc, wanted), stock_agreement=_same_first(of_stock, wanted))
+    found = Sides(*ends())
+    at_head = Sides(*(side[0] for side in found))
+    row = compare("norm and head", "logits", False, Sides(*map(Output, at_head)), tokens)
+    of_stock, of_ktc = _same_first(at_head)
+    row = replace(row, agreement=of_ktc, stock_agreement=of_stock)
     if not carry:
         return FinalReport(row, None)
-    errors = Carried(*(root_mean_square(token_errors(each[0], wanted)) for each in (ktc_end, stock_end)))
-    return FinalReport(row, Whole(errors, _same_first(ktc_end[0], wanted), _same_first(stock_end[0], wanted)))
+    at_end = Sides(*(side[-1] for side in found))
+    of_stock, of_ktc = _same_first(at_end)
+    return FinalReport(row, Whole(Carried(*_errors(at_end)), of_ktc, of_stock))
 
 
-def _same_first(found: Tensor, wanted: Tensor) -> float:
-    return float((found.argmax(-1) == wanted.argmax(-1)).double().mean())
+def _same_first(outputs: Sides[Tensor]) -> tuple[float, float]:
+    """Return the shares of tokens with the baseline's most probable next token, of stock and of the compiled model."""
+    wanted, stock, ktc = (logits.argmax(-1) for logits in outputs)
+    return float((stock == wanted).double().mean()), float((ktc == wanted).double().mean())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,15 +121,13 @@ def record(model: PreTrainedModel, fqns: Sequence[str], seed: int) -> dict[str, 
 
         return hook
 
-    handles = [model.get_submodule(fqn).register_forward_pre_hook(remember(fqn), with_kwargs=True) for fqn in fqns]
     generator = torch.Generator().manual_seed(seed)
-    try:
-        with torch.no_grad():
-            for run in _RUNS:
-                _forward(model, run, generator, current, calls)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for fqn in fqns:
+            block = model.get_submodule(fqn)
+            hooks.enter_context(block.register_forward_pre_hook(remember(fqn), with_kwargs=True))
+        for run in _RUNS:
+            _forward(model, run, generator, current, calls)
     return calls
 
 

@@ -1,6 +1,6 @@
 """One block beside its rewritten form on one input: everything it returns and keeps, and every gradient.
 
-Input: two modules with equal weights, and a case. Output: the relative Frobenius error of each value. Both sides get
+Input: two modules with equal weights, and a case. Output: their `Comparison`. Both sides get
 the same inputs, the same random state and the same output gradients. Compared are the results, the tensors that the
 block keeps as attributes, its input after the call, and the gradients of the hidden states, of the routing weights (the
 third input of its experts) and of every parameter that the rewrite leaves trainable.
@@ -9,20 +9,21 @@ third input of its experts) and of every parameter that the rewrite leaves train
 from __future__ import annotations
 
 import math
-import random
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn, set_grad_enabled
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
+from ktc.model.compare.comparison import Comparison, Values, compare
+from ktc.model.compare.double import InDouble
+from ktc.model.compare.errors import norm
+from ktc.model.compare.feed import same_random_numbers
 from ktc.model.experts.module import FusedMoe
 from ktc.model.graph.typed import named_modules
 from ktc.stages.capture.trace import plain_settings
@@ -34,36 +35,26 @@ _ROUNDED = 1e-2
 # Far from what a model computes, a gradient may vanish next to the others, and its last digits are rounding.
 _VANISHING = 1e-4
 
-Values = dict[str, Tensor | None]
 
-
-def errors(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> dict[str, float]:
-    """Return the error of each result (`output`, `attribute ...`) and gradient (`gradient of ...`).
-
-    A value that one side alone has is an error of infinity. An exception of `stock` is raised as StockRefuses: the
-    model itself cannot compute this case. An exception of `rewritten` alone is raised as it is.
-    """
+def compare_blocks(stock: nn.Module, rewritten: nn.Module, case: Case, seed: int) -> Comparison:
+    """Return the error of each result (`output`, `attribute ...`) and gradient (`gradient of ...`)."""
     fused = {name: child for name, child in named_modules(rewritten) if isinstance(child, FusedMoe)}
     frozen = {name for name, child in fused.items() if not child.weights.training.trains}
     # A list of experts is not called, so there only the router's own gradients cover the routing weights.
     called = {name for name in fused if not isinstance(stock.get_submodule(name), nn.ModuleList)}
     with _weights(case, *(model.get_submodule(name) for name in fused for model in (stock, rewritten))):
-        try:
-            expected = _run(stock, frozen, called, case, seed)
-        except Exception as error:  # foreign code on an unusual input raises anything
-            raise StockRefuses(str(error)) from error
-        actual = _run(rewritten, frozen, called, case, seed)
-    floor = 0.0
-    if case.stress:
-        norms = [
-            float(_norm(t.double())) for name, t in expected.items() if name.startswith("gradient") and t is not None
-        ]
-        floor = _VANISHING * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    found: dict[str, float] = {}
-    for name in dict.fromkeys((*expected, *actual)):
-        of_gradient = name.startswith("gradient")
-        found[name] = relative_error(actual.get(name), expected.get(name), floor if of_gradient else 0.0)
-    return found
+        return compare(
+            lambda: _run(stock, frozen, called, case, seed),
+            lambda: _run(rewritten, frozen, called, case, seed),
+            _vanishing if case.stress else lambda _: lambda _: 0.0,
+        )
+
+
+def _vanishing(expected: Values) -> Callable[[str], float]:
+    """Return the least norm that errors of gradients are relative to: a share of the largest gradient's norm."""
+    sizes = [norm(t) for name, t in expected.items() if name.startswith("gradient") and t is not None]
+    floor = _VANISHING * max(filter(math.isfinite, sizes), default=0.0)
+    return lambda name: floor if name.startswith("gradient") else 0.0
 
 
 def computes_otherwise_in_double(stock: nn.Module, wide: nn.Module, case: Case, seed: int) -> bool:
@@ -112,91 +103,7 @@ def _frozen(block: nn.Module, case: Case) -> Generator[None]:
             parameter.requires_grad_(True)
 
 
-@contextmanager
-def same_random_numbers(seed: int) -> Generator[None]:
-    """Draw the random numbers of `seed` inside, from PyTorch, Python and NumPy; those after it are as without it."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-
-
-class StockRefuses(Exception):
-    """The stock block raises on a case, so there is nothing to compare with."""
-
-
-class InDouble(TorchDispatchMode):
-    """Replace fp32 by fp64 in every call inside: stock code casts to fp32 wherever it needs to be exact.
-
-    Grouped products, for which PyTorch has no kernel in fp64, are computed one by one.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wider: Any = pytree.tree_map(_widened, (args, kwargs or {}))
-        if func.name() == "aten::_grouped_mm" and wider[0][0].dtype == torch.float64:
-            one, other, *ends = wider[0]
-            return _grouped_products(one, other, ends[0] if ends else wider[1].get("offs"))
-        return func(*wider[0], **wider[1])
-
-
-def _grouped_products(one: Tensor, other: Tensor, ends: Tensor | None) -> Tensor:
-    """Return the products of `torch._grouped_mm`: `ends` cut the dimension that is not three-dimensional."""
-    if ends is None:
-        return torch.bmm(one, other)
-    last = cast("list[int]", ends.tolist())
-    groups = [slice(start, end) for start, end in zip([0, *last], last, strict=False)]
-    if one.dim() == other.dim():
-        return torch.stack([one[:, group] @ other[group] for group in groups])
-    of_rows = one.dim() == 2
-    made = one.new_zeros((one.shape[0], other.shape[-1]) if of_rows else (one.shape[1], other.shape[1]))
-    for number, group in enumerate(groups):
-        if of_rows:
-            made[group] = one[group] @ other[number]
-        else:
-            made[:, group] = one[number] @ other[:, group]
-    return made
-
-
-def _widened(argument: object) -> object:
-    return torch.float64 if argument is torch.float32 else argument
-
-
-def relative_error(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
-    """Return ||actual - expected|| / max(||expected||, floor).
-
-    A missing tensor counts as zero; if only one is zero, infinity. NaN and infinity must stand in the same places, and
-    the norms are those of the rest.
-    """
-    if expected is None or not bool(expected.any()):
-        if actual is None or not bool(actual.any()):
-            return 0.0
-        return float(_norm(actual.double())) / floor if floor else math.inf
-    if actual is None or actual.shape != expected.shape:
-        return math.inf
-    one, other = actual.double(), expected.double()
-    finite = torch.isfinite(other)
-    if not torch.equal(one[~finite].nan_to_num(nan=0.5), other[~finite].nan_to_num(nan=0.5)):
-        return math.inf
-    one, other = one[finite], other[finite]
-    size = max(float(_norm(other)), floor)
-    distance = float(_norm(one - other))
-    if distance == 0:
-        return 0.0
-    relative = distance / size if size else math.inf
-    return math.inf if math.isnan(relative) else relative
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    return cast("Tensor", tensor.norm())
-
-
-def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed: int) -> Values:
+def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed: int) -> dict[str, Tensor | None]:
     """Return what one side computes, by name."""
     dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), torch.float32)
     call = case.call.fresh()
@@ -214,21 +121,16 @@ def _run(block: nn.Module, frozen: set[str], called: set[str], case: Case, seed:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 tensor.requires_grad_(True)
     before, modes = _kept(block), {module: module.training for module in block.modules()}
-    parameters = (
-        {}
-        if case.frozen
-        else {
-            name: p
-            for name, p in block.named_parameters()
-            if p.requires_grad and not any(f == "" or name.startswith(f + ".") for f in frozen)
-        }
-    )
+    parameters = {
+        name: p
+        for name, p in block.named_parameters()
+        if p.requires_grad and not case.frozen and not any(f == "" or name.startswith(f + ".") for f in frozen)
+    }
     block.train(case.training)
     try:
-        graded = not case.inference
         with (
             _frozen(block, case), same_random_numbers(seed), _routing_weights(block, called) as routing,
-            set_grad_enabled(graded),
+            set_grad_enabled(not case.inference),
         ):  # fmt: skip
             ready = _with(call, hidden, args, kwargs)
             result = block(*ready[0], **ready[1])
@@ -255,7 +157,7 @@ def _results(result: object) -> dict[str, Tensor]:
     return {f"output {place}" if place else "output": tensor for place, tensor in enumerate(tensors)}
 
 
-def _gradients(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor], seed: int) -> Values:
+def _gradients(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor], seed: int) -> dict[str, Tensor | None]:
     """Return the gradients of `wanted` for random directions in everything that can be differentiated."""
     generator = torch.Generator().manual_seed(seed)
     outputs, directions = list[Tensor](), list[Tensor]()
@@ -279,18 +181,18 @@ def _kept(block: nn.Module) -> dict[str, tuple[object, ...]]:
             if name not in ("_parameters", "_modules") and not isinstance(module, FusedMoe):
                 tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
                 if tensors:
-                    kept[f"{path}.{name}"] = tuple(Held(tensor) for tensor in tensors)
+                    kept[f"{path}.{name}"] = tuple(_Version(tensor) for tensor in tensors)
     return kept
 
 
-class Held:
+class _Version:
     """A tensor as it was: the same one unchanged is equal."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self._version, self._id = tensor, tensor._version, id(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and (self._id, self._version) == (other._id, other._version)
+        return isinstance(other, _Version) and (self._id, self._version) == (other._id, other._version)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -302,7 +204,7 @@ def _changes(before: Mapping[str, tuple[object, ...]], after: Mapping[str, tuple
         if before.get(name) != values:
             for place, value in enumerate(values):
                 key = f"attribute {name.lstrip('.')}" + f" {place}" * bool(place)
-                changed[key] = value.tensor if isinstance(value, Held) else _as_number(value)
+                changed[key] = value.tensor if isinstance(value, _Version) else _as_number(value)
     return changed
 
 
@@ -324,15 +226,11 @@ def _routing_weights(module: nn.Module, experts: set[str]) -> Generator[dict[str
 
         return hook
 
-    handles = [
-        module.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True)
-        for name in sorted(experts)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in sorted(experts):
+            part = module.get_submodule(name)
+            hooks.enter_context(part.register_forward_pre_hook(remember(name), with_kwargs=True))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Constants(TorchDispatchMode):
@@ -358,17 +256,12 @@ class Constants(TorchDispatchMode):
         def left(*_: object) -> None:
             self._replaced -= 1
 
-        handles = list[RemovableHandle]()
-        for module in modules:
-            handles += [
-                module.register_forward_pre_hook(entered), module.register_forward_hook(left, always_call=True),
-            ]  # fmt: skip
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(lambda: setattr(self, "_replaced", 0))
+            for module in modules:
+                hooks.enter_context(module.register_forward_pre_hook(entered))
+                hooks.enter_context(module.register_forward_hook(left, always_call=True))
             yield
-        finally:
-            self._replaced = 0
-            for handle in handles:
-                handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket).rpartition(".")[2]

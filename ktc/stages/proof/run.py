@@ -6,7 +6,7 @@ that run the same code with the same settings and constants share the long list 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from ktc.diagnostics import KtcError, ProofFailed
 from ktc.foundation.host import Host
 from ktc.foundation.stage_progress import counted
+from ktc.model.compare.comparison import Comparison, decided
+from ktc.model.compare.copies import copied
 from ktc.model.loading.graph_block import modules_forgotten
 from ktc.stages.capture import CapturedModel
 from ktc.stages.proof.cases import (
@@ -31,15 +33,7 @@ from ktc.stages.proof.cases import (
     scaled,
     short_cases,
 )
-from ktc.stages.proof.compare import (
-    Constants,
-    InDouble,
-    StockRefuses,
-    computes_otherwise_in_double,
-    errors,
-    replaced_code,
-)
-from ktc.stages.proof.copies import copied
+from ktc.stages.proof.compare import Constants, compare_blocks, computes_otherwise_in_double, replaced_code
 from ktc.stages.proof.types import TOLERANCE, Constant, Proof
 from ktc.stages.proof.whole import whole_difference
 from ktc.stages.proof.witness import (
@@ -199,9 +193,14 @@ class _Found:
     cases: dict[str, None] = field(default_factory=dict[str, None])
     difference: str = ""
 
-    def add(self, fqn: str, case: Case, found: Mapping[str, float]) -> None:
+    def add(self, fqn: str, case: Case, compared: Comparison) -> None:
+        if compared.raised:
+            self.difference = f"it raises {compared.raised} at `{fqn}`, {case.name}"
+            self.forward = compared.worst
+        if compared.raised or compared.refused:
+            return
         self.cases[case.name] = None
-        for name, error in found.items():
+        for name, error in compared.errors.items():
             if error > TOLERANCE and not self.difference:
                 self.difference = f"{name} at `{fqn}`, {case.name}"
             if name.startswith("gradient of "):
@@ -316,38 +315,31 @@ def _compare_other_experts(fqn: str, pair: _Pair, calls: Sequence[tuple[str, Cal
         _compare(fqn, pair, other_experts_cases(calls, pair.witness.experts), found)
 
 
-def _compare(fqn: str, pair: _Pair, cases: Sequence[Case] | Iterator[Case], found: _Found) -> None:
+def _compare(fqn: str, pair: _Pair, cases: Iterable[Case], found: _Found) -> None:
     """Compare the cases one after another until one differs."""
     for case in cases:
         if found.difference:
             return
-        try:
-            errors_found = _errors(fqn, pair, case)
-        except StockRefuses:
-            continue
-        except Exception as error:  # noqa: BLE001 - the rewritten block raises where the stock block does not
-            words = (str(error).strip().splitlines() or [""])[0][:200]
-            found.difference = f"it raises {type(error).__name__}: {words} at `{fqn}`, {case.name}"
-            found.forward = float("inf")
-            return
-        found.add(fqn, case, errors_found)
+        found.add(fqn, case, _compared(fqn, pair, case))
 
 
-def _errors(fqn: str, pair: _Pair, case: Case) -> dict[str, float]:
-    """Return the errors in fp32, or in fp64 where rounding may explain those in fp32.
+def _compared(fqn: str, pair: _Pair, case: Case) -> Comparison:
+    """Return the comparison in fp32, or in fp64 where rounding may explain the errors in fp32.
 
     Stock code that computes something else in fp64 explains nothing: it may read the dtype, or branch on an overflow.
     """
-    found = errors(*pair.at(fqn), case, SEED)
-    if all(error <= TOLERANCE for error in found.values()) or case.poisoned:
-        return found
-    wide = pair.in_double(fqn)
-    try:
-        with InDouble():
-            exact = errors(*wide, case, SEED)
-        return found if computes_otherwise_in_double(pair.at(fqn)[0], wide[0], case, SEED) else exact
-    except StockRefuses:  # stock code that does not run in fp64: the errors in fp32 are kept
-        return found
+
+    def compared(stock: nn.Module, rewritten: nn.Module) -> Comparison:
+        return compare_blocks(stock, rewritten, case, SEED)
+
+    stock, rewritten = pair.at(fqn)
+    single = compared(stock, rewritten)
+    if case.poisoned:
+        return single
+    exact = decided(single, compared, lambda: pair.in_double(fqn))
+    if exact is single or exact.raised:
+        return exact
+    return single if computes_otherwise_in_double(stock, pair.in_double(fqn)[0], case, SEED) else exact
 
 
 def _together(constants: Sequence[Constant]) -> tuple[Constant, ...]:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Witnesses run in fp32 and routers cast to fp32 themselves; measured errors of correct rewrites stay below 1e-6, those
-# of wrong ones (tests/stages/proof, tests/mutants) above 1e-3. Above the tolerance, fp64 decides.
-TOLERANCE = 2e-5
+from ktc.model.compare.errors import TOLERANCE
+
 _GUARD = 1e-5  # what authors add to a denominator, or clamp it to, is smaller
 _UNLIMITED = 1e30  # infinity, or the largest number of bf16 and fp32
 

@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ktc.model.compare.comparison import Comparison, Values, compare, decided
+from ktc.model.compare.feed import same_random_numbers
 from ktc.model.hf.stock_model import vocabulary_of
-from ktc.stages.proof.compare import InDouble, StockRefuses, relative_error, same_random_numbers
-from ktc.stages.proof.types import TOLERANCE
 
 BATCH, LENGTH, CACHED = 2, 24, 9
 LONG = 1100  # tokens beyond what authors take as long
-Results = list[Tensor]
 _ABSENT = object()  # the value of a setting that a config does not have
 
 
@@ -112,60 +111,36 @@ def whole_difference(
 ) -> tuple[float, str]:  # fmt: skip
     """Return the largest error of all results, and in words the first forward that differs, "" if none does.
 
-    Errors in fp32 add up over layers, and a choice of experts may tip over. Those above the tolerance are decided in
-    fp64, on the models that `in_double` returns.
+    Errors in fp32 add up over layers, and a choice of experts may tip over: those above the tolerance are decided on
+    the models that `in_double` returns.
     """
     worst = 0.0
     for forward in (*FORWARDS, *_recordings(stock)):
-        try:
-            found = _error(stock, rewritten, forward, seed)
-            if not found <= TOLERANCE:
-                found = _error_in_double(found, in_double(), forward, seed)
-        except StockRefuses:
+        case = functools.partial(_compared, forward, seed)
+        compared = decided(case(stock, rewritten), case, in_double)
+        if compared.refused:
             continue
-        except Exception as error:  # noqa: BLE001 - the rewritten model raises where the stock model does not
-            words = (str(error).strip().splitlines() or [""])[0][:200]
-            told = f"it raises {type(error).__name__}: {words} in {forward.name} of the whole model"
-            return float("inf"), f"{told}: {forward.reader}"
-        worst = max(worst, found)
-        if not found <= TOLERANCE:
+        if compared.raised:
+            told = f"it raises {compared.raised} in {forward.name} of the whole model"
+            return compared.worst, f"{told}: {forward.reader}"
+        worst = max(worst, float("inf") if compared.alone else compared.worst)
+        if compared.alone or compared.differing:
             return worst, f"results of the whole model, {forward.name}: {forward.reader}"
     return worst, ""
 
 
-def _error_in_double(
-    found: float, wide: tuple[PreTrainedModel, PreTrainedModel], forward: _Forward, seed: int
-) -> float:
-    try:
-        with InDouble():
-            return _error(*wide, forward, seed)
-    except StockRefuses:  # stock code that does not run in fp64: the error in fp32 is kept
-        return found
-
-
-def _error(stock: PreTrainedModel, rewritten: PreTrainedModel, forward: _Forward, seed: int) -> float:
-    try:
-        wanted = _values(stock, forward, seed)
-    except Exception:  # noqa: BLE001 - capture may have left tensors without data in objects of the model's file
+def _compared(forward: _Forward, seed: int, stock: PreTrainedModel, rewritten: PreTrainedModel) -> Comparison:
+    def of_stock() -> Values:
         try:
-            wanted = _values(stock, forward, seed)  # the first call has used them up
-        except Exception as error:  # foreign code raises anything
-            raise StockRefuses(str(error)) from error
-    found = list(_results(rewritten, forward, seed))
-    if len(found) != len(wanted):
-        return float("inf")
-    return max((relative_error(f, w) for f, w in zip(found, wanted, strict=True)), default=0.0)
+            return _results(stock, forward, seed)
+        except Exception:  # noqa: BLE001 - capture may have left tensors without data in objects of the model's file
+            return _results(stock, forward, seed)  # the first call has used them up
+
+    return compare(of_stock, lambda: _results(rewritten, forward, seed))
 
 
-def _values(model: PreTrainedModel, forward: _Forward, seed: int) -> list[Tensor]:
-    """Return the results. Raises an exception for a result without data."""
-    found = list(_results(model, forward, seed))
-    for tensor in found:
-        float(tensor.sum())
-    return found
-
-
-def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> Iterator[Tensor]:
+def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> dict[str, Tensor | None]:
+    """Return the results by number. Raises an exception for a result without data."""
     tokens = torch.randint(0, vocabulary_of(model), forward.shape, generator=torch.Generator().manual_seed(seed))
     model.train(forward.training)
     try:
@@ -173,4 +148,7 @@ def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> Iterator[T
             result = forward.run(model, tokens)
     finally:
         model.eval()
-    yield from (leaf.detach() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    tensors = [leaf.detach() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        float(tensor.sum())
+    return {str(number): tensor for number, tensor in enumerate(tensors)}

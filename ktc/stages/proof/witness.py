@@ -22,6 +22,8 @@ from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.foundation.files import temporary_folder
 from ktc.foundation.host import Host
 from ktc.model import twin
+from ktc.model.compare.comparison import in_a_line
+from ktc.model.compare.copies import copied
 from ktc.model.graph import ops
 from ktc.model.graph.typed import input_of, nodes_of
 from ktc.model.hf.foreign_errors import raised_by
@@ -30,7 +32,6 @@ from ktc.model.targets.target import NodeAction, NodeWeights
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.stages.capture.circumstances import asked_before
 from ktc.stages.plan import BlockRewrite
-from ktc.stages.proof.copies import copied
 from ktc.stages.rewrite import RewrittenBlock, block_files, recipe, rewrite_block
 
 SEED = 20260
@@ -101,8 +102,7 @@ def witness_of(captured: CapturedModel) -> Witness:
 
 def does_not_run(error: Exception) -> Diagnostic:
     """Return the diagnostic of a witness that stock transformers does not run."""
-    words = (str(error).strip().splitlines() or [""])[0][:200]
-    message = f"the shrunk witness of this model does not run in transformers: {type(error).__name__}: {words}"
+    message = f"the shrunk witness of this model does not run in transformers: {in_a_line(error)}"
     return Diagnostic("P302", message, hint=raised_by(error))
 
 
@@ -202,8 +202,7 @@ def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> 
             except KtcError as error:
                 refused[small.of.rewrite.key] = error.diagnostics[0].message
             except Exception as error:  # noqa: BLE001 - foreign code; the reason is part of the proof
-                words = (str(error).strip().splitlines() or [""])[0][:200]
-                refused[small.of.rewrite.key] = f"it cannot be put in place: {type(error).__name__}: {words}"
+                refused[small.of.rewrite.key] = f"it cannot be put in place: {in_a_line(error)}"
     return model, refused
 
 

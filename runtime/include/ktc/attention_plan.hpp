@@ -1,5 +1,5 @@
-// What kernels of decode attention have in common: their interface, how a call is cut into stretches of positions,
-// which scores are seen, and how the results of stretches are put together.
+// What kernels of decode attention share: their interface, how positions are cut into splits (Flash-Decoding), which
+// scores are masked, and how the results of splits are combined.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "ktc/cache_view.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/attention.hpp"
 #include "ktc/linear.hpp"
@@ -30,29 +31,29 @@ std::unique_ptr<AttentionKernel> make_attention() {
 }
 
 // Widths are filled up to multiples of `kUnit`.
-template <class Isa, std::int64_t kUnit>
+template <InstructionSet Isa, std::int64_t kUnit>
 struct AttentionPlan {
   using Lanes = typename Isa::Lanes;
 
-  // Positions whose scores are computed before their values are added: long runs of one and the other, and joint rows
-  // of 576 bf16 stay in L2 between them.
+  // Positions whose scores are computed before their values are added. Both loops are then long, and joint rows of 576
+  // bf16 stay in L2 between them.
   static constexpr std::int64_t kBlock = 128;
   static_assert(kBlock == kPagePositions);
-  static constexpr std::int64_t kMostRows = 64;  // that one worker computes together
-  static constexpr std::int64_t kMostStretches = 64;
+  static constexpr std::int64_t kMostRows = 64;  // of one worker at a time
+  static constexpr std::int64_t kMaxSplits = 64;
   static constexpr float kUnseen = -1e30f;
   // Weights of less than exp of this, 2^-99.5 times the greatest, are zero. Near 2^-126 products with values would be
   // denormal numbers: processors of Intel took 12 times as long, where scores differ as much as those of random
   // latents.
   static constexpr float kLeastExponent = -69.0f;
 
-  // Of one row and stretch: the greatest score, and the sum of exp(score - greatest).
+  // The running softmax of one row in one split: its greatest score, and the sum of exp(score - greatest).
   struct Sums {
     float greatest;
     float total;
   };
 
-  // What a row has added: sums of kHalfPanel columns, `next` from those to the following ones.
+  // The weighted values that a row has summed: kHalfPanel columns at `data`, the following ones `next` further.
   struct Added {
     float* data;
     std::int64_t next = kHalfPanel;
@@ -66,8 +67,8 @@ struct AttentionPlan {
         all_rows(a.batch * a.key_heads * rows),
         row_groups((rows + kMostRows - 1) / kMostRows),
         shortest(kBlock * std::clamp<std::int64_t>(a.key_heads / 2, 1, 4)),
-        stretches(std::min(kMostStretches, (a.positions + shortest - 1) / shortest)),
-        items(a.batch * a.key_heads * stretches * row_groups) {}
+        splits(std::min(kMaxSplits, (a.positions + shortest - 1) / shortest)),
+        items(a.batch * a.key_heads * splits * row_groups) {}
 
   std::int64_t first_width;  // of a query, its parts filled up
   std::int64_t query_width;
@@ -75,31 +76,31 @@ struct AttentionPlan {
   std::int64_t rows;  // of a key head
   std::int64_t all_rows;
   std::int64_t row_groups;
-  std::int64_t shortest;   // positions of a stretch
-  std::int64_t stretches;  // at most, of a sequence
+  std::int64_t shortest;  // positions of a split
+  std::int64_t splits;    // at most, of a sequence
   std::int64_t items;
 
-  // The positions of a stretch of a sequence of this length: other sequences change no bit.
-  std::int64_t stretch_of(std::int64_t length) const {
-    return std::max(shortest, round_up((length + kMostStretches - 1) / kMostStretches, kBlock));
+  // The positions of a split for a sequence of this length. Other sequences have no influence, so they change no bit.
+  std::int64_t split_size(std::int64_t length) const {
+    return std::max(shortest, round_up((length + kMaxSplits - 1) / kMaxSplits, kBlock));
   }
 
-  // One stretch of positions for up to kMostRows rows of a key head.
+  // One split of positions for up to kMostRows rows of a key head.
   struct Item {
     Item(std::int64_t item, const AttentionPlan& plan, const AttentionArguments& a)
-        : stretch(item / plan.row_groups % plan.stretches),
-          head(item / (plan.row_groups * plan.stretches)),
+        : split(item / plan.row_groups % plan.splits),
+          head(item / (plan.row_groups * plan.splits)),
           first(item % plan.row_groups * kMostRows),
           count(std::min(kMostRows, plan.rows - first)) {
-      const std::int64_t whole = length_of(a, head / a.key_heads), length = plan.stretch_of(whole);
-      begin = stretch * length;
+      const std::int64_t whole = length_of(a, head / a.key_heads), length = plan.split_size(whole);
+      begin = split * length;
       end = std::min(begin + length, whole);
     }
 
-    // Whether the sequence ends before.
+    // Whether the sequence ends before the split begins.
     bool is_empty() const { return begin >= end; }
 
-    std::int64_t stretch;
+    std::int64_t split;
     std::int64_t head;   // of all sequences
     std::int64_t first;  // row of the key head
     std::int64_t count;
@@ -107,19 +108,19 @@ struct AttentionPlan {
     std::int64_t end;
   };
 
-  // The first of an item's rows, among those of all stretches.
-  std::int64_t row_of(const Item& item) const { return item.stretch * all_rows + item.head * rows + item.first; }
+  // The first of an item's rows, among those of all splits.
+  std::int64_t row_of(const Item& item) const { return item.split * all_rows + item.head * rows + item.first; }
 
-  // The keys and values of one of all sequences' heads, of numbers of this type.
+  // The keys and values of key head `head`, counted over all sequences, whose elements are `Stored`.
   template <class Stored>
   static HeadViews head_views(const AttentionArguments& a, std::int64_t head) {
-    const std::int64_t own = head % a.key_heads, number = head / a.key_heads;
+    const std::int64_t key_head = head % a.key_heads, number = head / a.key_heads;
     const std::int64_t sequence = a.pages == nullptr ? number : 0;
     const std::int64_t first = a.pages == nullptr ? a.positions - length_of(a, number) : 0;
     const auto of_head = [&](CacheView view) {
       if (view.data != nullptr) {
-        view.data = static_cast<const Stored*>(view.data) + sequence * view.batch + own * view.head;
-        if (view.scales != nullptr) view.scales += sequence * view.scale_batch + own * view.scale_head;
+        view.data = static_cast<const Stored*>(view.data) + sequence * view.batch + key_head * view.head;
+        if (view.scales != nullptr) view.scales += sequence * view.scale_batch + key_head * view.scale_head;
       }
       return view_from<Stored>(view, nullptr, first);
     };
@@ -127,18 +128,18 @@ struct AttentionPlan {
             a.pages == nullptr ? nullptr : a.pages + number * a.pages_of_sequence};
   }
 
-  // Calls `body` with stretches until `take` has none left, whose keys and values `ahead` gets before: the next one
-  // is taken early, so that its first rows are fetched.
+  // Calls `body` with splits until `take` has none left. The next one is taken early and given to `ahead`, so that its
+  // first rows are fetched.
   template <class Stored, class Take, class Ahead, class Body>
-  void for_each_stretch(const AttentionArguments& a, const Take& take, Ahead& ahead, const Body& body) const {
+  void for_each_split(const AttentionArguments& a, const Take& take, Ahead& ahead, const Body& body) const {
     const auto taken = [&] {
-      std::int64_t found = take();
-      while (found < items && Item(found, *this, a).is_empty()) found = take();
-      if (found < items) {
-        const Item item(found, *this, a);
+      std::int64_t index = take();
+      while (index < items && Item(index, *this, a).is_empty()) index = take();
+      if (index < items) {
+        const Item item(index, *this, a);
         ahead.follow(head_views<Stored>(a, item.head), item.begin, item.end);
       }
-      return found;
+      return index;
     };
     for (std::int64_t item = taken(); item < items;) {
       const std::int64_t following = taken();
@@ -147,12 +148,12 @@ struct AttentionPlan {
     }
   }
 
-  // Marks the scores beyond a block.
+  // Masks the scores beyond the end of a block.
   static void fill_up(std::int64_t length, float* scores) {
     std::fill(scores + length, scores + round_up(length, kHalfPanel), kUnseen);
   }
 
-  // Marks the positions of a block that a row does not see, and those beyond it.
+  // Masks the positions of a block that a row does not attend to, and those beyond its end.
   static void hide(const AttentionArguments& a, std::int64_t head, std::int64_t row, std::int64_t block,
                    std::int64_t length, float* scores) {
     const std::int64_t token = row % a.tokens, sequence = head / a.key_heads, whole = length_of(a, sequence);
@@ -160,37 +161,38 @@ struct AttentionPlan {
     if (a.mask != nullptr) {
       const std::uint8_t* seen =
           a.mask + sequence * a.mask_batch + token * a.mask_token + (a.positions - whole + block);
-      for (std::int64_t each = 0; each < length; ++each) scores[each] = seen[each] != 0 ? scores[each] : kUnseen;
+      for (std::int64_t position = 0; position < length; ++position)
+        scores[position] = seen[position] != 0 ? scores[position] : kUnseen;
       return;
     }
     const std::int64_t last = whole - a.tokens + token;
-    for (std::int64_t each = std::max<std::int64_t>(0, last + 1 - block); each < length; ++each) {
-      scores[each] = kUnseen;
+    for (std::int64_t position = std::max<std::int64_t>(0, last + 1 - block); position < length; ++position) {
+      scores[position] = kUnseen;
     }
   }
 
-  // Of scores up to whole lanes.
+  // The greatest of the scores, which are filled up to whole lanes.
   static float greatest_of(const float* scores, std::int64_t length) {
-    Lanes found(kUnseen);
-    for (std::int64_t each = 0; each < length; each += kHalfPanel) found = larger(found, Lanes::load(scores + each));
-    return found.largest();
+    Lanes greatest(kUnseen);
+    for (std::int64_t at = 0; at < length; at += kHalfPanel) greatest = larger(greatest, Lanes::load(scores + at));
+    return greatest.largest();
   }
 
-  // exp(score - greatest). A NaN stays one.
+  // exp(score - greatest). A NaN stays a NaN.
   static float weight_of(float score, float greatest) {
     const float exponent = score - greatest;
     return exponent < kLeastExponent ? 0.0f : std::exp(exponent);
   }
 
-  // The greatest score whose weight is zero: it is not seen, or too small. Beside a score that absorbs the difference,
-  // as infinity does, exp makes the others zero.
+  // Scores up to this one have weight zero: they are masked or too small. Where `greatest` absorbs the difference, as
+  // infinity does, exp makes the other weights zero.
   static float without_weight(float greatest) {
     constexpr float kNotSeen = 0.5f * kUnseen;
     const float least = greatest + kLeastExponent;
     return least < greatest ? std::max(kNotSeen, least) : kNotSeen;
   }
 
-  // Turns what a row has added so far to that of the greatest score with a block's; returns it.
+  // Rescales what a row has summed to the greatest score that includes a block, and returns that score.
   float raise(const float* scores, std::int64_t positions, Sums& sum, Added added) const {
     const float greatest = std::max(sum.greatest, greatest_of(scores, positions));
     if (greatest > sum.greatest) {
@@ -198,7 +200,7 @@ struct AttentionPlan {
         const float factor = weight_of(sum.greatest, greatest);
         sum.total *= factor;
         const Lanes scale(factor);
-        for (std::int64_t each = 0; each < value_width; each += kHalfPanel, added.data += added.next) {
+        for (std::int64_t column = 0; column < value_width; column += kHalfPanel, added.data += added.next) {
           (Lanes::load(added.data) * scale).store(added.data);
         }
       }
@@ -207,66 +209,66 @@ struct AttentionPlan {
     return greatest;
   }
 
-  // Overwrites the scores of a row by its weights exp(score - greatest): fp32, or bf16 one after the other. Scales the
-  // row's earlier sums to the new greatest score. `step` is called for each kHalfPanel.
+  // Overwrites the scores of a row with its weights exp(score - greatest), in fp32 or packed as bf16. Rescales the sums
+  // of earlier blocks. Calls `step` once per kHalfPanel scores.
   template <class Weight, class Step>
   void exponentiate(std::int64_t length, float* scores, Sums& sum, Added added, const Step& step) const {
     const float greatest = raise(scores, length, sum, added), zero = without_weight(greatest);
     const Lanes shift(greatest);
     Lanes total(0.0f);
-    for (std::int64_t each = 0; each < length; each += kHalfPanel) {
+    for (std::int64_t at = 0; at < length; at += kHalfPanel) {
       step();
-      const Lanes score = Lanes::load(scores + each);
+      const Lanes score = Lanes::load(scores + at);
       const Lanes weight = zero_up_to(zero, score, exp(score - shift));
       if constexpr (std::is_same_v<Weight, bf16>) {
-        weight.to_elements(reinterpret_cast<bf16*>(scores) + each);  // over scores that were read
+        weight.to_elements(reinterpret_cast<bf16*>(scores) + at);  // over scores that were read
       } else {
-        weight.store(scores + each);
+        weight.store(scores + at);
       }
       total = total + weight;
     }
     sum.total += total.sum();
   }
 
-  // The stretches of every row that no other thread has taken; `place(column)` is where a column of the values was
-  // added.
+  // Combines the splits of rows until no row is left for a thread to take. `place(column)` is where a column of the
+  // values was summed.
   template <class Element, class Place>
-  void put_together(const AttentionArguments& a, const Sums* sums, float* values, std::atomic<std::int64_t>& next_row,
-                    const Place& place) const {
+  void combine(const AttentionArguments& a, const Sums* sums, float* values, std::atomic<std::int64_t>& next_row,
+               const Place& place) const {
     for (;;) {
       const std::int64_t row = next_row.fetch_add(1, std::memory_order_relaxed);
       if (row >= all_rows) return;
-      put_together_row<Element>(a, sums, values, row, place);
+      combine_row<Element>(a, sums, values, row, place);
     }
   }
 
  private:
-  // The stretches of one row, in their order.
+  // Combines the splits of one row, in their order.
   template <class Element, class Place>
-  void put_together_row(const AttentionArguments& a, const Sums* sums, float* values, std::int64_t row,
-                        const Place& place) const {
+  void combine_row(const AttentionArguments& a, const Sums* sums, float* values, std::int64_t row,
+                   const Place& place) const {
     const std::int64_t head = row / rows, of_head = row % rows;
     const std::int64_t query_head = head % a.key_heads * a.group + of_head / a.tokens;
-    const std::int64_t whole_length = length_of(a, head / a.key_heads), length = stretch_of(whole_length);
-    const std::int64_t own = (whole_length + length - 1) / length;  // stretches of the sequence
+    const std::int64_t whole_length = length_of(a, head / a.key_heads), length = split_size(whole_length);
+    const std::int64_t num_splits = (whole_length + length - 1) / length;  // splits of the sequence
     float greatest = a.sinks == nullptr ? kUnseen : a.sinks[query_head];
-    for (std::int64_t each = 0; each < own; ++each) {
-      greatest = std::max(greatest, sums[each * all_rows + row].greatest);
+    for (std::int64_t split = 0; split < num_splits; ++split) {
+      greatest = std::max(greatest, sums[split * all_rows + row].greatest);
     }
     float total = a.sinks == nullptr ? 0.0f : std::exp(a.sinks[query_head] - greatest);
-    float* whole = values + row * value_width;              // of the first stretch
-    const std::int64_t following = all_rows * value_width;  // from a stretch to the next
-    for (std::int64_t each = 0; each < own; ++each) {
-      const Sums& sum = sums[each * all_rows + row];
+    float* whole = values + row * value_width;              // of the first split
+    const std::int64_t following = all_rows * value_width;  // from a split to the next
+    for (std::int64_t split = 0; split < num_splits; ++split) {
+      const Sums& sum = sums[split * all_rows + row];
       const float factor = weight_of(sum.greatest, greatest);
       const Lanes scale(factor);
       total += sum.total * factor;
-      const float* from = whole + each * following;
-      const std::int64_t ahead = each + 1 < own ? following : 0;
+      const float* from = whole + split * following;
+      const std::int64_t ahead = split + 1 < num_splits ? following : 0;
       for (std::int64_t column = 0; column < value_width; column += kHalfPanel) {
-        __builtin_prefetch(from + column + ahead);  // the next stretch is in the cache of another core
+        __builtin_prefetch(from + column + ahead);  // the next split is in the cache of another core
         const Lanes scaled = Lanes::load(from + column) * scale;
-        (each == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
+        (split == 0 ? scaled : Lanes::load(whole + column) + scaled).store(whole + column);
       }
     }
     const float inverse = total == 0.0f ? 0.0f : 1.0f / total;

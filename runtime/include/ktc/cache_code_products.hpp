@@ -1,6 +1,6 @@
 // Products of the codes of a cache (signed bytes) with those of queries and weights (signed words): dot products of
-// rows, and sums of weighted rows. Integer sums are exact, so every instruction set has the same. This is the plain
-// version; the header of an instruction set has its own.
+// rows, and sums of weighted rows. Integer sums are exact, so every instruction set has the same. The header
+// `ktc/isa/NAME_cache_codes.hpp` chooses them.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,10 @@ inline constexpr std::int32_t kWeightCode = 32767;
 inline constexpr std::int64_t kCodeColumns = 1032;
 
 template <class Isa>
-struct CacheCodeProducts {
+struct CacheCodeProducts;
+
+// In plain C++.
+struct PlainCodeProducts {
   static constexpr std::int64_t kUnit = kHalfPanel;  // to which rows of codes are filled up
   static constexpr int kRows = 2;                    // of a tile of sums in registers
   static constexpr int kSides = 4;                   // keys of such a tile
@@ -27,8 +30,8 @@ struct CacheCodeProducts {
 
   // codes[count] = numbers[count] * factor, rounded to nearest even; `count` is a multiple of kHalfPanel.
   static void to_codes(const float* numbers, float factor, std::int64_t count, std::int16_t* codes) {
-    for (std::int64_t each = 0; each < count; ++each) {
-      codes[each] = static_cast<std::int16_t>(std::nearbyint(numbers[each] * factor));
+    for (std::int64_t at = 0; at < count; ++at) {
+      codes[at] = static_cast<std::int16_t>(std::nearbyint(numbers[at] * factor));
     }
   }
 

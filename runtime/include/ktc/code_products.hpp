@@ -1,10 +1,10 @@
-// Products of a few rows with a panel's codes as they are stored: memory limits an expert with so few tokens, and
-// decoded weights would be written and read again. Each ISA has one way for each type of panel, or none.
+// Products of a few rows with a panel's codes as they are stored: memory limits the speed of an expert with so few
+// tokens, and decoded weights would be written and read again. An instruction set has one way for a type of panel, or
+// none.
 //
-//   kRows       the most rows of an expert, in any number of groups; 0 where codes are always decoded.
-//   multiply    one group with a whole panel, [k / 2][rows][2] x [k][32]; `scratch` has 32 elements for each of
-//               `contraction`.
-//   forget      the scratch was overwritten: `multiply` must not read what it left there.
+//   kRows       the most rows of an expert, in any number of groups; 0: codes are always decoded.
+//   multiply    one group, [k / 2][rows][2], with a whole panel; `scratch` has 32 elements for each k.
+//   forget      must be called when the scratch was overwritten.
 #pragma once
 
 #include <array>
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/weight_format/blocks.hpp"
@@ -22,15 +23,14 @@
 #include "ktc/weight_format/multiply_words.hpp"
 
 #if defined(__AVX512BF16__)
-#include "ktc/isa/avx512_bf16_words.hpp"
+#include "ktc/isa/avx512_bf16.hpp"
 #include "ktc/unit.hpp"
-#include "ktc/weight_format/multiply_blocks.hpp"
 #include "ktc/weight_format/multiply_codes.hpp"
 #endif
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Panel>
+template <InstructionSet Isa, WeightPanel Panel>
 class CodeProducts {
  public:
   static constexpr int kRows = 0;
@@ -40,9 +40,9 @@ class CodeProducts {
   void forget() {}
 };
 
-// Up to `kMostRows` rows in another form, made once for all panels of an expert. `Rows` knows the bytes of a number of
-// rows, converts them, and multiplies with them if they could be converted; `Isa` multiplies them otherwise.
-template <class Isa, class Panel, class Rows, int kMostRows>
+// Rows in another form, converted once for all panels of an expert. `Rows` has the bytes of a number of rows, converts
+// them, and multiplies with them. Rows that cannot be converted are multiplied by `Isa`.
+template <InstructionSet Isa, WeightPanel Panel, class Rows, int kMostRows>
 class ConvertedRows {
  public:
   static constexpr int kRows = kMostRows;
@@ -69,7 +69,7 @@ class ConvertedRows {
     bool exact = false;
   };
 
-  // Convert a group into the scratch, where one expert's have space: those of others are then forgotten.
+  // Converts a group into the scratch. It has room for the rows of one expert: those of others are then forgotten.
   std::size_t add(int rows, std::int64_t contraction, const bf16* a, bf16* scratch) {
     if (num_groups_ == groups_.size() || num_rows_ + rows > kRows) forget();
     std::byte* converted = reinterpret_cast<std::byte*>(scratch) + Rows::bytes(num_rows_, contraction);
@@ -112,23 +112,20 @@ struct FloatRows {
   }
 };
 
-template <class Isa, class Panel>
-  requires(weight_format::IntegerCodes<Panel>::kExist && requires { typename Isa::Words; })
+// Whether rows are converted for codes of every kind: without products of bf16.
+template <InstructionSet Isa>
+inline constexpr bool kConvertsRows = Isa::kCodeRows > 0 && !Isa::kBf16Products;
+
+template <InstructionSet Isa, WeightPanel Panel>
+  requires(kConvertsRows<Isa> && weight_format::IntegerCodes<Panel>::kExist)
 class CodeProducts<Isa, Panel>
     : public ConvertedRows<Isa, Panel, WordRows<typename Isa::Words, Panel>, Isa::kCodeRows> {};
 
-template <class Isa, class Panel>
-  requires(weight_format::FloatNumbers<Panel>::kExist && requires { typename Isa::Words; })
+template <InstructionSet Isa, WeightPanel Panel>
+  requires(kConvertsRows<Isa> && weight_format::FloatNumbers<Panel>::kExist)
 class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, Panel, FloatRows<Isa, Panel>, Isa::kCodeRows> {};
 
 #if defined(__AVX512BF16__)
-template <class Isa>
-inline constexpr bool kHasBf16Products = std::is_same_v<typename Isa::Lanes, avx512_bf16::Lanes>;
-
-// An ISA with tiles has packed larger groups in the order of the tiles.
-template <class Isa>
-inline constexpr int kBf16Rows = Isa::kBlocked ? Isa::kStreamRows : weight_format::kMaxCodeRows;
-
 // Blocks whose numbers are their codes less an offset, as words: VNNI adds products in one instruction, and takes
 // integers where VDPBF16PS takes a look-up of each number.
 template <class Panel>
@@ -139,31 +136,26 @@ inline constexpr bool kInWords = [] {
     return !weight_format::WordNumbers<Panel>::kLookedUp;
 }();
 
-template <class Isa, class Panel>
-  requires(kHasBf16Products<Isa> && kInWords<Panel>)
+template <InstructionSet Isa, WeightPanel Panel>
+  requires(Isa::kBf16Products && kInWords<Panel>)
 class CodeProducts<Isa, Panel>
-    : public ConvertedRows<avx512_bf16::Isa, Panel, WordRows<avx512_bf16::Words, Panel>, kBf16Rows<Isa>> {};
+    : public ConvertedRows<avx512_bf16::Isa, Panel, WordRows<typename Isa::Words, Panel>, Isa::kCodeRows> {};
 
 // Other codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
 template <class Panel>
 inline constexpr bool kHasBf16Numbers = [] {
   if constexpr (weight_format::StoredInBlocks<Panel>) return !kInWords<Panel>;
-  return requires(__m512i line) { weight_format::bf16_numbers(typename Panel::Code{}, line, 0); };
+  return Panel::kDecoded && !Panel::kIntegerProducts;
 }();
 
-template <class Isa, class Panel>
-  requires(kHasBf16Products<Isa> && kHasBf16Numbers<Panel>)
+template <InstructionSet Isa, WeightPanel Panel>
+  requires(Isa::kBf16Products && kHasBf16Numbers<Panel>)
 class CodeProducts<Isa, Panel> {
  public:
-  static constexpr int kRows = kBf16Rows<Isa>;
-  static_assert(kRows <= weight_format::kMaxCodeRows);
+  static constexpr int kRows = Isa::kCodeRows;
 
   void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16*) {
-    if constexpr (weight_format::StoredInBlocks<Panel>) {
-      weight_format::multiply_blocks<Panel>(rows, contraction, a, panel, tile);
-    } else {
-      weight_format::multiply_codes<Panel>(rows, contraction, a, panel, tile);
-    }
+    weight_format::multiply_codes<Panel, kRows>(rows, contraction, a, panel, tile);
   }
   void forget() {}
 };

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
@@ -13,7 +14,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class PanelType>
+template <InstructionSet Isa, WeightPanel PanelType>
 class CodedPanels {
  public:
   using Panel = PanelType;

@@ -1,10 +1,10 @@
 // Attention of a few new tokens over a cache: out = softmax(scale q K^T) V, without a tensor of scores or of expanded
-// keys in memory. Positions are cut into stretches, each of which keeps its own greatest score, sum and weighted sum of
-// values (Flash-Decoding, Dao et al. 2023); they are put together in their order. A stretch's length depends on the
+// keys in memory. Positions are cut into splits, each of which keeps its own greatest score, sum and weighted sum of
+// values (Flash-Decoding, Dao et al. 2023); they are combined in order. A split's length depends on the
 // numbers of positions and of key heads alone, so the number of threads changes no bit.
 //
-// Keys may be in two parts, and values may be the first of them: latent attention (MLA) reads latents once for both,
-// and rotary keys beside them, with all heads as rows of one key head. Sums are fp32.
+// Keys may be in two parts, and values may be the first of them. So latent attention (MLA) reads latents once, as keys
+// and as values, and rotary keys besides, with all heads as rows of one key head. Sums are fp32.
 //
 // With lists of positions, the softmax is over these alone.
 #pragma once
@@ -17,6 +17,7 @@
 
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_view.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/lane_dots.hpp"
 #include "ktc/linear.hpp"
@@ -28,11 +29,11 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class DecodeAttention final : public AttentionKernel {
   using Lanes = typename Isa::Lanes;
   // Products of bf16 as it is stored, where the instruction set has them; otherwise products of fp32.
-  using Query = typename QueryDots<Isa, Element, 1, 1>::Query;
+  using Query = typename Isa::template DotSums<Element, 1, 1>::Query;
   static constexpr bool kPaired = std::is_same_v<Query, bf16>;
   using Weight = Query;
   static constexpr std::int64_t kUnit = kPaired ? 32 : kHalfPanel;  // to which widths are filled up
@@ -47,8 +48,8 @@ class DecodeAttention final : public AttentionKernel {
     const Plan plan(arguments);
     exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<Query> queries(plan.all_rows * plan.query_width);
-      Region<Sums> sums(plan.all_rows * plan.stretches);
-      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Sums> sums(plan.all_rows * plan.splits);
+      Region<float> values(plan.all_rows * plan.splits * plan.value_width);
       Region<float> scores(team.threads() * kMostRows * kBlock);
       workspace.lay_out(queries, sums, values, scores);
       widen(arguments, plan, queries.data());
@@ -56,23 +57,23 @@ class DecodeAttention final : public AttentionKernel {
       std::atomic<std::int64_t> next{0};
       std::atomic<std::int64_t> next_row{0};
       team.run([&](const Worker& worker) {
-        float* own = scores.data() + worker.index * kMostRows * kBlock;
+        float* scores_of_worker = scores.data() + worker.index * kMostRows * kBlock;
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
         if (arguments.chosen == nullptr) {
-          call.stretches(take, own);
+          call.splits(take, scores_of_worker);
         } else {
-          call.chosen_stretches(take, own);
+          call.chosen_splits(take, scores_of_worker);
         }
         worker.barrier.arrive_and_wait();
-        plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
+        plan.template combine<Element>(arguments, sums.data(), values.data(), next_row, std::identity{});
       });
     });
   }
 
  private:
-  // Of a tile of sums in registers: its rows, and beside this many rows its positions, or vectors of kUnit values.
-  // Fewer than 12 rows in a product of experts are 16 registers, of which Lanes takes two. Scores have 16 to 24 sums in
-  // 32 registers, and 8 or 12 in 16.
+  // The sizes of a tile of sums in registers: kRows rows, by kSides positions of scores or kWide vectors of kUnit
+  // values. An instruction set whose micro-kernel takes fewer than 12 rows has 16 registers, and its Lanes take two
+  // each. Scores then have 8 or 12 sums, and 16 to 24 in 32 registers.
   static constexpr bool kManyRegisters = Isa::kMaxRows >= 12;
   static constexpr int kRows = kPaired ? 6 : kManyRegisters ? 8 : 4;
   template <int kCount>
@@ -88,26 +89,26 @@ class DecodeAttention final : public AttentionKernel {
   template <int kSize>
   struct WideTile {};
 
-  // Calls `body` for runs of rows, each of the largest number that has sums in registers and is left.
+  // Calls `body` for groups of rows, as large as the registers and the rows that are left allow.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
-    std::int64_t each = 0;
-    for (; each + kRows <= count; each += kRows) body(each, RowTile<kRows>{});
+    std::int64_t row = 0;
+    for (; row + kRows <= count; row += kRows) body(row, RowTile<kRows>{});
     if constexpr (kRows > 4) {
-      for (; each + 4 <= count; each += 4) body(each, RowTile<4>{});
+      for (; row + 4 <= count; row += 4) body(row, RowTile<4>{});
     }
     if constexpr (kRows > 2) {
-      for (; each + 2 <= count; each += 2) body(each, RowTile<2>{});
+      for (; row + 2 <= count; row += 2) body(row, RowTile<2>{});
     }
-    for (; each < count; ++each) body(each, RowTile<1>{});
+    for (; row < count; ++row) body(row, RowTile<1>{});
   }
 
   using Ahead = CacheAhead<Element, kBlock>;
   using Chosen = ListedRows<Element>;
   using ChosenAhead = ListedAhead<Element>;
 
-  // Queries, scaled where they are fp32, so that no sum overflows that is finite when scaled; each part is followed by
-  // zeros.
+  // Widens queries. Those in fp32 are scaled here: a sum that is finite when scaled then does not overflow. Zeros
+  // follow each part.
   static void widen(const AttentionArguments& a, const Plan& plan, Query* target) {
     const auto* from = static_cast<const Element*>(a.query);
     const auto part = [&](std::int64_t width, Query* to) {
@@ -133,7 +134,7 @@ class DecodeAttention final : public AttentionKernel {
     RowsOf values;
   };
 
-  // The queries of an item's rows, and what its stretch has added for each of them.
+  // The queries of an item's rows, and the running sums of its split for each of them.
   struct Rows {
     const Query* queries;
     std::int64_t count;
@@ -149,47 +150,48 @@ class DecodeAttention final : public AttentionKernel {
     float* values;
 
     template <class Take>
-    void stretches(const Take& take, float* scores) const {
+    void splits(const Take& take, float* scores) const {
       typename Ahead::Order order(Plan::template head_views<Element>(a, 0));
       Ahead ahead(order);
-      plan.template for_each_stretch<Element>(a, take, ahead, [&](const Item& item) { stretch(item, scores, ahead); });
+      plan.template for_each_split<Element>(a, take, ahead, [&](const Item& item) { split(item, scores, ahead); });
     }
 
-    void stretch(const Item& item, float* scores, Ahead& ahead) const {
+    void split(const Item& item, float* scores, Ahead& ahead) const {
       const HeadViews views = Plan::template head_views<Element>(a, item.head);
       const Rows rows = started(item);
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews of_block = views.of_block<Element>(block);
         using Near = AdjoiningRows<Element>;
-        const Block<Near> own{Near::of(of_block.keys), Near::of(of_block.more_keys), Near::of(of_block.values)};
+        const Block<Near> rows_of_block{Near::of(of_block.keys), Near::of(of_block.more_keys),
+                                        Near::of(of_block.values)};
         ahead.start_block(length, block_work(item.count, length));
-        attend(own, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
+        attend(rows_of_block, rows, length, scores, ahead, [&](std::int64_t row, float* of_row) {
           Plan::hide(a, item.head, item.first + row, block, length, of_row);
         });
       }
     }
 
-    // The same of chosen positions.
+    // The same for chosen positions.
     template <class Take>
-    void chosen_stretches(const Take& take, float* scores) const {
+    void chosen_splits(const Take& take, float* scores) const {
       for (std::int64_t item = take(); item < plan.items; item = take()) {
-        chosen_stretch(Item(item, plan, a), scores);
+        chosen_split(Item(item, plan, a), scores);
       }
     }
 
     HeadViews views_of_chosen(std::int64_t head) const {
-      const std::int64_t sequence = head / a.key_heads / a.sequences, own = head % a.key_heads / a.choosers;
+      const std::int64_t sequence = head / a.key_heads / a.sequences, key_head = head % a.key_heads / a.choosers;
       const auto of_head = [&](CacheView view) {
         if (view.data != nullptr) {
-          view.data = static_cast<const Element*>(view.data) + sequence * view.batch + own * view.head;
+          view.data = static_cast<const Element*>(view.data) + sequence * view.batch + key_head * view.head;
         }
         return view;
       };
       return {of_head(a.keys), of_head(a.more_keys), of_head(a.values)};
     }
 
-    void chosen_stretch(const Item& item, float* scores) const {
+    void chosen_split(const Item& item, float* scores) const {
       const HeadViews cache = views_of_chosen(item.head);
       const std::int32_t* list = a.chosen + item.head * a.positions;
       const std::int64_t count = a.counts[item.head], end = std::min(item.end, count);
@@ -200,33 +202,34 @@ class DecodeAttention final : public AttentionKernel {
         const auto rows_of = [&](const CacheView& view) {
           return Chosen{static_cast<const Element*>(view.data), view.position, list + block, count - block};
         };
-        const Block<Chosen> own{rows_of(cache.keys), rows_of(cache.more_keys), rows_of(cache.values)};
-        attend(own, rows, length, scores, ahead, [&](std::int64_t, float* of_row) { Plan::fill_up(length, of_row); });
+        const Block<Chosen> rows_of_block{rows_of(cache.keys), rows_of(cache.more_keys), rows_of(cache.values)};
+        attend(rows_of_block, rows, length, scores, ahead,
+               [&](std::int64_t, float* of_row) { Plan::fill_up(length, of_row); });
       }
     }
 
-    // Adds a block to what its stretch has for some rows. `hide` marks the scores of a row that do not count.
+    // Adds a block to the running sums of some rows. `hide` masks scores of a row.
     template <class RowsOf, class AnyAhead, class Hide>
     void attend(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores, AnyAhead& ahead,
                 const Hide& hide) const {
       score(block, rows, length, scores, ahead);
-      for (std::int64_t each = 0; each < rows.count; ++each) {
-        hide(each, scores + each * kBlock);
-        exponentiate(length, scores + each * kBlock, rows.sums[each], rows.added + each * plan.value_width, ahead);
+      for (std::int64_t row = 0; row < rows.count; ++row) {
+        hide(row, scores + row * kBlock);
+        exponentiate(length, scores + row * kBlock, rows.sums[row], rows.added + row * plan.value_width, ahead);
       }
       add_values(block, rows, length, scores, ahead);
     }
 
     Rows started(const Item& item) const {
-      const std::int64_t row = item.head * plan.rows + item.first, of_stretch = plan.row_of(item);
-      const Rows rows{queries + row * plan.query_width, item.count, sums + of_stretch,
-                      values + of_stretch * plan.value_width};
+      const std::int64_t row = item.head * plan.rows + item.first, of_split = plan.row_of(item);
+      const Rows rows{queries + row * plan.query_width, item.count, sums + of_split,
+                      values + of_split * plan.value_width};
       std::fill(rows.sums, rows.sums + rows.count, Sums{Plan::kUnseen, 0.0f});
       std::fill(rows.added, rows.added + rows.count * plan.value_width, 0.0f);
       return rows;
     }
 
-    // Work in instructions, roughly: products, loads, and adding lanes up.
+    // Estimates of work in instructions: products, loads, and sums over lanes.
     std::int64_t tile_work(std::int64_t rows, std::int64_t positions) const {
       return rows * positions * (plan.query_width / kUnit + 3);
     }
@@ -241,9 +244,9 @@ class DecodeAttention final : public AttentionKernel {
     template <class RowsOf, class AnyAhead>
     void score(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores,
                AnyAhead& ahead) const {
-      by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        ahead.from_memory(each == 0);
-        row_tile<kCount>(block, rows.queries + each * plan.query_width, length, scores + each * kBlock, ahead);
+      by_rows(rows.count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+        ahead.from_memory(row == 0);
+        row_tile<kCount>(block, rows.queries + row * plan.query_width, length, scores + row * kBlock, ahead);
       });
     }
 
@@ -267,7 +270,7 @@ class DecodeAttention final : public AttentionKernel {
     template <int kCount, int kPositions, class RowsOf>
     [[gnu::noinline]] void tile(const Block<RowsOf>& block, const Query* query, std::int64_t position,
                                 float* scores) const {
-      typename QueryDots<Isa, Element, kCount, kPositions>::Sums sums;
+      typename Isa::template DotSums<Element, kCount, kPositions> sums;
       sums.add(query, plan.query_width, block.keys.from(position), a.keys.width);
       if (a.more_keys.width > 0) {
         sums.add(query + plan.first_width, plan.query_width, block.more_keys.from(position), a.more_keys.width);
@@ -279,7 +282,7 @@ class DecodeAttention final : public AttentionKernel {
       }
     }
 
-    // The weights of a row as bf16, in the place of its scores.
+    // The weights of a row as bf16, stored over its scores.
     static bf16* weights_of(float* scores) { return reinterpret_cast<bf16*>(scores); }
     static const bf16* weights_of(const float* scores) { return reinterpret_cast<const bf16*>(scores); }
 
@@ -291,9 +294,9 @@ class DecodeAttention final : public AttentionKernel {
     template <class RowsOf, class AnyAhead>
     void add_values(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, const float* weights,
                     AnyAhead& ahead) const {
-      by_rows(rows.count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
-        ahead.from_memory(each == 0 && block.values.data != block.keys.data);
-        value_rows<kCount>(block.values, length, weights + each * kBlock, rows.added + each * plan.value_width, ahead);
+      by_rows(rows.count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+        ahead.from_memory(row == 0 && block.values.data != block.keys.data);
+        value_rows<kCount>(block.values, length, weights + row * kBlock, rows.added + row * plan.value_width, ahead);
       });
     }
 
@@ -322,16 +325,17 @@ class DecodeAttention final : public AttentionKernel {
                                        const bf16* weights, float* added, AnyAhead& ahead) const {
       constexpr std::int64_t kWeightStride = kBlock * sizeof(float) / sizeof(bf16);
       typename Isa::template WeightedSums<kCount, kUnits> sum(added, plan.value_width);
-      AnyAhead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
+      AnyAhead local_ahead =
+          ahead;  // a copy: the caller's object has an address, which would keep its members in memory
       sum.add(weights, kWeightStride, of_values, length, column, a.values.width - column, [&](std::int64_t position) {
-        own.step(2 * value_work(kCount, kUnits));
-        own.template fetch<2>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
+        local_ahead.step(2 * value_work(kCount, kUnits));
+        local_ahead.template fetch<2>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
       });
-      ahead = own;
+      ahead = local_ahead;
       sum.store(added, plan.value_width);
     }
 
-    // One of the vectors of a row of which `width` values are left, with zeros behind them.
+    // Vector `unit` of a row with `width` values left, filled up with zeros.
     static Lanes cut(const Element* row, std::int64_t unit, std::int64_t width) {
       Element rest[kHalfPanel] = {};
       const std::int64_t begin = std::min(unit * kHalfPanel, width);
@@ -339,7 +343,7 @@ class DecodeAttention final : public AttentionKernel {
       return widened<Lanes>(rest);
     }
 
-    // `kWhole`: all of the columns are values. Apart, since its loop would compare for each vector.
+    // `kWhole`: no column is padding. A variant of its own, since the loop would otherwise compare for every vector.
     template <int kCount, int kUnits, bool kWhole, class RowsOf, class AnyAhead>
     [[gnu::noinline]] void value_tile(const RowsOf& of_values, std::int64_t length, std::int64_t column,
                                       const float* weights, float* added, AnyAhead& ahead) const {
@@ -350,32 +354,32 @@ class DecodeAttention final : public AttentionKernel {
 #pragma GCC unroll 3
       for (int unit = 0; unit < kUnits; ++unit) {
 #pragma GCC unroll 8
-        for (int each = 0; each < kCount; ++each) {
-          sum[unit][each].value = Lanes::load(added + each * plan.value_width + unit * kHalfPanel);
+        for (int row = 0; row < kCount; ++row) {
+          sum[unit][row].value = Lanes::load(added + row * plan.value_width + unit * kHalfPanel);
         }
       }
       const std::int64_t left = a.values.width - column;
-      AnyAhead own = ahead;
+      AnyAhead local_ahead = ahead;
       for (std::int64_t position = 0; position < length; ++position) {
         const Element* value = of_values[position] + column;
-        own.step(value_work(kCount, kUnits));
-        own.template fetch<1>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
+        local_ahead.step(value_work(kCount, kUnits));
+        local_ahead.template fetch<1>(of_values, position, column, std::min(column + kUnits * kUnit, a.values.width));
 #pragma GCC unroll 3
         for (int unit = 0; unit < kUnits; ++unit) {
           const Lanes values_of = kWhole ? widened<Lanes>(value + unit * kHalfPanel) : cut(value, unit, left);
 #pragma GCC unroll 8
-          for (int each = 0; each < kCount; ++each) {
-            Lanes& total = sum[unit][each].value;
-            total = fused_multiply_add(values_of, Lanes(weights[each * kBlock + position]), total);
+          for (int row = 0; row < kCount; ++row) {
+            Lanes& total = sum[unit][row].value;
+            total = fused_multiply_add(values_of, Lanes(weights[row * kBlock + position]), total);
           }
         }
       }
-      ahead = own;
+      ahead = local_ahead;
 #pragma GCC unroll 3
       for (int unit = 0; unit < kUnits; ++unit) {
 #pragma GCC unroll 8
-        for (int each = 0; each < kCount; ++each) {
-          sum[unit][each].value.store(added + each * plan.value_width + unit * kHalfPanel);
+        for (int row = 0; row < kCount; ++row) {
+          sum[unit][row].value.store(added + row * plan.value_width + unit * kHalfPanel);
         }
       }
     }

@@ -1,5 +1,5 @@
-// Panels of quantised weights: decoded into a scratch that stays in L2, as stored or transposed, and then multiplied
-// like all others. Each is decoded at once, so computation limits the speed.
+// Panels of quantised weights, decoded into a scratch that stays in L2, as stored or transposed, and then multiplied
+// like unquantised ones. A panel is decoded as a whole, not piece by piece beside products.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "ktc/code_products.hpp"
 #include "ktc/coded_panels.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/routing.hpp"
@@ -23,7 +24,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class PanelType>
+template <InstructionSet Isa, WeightPanel PanelType>
 class DecodedPanels : public CodedPanels<Isa, PanelType> {
   using Base = CodedPanels<Isa, PanelType>;
 
@@ -33,6 +34,7 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
   using Products = CodeProducts<Isa, Panel>;
   static constexpr int kStreamRows = Products::kRows;
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
+  static constexpr bool kReadsWords = false;
 
   // `scratch` holds `scratch_size(contraction)` elements.
   DecodedPanels(const PanelPlaces& places, std::int64_t contraction, Element* scratch)
@@ -42,7 +44,7 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
 
   const Element* current(PanelPart part) {
     const std::int64_t block = part.first_k / kPanelWidth;
-    products_.forget();  // what it has was in the scratch
+    products_.forget();  // converted rows were in the scratch
     weight_format::decode_blocks<typename Isa::Lanes, Panel>(this->panel(part.expert, part.panel), block,
                                                              block + part.size_k / kPanelWidth, scratch_);
     return scratch_;
@@ -58,7 +60,7 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
   Products products_;
 };
 
-// Fetches one block from each of several panels, line by line, evenly over `calls` of `step`: a block at once would
+// Fetches one block from each of several panels, line by line, evenly over `calls` of `step`. A block at once would
 // fill a core's queue of misses.
 class FetchBlocksAhead {
  public:
@@ -100,13 +102,14 @@ class FetchBlocksAhead {
 };
 
 // The same matrices transposed: one block of each stored panel is decoded into L1 and transposed into the scratch.
-template <class Isa, class Panel>
+template <InstructionSet Isa, WeightPanel Panel>
 class DecodedTransposedPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = FetchBlocksAhead;
   static constexpr int kStreamRows = 0;
   static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kReadsWords = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
   DecodedTransposedPanels(const CodedPanels<Isa, Panel>& stored, std::int64_t num_panels, Element* scratch)
@@ -145,22 +148,19 @@ class DecodedTransposedPanels {
   Element* scratch_;
 };
 
-// Panels of codes beside scales, of any format.
-template <class Panel>
-concept Decoded = requires { Panel::scales_at(0); };
-
 // The panel source of products with panels of one type.
-template <class Isa, class Panel>
+template <InstructionSet Isa, WeightPanel Panel>
 struct PanelSources {
   using Stored = StoredPanels<Isa>;
   using Transposed = TransposedPanels<Isa>;
 };
-template <class Isa, Decoded Panel>
+template <InstructionSet Isa, WeightPanel Panel>
+  requires(Panel::kDecoded && !MultipliedAsWords<Isa, Panel>)
 struct PanelSources<Isa, Panel> {
   using Stored = DecodedPanels<Isa, Panel>;
   using Transposed = DecodedTransposedPanels<Isa, Panel>;
 };
-template <class Isa, Decoded Panel>
+template <InstructionSet Isa, WeightPanel Panel>
   requires MultipliedAsWords<Isa, Panel>
 struct PanelSources<Isa, Panel> {
   using Stored = WordPanels<Isa, Panel>;

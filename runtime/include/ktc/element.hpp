@@ -54,4 +54,8 @@ struct ElementTraits<double> {
 template <class Element>
 using AccumulatorOf = typename ElementTraits<Element>::Accumulator;
 
+// Neighbours of k of one row, two of 16 bits or four of 8, read as one integer without a violation of the aliasing
+// rules.
+using Neighbours [[gnu::may_alias]] = std::int32_t;
+
 }  // namespace ktc::inline KTC_UNIT

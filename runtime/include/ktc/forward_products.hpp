@@ -37,7 +37,7 @@ class ElementProducts {
   using FirstPanels = typename Layer::FirstSources::Stored;
   using DownPanels = typename Layer::DownSources::Stored;
   static constexpr bool kPacksRows = false;
-  static constexpr bool kReadsActivated = ReadsWords<DownPanels>;
+  static constexpr bool kReadsActivated = DownPanels::kReadsWords;
 
   ElementProducts(const Layer& layer, const Routing& routing, const std::byte* packed, int threads)
       : layer_(layer),
@@ -82,7 +82,7 @@ class ElementProducts {
   template <class Panels, class Epilogue>
   void multiply(PanelQueue& queue, Panels panels, const Element* rows_S, Scratch scratch,
                 const Epilogue& epilogue) const {
-    if constexpr (ReadsWords<Panels>) panels.read(words_S_.data());
+    if constexpr (Panels::kReadsWords) panels.read(words_S_.data());
     sweep<Isa>(routing_, queue, panels, rows_S, scratch.sums, epilogue);
   }
 

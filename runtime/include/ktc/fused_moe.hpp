@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "ktc/concepts.hpp"
 #include "ktc/interface/moe.hpp"
 #include "ktc/interface/text.hpp"
 #include "ktc/moe_backward.hpp"
@@ -21,7 +22,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Format, class Activation, bool kBiased, class Shape>
+template <InstructionSet Isa, class Format, class Activation, bool kBiased, class Shape>
 class FusedMoe final : public MoeKernel {
   using Layer = MoeLayer<Isa, Format, Activation, kBiased, Shape>;
   using Element = typename Layer::Element;
@@ -50,17 +51,11 @@ class FusedMoe final : public MoeKernel {
   }
 
   Coding coding(weight_format::Part part) const override {
-    return Format::with_panel(part, []<class Panel>(Panel) -> Coding {
-      if constexpr (requires { Panel::kCode; }) return {Panel::kCode, Panel::kGroup};
-      return {nullptr, 0};
-    });
+    return Format::with_panel(part, []<class Panel>(Panel) -> Coding { return {Panel::kCode, Panel::kGroup}; });
   }
 
   const char* blocks(weight_format::Part part) const override {
-    return Format::with_panel(part, []<class Panel>(Panel) -> const char* {
-      if constexpr (requires { Panel::kStored; }) return Panel::kStored;
-      return nullptr;
-    });
+    return Format::with_panel(part, []<class Panel>(Panel) { return Panel::kStored; });
   }
 
   std::size_t saved_bytes(std::int64_t tokens, std::int64_t first_rank, std::int64_t down_rank) const override {

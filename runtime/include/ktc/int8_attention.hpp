@@ -2,10 +2,10 @@
 // codes of new keys and values. A number is code * scale.
 //
 // Nothing is decoded. A query becomes words, round(q * 16383 / largest), and its products with codes are sums of
-// integers; the scale of a key is applied to its score. Weights of a block, each times the scale of its value, become
-// words of the largest of them, and their products with codes are sums of integers too. So the only errors beside the
-// cache's own are 2^-15 of a query's largest number and 2^-16 of a block's largest weight, and the sums are those of
-// every instruction set. Stretches are those of `decode_attention.hpp`.
+// integers; the scale of a key is applied to its score. The weights of a block, times the scales of their values, are
+// rounded to 15 bits of the largest, and their products with codes are sums of integers too. So the errors beyond those
+// of the cache are 2^-15 of a query's largest number and 2^-16 of a block's largest weight. Every instruction set
+// computes the same sums. Splits are those of `decode_attention.hpp`.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +19,7 @@
 #include "ktc/attention_plan.hpp"
 #include "ktc/cache_code_products.hpp"
 #include "ktc/cache_view.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
@@ -33,7 +34,7 @@ std::unique_ptr<Int8AttentionKernel> make_int8_attention() {
   return std::make_unique<Kernel>();
 }
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class Int8Attention final : public Int8AttentionKernel {
   using Lanes = typename Isa::Lanes;
   using Products = CacheCodeProducts<Isa>;
@@ -51,8 +52,8 @@ class Int8Attention final : public Int8AttentionKernel {
       Region<std::int16_t> queries(plan.all_rows * plan.query_width);
       Region<float> factors(plan.all_rows * 2);
       Region<float> numbers(plan.query_width);
-      Region<Sums> sums(plan.all_rows * plan.stretches);
-      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Sums> sums(plan.all_rows * plan.splits);
+      Region<float> values(plan.all_rows * plan.splits * plan.value_width);
       Region<Scratch> scratch(team.threads());
       workspace.lay_out(queries, factors, numbers, sums, values, scratch);
       encode_queries(arguments, plan, numbers.data(), queries.data(), factors.data());
@@ -60,15 +61,15 @@ class Int8Attention final : public Int8AttentionKernel {
       std::atomic<std::int64_t> next{0};
       std::atomic<std::int64_t> next_row{0};
       team.run([&](const Worker& worker) {
-        Scratch& own = scratch.data()[worker.index];
+        Scratch& scratch_of_worker = scratch.data()[worker.index];
         typename Ahead::Order order(Plan::template head_views<std::int8_t>(arguments, 0));
         Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
-        plan.template for_each_stretch<std::int8_t>(arguments, take, ahead,
-                                                    [&](const Item& item) { call.stretch(item, own, ahead); });
+        plan.template for_each_split<std::int8_t>(
+            arguments, take, ahead, [&](const Item& item) { call.split(item, scratch_of_worker, ahead); });
         worker.barrier.arrive_and_wait();
-        plan.template put_together<Element>(arguments, sums.data(), values.data(), next_row,
-                                            [](std::int64_t column) { return Products::place(column); });
+        plan.template combine<Element>(arguments, sums.data(), values.data(), next_row,
+                                       [](std::int64_t column) { return Products::place(column); });
       });
     });
   }
@@ -89,7 +90,7 @@ class Int8Attention final : public Int8AttentionKernel {
                         token * to.position;
           auto* scale =
               const_cast<float*>(to.scales) + batch * to.scale_batch + head * to.scale_head + token * to.scale_position;
-          std::transform(row, row + width, numbers.data(), [](Element each) { return static_cast<float>(each); });
+          std::transform(row, row + width, numbers.data(), [](Element value) { return static_cast<float>(value); });
           *scale = quantised(numbers, shifted);
           std::transform(shifted.data(), shifted.data() + width, codes,
                          [](std::uint8_t code) { return static_cast<std::int8_t>(code ^ 0x80); });
@@ -102,7 +103,7 @@ class Int8Attention final : public Int8AttentionKernel {
   using Ahead = CacheAhead<std::int8_t, kBlock>;
   static constexpr float kLeast = 0x1p-100f;
 
-  // Of one worker.
+  // The memory of one worker.
   struct Scratch {
     float scores[kMostRows][kBlock];
     float more_scores[kMostRows][kBlock];
@@ -115,13 +116,13 @@ class Int8Attention final : public Int8AttentionKernel {
 
   static float largest_of(const float* numbers, std::int64_t count) {
     Lanes largest(0.0f);
-    for (std::int64_t each = 0; each < count; each += kHalfPanel) {
-      largest = greater(largest, absolute(Lanes::load(numbers + each)));
+    for (std::int64_t at = 0; at < count; at += kHalfPanel) {
+      largest = greater(largest, absolute(Lanes::load(numbers + at)));
     }
     return largest.greatest();
   }
 
-  // `numbers` has zeros behind a row.
+  // Zeros follow the row in `numbers`.
   static float quantised(const std::vector<float>& numbers, std::vector<std::uint8_t>& shifted) {
     const auto count = static_cast<std::int64_t>(numbers.size());
     const float largest = largest_of(numbers.data(), count);
@@ -131,8 +132,8 @@ class Int8Attention final : public Int8AttentionKernel {
       return finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
     }
     const Lanes inverse(127.0f / largest);
-    for (std::int64_t each = 0; each < count; each += kHalfPanel) {
-      (Lanes::load(numbers.data() + each) * inverse).to_codes(shifted.data() + each);
+    for (std::int64_t at = 0; at < count; at += kHalfPanel) {
+      (Lanes::load(numbers.data() + at) * inverse).to_codes(shifted.data() + at);
     }
     return largest / 127.0f;
   }
@@ -148,10 +149,10 @@ class Int8Attention final : public Int8AttentionKernel {
     }
   }
 
-  // Returns what the products of a part of a query with codes are multiplied by.
+  // Encodes a part of a query as words, and returns the factor that its products with codes are multiplied by.
   static float encode(const Element* from, std::int64_t width, float scale, float* numbers, std::int16_t* codes) {
     const std::int64_t whole = round_up(width, Products::kUnit);
-    std::transform(from, from + width, numbers, [](Element each) { return static_cast<float>(each); });
+    std::transform(from, from + width, numbers, [](Element value) { return static_cast<float>(value); });
     std::fill(numbers + width, numbers + whole, 0.0f);
     const float largest = largest_of(numbers, whole);
     const bool finite = largest <= std::numeric_limits<float>::max();
@@ -169,15 +170,15 @@ class Int8Attention final : public Int8AttentionKernel {
   template <int kUnits>
   struct WideTile {};
 
-  // Calls `body` for runs of rows, each of the largest number that has sums in registers and is left.
+  // Calls `body` for groups of rows, as large as the registers and the rows that are left allow.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
-    std::int64_t each = 0;
-    for (; each + Products::kRows <= count; each += Products::kRows) body(each, RowTile<Products::kRows>{});
+    std::int64_t row = 0;
+    for (; row + Products::kRows <= count; row += Products::kRows) body(row, RowTile<Products::kRows>{});
     if constexpr (Products::kRows > 2) {
-      for (; each + 2 <= count; each += 2) body(each, RowTile<2>{});
+      for (; row + 2 <= count; row += 2) body(row, RowTile<2>{});
     }
-    for (; each < count; ++each) body(each, RowTile<1>{});
+    for (; row < count; ++row) body(row, RowTile<1>{});
   }
 
   struct Call {
@@ -188,7 +189,7 @@ class Int8Attention final : public Int8AttentionKernel {
     Sums* sums;
     float* values;
 
-    void stretch(const Item& item, Scratch& own, Ahead& ahead) const {
+    void split(const Item& item, Scratch& scratch, Ahead& ahead) const {
       const HeadViews views = Plan::template head_views<std::int8_t>(a, item.head);
       const std::int64_t first = item.head * plan.rows + item.first;
       Sums* const of_rows = sums + plan.row_of(item);
@@ -199,21 +200,21 @@ class Int8Attention final : public Int8AttentionKernel {
         const std::int64_t length = std::min(kBlock, item.end - block);
         const HeadViews here = views.of_block<std::int8_t>(block);
         ahead.start_block(length, block_work(item.count, length));
-        score(here.keys, first, 0, item.count, length, own.scores, own.key_scales, ahead);
+        score(here.keys, first, 0, item.count, length, scratch.scores, scratch.key_scales, ahead);
         if (views.more_keys.width > 0) {
-          score(here.more_keys, first, 1, item.count, length, own.more_scores, own.more_scales, ahead);
+          score(here.more_keys, first, 1, item.count, length, scratch.more_scores, scratch.more_scales, ahead);
         }
-        load_scales(here.values, length, own.value_scales);
-        for (std::int64_t each = 0; each < item.count; ++each) {
-          scale(first + each, length, own, each);
-          Plan::hide(a, item.head, item.first + each, block, length, own.scores[each]);
-          weigh(length, own, each, of_rows[each], added + each * plan.value_width, ahead);
+        load_scales(here.values, length, scratch.value_scales);
+        for (std::int64_t row = 0; row < item.count; ++row) {
+          scale(first + row, length, scratch, row);
+          Plan::hide(a, item.head, item.first + row, block, length, scratch.scores[row]);
+          weigh(length, scratch, row, of_rows[row], added + row * plan.value_width, ahead);
         }
-        add_values(here.values, item.count, length, own, added, ahead);
+        add_values(here.values, item.count, length, scratch, added, ahead);
       }
     }
 
-    // Work in instructions, roughly.
+    // Estimates of work in instructions.
     std::int64_t tile_work(std::int64_t rows, std::int64_t positions, std::int64_t width) const {
       return rows * positions * (width / Products::kUnit * 3 / 2 + 6);
     }
@@ -236,21 +237,22 @@ class Int8Attention final : public Int8AttentionKernel {
       if (view.scale_position == 1) {
         std::copy_n(view.scales, length, scales);
       } else {
-        for (std::int64_t each = 0; each < length; ++each) scales[each] = view.scales[each * view.scale_position];
+        for (std::int64_t position = 0; position < length; ++position)
+          scales[position] = view.scales[position * view.scale_position];
       }
       std::fill(scales + length, scales + round_up(length, kHalfPanel), 0.0f);
     }
 
     // Products of one part of the queries with the codes of a block.
-    void score(const CacheView& view, std::int64_t row, int part, std::int64_t count, std::int64_t length,
+    void score(const CacheView& view, std::int64_t first_row, int part, std::int64_t count, std::int64_t length,
                float (*scores)[kBlock], float* scales, Ahead& ahead) const {
       load_scales(view, length, scales);
-      const std::int16_t* query = queries + row * plan.query_width + part * plan.first_width;
-      by_rows(count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
+      const std::int16_t* query = queries + first_row * plan.query_width + part * plan.first_width;
+      by_rows(count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
         constexpr int kSides = Products::kSides;
         const auto tile = [&]<int kWide>(std::int64_t position, RowTile<kWide>) {
-          Products::template dots<kCount, kWide>(query + each * plan.query_width, plan.query_width, at(view, position),
-                                                 view.position, view.width, &scores[each][position], kBlock);
+          Products::template dots<kCount, kWide>(query + row * plan.query_width, plan.query_width, at(view, position),
+                                                 view.position, view.width, &scores[row][position], kBlock);
         };
         std::int64_t position = 0;
         for (; position + kSides <= length; position += kSides) {
@@ -261,23 +263,24 @@ class Int8Attention final : public Int8AttentionKernel {
       });
     }
 
-    // Turns the products of a row into scores.
-    void scale(std::int64_t row, std::int64_t length, Scratch& own, std::int64_t each) const {
-      const Lanes factor(query_factors[2 * row]), more_factor(query_factors[2 * row + 1]);
-      float* const scores = own.scores[each];
+    // Scales the products of a row to scores.
+    // `query` is the row among those of all heads.
+    void scale(std::int64_t query, std::int64_t length, Scratch& scratch, std::int64_t row) const {
+      const Lanes factor(query_factors[2 * query]), more_factor(query_factors[2 * query + 1]);
+      float* const scores = scratch.scores[row];
       for (std::int64_t at = 0; at < length; at += kHalfPanel) {
-        Lanes score = Lanes::load(scores + at) * (factor * Lanes::load(own.key_scales + at));
+        Lanes score = Lanes::load(scores + at) * (factor * Lanes::load(scratch.key_scales + at));
         if (a.more_keys.width > 0) {
-          const Lanes more = more_factor * Lanes::load(own.more_scales + at);
-          score = fused_multiply_add(Lanes::load(own.more_scores[each] + at), more, score);
+          const Lanes more = more_factor * Lanes::load(scratch.more_scales + at);
+          score = fused_multiply_add(Lanes::load(scratch.more_scores[row] + at), more, score);
         }
         score.store(scores + at);
       }
     }
 
     // Turns the scores of a row into codes of exp(score - greatest) times the scale of the value.
-    void weigh(std::int64_t length, Scratch& own, std::int64_t each, Sums& sum, float* added, Ahead& ahead) const {
-      float* const scores = own.scores[each];
+    void weigh(std::int64_t length, Scratch& scratch, std::int64_t row, Sums& sum, float* added, Ahead& ahead) const {
+      float* const scores = scratch.scores[row];
       const float greatest = plan.raise(scores, length, sum, {added}), zero = Plan::without_weight(greatest);
       const Lanes shift(greatest);
       Lanes total(0.0f), most(0.0f), all(0.0f);
@@ -286,33 +289,33 @@ class Int8Attention final : public Int8AttentionKernel {
         const Lanes score = Lanes::load(scores + at);
         const Lanes weight = zero_up_to(zero, score, exp(score - shift));
         total = total + weight;
-        const Lanes scaled = weight * Lanes::load(own.value_scales + at);
+        const Lanes scaled = weight * Lanes::load(scratch.value_scales + at);
         scaled.store(scores + at);
         most = greater(most, scaled);
       }
       sum.total += total.sum();
       const float largest = most.greatest();
       const bool finite = largest <= std::numeric_limits<float>::max();
-      std::int16_t* const weights = own.weights[each];
+      std::int16_t* const weights = scratch.weights[row];
       if (!finite || largest < kLeast) {
         std::fill(weights, weights + kBlock, std::int16_t{0});
-        own.factors[each] = finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+        scratch.factors[row] = finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
         return;
       }
-      own.factors[each] = largest / kWeightCode;
+      scratch.factors[row] = largest / kWeightCode;
       Products::to_codes(scores, kWeightCode / largest, round_up(length, kHalfPanel), weights);
     }
 
-    void add_values(const CacheView& view, std::int64_t count, std::int64_t length, const Scratch& own, float* added,
-                    Ahead& ahead) const {
-      by_rows(count, [&]<int kCount>(std::int64_t each, RowTile<kCount>) {
+    void add_values(const CacheView& view, std::int64_t count, std::int64_t length, const Scratch& scratch,
+                    float* added, Ahead& ahead) const {
+      by_rows(count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
         std::int64_t column = 0;
         const auto units = [&]<int kUnits>(WideTile<kUnits>) {
           for (; column + kUnits * Products::kUnit <= plan.value_width; column += kUnits * Products::kUnit) {
-            Products::template add_rows<kCount, kUnits>(own.weights[each], kBlock, at(view, 0) + column, view.position,
-                                                        length, view.width - column, own.factors + each,
-                                                        added + each * plan.value_width + column, plan.value_width,
-                                                        ahead, value_work(kCount, kUnits));
+            Products::template add_rows<kCount, kUnits>(scratch.weights[row], kBlock, at(view, 0) + column,
+                                                        view.position, length, view.width - column,
+                                                        scratch.factors + row, added + row * plan.value_width + column,
+                                                        plan.value_width, ahead, value_work(kCount, kUnits));
           }
         };
         units(WideTile<Products::kWide>{});

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
@@ -13,13 +14,14 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class IntegerIsa>
+template <IntegerKernel Kernel>
 class IntegerPanels {
  public:
   using Panel = weight_format::Int8Panel;
-  using Ahead = FetchAhead<IntegerIsa>;
-  static constexpr int kStreamRows = IntegerIsa::kStreamRows;
+  using Ahead = FetchAhead<Kernel>;
+  static constexpr int kStreamRows = Kernel::kStreamRows;
   static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kReadsWords = false;
 
   IntegerPanels(const PanelPlaces& places, std::int64_t padded_k)
       : places_(places), contraction_(Panel::contraction(padded_k)) {}

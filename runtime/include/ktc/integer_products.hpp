@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/forward_products.hpp"
 #include "ktc/integer_panels.hpp"
 #include "ktc/isa/integer.hpp"
@@ -22,8 +23,8 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// Turns a tile of integer sums into one of accumulators for the epilogue inside.
-template <class Layer, class Inner>
+// Scales a tile of integer sums to accumulators for the epilogue inside.
+template <class Layer, SweepEpilogue<typename Layer::Isa> Inner>
 class ScaledSums {
  public:
   using Accumulator = typename Layer::Accumulator;
@@ -35,9 +36,7 @@ class ScaledSums {
   ScaledSums(const Panels& panels, const float* scale_S, Accumulator* tile, const Inner& inner)
       : panels_(panels), scale_S_(scale_S), tile_(tile), inner_(inner) {}
 
-  void begin(PanelPart part) const {
-    if constexpr (requires { inner_.begin(part); }) inner_.begin(part);
-  }
+  void begin(PanelPart part) const { inner_.begin(part); }
   void prefetch(const SlotGroup& group, PanelPart part) const { inner_.prefetch(group, part); }
   void complete(IntegerIsa& isa, const SlotGroup& group, PanelPart part, const std::int32_t* sums) const {
     const float* scales = panels_.scales(part);
@@ -53,9 +52,7 @@ class ScaledSums {
     inner_.complete(isa.elements(), group, part, tile_);
   }
   void operator()(const SlotGroup& group, PanelPart part, const std::int32_t*) const { inner_(group, part, tile_); }
-  void end(PanelPart part) const {
-    if constexpr (requires { inner_.end(part); }) inner_.end(part);
-  }
+  void end(PanelPart part) const { inner_.end(part); }
 
  private:
   Panels panels_;
@@ -106,7 +103,7 @@ class IntegerProducts {
     visit(tile_W_);
   }
 
-  // `hidden_S`, the elements themselves, is written where it is not null: LoRA reads them.
+  // Writes the elements to `hidden_S` unless it is null: LoRA reads them.
   void read_hidden(Worker worker, Range groups, const Tokens& hidden_TH, Element* hidden_S) const {
     const std::int64_t contraction = first_.contraction();
     const Range tokens = Range::share(tokens_, worker.index, worker.count);
@@ -161,7 +158,7 @@ class IntegerProducts {
   // The two products' rows share their memory: those of the first are no longer needed when the others are written.
   std::int64_t row_size() const { return std::max(first_.contraction(), down_.contraction()); }
 
-  // Codes have half the size of elements and another padding, so the choice of experts multiplied in blocks differs.
+  // Codes have half the size of elements and another padding, so other experts may be multiplied in blocks.
   PanelQueues<Isa> queues(PanelSet set, const Panels& panels) const {
     set.contraction = panels.contraction();
     set.run_rows = run_rows<Panels>();

@@ -1,12 +1,13 @@
 // The positions that an index estimates to have the greatest scores: of each query head, or of the query heads of a key
-// head together. Every step rounds as in `ktc/attention/key_codes.py` and `selection.py`, so the choice is equal on
-// every machine, for any number of threads.
+// head together. Every step rounds as in `ktc/model/attention/key_codes.py` and `selection.py`, so the choice is equal
+// on every machine, for any number of threads.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/key_codes.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/linear.hpp"
@@ -20,7 +21,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class KeyChoice {
   using Lanes = typename Isa::Lanes;
   using Codes = KeyCodes;
@@ -50,9 +51,9 @@ class KeyChoice {
       team.run([&](const Worker& worker) {
         call.prepare(worker, numbers.data() + worker.index * width);
         worker.barrier.arrive_and_wait();
-        std::int32_t* own = scratch.data() + worker.index * Top::scratch(a.length);
+        std::int32_t* scratch_of_worker = scratch.data() + worker.index * Top::scratch(a.length);
         for (std::int64_t head = 0; head < sizes.heads; head += sizes.together) {
-          call.choose_for(head, std::min(sizes.together, sizes.heads - head), worker, own);
+          call.choose_for(head, std::min(sizes.together, sizes.heads - head), worker, scratch_of_worker);
           worker.barrier.arrive_and_wait();
         }
       });
@@ -123,12 +124,12 @@ class KeyChoice {
   // Calls `body` for runs of rows, of the largest number that has sums in registers and is left.
   template <class Body>
   static void by_rows(std::int64_t count, const Body& body) {
-    std::int64_t each = 0;
+    std::int64_t row = 0;
     if constexpr (Dots::kMostRows >= 8) {
-      for (; each + 8 <= count; each += 8) body(each, Rows<8>{});
+      for (; row + 8 <= count; row += 8) body(row, Rows<8>{});
     }
-    for (; each + 4 <= count; each += 4) body(each, Rows<4>{});
-    for (; each < count; ++each) body(each, Rows<1>{});
+    for (; row + 4 <= count; row += 4) body(row, Rows<4>{});
+    for (; row < count; ++row) body(row, Rows<1>{});
   }
 
   struct Call {
@@ -163,8 +164,8 @@ class KeyChoice {
         rows[row].batch = row / (a.key_heads * sizes.rows);
         rows[row].token = row % a.tokens;
       }
-      for (std::int64_t each = worker.index; each < a.batch * a.tokens; each += worker.count) {
-        bounds[each] = bounds_of(each / a.tokens, each % a.tokens);
+      for (std::int64_t token = worker.index; token < a.batch * a.tokens; token += worker.count) {
+        bounds[token] = bounds_of(token / a.tokens, token % a.tokens);
       }
     }
 
@@ -188,19 +189,19 @@ class KeyChoice {
         worker.barrier.arrive_and_wait();
       };
       if (a.shared) {
-        each_of(sizes.sampled.blocks(), [&](std::int64_t place, std::int64_t each) { sample(head, place, each); });
+        each_of(sizes.sampled.blocks(), [&](std::int64_t place, std::int64_t block) { sample(head, place, block); });
         each_of(sizes.rows, [&](std::int64_t place, std::int64_t row) {
           const std::int64_t of_row = sizes.sampled.blocks() * kKeysTogether;
-          Row& found = rows[(head + place) * sizes.rows + row];
-          found.shift = Shared::shift(samples + (place * sizes.rows + row) * of_row, of_row);
+          Row& changed = rows[(head + place) * sizes.rows + row];
+          changed.shift = Shared::shift(samples + (place * sizes.rows + row) * of_row, of_row);
         });
         each_of(sizes.stretches, [&](std::int64_t place, std::int64_t stretch) { weigh(head, place, stretch); });
         each_of(sizes.rows, [&](std::int64_t place, std::int64_t row) {
-          Row& found = rows[(head + place) * sizes.rows + row];
-          found.inverse = Shared::inverse(sums_of(place, row, 0), sizes.stretches, sizes.rows * kKeysTogether);
+          Row& changed = rows[(head + place) * sizes.rows + row];
+          changed.inverse = Shared::inverse(sums_of(place, row, 0), sizes.stretches, sizes.rows * kKeysTogether);
         });
-        each_of(a.tokens * sizes.stretches, [&](std::int64_t place, std::int64_t each) {
-          add_heads(head, place, each / sizes.stretches, each % sizes.stretches);
+        each_of(a.tokens * sizes.stretches, [&](std::int64_t place, std::int64_t item) {
+          add_heads(head, place, item / sizes.stretches, item % sizes.stretches);
         });
       } else {
         each_of(sizes.stretches, [&](std::int64_t place, std::int64_t stretch) { estimate(head, place, stretch); });
@@ -223,9 +224,9 @@ class KeyChoice {
       by_runs(stretch, [&](std::int64_t first, std::int64_t count) {
         const std::int64_t position = first * kKeysTogether;
         const bool all = seen_by_all(position, count);
-        estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& found) {
+        estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& estimated) {
           std::int32_t* to = scores + (place * sizes.rows + row) * sizes.stride + position;
-          for (std::int64_t block = 0; block < count; ++block) order(found(block), to + block * kKeysTogether);
+          for (std::int64_t block = 0; block < count; ++block) order(estimated(block), to + block * kKeysTogether);
           for (std::int64_t at = 0; !all && at < count * kKeysTogether; at += kKeysTogether) {
             hide(of_row.batch, of_row.token, position + at, to + at, kHidden);
           }
@@ -242,11 +243,11 @@ class KeyChoice {
     }
 
     // The scores of the `each`-th sampled block.
-    void sample(std::int64_t head, std::int64_t place, std::int64_t each) const {
-      const std::int64_t first = sizes.sampled.at(each), position = first * kKeysTogether;
-      estimates(head + place, first, 1, [&](std::int64_t row, const Row& of_row, const auto& found) {
-        float* to = samples + ((place * sizes.rows + row) * sizes.sampled.blocks() + each) * kKeysTogether;
-        (found(0) * Lanes(Shared::kPartsOfE)).store(to);
+    void sample(std::int64_t head, std::int64_t place, std::int64_t sampled) const {
+      const std::int64_t first = sizes.sampled.at(sampled), position = first * kKeysTogether;
+      estimates(head + place, first, 1, [&](std::int64_t row, const Row& of_row, const auto& estimated) {
+        float* to = samples + ((place * sizes.rows + row) * sizes.sampled.blocks() + sampled) * kKeysTogether;
+        (estimated(0) * Lanes(Shared::kPartsOfE)).store(to);
         if (!seen_by_all(position, 1)) hide(of_row.batch, of_row.token, position, to, kUnseen);
       });
     }
@@ -256,12 +257,12 @@ class KeyChoice {
       for (std::int64_t row = 0; row < sizes.rows; ++row) Lanes(0.0f).store(sums_of(place, row, stretch));
       by_runs(stretch, [&](std::int64_t first, std::int64_t count) {
         const bool all = seen_by_all(first * kKeysTogether, count);
-        estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& found) {
+        estimates(head + place, first, count, [&](std::int64_t row, const Row& of_row, const auto& estimated) {
           const Lanes parts(Shared::kPartsOfE), shift(of_row.shift);
           Lanes sum = Lanes::load(sums_of(place, row, stretch));
           bf16* to = weights_of(place, first, row);
           for (std::int64_t block = 0; block < count; ++block, to += sizes.rows * kKeysTogether) {
-            Lanes weight = of_bits(found(block) * parts + shift);
+            Lanes weight = of_bits(estimated(block) * parts + shift);
             if (!all) {
               float numbers[kKeysTogether];
               weight.store(numbers);
@@ -311,11 +312,11 @@ class KeyChoice {
         };
         multiply_all(Blocks<Dots::kMostBlocks>{});
         multiply_all(Blocks<1>{});
-        for (int each = 0; each < kCount; ++each) {
-          const Row& of_row = rows[head * sizes.rows + row + each];
+        for (int place = 0; place < kCount; ++place) {
+          const Row& of_row = rows[head * sizes.rows + row + place];
           const Lanes factor(of_row.factor);
-          use(row + each, of_row, [&](std::int64_t block) {
-            const std::int32_t* of_keys = of_codes + (block * kCount + each) * kKeysTogether;
+          use(row + place, of_row, [&](std::int64_t block) {
+            const std::int32_t* of_keys = of_codes + (block * kCount + place) * kKeysTogether;
             const Lanes scale = widened<Lanes>(scales + block * kKeysTogether);
             return Lanes::from_integers(of_keys, of_row.offsets) * scale * factor;
           });

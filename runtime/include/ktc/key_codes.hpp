@@ -1,5 +1,6 @@
 // Keys as codes of few bits: centred, rotated by Hadamard matrices with fixed signs, and rounded to 4 bits with a scale
-// or to their signs. Every step rounds as in `ktc/attention/key_codes.py`, so the codes are equal on every machine.
+// or to their signs. Every step rounds as in `ktc/model/attention/key_codes.py`, so the codes are equal on every
+// machine.
 #pragma once
 
 #include <algorithm>
@@ -86,13 +87,13 @@ struct KeyCodes {
 
   // A NaN counts as greater than any number.
   static float greatest(const float* numbers, std::int64_t width) {
-    float found = 0.0f, invalid = 0.0f;
+    float greatest_number = 0.0f, invalid = 0.0f;
     for (std::int64_t k = 0; k < width; ++k) {
       const float magnitude = std::abs(numbers[k]);
-      found = magnitude > found ? magnitude : found;
+      greatest_number = magnitude > greatest_number ? magnitude : greatest_number;
       invalid = numbers[k] != numbers[k] ? numbers[k] : invalid;
     }
-    return invalid != invalid ? invalid : found;
+    return invalid != invalid ? invalid : greatest_number;
   }
 
   // To nearest even, at most `largest`; NaN becomes 0.

@@ -1,6 +1,5 @@
 // Products of the codes of 16 keys with those of queries: unsigned ones of 4 bits or 1 bit with signed bytes, summed in
-// 32 bits. Sums are exact, so every instruction set has the same. This is the plain version; the header of an
-// instruction set has its own.
+// 32 bits. Sums are exact, so every instruction set has the same. Its header `ktc/isa/NAME_key_dots.hpp` chooses them.
 //
 // Groups of 64 bytes have four bytes per key. Of codes of 4 bits, the low halves have neighbours 0 to 3, and the high
 // ones 4 to 7. Of codes of one bit, the lowest bits have neighbours 0 to 3, the next bits 4 to 7, and so on up to 31.
@@ -43,7 +42,10 @@ struct SignTables {
 };
 
 template <class Isa>
-struct KeyDots {
+struct KeyDots;
+
+// In plain C++.
+struct PlainKeyDots {
   static constexpr int kMostRows = 4;
   static constexpr int kMostBlocks = 1;   // of 16 keys that are multiplied at a time
   static constexpr bool kTables = false;  // whether products with bits are `of_tables`, the same sums

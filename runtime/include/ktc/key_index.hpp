@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/key_choice.hpp"
 #include "ktc/key_codes.hpp"
 #include "ktc/shape.hpp"
@@ -15,7 +16,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class KeyIndex {
   using Codes = KeyCodes;
 
@@ -28,9 +29,9 @@ class KeyIndex {
       Region<float> numbers(team.threads() * round_up(width, kHalfPanel));
       workspace.lay_out(numbers);
       team.run([&](const Worker& worker) {
-        float* own = numbers.data() + worker.index * round_up(width, kHalfPanel);
+        float* numbers_of_worker = numbers.data() + worker.index * round_up(width, kHalfPanel);
         for (std::int64_t item = worker.index; item < heads * blocks; item += worker.count) {
-          encode_block(a, item / blocks, first + item % blocks, own);
+          encode_block(a, item / blocks, first + item % blocks, numbers_of_worker);
         }
       });
     });

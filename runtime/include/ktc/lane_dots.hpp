@@ -17,6 +17,8 @@ class LaneDots {
   using Lanes = typename Isa::Lanes;
 
  public:
+  using Query = float;
+
   // `a` is followed by zeros up to a multiple of kHalfPanel; b[column] points to the numbers of a column.
   template <class Rows>
   [[gnu::always_inline]] void add(const float* a, std::int64_t a_stride, const Rows& b, std::int64_t width) {
@@ -48,13 +50,9 @@ class LaneDots {
   [[gnu::always_inline]] void store(float* target, std::int64_t stride) const {
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row, target += stride) {
-      if constexpr (requires { &Lanes::store_sums; }) {  // one order of addition for any number of columns
-        float sums[4];
-        Lanes::store_sums(sum(row, 0), sum(row, 1), sum(row, 2), sum(row, 3), sums);
-        std::copy(sums, sums + kColumns, target);
-      } else {
-        for (int column = 0; column < kColumns; ++column) target[column] = sums_[row][column].value.sum();
-      }
+      float sums[4];
+      Lanes::store_sums(sum(row, 0), sum(row, 1), sum(row, 2), sum(row, 3), sums);
+      std::copy(sums, sums + kColumns, target);
     }
   }
 
@@ -67,20 +65,6 @@ class LaneDots {
     return column < kColumns ? sums_[row][column].value : Lanes(0.0f);
   }
   Sum sums_[kRows][kColumns];
-};
-
-// The class for an instruction set and a type of keys: its own `DotSums`, or `LaneDots`.
-template <class Isa, class Element, int kRows, int kColumns>
-struct QueryDots {
-  using Query = float;
-  using Sums = LaneDots<Isa, Element, kRows, kColumns>;
-};
-
-template <class Isa, class Element, int kRows, int kColumns>
-  requires requires { typename Isa::template DotSums<Element, kRows, kColumns>; }
-struct QueryDots<Isa, Element, kRows, kColumns> {
-  using Sums = typename Isa::template DotSums<Element, kRows, kColumns>;
-  using Query = typename Sums::Query;
 };
 
 }  // namespace ktc::inline KTC_UNIT

@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/linear.hpp"
 #include "ktc/linear_panels.hpp"
@@ -37,12 +38,8 @@ template <class Lanes, class Element>
 [[gnu::always_inline]] inline Lanes widened(const Element* source) {
   if constexpr (std::is_same_v<Element, float>) {
     return Lanes::load(source);
-  } else if constexpr (requires { Lanes::from_elements(source); }) {
-    return Lanes::from_elements(source);
   } else {
-    float values[kHalfPanel];
-    for (int lane = 0; lane < kHalfPanel; ++lane) values[lane] = static_cast<float>(source[lane]);
-    return Lanes::load(values);
+    return Lanes::from_elements(source);
   }
 }
 
@@ -55,7 +52,7 @@ Element narrowed(float value) {
     return Element(value);
 }
 
-template <class Isa, class Element>
+template <InstructionSet Isa, class Element>
 class Linear final : public LinearKernel {
   using Lanes = typename Isa::Lanes;
 
@@ -91,12 +88,12 @@ class Linear final : public LinearKernel {
 
  private:
   static constexpr std::int64_t kAtATime = 16;  // outputs that a worker takes together
-  // Sums of an output, side by side: a single chain of additions would wait for its own latency, not for memory.
+  // Independent sums of an output: a single chain of additions would be limited by its latency, not by memory.
   static constexpr int kChains = Isa::kMaxRows >= 12 ? 4 : 2;
   static constexpr std::int64_t kStep = kChains * kHalfPanel;
-  // Rows of x, for which a row of W is loaded once. Sums of four fill all registers of AVX2 and would be spilled.
+  // Rows of x that share a load of a row of W. Sums of four rows would fill all registers of AVX2.
   static constexpr int kRowsTogether = kChains == 4 ? 4 : 3;
-  // Of x, at most, for a stretch. An L1 of 32 KB has space beside it for the lines that are fetched meanwhile.
+  // The most bytes of x in a stretch. An L1 of 32 KB has space beside them for the lines that are fetched meanwhile.
   static constexpr std::int64_t kStretchBytes = 16384;
   static constexpr std::int64_t kBytesAhead = 8192;  // of W in L1; with 4 KB, four rows read 23 GB/s instead of 28
 
@@ -116,7 +113,7 @@ class Linear final : public LinearKernel {
     });
   }
 
-  // As fp32, each row followed by zeros up to whole lanes.
+  // Widens x to fp32, with zeros after each row up to whole lanes.
   static void widen_rows(const LinearArguments& arguments, float* x, std::int64_t padded) {
     const auto* from = static_cast<const Element*>(arguments.x);
     for (std::int64_t row = 0; row < arguments.rows; ++row, from += arguments.inputs, x += padded) {
@@ -200,19 +197,19 @@ class Linear final : public LinearKernel {
       Sum sums[kRows][kChains];
       const auto for_each_sum = [&](auto&& body) {
 #pragma GCC unroll 4
-        for (int each = 0; each < kRows; ++each) {
+        for (int of_x = 0; of_x < kRows; ++of_x) {
 #pragma GCC unroll 4
           for (int chain = 0; chain < kChains; ++chain) {
-            body(sums[each][chain].lanes, unfinished + each * kStep + chain * kHalfPanel);
+            body(sums[of_x][chain].lanes, unfinished + of_x * kStep + chain * kHalfPanel);
           }
         }
       };
       const auto add = [&](int chain, const Element* at, std::int64_t column) {
         const Lanes weights = widened<Lanes>(at);
 #pragma GCC unroll 4
-        for (int each = 0; each < kRows; ++each) {
-          Lanes& sum = sums[each][chain].lanes;
-          sum = fused_multiply_add(weights, Lanes::load(values + each * padded + column), sum);
+        for (int of_x = 0; of_x < kRows; ++of_x) {
+          Lanes& sum = sums[of_x][chain].lanes;
+          sum = fused_multiply_add(weights, Lanes::load(values + of_x * padded + column), sum);
         }
       };
       if (columns.begin > 0) for_each_sum([](Lanes& sum, const float* at) { sum = Lanes::load(at); });
@@ -233,12 +230,12 @@ class Linear final : public LinearKernel {
         add(0, rest, whole);
       }
 #pragma GCC unroll 4
-      for (int each = 0; each < kRows; ++each) {
+      for (int of_x = 0; of_x < kRows; ++of_x) {
 #pragma GCC unroll 4
         for (int chain = 1; chain < kChains; ++chain) {
-          sums[each][0].lanes = sums[each][0].lanes + sums[each][chain].lanes;
+          sums[of_x][0].lanes = sums[of_x][0].lanes + sums[of_x][chain].lanes;
         }
-        put(row + each, output, sums[each][0].lanes.sum());
+        put(row + of_x, output, sums[of_x][0].lanes.sum());
       }
     }
 

@@ -16,8 +16,9 @@
 #include <cstdint>
 #include <utility>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
-#include "ktc/moe_sweep.hpp"
+#include "ktc/packed_slots.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/team.hpp"
 #include "ktc/tensor_view.hpp"
@@ -70,7 +71,7 @@ class WidenedRows {
   }
 };
 
-template <class Isa>
+template <InstructionSet Isa>
 class PanelProduct {
   using Lanes = typename Isa::Lanes;
 
@@ -92,11 +93,11 @@ class PanelProduct {
         team.run([&](const Worker& worker) {
           product.pack_rows(Range::share(product.groups_, worker.index, worker.count));
           worker.barrier.arrive_and_wait();
-          float* own = scratch.data() + worker.index * kScratch;
+          float* scratch_of_worker = scratch.data() + worker.index * kScratch;
           for (;;) {
             const std::int64_t task = next.fetch_add(1, std::memory_order_relaxed);
             if (task >= product.panels_ * product.parts_) return;
-            product.compute(task / product.parts_, task % product.parts_, own);
+            product.compute(task / product.parts_, task % product.parts_, scratch_of_worker);
           }
         });
       }
@@ -109,7 +110,8 @@ class PanelProduct {
   // Of the contraction: 32 KB of a panel, which stay in L1 for all groups.
   static constexpr std::int64_t kStretch = 256;
   // Rows that are packed together, to be read by all threads from L3: those of 16 MB. With fewer groups than the
-  // least, packing a panel would take too much of the time. The plan counts on both (ktc/plan/working_memory.py).
+  // least, packing a panel would take too much of the time. The plan counts on both
+  // (ktc/stages/plan/working_memory.py).
   static constexpr std::int64_t kRowBytes = std::int64_t{16} << 20;
   static constexpr std::int64_t kMostGroups = 128;
   static constexpr std::int64_t kFewestGroups = 16;

@@ -32,7 +32,7 @@ class ListedAhead {
   explicit ListedAhead(std::int64_t width)
       : rows_(std::max<std::int64_t>(kLeast, kBytes / (width * static_cast<std::int64_t>(sizeof(Element))))) {}
 
-  // Whether the rows that are read next come from memory: not those that another tile has read.
+  // Whether the rows that are read next come from memory. Those that another tile has read do not.
   void from_memory(bool whether) { active_ = whether; }
 
   // Columns [begin, end) of kRows rows from `row` on are read next.
@@ -42,8 +42,8 @@ class ListedAhead {
     asm volatile("");  // GCC drops a function that only prefetches
     if (!active_) return;
 #pragma GCC unroll 4
-    for (int each = 0; each < kRows; ++each) {
-      const Element* ahead = rows[std::min(row + each + rows_, rows.count - 1)];
+    for (int index = 0; index < kRows; ++index) {
+      const Element* ahead = rows[std::min(row + index + rows_, rows.count - 1)];
       const auto* line = reinterpret_cast<const char*>(ahead + begin);
       line -= reinterpret_cast<std::uintptr_t>(line) % kCacheLine;
       for (; line < reinterpret_cast<const char*>(ahead + end); line += kCacheLine) __builtin_prefetch(line, 0, 3);

@@ -1,8 +1,8 @@
 // LoRA on a product of the experts: y = (W + s B A) x, of which only u = s A x is computed, `rank` values per slot.
 //
-// Masters are accumulators (fp32), rounded to elements where they are multiplied. Backward of such a product, with d
-// the gradient of its output: v = s B^T d; dx += A^T v; and, summed over the slots of an expert, dA = v x^T and dB = d
-// u^T. A low-rank value is kept twice: packed as the micro-kernel reads it, and as plain rows for the gradients.
+// Master weights are accumulators (fp32), rounded to elements where they are multiplied. With d the gradient of the
+// output, backward computes v = s B^T d, dx += A^T v, and, summed over the slots of an expert, dA = v x^T and dB = d
+// u^T. Low-rank values are stored twice: packed as the micro-kernel reads them, and as plain rows for the gradients.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace ktc::inline KTC_UNIT {
 // Rows of the plain low-rank values and of gradients' tiles are this much or a multiple: they live in registers.
 inline constexpr std::int64_t kRankUnit = 8;
 inline constexpr std::int64_t kMaxRank = 128;
-// Packed values are contracted over: tiles take 32 neighbours at once, the other ISAs need only half of them.
+// Packed values are contracted over: tiles take 32 neighbours at once, other instruction sets 16.
 template <class Isa>
 inline constexpr std::int64_t kPackedRankUnit = Isa::kBlocked ? kPanelWidth : kHalfPanel;
 
@@ -247,7 +247,7 @@ class LoraPanels {
  private:
   static constexpr std::int64_t kDepth = ElementTraits<Element>::kDepth;
 
-  // Masters, rounded.
+  // Rounds master weights to elements.
   static void round(const Accumulator* source, std::int64_t count, Element* target) {
     const std::int64_t whole = count / kHalfPanel * kHalfPanel;
     for (std::int64_t i = 0; i < whole; i += kHalfPanel) Lanes::load(source + i).to_elements(target + i);

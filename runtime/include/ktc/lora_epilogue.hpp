@@ -1,5 +1,5 @@
-// The parts of LoRA in the sweeps of a layer: the low-rank part of each tile, added before its epilogue, and in
-// backward the factors' gradients, from values of the epilogues.
+// LoRA in the sweeps of a layer: the low-rank part of each tile, added before its epilogue, and in backward the
+// gradients of the factors, from values of the epilogues.
 //
 // A panel's share of a gradient is summed by the worker that owns the panel, in the order of the slots, and added to
 // the whole when the panel ends: no result depends on the number of workers.
@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/lora.hpp"
 #include "ktc/moe_layer.hpp"
 #include "ktc/unit.hpp"
@@ -53,7 +54,7 @@ class LoraScratch {
 };
 
 // Adds `values` times the panel that `pack(product, expert, panel, scratch)` makes to each tile, then calls `inner`.
-template <class Layer, class Pack, class Inner>
+template <class Layer, class Pack, TileEpilogue<typename Layer::Accumulator> Inner>
 class WithLora {
  public:
   using Isa = typename Layer::Isa;
@@ -67,7 +68,7 @@ class WithLora {
 
   void begin(PanelPart part) const {
     if (product_.active()) pack_(product_, part.expert, part.panel, scratch_);
-    if constexpr (requires { inner_.begin(part); }) inner_.begin(part);
+    inner_.begin(part);
   }
   void prefetch(const SlotGroup& group, PanelPart part) const { inner_.prefetch(group, part); }
   void complete(Isa& isa, const SlotGroup& group, PanelPart, Accumulator* tile) const {
@@ -82,9 +83,7 @@ class WithLora {
     }
   }
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const { inner_(group, part, tile); }
-  void end(PanelPart part) const {
-    if constexpr (requires { inner_.end(part); }) inner_.end(part);
-  }
+  void end(PanelPart part) const { inner_.end(part); }
 
  private:
   const LoraProduct<Layer>& product_;
@@ -108,7 +107,7 @@ class LoraSums {
   std::int64_t size(std::int64_t halves) const { return halves * product_.row_rank() * kHalfPanel; }
   void clear(std::int64_t halves) const { std::fill(sums_, sums_ + size(halves), Accumulator{}); }
 
-  // Of each row 16 elements, and `row_rank()` factors.
+  // Adds rows of 16 elements, times `row_rank()` factors for each row.
   void add(std::int64_t half, const Element* const* rows, int num_rows, const Accumulator* factors) const {
     const std::int64_t rank = product_.row_rank();
     for (std::int64_t first = 0; first < rank; first += kRankUnit) {
@@ -224,7 +223,7 @@ class LoraColumnGradients {
 
 // Gradients from a panel of 32 hidden columns: of A of the first product, from the hidden states, and of down's B, from
 // the gradient of the output. An epilogue around that of the last product of backward.
-template <class Layer, class Inner>
+template <class Layer, TileEpilogue<typename Layer::Accumulator> Inner>
 class LoraHiddenGradients {
  public:
   using Element = typename Layer::Element;
@@ -258,7 +257,7 @@ class LoraHiddenGradients {
     prefetch_tokens(group, part);
   }
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
-    prefetch_tokens(group, part);  // again: they share few sets of L1, so the product has evicted them
+    prefetch_tokens(group, part);  // again: the product has evicted them from the few sets of L1 that they share
     inner_(group, part, tile);
     if (first_.active()) {
       add(group, part, hidden_TH_, first_sums_, first_values_.rows(first_, group.first_slot));

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "ktc/concepts.hpp"
 #include "ktc/interface/moe.hpp"
 #include "ktc/lora_backward.hpp"
 #include "ktc/moe_forward.hpp"

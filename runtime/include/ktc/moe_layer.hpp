@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ktc/concepts.hpp"
 #include "ktc/decoded_panels.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/panel_places.hpp"
@@ -17,7 +18,7 @@
 
 namespace ktc::inline KTC_UNIT {
 
-template <class IsaType, class FormatType, class ActivationType, bool kHasBiases, class ShapeType>
+template <InstructionSet IsaType, class FormatType, class ActivationType, bool kHasBiases, class ShapeType>
 struct MoeLayer {
   using Isa = IsaType;
   using Format = FormatType;
@@ -27,9 +28,9 @@ struct MoeLayer {
   using Lanes = typename Isa::Lanes;
   using FirstSources = PanelSources<Isa, typename Format::FirstPanel>;
   using DownSources = PanelSources<Isa, typename Format::DownPanel>;
-  // Forward multiplies the codes with rows quantised to integers; backward and LoRA still compute in elements.
-  static constexpr bool kIntegerProducts = requires { Format::FirstPanel::kIntegerProducts; };
-  static_assert(kIntegerProducts == requires { Format::DownPanel::kIntegerProducts; }, "both products or none");
+  // Forward multiplies codes with rows quantised to integers. Backward and LoRA compute in elements.
+  static constexpr bool kIntegerProducts = Format::FirstPanel::kIntegerProducts;
+  static_assert(kIntegerProducts == Format::DownPanel::kIntegerProducts, "both products or none");
   static constexpr bool kBiased = kHasBiases;
   static constexpr bool kGated = Activation::kGated;
   // Vectors of a first panel for one half panel of intermediate columns: gate and up, or up alone.
@@ -56,7 +57,7 @@ struct MoeLayer {
   }
   // Outputs of the first product, padded: of gate and up, or of up alone.
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }
-  // `scratch` is `panel_scratch()` elements of a worker's own.
+  // `scratch` is `panel_scratch()` elements of one worker.
   auto first_panels(const std::byte* packed, Element* scratch) const {
     return typename FirstSources::Stored(format.first_places(packed), format.first_contraction(), scratch);
   }
@@ -159,6 +160,8 @@ class FirstEpilogue {
   FirstEpilogue(const Layer& layer, const std::byte* packed, Element* activated_S, Element* saved_S)
       : layer_(layer), packed_(packed), activated_S_(activated_S), saved_S_(saved_S) {}
 
+  void begin(PanelPart) const {}
+  void end(PanelPart) const {}
   void prefetch(const SlotGroup& group, PanelPart part) const {
     constexpr std::int64_t kColumns = Layer::kHalvesPerFirstPanel * kHalfPanel;
     if (saved_S_ != nullptr) layer_.prefetch_saved(saved_S_, group, part.panel * kColumns, kColumns);
@@ -274,6 +277,8 @@ class AddToTokens {
               const std::byte* packed)
       : layer_(layer), routing_(routing), sums_(sums), weight_S_(weight_S), packed_(packed) {}
 
+  void begin(PanelPart) const {}
+  void end(PanelPart) const {}
   void prefetch(const SlotGroup& group, PanelPart part) const {
     for (int row = 0; row < group.rows; ++row) sums_.prefetch(routing_.token(group.first_slot + row), part.panel);
   }

@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "ktc/concepts.hpp"
 #include "ktc/decoded_panels.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/packed_linear.hpp"
@@ -37,7 +38,7 @@ std::unique_ptr<PackedLinearKernel> make_packed_linear() {
   return std::make_unique<Kernel>();
 }
 
-template <class Isa, class Panel>
+template <InstructionSet Isa, WeightPanel Panel>
 class PackedLinear final : public PackedLinearKernel {
   using Lanes = typename Isa::Lanes;
   using Accumulator = typename Isa::Accumulator;
@@ -87,10 +88,10 @@ class PackedLinear final : public PackedLinearKernel {
         gather_slots<Isa>(routing, x, padded, groups, rows.data());
         rows_to_words<Panels>(routing, groups, padded, rows.data(), words.data());
         worker.barrier.arrive_and_wait();
-        Panels own(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded));
-        if constexpr (ReadsWords<Panels>) own.read(words.data());
-        sweep<Isa>(routing, queues.of(worker.index), own, rows.data(), sums.data() + worker.index * sums_at_hand<Isa>(),
-                   Output{arguments});
+        Panels panels_of_worker(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded));
+        if constexpr (Panels::kReadsWords) panels_of_worker.read(words.data());
+        sweep<Isa>(routing, queues.of(worker.index), panels_of_worker, rows.data(),
+                   sums.data() + worker.index * sums_at_hand<Isa>(), Output{arguments});
       });
     });
   }

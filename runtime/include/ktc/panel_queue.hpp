@@ -1,6 +1,5 @@
-// The assignment of panels of a sweep to workers: a free worker takes the next few, expert by expert. The cores of a
-// shared machine differ in speed, by four times where one of them has a busy neighbour; fixed shares would wait for the
-// slowest.
+// Assigns the panels of a sweep to workers: a free worker takes the next few, expert by expert. The cores of a shared
+// machine differ in speed, by a factor of four where one has a busy neighbour. Fixed shares would wait for the slowest.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The source of a product's weight panels: as stored, or transposed.
 //
-// Both return one part of a panel after the other, in the order of a sweep, and prepare the next one while the current
-// one is multiplied. For that the micro-kernel calls `Ahead` at each of its steps.
+// Both return the parts of panels in the order of a sweep, and prepare the next part while the current one is
+// multiplied. For that the micro-kernel calls `Ahead` at each of its steps.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "ktc/concepts.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
@@ -18,25 +19,17 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// A panel, or of its contraction the stretch [first_k, first_k + size_k), whole blocks.
-struct PanelPart {
-  std::int64_t expert;
-  std::int64_t panel;
-  std::int64_t first_k;
-  std::int64_t size_k;
-};
-
 // One matrix per expert, as it is packed.
-template <class Isa>
+template <InstructionSet Isa>
 class StoredPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = FetchAhead<Isa>;
-  // So few rows of an expert are multiplied while read from memory.
   static constexpr int kStreamRows = Isa::kStreamRows;
   static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kReadsWords = false;
 
-  // No scratch is needed; quantised weights take one.
+  // The last argument is the scratch that decoded panels take.
   StoredPanels(const PanelPlaces& places, std::int64_t contraction, Element*)
       : places_(places), contraction_(contraction) {}
 
@@ -63,12 +56,12 @@ class StoredPanels {
   std::int64_t contraction_;
 };
 
-// Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`. Between the products the same
-// work would wait for memory, which at few tokens per expert takes most of the time.
+// Rebuilds a panel of the transposed weights, piece by piece, over `calls` of `step`. Between two products the same
+// work would wait for memory, which with few tokens per expert takes most of the time.
 //
 // Blocks are fetched a few at a time. Stored panels are often a multiple of 64 KB apart, so that the blocks of one
 // transposed panel share 32 sets of L2, which hold 16 of them.
-template <class Isa>
+template <InstructionSet Isa>
 class TransposeAhead {
  public:
   using Element = typename Isa::Element;
@@ -81,7 +74,7 @@ class TransposeAhead {
   };
 
   TransposeAhead() = default;
-  // The panel gathers one block from each of `blocks` stored panels, `stride` elements apart but for `crossings`; the
+  // The panel gathers one block from each of `blocks` stored panels, `stride` elements apart except at `crossings`. The
   // panel after it begins at `after`.
   TransposeAhead(const Element* source, std::int64_t stride, std::int64_t blocks, const Crossing* crossings,
                  const Element* after, Element* target, std::int64_t calls)
@@ -98,7 +91,7 @@ class TransposeAhead {
     if (fetches_left_ <= 0) fetched_ = after_;
   }
 
-  // One more in the first steps than in the others: a branch predictor mispredicts an alternation.
+  // The first steps have one part more than the others. An alternation would be mispredicted.
   [[gnu::always_inline]] void step() {
     const std::int64_t parts = std::min(parts_per_step_ + (steps_with_more_ > 0 ? 1 : 0), parts_left_);
     --steps_with_more_;
@@ -111,8 +104,7 @@ class TransposeAhead {
 
  private:
   static constexpr std::int64_t kBlocksAhead = 8;
-  // A step of tiles is long enough for two pieces, whose places are then known in advance. With four, GCC 13 keeps
-  // operands of few rows on the stack.
+  // A step of tiles is long enough for two pieces. With four, GCC 13 keeps operands of few rows on the stack.
   static constexpr unsigned kPartPieces = Isa::kBlocked ? 2 : 1;
   static constexpr unsigned kBlockParts = weight_format::kBlockPieces / kPartPieces;
   static constexpr std::int64_t kPartBytes = weight_format::kBlock * sizeof(Element) / kBlockParts;
@@ -131,7 +123,7 @@ class TransposeAhead {
     source_ += stride_;
     target_ += weight_format::kBlock;
     fetched_ = --fetches_left_ == 0 ? after_ : fetched_ + stride_;
-    if (target_ == crossing_->at) [[unlikely]] {  // nothing is called here: it would spill the micro-kernel's sums
+    if (target_ == crossing_->at) [[unlikely]] {  // without a call, which would spill the micro-kernel's sums
       source_ += crossing_->jump;
       if (fetches_left_ > 0) fetched_ += crossing_->jump;  // its fetches beyond the shard were useless
       ++crossing_;
@@ -152,13 +144,14 @@ class TransposeAhead {
 };
 
 // The same matrices transposed, in two scratch panels that stay in L2: one is read, the other written.
-template <class Isa>
+template <InstructionSet Isa>
 class TransposedPanels {
  public:
   using Element = typename Isa::Element;
   using Ahead = TransposeAhead<Isa>;
   static constexpr int kStreamRows = 0;
   static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kReadsWords = false;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
   TransposedPanels(const StoredPanels<Isa>& stored, std::int64_t num_panels, Element* scratch)
@@ -173,7 +166,7 @@ class TransposedPanels {
 
   void start(PanelPart part) { gather(part, part, read_, 1).finish(); }
   const Element* current(PanelPart) const { return read_; }
-  // One at a time: they share the table of crossings.
+  // Only one may be in use: they share the table of crossings.
   Ahead ahead(PanelPart next, PanelPart after_next, std::int64_t calls) {
     return gather(next, after_next, written_, calls);
   }

@@ -1,5 +1,4 @@
-// Work beside a product, a little at each of the micro-kernel's steps, so that the next product finds its data in a
-// cache.
+// Prefetches: what the next product reads, a few lines at each step of the current one, and what this one reads later.
 #pragma once
 
 #include <cpuid.h>
@@ -21,8 +20,8 @@ inline constexpr std::int64_t kCodesAhead = 8192;
 // Where a stream read in order enters a page of 4 KB, touch the last line of the next page, so that its address is
 // known before it is read: the processor fetches lines ahead only within a page. `bytes` are read from `at` on before
 // the next call. Without huge pages a Zen 4 read one row of bf16 weights at 25 GB/s so, and at 21 without. The line
-// goes into L2. Into L1 it is better without huge pages (29), but worse with them (28 instead of 31): the processor
-// then takes it for a stream of its own.
+// goes into L2. L1 is better without huge pages (29), but worse with them (28 instead of 31): the processor then takes
+// it for another stream.
 [[gnu::always_inline]] inline void translate_next_page(const std::byte* at, std::int64_t bytes) {
   constexpr std::uintptr_t kPage = 4096;
   const auto address = reinterpret_cast<std::uintptr_t>(at);
@@ -31,7 +30,11 @@ inline constexpr std::int64_t kCodesAhead = 8192;
 }
 
 // How a product of few rows has its panel fetched, of which it reads `kBytes` at `at`: by the processor itself.
+// `OfRows` is how one of kRows rows does.
 struct FetchedPages {
+  template <int kRows>
+  using OfRows = FetchedPages;
+
   template <std::int64_t kBytes>
   [[gnu::always_inline]] static void fetch(const void* at) {
     translate_next_page(static_cast<const std::byte*>(at), kBytes);
@@ -41,6 +44,9 @@ struct FetchedPages {
 // The same line by line, `kAhead` bytes ahead, into the cache of `kLocality`.
 template <int kLocality, std::int64_t kAhead = 4096>
 struct FetchedLines {
+  template <int kRows>
+  using OfRows = FetchedLines;
+
   template <std::int64_t kBytes>
   [[gnu::always_inline]] static void fetch(const void* at) {
     const auto* ahead = static_cast<const std::byte*>(at) + kAhead;
@@ -90,11 +96,11 @@ void prefetch_row(const T* row, std::int64_t size) {
 
 // The target of a fetched panel: L1 and L2, which was faster than L2 alone (0.87 to 0.90 of peak at 32 rows per
 // expert). Tiles are read from L1 many times, and other data there would evict them.
-template <class Isa>
-inline constexpr int kPanelLocality = Isa::kBlocked ? 2 : 3;
+template <class Kernel>
+inline constexpr int kPanelLocality = Kernel::kBlocked ? 2 : 3;
 
 // Fetches a stored panel, evenly over `calls` of `step`.
-template <class Isa>
+template <class Kernel>
 class FetchAhead {
  public:
   FetchAhead() = default;
@@ -107,7 +113,7 @@ class FetchAhead {
     const std::int64_t lines = std::min(lines_per_step_, lines_left_);
     lines_left_ -= lines;
     for (std::int64_t line = 0; line < lines; ++line, line_ += kCacheLine) {
-      __builtin_prefetch(line_, 0, kPanelLocality<Isa>);
+      __builtin_prefetch(line_, 0, kPanelLocality<Kernel>);
     }
   }
   void finish() const {}  // a panel that was not fetched whole is only slower to read

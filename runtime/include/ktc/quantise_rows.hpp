@@ -1,4 +1,4 @@
-// A row of activations to 8 bits: q = round(x * (127 / largest)), held as q + 128, and its scale, largest / 127.
+// A row of activations to 8 bits: q = round(x * (127 / largest)), stored as q + 128, and its scale, largest / 127.
 #pragma once
 
 #include <algorithm>

@@ -24,10 +24,9 @@ struct ActiveExpert {
   std::vector<SlotGroup>::size_type last_group;  // exclusive
 };
 
-// How an expert's slots are grouped: at most `most` together. Where the time of a group grows with its rows, groups
-// differ by one at most, so that none is nearly empty: 13 rows are 7 + 6, not 12 + 1. With `least` all groups but the
-// last are full, and the last has at least that many rows. Half empty tiles take as long as full ones, and 48 rows are
-// then three of them, not four.
+// How an expert's slots are grouped: at most `most` in a group. Without `least`, groups differ by one row at most,
+// since the time of a group grows with its rows: 13 rows are 7 + 6, not 12 + 1. With `least`, all groups but the last
+// are full, and the last has at least that many rows: half empty tiles take as long as full ones.
 struct GroupRows {
   int most;
   int least = 0;

@@ -30,8 +30,8 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
   const auto row_of = [&](std::int64_t batch, std::int64_t token) {
     return arguments.mask + batch * arguments.mask_batch + token * arguments.mask_token;
   };
-  const auto place = [](const void* found, const std::uint8_t* row) {
-    return static_cast<std::int64_t>(static_cast<const std::uint8_t*>(found) - row);
+  const auto place = [](const void* at, const std::uint8_t* row) {
+    return static_cast<std::int64_t>(static_cast<const std::uint8_t*>(at) - row);
   };
   if (arguments.lengths == nullptr) {
     const auto count = static_cast<std::size_t>(positions);
@@ -49,7 +49,7 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
     }
     if (end == 0) return arguments;
     std::int64_t longest = 1;  // of a sequence that sees nothing, the last position is read and hidden
-    for (std::int64_t& each : lengths) longest = std::max(longest, each = std::max<std::int64_t>(end - each, 1));
+    for (std::int64_t& length : lengths) longest = std::max(longest, length = std::max<std::int64_t>(end - length, 1));
     const std::int64_t first = end - longest;
     const auto from_first = [&](CacheView& view) {
       if (view.data == nullptr) return;
@@ -65,9 +65,9 @@ inline AttentionArguments seen_alone(AttentionArguments arguments, std::int64_t 
   }
   bool all = arguments.tokens == 1;
   for (std::int64_t batch = 0; all && batch < arguments.batch; ++batch) {
-    const std::int64_t own = length_of(arguments, batch);
-    const std::uint8_t* row = row_of(batch, 0) + arguments.positions - own;
-    all = std::memchr(row, 0, static_cast<std::size_t>(own)) == nullptr;
+    const std::int64_t length = length_of(arguments, batch);
+    const std::uint8_t* row = row_of(batch, 0) + arguments.positions - length;
+    all = std::memchr(row, 0, static_cast<std::size_t>(length)) == nullptr;
   }
   if (all) arguments.mask = nullptr;
   return arguments;
@@ -85,8 +85,9 @@ inline void require_pages(const AttentionArguments& arguments, std::int64_t most
     if (length < arguments.tokens || length > arguments.positions || count > most) {
       throw std::out_of_range("a length that a sequence in pages cannot have");
     }
-    for (std::int64_t each = 0; each < count; ++each) {
-      if (pages[each] < 0 || pages[each] >= page_count) throw std::out_of_range("a page that the cache does not have");
+    for (std::int64_t index = 0; index < count; ++index) {
+      if (pages[index] < 0 || pages[index] >= page_count)
+        throw std::out_of_range("a page that the cache does not have");
     }
   }
 }

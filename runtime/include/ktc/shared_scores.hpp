@@ -1,19 +1,20 @@
 // Scores of positions that the query heads of a key head share: the sum of their softmax, with powers of two that are
 // linear between whole exponents, and in bf16 where they are added up. Every step rounds as in
-// `ktc/attention/shared_scores.py`.
+// `ktc/model/attention/shared_scores.py`.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/key_dots.hpp"
 #include "ktc/unit.hpp"
 
 namespace ktc::inline KTC_UNIT {
 
-template <class Isa>
+template <InstructionSet Isa>
 struct SharedScores {
   using Lanes = typename Isa::Lanes;
 
@@ -24,7 +25,7 @@ struct SharedScores {
         : stride_(std::max<std::int64_t>(1, blocks / kLeast)), blocks_((blocks + stride_ - 1) / stride_) {}
 
     std::int64_t blocks() const { return blocks_; }
-    std::int64_t at(std::int64_t each) const { return each * stride_; }
+    std::int64_t at(std::int64_t index) const { return index * stride_; }
 
    private:
     static constexpr std::int64_t kLeast = 64;
@@ -33,29 +34,28 @@ struct SharedScores {
     std::int64_t blocks_;
   };
 
-  // Scores in nats times this are in parts, of which a doubling of the weight has 2^23. So they are the bits of weights
-  // but for a shift.
+  // Scores in nats times this are exponents in units of 2^-23. Up to a shift, they are the bits of the weights.
   static constexpr float kPartsOfE = 12102203.0f;
   static constexpr float kOne = 127.0f * 8388608.0f;  // the bits of 1.0f
 
-  // What is added to the scores of a query, in parts, to make them the bits of its weights: the greatest of the `count`
-  // samples becomes 1. A sample that is not seen is -infinity; a NaN is not greater than any.
+  // The shift that makes the scores of a query the bits of its weights: the greatest of the `count` samples becomes 1.
+  // A masked sample is -infinity; a NaN is not greater than any number.
   static float shift(const float* samples, std::int64_t count) {
     constexpr float kMost = std::numeric_limits<float>::max();
-    float found[kKeysTogether];
-    std::fill(found, found + kKeysTogether, -kMost);
-    for (std::int64_t each = 0; each < count; each += kKeysTogether) {
+    float greatest[kKeysTogether];
+    std::fill(greatest, greatest + kKeysTogether, -kMost);
+    for (std::int64_t at = 0; at < count; at += kKeysTogether) {
       for (std::int64_t lane = 0; lane < kKeysTogether; ++lane) {
-        found[lane] = found[lane] < samples[each + lane] ? samples[each + lane] : found[lane];
+        greatest[lane] = greatest[lane] < samples[at + lane] ? samples[at + lane] : greatest[lane];
       }
     }
-    return kOne - std::min(*std::max_element(found, found + kKeysTogether), kMost);
+    return kOne - std::min(*std::max_element(greatest, greatest + kKeysTogether), kMost);
   }
 
-  // One over the sum of a query's weights, which are summed lane by lane in each stretch; those are `stride` apart.
+  // One over the sum of a query's weights. `sums` has partial sums, lane by lane, of stretches that are `stride` apart.
   static float inverse(const float* sums, std::int64_t stretches, std::int64_t stride) {
     Lanes all(0.0f);
-    for (std::int64_t each = 0; each < stretches; ++each) all = all + Lanes::load(sums + each * stride);
+    for (std::int64_t stretch = 0; stretch < stretches; ++stretch) all = all + Lanes::load(sums + stretch * stride);
     float lanes[kKeysTogether], total = 0.0f;
     all.store(lanes);
     for (const float lane : lanes) total += lane;

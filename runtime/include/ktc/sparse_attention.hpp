@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "ktc/concepts.hpp"
 #include "ktc/decode_attention.hpp"
 #include "ktc/key_index.hpp"
 #include "ktc/unit.hpp"
@@ -16,7 +17,7 @@ std::unique_ptr<SparseAttentionKernel> make_sparse_attention() {
 }
 
 // `Dense` computes the attention, of all positions or of chosen ones.
-template <class Isa, class Element, class Dense = DecodeAttention<Isa, Element>>
+template <InstructionSet Isa, class Element, class Dense = DecodeAttention<Isa, Element>>
 class SparseAttention final : public SparseAttentionKernel {
  public:
   void forward(Engine& engine, const AttentionArguments& arguments) const override {

@@ -100,9 +100,9 @@ class ThreadPool {
     try {
       while (static_cast<int>(workers_.size()) < threads - 1) add();
     } catch (const std::system_error& error) {
-      const std::size_t found = workers_.size();
+      const std::size_t started = workers_.size();
       dismiss(before);
-      throw std::runtime_error("only " + decimal(static_cast<std::int64_t>(found) + 1) + " of " + decimal(threads) +
+      throw std::runtime_error("only " + decimal(static_cast<std::int64_t>(started) + 1) + " of " + decimal(threads) +
                                " kernel threads could be started: " + error.what());
     }
   }

@@ -16,9 +16,12 @@ namespace ktc::inline KTC_UNIT {
 
 inline constexpr std::int32_t kHidden = std::numeric_limits<std::int32_t>::min();  // a position that is not chosen
 
-// What is done with 16 scores at a time. The header of an instruction set may have its own.
+// What is done with 16 scores at a time; the header `ktc/isa/NAME_key_dots.hpp` chooses it.
 template <class Isa>
-struct ScoreLanes {
+struct ScoreLanes;
+
+// In plain C++.
+struct PlainScoreLanes {
   // Integers in the order of scores in fp32, of which a NaN is greater than any number.
   [[gnu::always_inline]] static void order(const float* scores, std::int32_t* ordered) {
     std::int32_t bits[kHalfPanel];
@@ -46,8 +49,8 @@ struct ScoreLanes {
     return count;
   }
 
-  // Of 16 scores and their positions those that reach a bound: written from the first on, which may be where they are
-  // or before. Returns their number.
+  // Copies the scores that reach a bound, of 16, and their positions to `reaching` and `kept`, which may overlap the
+  // source from the front. Returns their number.
   [[gnu::always_inline]] static std::int64_t keep(const std::int32_t* scores, std::int32_t bound,
                                                   const std::int32_t* positions, std::int32_t* kept,
                                                   std::int32_t* reaching) {
@@ -65,7 +68,7 @@ struct ScoreLanes {
 template <class Isa>
 class TopPositions {
  public:
-  // The numbers of a call's scratch memory, for up to `positions`.
+  // The size of a call's scratch memory, for up to `positions`.
   static std::int64_t scratch(std::int64_t positions) { return 2 * room(positions); }
 
   // Writes the positions in [begin, end) of the k greatest scores, and returns their number. Fewer than k only where
@@ -77,9 +80,9 @@ class TopPositions {
     std::int32_t* of_candidates = scratch + room(end - begin);
     const std::int32_t bound = lower_bound(scores + begin, end - begin, k, candidates);
     const std::int64_t count = collect(scores, begin, end, bound, candidates, of_candidates);
-    const std::int64_t found = count <= k ? count : reduce(candidates, of_candidates, count, k);
-    std::copy(candidates, candidates + found, positions);
-    return found;
+    const std::int64_t num_chosen = count <= k ? count : reduce(candidates, of_candidates, count, k);
+    std::copy(candidates, candidates + num_chosen, positions);
+    return num_chosen;
   }
 
  private:
@@ -91,9 +94,9 @@ class TopPositions {
   static constexpr std::int64_t kHalf = kLanes / 2;
   using Half [[gnu::vector_size(kHalf * sizeof(std::int32_t))]] = std::int32_t;
   [[gnu::always_inline]] static void raise(Half& greatest, const std::int32_t* scores) {
-    Half each;
-    __builtin_memcpy(&each, scores, sizeof each);
-    greatest = each > greatest ? each : greatest;
+    Half half;
+    __builtin_memcpy(&half, scores, sizeof half);
+    greatest = half > greatest ? half : greatest;
   }
 
   static std::int64_t room(std::int64_t positions) { return round_up(positions, kLanes) + kLanes; }
@@ -104,8 +107,8 @@ class TopPositions {
     const std::int64_t depth = std::min(kMostDepth, count / (2 * k));
     if (depth < 4) return kHidden + 1;
     const std::int64_t stretch = depth * kLanes;
-    std::int64_t found = 0;
-    for (std::int64_t at = 0; at + stretch <= count; at += stretch, found += kLanes) {
+    std::int64_t num_maxima = 0;
+    for (std::int64_t at = 0; at + stretch <= count; at += stretch, num_maxima += kLanes) {
       Half left, right;
       __builtin_memcpy(&left, scores + at, sizeof left);
       __builtin_memcpy(&right, scores + at + kHalf, sizeof right);
@@ -113,11 +116,11 @@ class TopPositions {
         raise(left, scores + row);
         raise(right, scores + row + kHalf);
       }
-      __builtin_memcpy(maxima + found, &left, sizeof left);
-      __builtin_memcpy(maxima + found + kHalf, &right, sizeof right);
+      __builtin_memcpy(maxima + num_maxima, &left, sizeof left);
+      __builtin_memcpy(maxima + num_maxima + kHalf, &right, sizeof right);
     }
-    if (found < k) return kHidden + 1;
-    return std::max(kth_greatest(maxima, found, k, kBoundBits), kHidden + 1);
+    if (num_maxima < k) return kHidden + 1;
+    return std::max(kth_greatest(maxima, num_maxima, k, kBoundBits), kHidden + 1);
   }
 
   static std::int64_t collect(const std::int32_t* scores, std::int64_t begin, std::int64_t end, std::int32_t bound,
@@ -130,33 +133,33 @@ class TopPositions {
       candidates[count] = static_cast<std::int32_t>(at);
       count += scores[at] >= bound;
     }
-    for (std::int64_t each = 0; each < count; ++each) of_candidates[each] = scores[candidates[each]];
+    for (std::int64_t index = 0; index < count; ++index) of_candidates[index] = scores[candidates[index]];
     return count;
   }
 
   // Keeps those of the k greatest scores at the beginning of the arrays, in their order, and returns k.
   static std::int64_t reduce(std::int32_t* positions, std::int32_t* scores, std::int64_t count, std::int64_t k) {
     const std::int32_t value = kth_greatest(scores, count, k);
-    std::int64_t found = 0, each = 0;
-    for (; each + kLanes <= count; each += kLanes) {
-      found += ScoreLanes<Isa>::keep(scores + each, value, positions + each, positions + found, scores + found);
+    std::int64_t kept = 0, index = 0;
+    for (; index + kLanes <= count; index += kLanes) {
+      kept += ScoreLanes<Isa>::keep(scores + index, value, positions + index, positions + kept, scores + kept);
     }
-    for (; each < count; ++each) {
-      positions[found] = positions[each];
-      scores[found] = scores[each];
-      found += scores[each] >= value;
+    for (; index < count; ++index) {
+      positions[kept] = positions[index];
+      scores[kept] = scores[index];
+      kept += scores[index] >= value;
     }
-    if (found > k) drop_ties(positions, scores, found, found - k, value);
+    if (kept > k) drop_ties(positions, scores, kept, kept - k, value);
     return k;
   }
 
-  // Leaves out the last ones of those with this score.
+  // Drops the last `excess` positions among those with this score.
   static void drop_ties(std::int32_t* positions, const std::int32_t* scores, std::int64_t count, std::int64_t excess,
                         std::int32_t value) {
     std::int64_t left = std::count(scores, scores + count, value) - excess, kept = 0;
-    for (std::int64_t each = 0; each < count; ++each) {
-      if (scores[each] == value && left-- <= 0) continue;
-      positions[kept++] = positions[each];
+    for (std::int64_t index = 0; index < count; ++index) {
+      if (scores[index] == value && left-- <= 0) continue;
+      positions[kept++] = positions[index];
     }
   }
 
@@ -164,23 +167,23 @@ class TopPositions {
   // bit from the least value, since counting the values that reach a number takes few instructions for each.
   static std::int32_t kth_greatest(const std::int32_t* values, std::int64_t count, std::int64_t k, int bits = 32) {
     std::int32_t least = values[0], most = values[0];
-    for (std::int64_t each = 1; each < count; ++each) {
-      least = std::min(least, values[each]);
-      most = std::max(most, values[each]);
+    for (std::int64_t index = 1; index < count; ++index) {
+      least = std::min(least, values[index]);
+      most = std::max(most, values[index]);
     }
-    std::int64_t found = least;
+    std::int64_t bound = least;
     const int width = std::bit_width(static_cast<std::uint64_t>(std::int64_t{most} - least));
     for (int bit = width - 1; bit >= std::max(0, width - bits); --bit) {
-      const std::int64_t next = found + (std::int64_t{1} << bit);
-      if (next <= most && reaching(values, count, static_cast<std::int32_t>(next)) >= k) found = next;
+      const std::int64_t next = bound + (std::int64_t{1} << bit);
+      if (next <= most && reaching(values, count, static_cast<std::int32_t>(next)) >= k) bound = next;
     }
-    return static_cast<std::int32_t>(found);
+    return static_cast<std::int32_t>(bound);
   }
 
   static std::int64_t reaching(const std::int32_t* values, std::int64_t count, std::int32_t bound) {
-    std::int32_t found = 0;
-    for (std::int64_t each = 0; each < count; ++each) found += values[each] >= bound ? 1 : 0;
-    return found;
+    std::int32_t reached = 0;
+    for (std::int64_t index = 0; index < count; ++index) reached += values[index] >= bound ? 1 : 0;
+    return reached;
   }
 };
 

@@ -21,8 +21,8 @@ struct WordCodeProducts {
   static constexpr int kWide = kTileUnits;
 
   static void to_codes(const float* numbers, float factor, std::int64_t count, std::int16_t* codes) {
-    for (std::int64_t each = 0; each < count; each += kHalfPanel) {
-      Words::to_words(numbers + each, factor, codes + each);
+    for (std::int64_t at = 0; at < count; at += kHalfPanel) {
+      Words::to_words(numbers + at, factor, codes + at);
     }
   }
 
@@ -120,10 +120,10 @@ struct WordCodeProducts {
 #pragma GCC unroll 2
       for (int unit = 0; unit < kUnits; ++unit) low[row][unit] = high[row][unit] = Sums{};
     }
-    Ahead own = ahead;  // by value: the address of a caller's object would keep its numbers in memory
+    Ahead local_ahead = ahead;  // a copy: the caller's object has an address, which would keep its members in memory
     for (std::int64_t k = 0; k < count; k += 2, values += 2 * stride) {
-      own.step(work);
-      // Behind an odd number of rows is a weight of 0: the last row is multiplied by it.
+      local_ahead.step(work);
+      // After an odd number of rows follows a weight of 0, by which the last row is multiplied again.
       const std::int8_t* following = values + (k + 1 < count ? stride : 0);
       Vector low_pairs[kUnits], high_pairs[kUnits];
 #pragma GCC unroll 2
@@ -145,7 +145,7 @@ struct WordCodeProducts {
         }
       }
     }
-    ahead = own;
+    ahead = local_ahead;
 #pragma GCC unroll 4
     for (int row = 0; row < kCount; ++row) {
       const auto add = [&](Sums sums, float* to) {

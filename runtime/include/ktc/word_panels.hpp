@@ -1,12 +1,13 @@
-// Panels of a file's blocks multiplied as integers, for ISAs without bf16 products: of few rows as they are stored, of
-// more as words that are decoded once into a scratch. Rows are read as 16-bit fixed point, which `rows_to_words`
-// writes once for all panels and workers.
+// Panels of a file's blocks multiplied as integers, for instruction sets without bf16 products: with few rows as they
+// are stored, with more rows as words, which are decoded once into a scratch. Rows are 16-bit fixed point, which
+// `rows_to_words` writes once for all panels and workers.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "ktc/coded_panels.hpp"
+#include "ktc/concepts.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
@@ -20,13 +21,13 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// Blocks whose codes are integers. Codes of other formats are decoded: int4 as well, whose weights are by definition
-// code x scale rounded to bf16 (training quantises to these values).
+// Blocks whose codes are integers. Codes of other formats are decoded, int4 too: its weights are by definition code x
+// scale rounded to bf16, since training quantises to these values.
 template <class Isa, class Panel>
-concept MultipliedAsWords = weight_format::StoredInBlocks<Panel> && weight_format::IntegerCodes<Panel>::kExist &&
-                            requires { typename Isa::Words; };
+concept MultipliedAsWords =
+    Isa::kWordRows > 0 && weight_format::StoredInBlocks<Panel>&& weight_format::IntegerCodes<Panel>::kExist;
 
-template <class Isa, class PanelType>
+template <InstructionSet Isa, WeightPanel PanelType>
 class WordPanels : public CodedPanels<Isa, PanelType> {
   using Base = CodedPanels<Isa, PanelType>;
   using Words = typename Isa::Words;
@@ -47,7 +48,7 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
     return weight_format::WordPanel<Panel>::bytes(contraction) / static_cast<std::int64_t>(sizeof(Element));
   }
 
-  // Packed rows of a group as words. A row alone is read by `multiply_codes` only: groups of an expert are balanced.
+  // A row alone is read by `multiply_codes` only: groups of an expert are balanced.
   static void to_words(const SlotGroup& group, std::int64_t contraction, const Element* a, std::byte* target) {
     weight_format::to_row_words<Words, Panel>(group.rows, contraction, a, target);
   }
@@ -96,13 +97,10 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   PanelPart part_{};
 };
 
-template <class Panels>
-concept ReadsWords = requires { Panels::kReadsWords; };
-
 // The bytes of a call's slots as words, where the panels read them.
 template <class Panels>
 constexpr std::int64_t word_bytes([[maybe_unused]] std::int64_t slots, [[maybe_unused]] std::int64_t contraction) {
-  if constexpr (ReadsWords<Panels>) return weight_format::fixed_point_bytes(slots, contraction);
+  if constexpr (Panels::kReadsWords) return weight_format::fixed_point_bytes(slots, contraction);
   return 0;
 }
 
@@ -111,7 +109,7 @@ template <class Panels, class Element>
 void rows_to_words([[maybe_unused]] const Routing& routing, [[maybe_unused]] Range groups,
                    [[maybe_unused]] std::int64_t contraction, [[maybe_unused]] const Element* slots,
                    [[maybe_unused]] std::byte* words) {
-  if constexpr (ReadsWords<Panels>) {
+  if constexpr (Panels::kReadsWords) {
     for (std::int64_t index = groups.begin; index < groups.end; ++index) {
       const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
       Panels::to_words(group, contraction, slots + group.first_slot * contraction,

@@ -38,8 +38,8 @@ class Workspace {
  public:
   explicit Workspace(ScratchMemory& memory) : memory_(memory) {}
 
-  // Gives every region an address. A part is a region, or has `regions(visit)`, which calls `visit` with each of its
-  // own; an empty `std::optional` has none. Addresses of an earlier call are invalid from here on.
+  // Gives every region an address. A part is a region, or has `regions(visit)`, which calls `visit` with its
+  // regions; an empty `std::optional` has none. Addresses of an earlier call are invalid from here on.
   template <class... Parts>
   void lay_out(Parts&... parts) {
     std::size_t total = 0;

@@ -19,7 +19,7 @@ import ktc
 from ktc.diagnostics import InputRefused
 from ktc.foundation.host import find_compiler
 from ktc.inference.prove.report import Report
-from ktc.inference.prove.run import prove_model
+from ktc.inference.prove.run import Request, prove_model
 from ktc.model import twin
 from ktc.model.experts.module import FusedMoe
 from ktc.model.packed_store import packed_file, packed_store
@@ -78,11 +78,11 @@ def wrong_experts(report: Report) -> set[int]:
 def test_a_kernel_that_quantises_is_measured_by_its_formats_reference(tmp_path: Path, form: str) -> None:
     twin_of("deepseek_v3", tmp_path / "model", moe_intermediate_size=128, hidden_size=128)
     out = compiled(tmp_path / "model", format=form)
-    report = prove_model(out, count=64)
+    report = prove_model(Request(out, count=64))
     assert_clean(report)
     costs = [row.format_error for layer in report.layers for row in layer.rows if row.kind == "block"]
     assert any(cost is not None and cost > 0.002 for cost in costs)
-    assert wrong_experts(prove_model(damaged(out, 1), count=64)) == {1, 2}
+    assert wrong_experts(prove_model(Request(damaged(out, 1), count=64))) == {1, 2}
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q6_K])
@@ -90,10 +90,10 @@ def test_a_gguf_file_is_compared_by_its_rows(tmp_path: Path, kind: Type) -> None
     inter = {"moe_intermediate_size": 256, "hidden_size": 256} if kind == Type.Q6_K else {}
     folder = gguf_twins.write("qwen3_moe", tmp_path / "model", experts=kind, rest=Type.Q8_0, **inter).folder
     out = compiled(folder)
-    report = prove_model(out, count=64)
+    report = prove_model(Request(out, count=64))
     assert report.stock_read == "rows"
     assert_clean(report)
-    assert wrong_experts(prove_model(damaged(out, 1), count=64)) == {1, 2}
+    assert wrong_experts(prove_model(Request(damaged(out, 1), count=64))) == {1, 2}
 
 
 @pytest.mark.parametrize("loop", ["hit"])
@@ -107,11 +107,11 @@ def test_experts_in_a_list_of_a_models_own_code_are_compared(tmp_path: Path, loo
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     out = compiled(folder, trusted=True)
     with pytest.raises(InputRefused):
-        prove_model(out)
-    report = prove_model(out, count=64, trust_remote_code=True)
+        prove_model(Request(out))
+    report = prove_model(Request(out, count=64, trust_remote_code=True))
     assert_clean(report)
     blocks = [row for layer in report.layers for row in layer.rows if row.agreement is not None]
     assert blocks
     layer = next(layer.index for layer in report.layers if any(row.kind == "experts" for row in layer.rows))
-    found = prove_model(damaged(out, layer, trusted=True), count=64, trust_remote_code=True)
+    found = prove_model(Request(damaged(out, layer, trusted=True), count=64, trust_remote_code=True))
     assert wrong_experts(found) == {1, 2}

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktc.inference.prove.compare import UNSEEN, Output, Outputs, compare, compare_experts, same_choices
+from ktc.inference.prove.compare import UNSEEN, Output, compare, compare_experts, same_choices
 from ktc.inference.prove.report import Row
-from ktc.inference.prove.tokens import Tokens
+from ktc.inference.prove.sides import Sides
+from ktc.model.compare.feed import Tokens
 
 TOKENS = Tokens(torch.arange(6)[None], "random tokens, seed 0", ())
 WANTED = torch.ones(6, 8)
@@ -18,12 +19,12 @@ CHOICES = (torch.tensor([[0, 1]] * 6),)
 
 
 def row(ktc: Tensor, stock: Tensor, wanted: Tensor = WANTED) -> Row:
-    return compare("mlp", "block", True, Outputs(Output(ktc), Output(stock), Output(wanted)), TOKENS)
+    return compare("mlp", "block", True, Sides(Output(wanted), Output(stock), Output(ktc)), TOKENS)
 
 
 def routed(ktc: tuple[Tensor, ...], stock: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Row:
-    sides = (Output(WANTED, choices) for choices in (ktc, stock, wanted))
-    return compare("mlp", "block", True, Outputs(*sides), TOKENS)
+    sides = (Output(WANTED, choices) for choices in (wanted, stock, ktc))
+    return compare("mlp", "block", True, Sides(*sides), TOKENS)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -42,7 +43,7 @@ def test_an_expert_without_a_finite_error_is_red_by_its_number() -> None:
     broken = wanted.clone()
     broken[1] = math.inf
     for ktc, stock in ((broken, wanted), (broken, broken), (wanted, broken)):
-        found = compare_experts("mlp.experts", ktc, stock, wanted, numbers)
+        found = compare_experts("mlp.experts", Sides(wanted, stock, ktc), numbers)
         assert found.red.endswith("expert 1 of 3")
         assert [worst.index for worst in found.worst] == [1]
 
@@ -51,7 +52,7 @@ def test_the_reason_is_that_of_a_wrong_expert() -> None:
     """Expert 0 has the larger ratio and is within its bound, expert 1 is not."""
     numbers, wanted = torch.tensor([0, 1]), torch.ones(2, 8)
     errors = torch.tensor([[1.9, 1.0], [2.3e-5, 1e-6]])
-    found = compare_experts("experts", wanted + errors[:, :1], wanted + errors[:, 1:], wanted, numbers)
+    found = compare_experts("experts", Sides(wanted, wanted + errors[:, 1:], wanted + errors[:, :1]), numbers)
     assert found.red.startswith("error 2.3e-05 is")
     assert found.red.endswith("expert 1 of 2")
 
@@ -60,9 +61,9 @@ def test_one_wrong_output_of_thousands_is_red() -> None:
     generator = torch.Generator().manual_seed(0)
     numbers, wanted = torch.arange(3), torch.randn(3, 4096, generator=generator)
     stock, ktc = (wanted * (1 + 3e-3 * torch.randn(3, 4096, generator=generator)) for _ in range(2))
-    assert not compare_experts("experts", ktc, stock, wanted, numbers).red
+    assert not compare_experts("experts", Sides(wanted, stock, ktc), numbers).red
     ktc[2, 77] += 0.2
-    found = compare_experts("experts", ktc, stock, wanted, numbers)
+    found = compare_experts("experts", Sides(wanted, stock, ktc), numbers)
     assert found.ktc is not None
     assert found.ktc < 2 * (found.stock or 0)
     assert found.red == "an output is wrong by more than any of stock: expert 2 of 3"

@@ -19,7 +19,7 @@ from ktc.diagnostics import InputRefused
 from ktc.foundation.host import find_compiler
 from ktc.inference.prove.layers import chosen_layers
 from ktc.inference.prove.report import FILE, LayerReport, Report, read_report, write_report
-from ktc.inference.prove.run import prove_model
+from ktc.inference.prove.run import Request, prove_model
 from ktc.model.checkpoint import read_sources, write_sources
 from ktc.model.experts.module import FusedMoe
 from ktc.model.packed_store import packed_file, packed_store
@@ -49,7 +49,7 @@ def out(clean: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def report(clean: Path) -> Report:
-    return prove_model(clean, count=96, carry=True)
+    return prove_model(Request(clean, count=96, carry=True))
 
 
 def red_rows(report: Report) -> list[tuple[int, str]]:
@@ -129,7 +129,7 @@ def test_stock_errors_are_those_of_the_stock_model_itself(clean: Path, checkpoin
     """Compare stock's own error with that of transformers alone on whole models."""
     from transformers import AutoModelForCausalLM
 
-    found = prove_model(clean, count=40, seed=3, carry=True)
+    found = prove_model(Request(clean, count=40, seed=3, carry=True))
     ids = torch.randint(512, (1, 40), generator=torch.Generator().manual_seed(3))
     logits = [
         AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, experts_implementation="eager")(ids).logits[0]
@@ -143,7 +143,7 @@ def test_stock_errors_are_those_of_the_stock_model_itself(clean: Path, checkpoin
 
 
 def test_chosen_layers_are_compared_on_the_same_hidden_states(clean: Path, report: Report) -> None:
-    some = prove_model(clean, count=96, layers="1-2")
+    some = prove_model(Request(clean, count=96, layers="1-2"))
     assert [layer.rows for layer in some.layers] == [layer.rows for layer in report.layers[1:]]
     assert some.final is None
     assert all(layer.carried is None for layer in some.layers)
@@ -151,7 +151,7 @@ def test_chosen_layers_are_compared_on_the_same_hidden_states(clean: Path, repor
 
 def test_a_text_gives_the_tokens_and_their_pieces(clean: Path, tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_text("the capital of France is Paris")
-    found = prove_model(clean, text=tmp_path / "some.txt", layers="0")
+    found = prove_model(Request(clean, text=tmp_path / "some.txt", layers="0"))
     worst = found.layers[0].rows[0].worst[0]
     assert found.num_tokens < 20
     assert worst.piece
@@ -213,7 +213,7 @@ def lose_a_row(experts: FusedMoe) -> None:
 )
 def test_wrong_packed_experts_are_red_by_number(out: Path, damage: Damage, wrong: set[int]) -> None:
     repack(out, damage)
-    found = prove_model(out, count=96, layers="1-2")
+    found = prove_model(Request(out, count=96, layers="1-2"))
     assert found.red
     (experts,) = (row for row in found.layers[0].rows if row.kind == "experts")
     assert {worst.index for worst in experts.worst} == wrong
@@ -222,7 +222,7 @@ def test_wrong_packed_experts_are_red_by_number(out: Path, damage: Damage, wrong
 
 def test_an_expert_that_no_token_chooses_is_compared_too(out: Path) -> None:
     repack(out, scale_one)
-    assert red_rows(prove_model(out, count=1, layers="1")) == [(1, "mlp.experts")]
+    assert red_rows(prove_model(Request(out, count=1, layers="1"))) == [(1, "mlp.experts")]
 
 
 def test_values_that_are_not_finite_are_red(out: Path) -> None:
@@ -230,7 +230,7 @@ def test_values_that_are_not_finite_are_red(out: Path) -> None:
         experts.load_expert(0, "down", torch.full_like(experts.expert(0, "down"), torch.nan))
 
     repack(out, damage)
-    found = prove_model(out, layers="1")
+    found = prove_model(Request(out, layers="1"))
     (experts,) = (row for row in found.layers[0].rows if row.kind == "experts")
     assert experts.ktc is None
     assert "not finite" in experts.red
@@ -251,20 +251,20 @@ LAYER = "model.layers.1"
 )
 def test_wrong_rows_of_weights_json_are_red_where_they_lead(out: Path, one: str, other: str, where: str) -> None:
     change_rows(out, lambda rows: exchanged(rows, f"{LAYER}.{one}", f"{LAYER}.{other}"))
-    assert (1, where) in red_rows(prove_model(out, count=64, layers="1"))
+    assert (1, where) in red_rows(prove_model(Request(out, count=64, layers="1")))
 
 
 def test_a_row_of_another_layer_is_red(out: Path) -> None:
     names = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (1, 2))
     change_rows(out, lambda rows: exchanged(rows, *names))
-    found = red_rows(prove_model(out, count=64))
+    found = red_rows(prove_model(Request(out, count=64)))
     assert {(1, "self_attn"), (2, "self_attn")} <= set(found)
     assert not [place for place in found if place[0] == 0]
 
 
 def test_a_wrong_embedding_norm_or_head_is_red_at_the_end(out: Path) -> None:
     change_rows(out, lambda rows: exchanged(rows, "model.norm.weight", "model.layers.1.input_layernorm.weight"))
-    found = prove_model(out, count=64)
+    found = prove_model(Request(out, count=64))
     assert found.final is not None
     assert found.final.row.red
 
@@ -327,7 +327,7 @@ def test_layers_are_numbers_and_ranges() -> None:
 def test_an_unusable_text_is_refused(clean: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "text").write_bytes(content)
     with pytest.raises(InputRefused) as refusal:
-        prove_model(clean, text=tmp_path / "text")
+        prove_model(Request(clean, text=tmp_path / "text"))
     assert refusal.value.diagnostics[0].code == "N603"
 
 
@@ -352,7 +352,7 @@ def test_memory_is_released_layer_by_layer(clean: Path, monkeypatch: pytest.Monk
         return whole(sides, *arguments)
 
     monkeypatch.setattr("ktc.inference.prove.run.compare_layer", noted)
-    prove_model(clean, count=8)
+    prove_model(Request(clean, count=8))
     pairs = list(zip(held[::2], held[1::2], strict=True))
     assert set(pairs) == {(1, 0), (0, 1)}
 

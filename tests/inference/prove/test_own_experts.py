@@ -14,12 +14,12 @@ from torch import nn
 
 import ktc
 from ktc.foundation.host import find_compiler
-from ktc.inference.prove.experts import Experts, chosen, roles_of, routed_rows
 from ktc.inference.prove.probe import answers, make_probe
 from ktc.inference.prove.report import Report
-from ktc.inference.prove.run import prove_model
-from ktc.inference.prove.yardstick import ExpertsFormat, through_format
+from ktc.inference.prove.run import Request, prove_model
 from ktc.model import twin
+from ktc.model.compare.experts import Experts, chosen, roles_of, routed_rows
+from ktc.model.compare.quantised_baseline import ExpertsFormat, through_format
 from ktc.model.experts.called_module import CalledExperts
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.own_module import parse_held, parse_inputs
@@ -208,10 +208,10 @@ def test_a_compiled_family_is_green_and_swapped_experts_are_red(tmp_path: Path, 
     out = ktc.compile(
         tmp_path / "model", "moe-lora", tmp_path / "own_out", settings={"device": "cpu", "format": format}
     )
-    report = prove_model(out, count=64)
+    report = prove_model(Request(out, count=64))
     rows = [row for layer in report.layers for row in layer.rows]
     assert not report.red, [row for row in rows if row.red]
     assert sum(row.kind == "experts" for row in rows) == len(report.layers)
     assert any(row.agreement is not None for row in rows)
     swap(out, 1)
-    assert red(prove_model(out, count=64)) == {1: {1, 2}}
+    assert red(prove_model(Request(out, count=64))) == {1: {1, 2}}

@@ -21,7 +21,7 @@ from ktc.model.attention.absorbed import AbsorbedAttention, Absorption, absorb
 from ktc.model.attention.latent import attend
 from ktc.model.attention.latent_sizes import LatentSizes
 from ktc.model.attention.up_projection import UpProjection
-from ktc.stages.proof.compare import InDouble
+from ktc.model.compare.double import InDouble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ("deepseek_v2", "deepseek_v3", "deepseek_v32")

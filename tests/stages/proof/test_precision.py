@@ -56,8 +56,8 @@ def test_fp64_explains_rounding_alone(stock: type[nn.Linear], equal: bool) -> No
     hidden = torch.randn(2, 5, SIZE, generator=torch.Generator().manual_seed(0))
     case = Case("some tokens", Call((hidden,), {}), inference=True)
     pair = _Pair(stock)
-    errors = run._errors("", cast("run._Pair", pair), case)
-    assert (max(errors.values()) <= TOLERANCE) == equal
+    compared = run._compared("", cast("run._Pair", pair), case)
+    assert (compared.worst <= TOLERANCE) == equal
 
 
 def test_poisoned_inputs_are_compared_frozen_and_without_gradients() -> None:

@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 from ktc import compiler
 from ktc.diagnostics import ProofFailed
 from ktc.language import dsl
+from ktc.model.compare.comparison import Comparison
+from ktc.model.compare.double import InDouble
+from ktc.model.compare.errors import relative_error
 from ktc.model.experts.module import FusedMoe
 from ktc.model.manifest.manifest import Rewrite
 from ktc.stages.analysis import Analysis
@@ -23,7 +26,7 @@ from ktc.stages.capture import CapturedModel
 from ktc.stages.capture.weights import WeightMap
 from ktc.stages.proof import Proof, prove, run
 from ktc.stages.proof import witness as witness_module
-from ktc.stages.proof.compare import Constants, InDouble, StockRefuses, relative_error
+from ktc.stages.proof.compare import Constants
 from ktc.stages.proof.types import TOLERANCE, Constant
 from ktc.stages.proof.witness import signature
 from ktc.stages.rewrite import rewrite
@@ -122,19 +125,21 @@ def test_experts_whose_other_implementation_differs_are_refuted(
     """Compare, with `rounding`, after fp64 has decided an earlier case: the model in fp64 then has eager experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    stock, compare = ALL_EXPERTS_FUNCTIONS["grouped_mm"], run.errors
+    stock, compare = ALL_EXPERTS_FUNCTIONS["grouped_mm"], run.compare_blocks
 
     def other(module: nn.Module, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         wrong = {"training": module.training, "long": len(x) == 128, "rounding": True}[what]
         return stock(module, x, *args, **kwargs) * (2 if wrong else 1)
 
-    def rounded(block: nn.Module, *args: Any) -> dict[str, float]:
+    def rounded(block: nn.Module, *args: Any) -> Comparison:
         single = next(block.parameters()).dtype == torch.float32
         found = compare(block, *args)
-        return {**found, "output": 1e-4} if what == "rounding" and single and not args[1].poisoned else found
+        if what != "rounding" or not single or args[1].poisoned:
+            return found
+        return replace(found, errors={**found.errors, "output": 1e-4})
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "grouped_mm", other)
-    monkeypatch.setattr(run, "errors", rounded)
+    monkeypatch.setattr(run, "compare_blocks", rounded)
     (proof,) = (proof for proof in proofs_of(captured("qwen3_moe")) if not proof.holds)
     assert proof.class_name == "Qwen3MoeSparseMoeBlock"
     assert f"{where}, experts by grouped_mm" in proof.difference
@@ -155,14 +160,15 @@ def test_grouped_products_are_decided_in_double_precision() -> None:
 
 
 def test_a_difference_stands_where_stock_code_does_not_run_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = run.errors
+    stock = run.compare_blocks
 
-    def in_single_alone(*args: Any) -> dict[str, float]:
+    def in_single_alone(*args: Any) -> Comparison:
         if next(args[0].parameters()).dtype == torch.float64:
-            raise StockRefuses("expected Float but found Double")
-        return {**stock(*args), "output": 0.5}
+            return Comparison(refused="RuntimeError: expected Float but found Double")
+        found = stock(*args)
+        return replace(found, errors={**found.errors, "output": 0.5})
 
-    monkeypatch.setattr(run, "errors", in_single_alone)
+    monkeypatch.setattr(run, "compare_blocks", in_single_alone)
     assert not any(proof.holds for proof in proofs_of(captured("qwen3_moe")))
 
 

@@ -9,11 +9,11 @@
 
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/isa/amx_tiles.hpp"
 #include "ktc/isa/amx_transpose.hpp"
 #include "ktc/isa/avx512_bf16.hpp"
-#include "ktc/moe_sweep.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/unit.hpp"
@@ -103,53 +103,79 @@ template <class Products, bool kLower, bool kAdd, class Ahead>
   next = ahead;
 }
 
-class Isa {
+// The micro-kernel of these products. `FewRows` is that of groups with up to kStreamRows rows, and `Self`, the class
+// that derives from this one, has the tiles.
+template <class Self, class Products, class FewRows>
+class TileKernel {
  public:
-  using Element = bf16;
-  using Accumulator = float;
-  using Lanes = avx512_bf16::Lanes;
+  using Element = typename Products::Row;
+  using Weight = typename Products::Weight;
+  using Accumulator = typename Products::Sum;
   static constexpr int kMaxRows = 2 * kTileRows;
-  static constexpr int kStreamRows = avx512_bf16::kStreamRows;
-  // The prefetch for few rows goes into L2. These cores have 16 lines in flight to L1, and 48 to L2: 139 instead of 72
-  // GB/s at one token with 16 threads.
-  static constexpr int kStreamLocality = 2;
-
-  // At 512 of k and 12 groups, the rows (384 KB) and the sums of 16 panels (768 KB) stay in L2 and a stretch of a panel
-  // (32 KB) in L1. Memory limits an expert with fewer rows, which is best read panel by panel. So is one whose rows
-  // stay in L2 beside two panels, because sums are then kept in tiles: 12 % less time at 192 rows of 2048. Blocks save
-  // the same at 64 rows of 7168.
+  static constexpr int kStreamRows = FewRows::kStreamRows;
+  // At 512 of k (bf16) and 12 groups, the rows (384 KB) and the sums of 16 panels (768 KB) stay in L2 and a stretch of
+  // a panel (32 KB) in L1. Memory limits an expert with fewer rows, which is best read panel by panel. So is one whose
+  // rows stay in L2 beside two panels, because sums are then kept in tiles: 12 % less time at 192 rows of 2048. Blocks
+  // save the same at 64 rows of 7168.
   static constexpr bool kBlocked = true;
-  static constexpr Blocking kBlocking{.panels = 16, .groups = 12, .contraction = 512};
+  static constexpr int kTileDepth = Products::kDepth;
+  static constexpr Blocking kBlocking{.panels = 16, .groups = 12, .contraction = 16 * kTileDepth};
   static constexpr std::int64_t kBlockedRows = 48;
-  static constexpr std::int64_t kBlockedBytes = 6 << 18;  // of rows and two panels
+  static constexpr std::int64_t kBlockedBytes = 6 << 18;
 
-  static void require() { request_tiles(); }
-
-  static constexpr int kTileDepth = Bf16Products::kDepth;
   static constexpr bool multiplies_tiles(int rows) { return rows > kStreamRows; }
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
   template <class Ahead>
-  void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
+  void multiply(int rows, std::int64_t steps, const Element* a, const Weight* panel, Accumulator* tile, Ahead& ahead) {
     if (!multiplies_tiles(rows)) {
-      return avx512_bf16::Isa::multiply<FetchedLines<kStreamLocality>>(rows, steps, a, panel, tile, ahead);
+      return FewRows::template multiply<FetchedLines<kStreamLocality>>(rows, steps, a, panel, tile, ahead);
     }
     by_tiles<false>(rows, steps, a, panel, tile, ahead);
   }
 
-  // Adds the same to `tile`.
   template <class Ahead>
-  void multiply_add(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
+  void multiply_add(int rows, std::int64_t steps, const Element* a, const Weight* panel, Accumulator* tile,
+                    Ahead& ahead) {
     by_tiles<true>(rows, steps, a, panel, tile, ahead);
   }
 
-  // The number of times that `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(int rows, std::int64_t steps) {
-    return multiplies_tiles(rows) ? steps / kPairs : avx512_bf16::Isa::steps_ahead(rows, steps);
+    return multiplies_tiles(rows) ? steps / kSteps : FewRows::steps_ahead(rows, steps);
   }
 
-  // All products share the one shape of the registers, so other products must set the shape that they need through
-  // these.
+ private:
+  // The prefetch for few rows goes into L2. These cores have 16 lines in flight to L1, and 48 to L2: 139 instead of 72
+  // GB/s at one token with 16 threads.
+  static constexpr int kStreamLocality = 2;
+  static constexpr std::int64_t kSteps = kTileDepth / ElementTraits<Element>::kDepth;  // of a row of a tile
+
+  template <bool kAdd, class Ahead>
+  void by_tiles(int rows, std::int64_t steps, const Element* a, const Weight* panel, Accumulator* tile, Ahead& ahead) {
+    static_cast<Self*>(this)->tiles().shape_for(rows);
+    const std::int64_t depth_steps = steps / kSteps;
+    if (rows > kTileRows) return multiply_tiles<Products, true, kAdd>(depth_steps, rows, a, panel, tile, ahead);
+    multiply_tiles<Products, false, kAdd>(depth_steps, rows, a, panel, tile, ahead);
+  }
+};
+
+class Isa : public TileKernel<Isa, Bf16Products, avx512_bf16::Isa> {
+ public:
+  using Lanes = avx512_bf16::Lanes;
+  using Words = avx512_bf16::Words;
+  template <class Stored, int kRows, int kColumns>
+  using DotSums = avx512_bf16::Isa::DotSums<Stored, kRows, kColumns>;
+  template <int kRows, int kUnits>
+  using WeightedSums = avx512_bf16::WeightedSums<kRows, kUnits>;
+  static constexpr bool kBf16Products = true;
+  static constexpr int kCodeRows = kStreamRows;  // larger groups are packed in the order of the tiles
+  static constexpr int kWordRows = 0;
+  static constexpr int kNumberRows = 0;
+  static constexpr int kFp32Rows = avx512_bf16::Isa::kFp32Rows;
+  static constexpr int kFp32Halves = avx512_bf16::Isa::kFp32Halves;
+
+  static void require() { request_tiles(); }
+
+  // All products of a worker share the one shape of the registers, so each sets the shape that it needs through these.
   Tiles& tiles() { return tiles_; }
 
   [[gnu::always_inline]] static void transpose_piece(const bf16* source, bf16* target, unsigned piece) {
@@ -157,16 +183,8 @@ class Isa {
   }
 
  private:
-  static constexpr std::int64_t kPairs = kTileDepth / 2;
-
-  template <bool kAdd, class Ahead>
-  void by_tiles(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
-    tiles_.shape_for(rows);
-    if (rows > kTileRows) return multiply_tiles<Bf16Products, true, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
-    multiply_tiles<Bf16Products, false, kAdd>(steps / kPairs, rows, a, panel, tile, ahead);
-  }
-
   Tiles tiles_;
 };
+static_assert(InstructionSet<Isa>);
 
 }  // namespace ktc::amx::inline KTC_UNIT

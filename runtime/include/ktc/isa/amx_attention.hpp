@@ -24,9 +24,6 @@
 
 namespace ktc::amx::inline KTC_UNIT {
 
-// For fewer rows than fill a tile: a type of its own, since it is compiled with other flags.
-struct FewRows : avx512_bf16::Isa {};
-
 // Transposes a matrix of 16 x 16 numbers of 32 bits.
 [[gnu::always_inline]] inline void transpose(__m512i (&rows)[16]) {
   __m512i pairs[16];
@@ -79,8 +76,8 @@ class Attention final : public AttentionKernel {
     exclusively(engine, [&](const Team& team, Workspace& workspace) {
       const std::int64_t packed_rows = round_up(plan.rows, kTileRows);
       Region<bf16> queries(arguments.batch * arguments.key_heads * packed_rows * plan.query_width);
-      Region<Sums> sums(plan.all_rows * plan.stretches);
-      Region<float> values(plan.all_rows * plan.stretches * plan.value_width);
+      Region<Sums> sums(plan.all_rows * plan.splits);
+      Region<float> values(plan.all_rows * plan.splits * plan.value_width);
       Region<Scratch> scratch(team.threads());
       Region<float> added(team.threads() * kMostRows * plan.value_width);
       Region<bf16> rest(team.threads() * kGroup * plan.query_width);
@@ -91,22 +88,22 @@ class Attention final : public AttentionKernel {
       team.run([&](const Worker& worker) {
         Tiles tiles;
         tiles.shape_for(2 * kTileRows);
-        Scratch& own = scratch.data()[worker.index];
+        Scratch& scratch_of_worker = scratch.data()[worker.index];
         const Call call{arguments,
                         plan,
                         queries.data(),
                         packed_rows,
                         sums.data(),
                         values.data(),
-                        own,
+                        scratch_of_worker,
                         added.data() + worker.index * kMostRows * plan.value_width,
                         rest.data() + worker.index * kGroup * plan.query_width};
         Ahead::Order order(Plan::head_views<bf16>(arguments, 0));
         Ahead ahead(order);
         const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
-        plan.for_each_stretch<bf16>(arguments, take, ahead, [&](const Item& item) { call.stretch(item, ahead); });
+        plan.for_each_split<bf16>(arguments, take, ahead, [&](const Item& item) { call.split(item, ahead); });
         worker.barrier.arrive_and_wait();
-        plan.put_together<bf16>(arguments, sums.data(), values.data(), next_row, place);
+        plan.combine<bf16>(arguments, sums.data(), values.data(), next_row, place);
       });
     });
   }
@@ -186,7 +183,7 @@ class Attention final : public AttentionKernel {
     float* added;
     bf16* rest;
 
-    void stretch(const Item& item, Ahead& ahead) const {
+    void split(const Item& item, Ahead& ahead) const {
       const HeadViews views = Plan::head_views<bf16>(a, item.head);
       const std::int64_t tiles = (item.count + kTileRows - 1) / kTileRows;
       const bf16* packed = queries + (item.head * packed_rows + item.first) * plan.query_width;
@@ -194,15 +191,15 @@ class Attention final : public AttentionKernel {
       std::fill(of_rows, of_rows + item.count, Sums{Plan::kUnseen, 0.0f});
       for (std::int64_t block = item.begin; block < item.end; block += kBlock) {
         const std::int64_t length = std::min(kBlock, item.end - block);
-        const HeadViews own = views.of_block<bf16>(block);
+        const HeadViews of_block = views.of_block<bf16>(block);
         ahead.start_block(length, block_work(tiles, item.count, length));
-        score(own, packed, tiles, length, ahead);
+        score(of_block, packed, tiles, length, ahead);
         weigh(item, block, length, of_rows, ahead);
-        add_values(own.values, item, block, length, ahead);
+        add_values(of_block.values, item, block, length, ahead);
       }
     }
 
-    // Work in cycles, roughly.
+    // Estimates of work in cycles.
     static constexpr std::int64_t kProducts = 4 * 16;  // of four tiles
     static constexpr std::int64_t kExponentials = 16;  // of kHalfPanel weights
     static constexpr std::int64_t kPair = 8;           // of two rows of kGroup values
@@ -218,8 +215,8 @@ class Attention final : public AttentionKernel {
       if (keys.width == 0) return keys;
       const auto* from = static_cast<const bf16*>(keys.data) + position * keys.position;
       if (count == kGroup) return {.data = from, .position = keys.position, .width = keys.width};
-      for (std::int64_t each = 0; each < count; ++each) {
-        std::copy_n(from + each * keys.position, keys.width, target + each * keys.width);
+      for (std::int64_t index = 0; index < count; ++index) {
+        std::copy_n(from + index * keys.position, keys.width, target + index * keys.width);
       }
       std::fill(target + count * keys.width, target + kGroup * keys.width, bf16(0.0f));
       return {.data = target, .position = keys.width, .width = keys.width};
@@ -244,7 +241,7 @@ class Attention final : public AttentionKernel {
     // sums[position][row] of kGroup positions and 16 rows.
     [[gnu::noinline]] void score_group(const CacheView& keys, const CacheView& more, const bf16* packed,
                                        Ahead& ahead) const {
-      Ahead own = ahead;
+      Ahead local_ahead = ahead;
       settle_memory();
       zero_sums();
       for (const CacheView* part : {&keys, &more}) {
@@ -252,7 +249,7 @@ class Attention final : public AttentionKernel {
         const std::int64_t stride = part->position * static_cast<std::int64_t>(sizeof(bf16));
         const std::int64_t tile = kTileRows * part->position;
         for (std::int64_t column = 0; column < part->width; column += kDepth, packed += kTile, rows += kDepth) {
-          own.step(kProducts);
+          local_ahead.step(kProducts);
           _tile_loadd(4, packed, kTileBytes);
           _tile_loadd(5, rows, stride);
           _tile_dpbf16ps(0, 5, 4);
@@ -266,7 +263,7 @@ class Attention final : public AttentionKernel {
       }
       zero_operands();
       store_sums({scratch.sums, kHalfPanel, kSums});
-      ahead = own;
+      ahead = local_ahead;
     }
 
     // Zeros need no register (amx.hpp).
@@ -294,7 +291,7 @@ class Attention final : public AttentionKernel {
       settle_memory();
     }
 
-    // Overwrites scores by weights in bf16; rows without queries, and positions up to a whole tile, have 0.
+    // Overwrites scores with weights in bf16. Rows without queries, and positions up to a whole tile, become 0.
     void weigh(const Item& item, std::int64_t block, std::int64_t length, Sums* of_rows, Ahead& ahead) const {
       const std::int64_t whole = round_up(length, kDepth);
       for (std::int64_t row = 0; row < round_up(item.count, kTileRows); ++row) {
@@ -310,7 +307,7 @@ class Attention final : public AttentionKernel {
       }
     }
 
-    // Where the sums of a row begin. Until the last block of a stretch they are tile after tile of 16 rows, [row / 16]
+    // Where the sums of a row begin. Until the last block of a split they are tile after tile of 16 rows, [row / 16]
     // [column / 16][row % 16][16]. In rows of 512 the 64 lines of four tiles would be in 8 sets of the L1 cache: with
     // 128 heads adding values took 1.5 times as long.
     float* sums_of(std::int64_t row) const {
@@ -399,7 +396,7 @@ class Attention final : public AttentionKernel {
                                      const SumTiles& to, Ahead& ahead) const {
       bf16* const pairs = scratch.pairs;
       const std::int64_t quarter = values.quarter();
-      Ahead own = ahead;
+      Ahead local_ahead = ahead;
       settle_memory();
       if (before == nullptr) {
         zero_sums();
@@ -409,13 +406,13 @@ class Attention final : public AttentionKernel {
         _tile_loadd(2, before + 2 * kSums, kTileBytes);
         _tile_loadd(3, before + 3 * kSums, kTileBytes);
       }
-      if constexpr (kInterleaves) interleave(values, 0, pairs, own);
+      if constexpr (kInterleaves) interleave(values, 0, pairs, local_ahead);
       for (std::int64_t step = 0; step < values.steps; ++step) {
         if constexpr (kInterleaves) {
-          if (step + 1 < values.steps) interleave(values, step + 1, pairs, own);
+          if (step + 1 < values.steps) interleave(values, step + 1, pairs, local_ahead);
           settle_memory();
         }
-        own.step(kProducts);
+        local_ahead.step(kProducts);
         const bf16* const of_step = pairs + step * kTile;
         _tile_loadd(4, reinterpret_cast<const bf16*>(weights) + step * kDepth, kBlock * sizeof(float));
         _tile_loadd(5, of_step, kTileBytes);
@@ -429,11 +426,11 @@ class Attention final : public AttentionKernel {
       }
       zero_operands();
       store_sums(to);
-      ahead = own;
+      ahead = local_ahead;
     }
   };
 
-  DecodeAttention<FewRows, bf16> few_rows_;
+  DecodeAttention<avx512_bf16::Isa, bf16> few_rows_;
 };
 
 }  // namespace ktc::amx::inline KTC_UNIT

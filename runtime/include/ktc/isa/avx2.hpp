@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/isa/avx2_dots.hpp"
 #include "ktc/isa/avx2_words.hpp"
@@ -47,7 +48,6 @@ class Lanes {
     const __m256i high = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);
     return {_mm256_permutevar8x32_ps(eight, low), _mm256_permutevar8x32_ps(eight, high)};
   }
-  // Differences of integers, exact before they are rounded.
   static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
     const auto eight = [](const std::int32_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); };
     return {_mm256_cvtepi32_ps(_mm256_sub_epi32(eight(sums), eight(offsets))),
@@ -62,7 +62,6 @@ class Lanes {
     const __m256i ordered = _mm256_permute4x64_epi64(interleaved, _MM_SHUFFLE(3, 1, 2, 0));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), ordered);
   }
-  // Rounded to nearest even, plus 128. Magnitudes are 127 at most, up to a rounding.
   void to_codes(std::uint8_t* target) const {
     const __m256i interleaved = _mm256_packs_epi32(_mm256_cvtps_epi32(low_), _mm256_cvtps_epi32(high_));
     const __m256i words = _mm256_permute4x64_epi64(interleaved, _MM_SHUFFLE(3, 1, 2, 0));
@@ -70,7 +69,6 @@ class Lanes {
     const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), bytes);
   }
-  // A NaN counts as greater than any number.
   float greatest() const {
     const __m256i eight = _mm256_max_epu32(_mm256_castps_si256(low_), _mm256_castps_si256(high_));
     const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
@@ -83,8 +81,9 @@ class Lanes {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
-
-  // No lane may be NaN.
+  static void store_sums(Lanes a, Lanes b, Lanes c, Lanes d, float* target) {
+    _mm_storeu_ps(target, sums_of_four(a.low_ + a.high_, b.low_ + b.high_, c.low_ + c.high_, d.low_ + d.high_));
+  }
   float largest() const {
     const __m256 eight = _mm256_max_ps(low_, high_);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -107,18 +106,18 @@ class Lanes {
     const __m256 sign_bit = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign_bit, x.low_), _mm256_andnot_ps(sign_bit, x.high_)};
   }
-  // The operands must not be negative: their order is then that of their bits. A NaN counts as greater than any number.
+  // Of numbers that are not negative, the order is that of their bits.
   friend Lanes greater(Lanes a, Lanes b) {
     const auto of_bits = [](__m256 x, __m256 y) {
       return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
     };
     return {of_bits(a.low_, b.low_), of_bits(a.high_, b.high_)};
   }
-  // The larger one; `found` where x is a NaN, since MAXPS returns its second operand then.
-  friend Lanes larger(Lanes found, Lanes x) {
-    return {_mm256_max_ps(x.low_, found.low_), _mm256_max_ps(x.high_, found.high_)};
+  // MAXPS returns its second operand when one is NaN.
+  friend Lanes larger(Lanes kept, Lanes x) {
+    return {_mm256_max_ps(x.low_, kept.low_), _mm256_max_ps(x.high_, kept.high_)};
   }
-  // The numbers whose bits are `x` as integers, from 2^-100 to 2^100. MINPS returns its second operand when one is NaN.
+  // MINPS returns its second operand when one is NaN.
   friend Lanes of_bits(Lanes x) {
     const auto of_half = [](__m256 half) {
       const __m256 bounded = _mm256_max_ps(_mm256_min_ps(half, _mm256_set1_ps(kMostBits)), _mm256_set1_ps(kLeastBits));
@@ -138,7 +137,6 @@ class Lanes {
     return {_mm256_min_ps(highest, _mm256_max_ps(lowest, x.low_)),
             _mm256_min_ps(highest, _mm256_max_ps(lowest, x.high_))};
   }
-  // `value` where low <= x <= high, otherwise (also for NaN) zero.
   friend Lanes zero_outside(float low, float high, Lanes x, Lanes value) {
     const __m256 lowest = _mm256_set1_ps(low);
     const __m256 highest = _mm256_set1_ps(high);
@@ -147,7 +145,6 @@ class Lanes {
     };
     return {_mm256_and_ps(inside(x.low_), value.low_), _mm256_and_ps(inside(x.high_), value.high_)};
   }
-  // Zero where x <= bound, otherwise (also for NaN) `value`.
   friend Lanes zero_up_to(float bound, Lanes x, Lanes value) {
     const __m256 last = _mm256_set1_ps(bound);
     return {_mm256_and_ps(_mm256_cmp_ps(x.low_, last, _CMP_NLE_UQ), value.low_),
@@ -191,9 +188,6 @@ inline constexpr int kMaxRows = 4;
 
 inline constexpr int kUnroll = 2;
 
-// Two bf16 read as one integer, without a violation of the aliasing rules.
-using Pair [[gnu::may_alias]] = std::int32_t;
-
 template <int kRows, class Ahead>
 [[gnu::noinline]] void multiply_half(std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& next) {
   const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
@@ -205,7 +199,7 @@ template <int kRows, class Ahead>
 #pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row) low[row] = high[row] = _mm256_setzero_ps();
   const auto* b = reinterpret_cast<const __m256i*>(panel);
-  const auto* pairs = reinterpret_cast<const Pair*>(a);
+  const auto* pairs = reinterpret_cast<const Neighbours*>(a);
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
     ahead.step();
 #pragma GCC unroll 2
@@ -245,7 +239,7 @@ template <class Ahead>
 #pragma GCC unroll 4
   for (__m256& sum : sums) sum = _mm256_setzero_ps();
   const auto* b = reinterpret_cast<const __m256i*>(panel);
-  const auto* pairs = reinterpret_cast<const Pair*>(a);
+  const auto* pairs = reinterpret_cast<const Neighbours*>(a);
   for (std::int64_t step = 0; step < steps; step += kUnroll) {
     ahead.step();
     translate_next_page(reinterpret_cast<const std::byte*>(b), kUnroll * 2 * kPanelWidth * sizeof(bf16));
@@ -267,17 +261,18 @@ template <class Ahead>
 
 struct Isa {
   using Element = bf16;
+  using Weight = bf16;
   using Accumulator = float;
   using Lanes = avx2::Lanes;
   using Words = avx2::Words;
   static constexpr int kMaxRows = avx2::kMaxRows;
   static constexpr int kStreamRows = 1;  // the processor fetches what one row reads in order
-  // An expert of up to this many rows is multiplied with codes as they are stored. With 16 rows this takes less than
-  // two thirds of the time of decoding; a scratch panel has space for the converted values of as many.
+  static constexpr bool kBf16Products = false;
+  // With 16 rows this takes less than two thirds of the time of decoding; a scratch panel has space for the converted
+  // values of as many.
   static constexpr int kCodeRows = 16;
-  // The same of blocks of integers, which are decoded to words for more rows.
   static constexpr int kWordRows = 8;
-  static constexpr int kNumberRows = 2;  // at a time, where codes are fp32 numbers
+  static constexpr int kNumberRows = 2;
   // In fp32, 6 rows x 2 vectors are 12 accumulators; 2 vectors of weights and a row's value fit beside.
   static constexpr int kFp32Rows = 6;
   static constexpr int kFp32Halves = 1;
@@ -287,7 +282,6 @@ struct Isa {
 
   static void require() {}
 
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` pairs of k, a multiple of 16; tile, panel aligned.
   template <class Ahead>
   static void multiply(int rows, std::int64_t steps, const bf16* a, const bf16* panel, float* tile, Ahead& ahead) {
     using Multiply = void (*)(std::int64_t, const bf16*, const bf16*, float*, Ahead&);
@@ -300,7 +294,7 @@ struct Isa {
     multiply_16_lanes(steps, a, panel + 2 * kHalfPanel, tile + kHalfPanel, ahead);
   }
 
-  // The number of times that `multiply` calls `ahead.step()`: once per unrolled step of each half, or of a row's panel.
+  // Once per unrolled step of each half, or of a row's panel.
   static constexpr std::int64_t steps_ahead(int rows, std::int64_t steps) {
     return (rows == 1 ? 1 : 2) * steps / kUnroll;
   }
@@ -319,5 +313,6 @@ struct Isa {
     }
   }
 };
+static_assert(InstructionSet<Isa>);
 
 }  // namespace ktc::avx2::inline KTC_UNIT

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "ktc/concepts.hpp"
 #include "ktc/isa/avx2.hpp"
 #include "ktc/isa/integer.hpp"
 #include "ktc/prefetch.hpp"
@@ -32,7 +33,7 @@ template <int kRows, int kVectors, class Ahead>
 #pragma GCC unroll 4
     for (__m256i& of_row : of_vector) of_row = _mm256_setzero_si256();
   }
-  const auto* quads = reinterpret_cast<const Quad*>(a);
+  const auto* quads = reinterpret_cast<const Neighbours*>(a);
   for (std::int64_t step = 0; step < steps; ++step, quads += kRows, panel += 4 * kPanelWidth) {
     if constexpr (kRows <= kCodeStreamRows) {
 #pragma GCC unroll 2
@@ -65,17 +66,14 @@ template <int kRows, int kVectors, class Ahead>
   next = ahead;
 }
 
-class IntegerIsa {
- public:
+struct ByteKernel {
   using Element = std::uint8_t;
+  using Weight = std::int8_t;
   using Accumulator = std::int32_t;
   static constexpr int kMaxRows = avx2::kMaxRows;
   static constexpr int kStreamRows = kCodeStreamRows;
   static constexpr bool kBlocked = false;
 
-  Isa& elements() { return elements_; }
-
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32]; `steps` times four of k; tile and panel aligned.
   template <class Ahead>
   static void multiply(int rows, std::int64_t steps, const std::uint8_t* a, const std::int8_t* panel,
                        std::int32_t* tile, Ahead& ahead) {
@@ -92,10 +90,10 @@ class IntegerIsa {
   static constexpr std::int64_t steps_ahead(int rows, std::int64_t steps) {
     return rows > kStreamRows ? 2 * steps : steps;
   }
-
- private:
-  Isa elements_;
 };
+
+using IntegerIsa = BesideElements<ByteKernel, Isa>;
+static_assert(IntegerKernel<IntegerIsa>);
 
 }  // namespace ktc::avx2::inline KTC_UNIT
 

@@ -76,10 +76,10 @@ struct KeyProducts {
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
         const auto* of_row = reinterpret_cast<const __m256i*>(tables + row * stride);
-        const __m256i found = _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_loadu_si256(of_row), low),
-                                              _mm256_shuffle_epi8(_mm256_loadu_si256(of_row + 2), high));
-        both[row] = _mm256_add_epi16(both[row], found);
-        upper[row] = _mm256_add_epi16(upper[row], _mm256_srli_epi16(found, 8));
+        const __m256i sums_of_tables = _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_loadu_si256(of_row), low),
+                                                       _mm256_shuffle_epi8(_mm256_loadu_si256(of_row + 2), high));
+        both[row] = _mm256_add_epi16(both[row], sums_of_tables);
+        upper[row] = _mm256_add_epi16(upper[row], _mm256_srli_epi16(sums_of_tables, 8));
       }
     }
     // Both lanes have the keys 0 to 3, 8 to 11, 4 to 7 and 12 to 15.
@@ -158,13 +158,13 @@ struct KeyProducts {
 };
 
 // By the bits of a mask: few scores reach a bound.
-struct ScoreLanes : ktc::ScoreLanes<void> {
+struct ScoreLanes : PlainScoreLanes {
   [[gnu::always_inline]] static std::int64_t append(const std::int32_t* scores, std::int32_t bound, std::int64_t first,
                                                     std::int32_t* positions) {
     const __m256i below = _mm256_set1_epi32(bound - 1);
     const auto reach = [&](const std::int32_t* eight) {
-      const __m256i each = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(eight));
-      return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(each, below))));
+      const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(eight));
+      return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(values, below))));
     };
     std::int64_t count = 0;
     for (unsigned mask = reach(scores) | reach(scores + 8) << 8; mask != 0; mask &= mask - 1) {

@@ -7,17 +7,17 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/isa/words_of.hpp"
 #include "ktc/unit.hpp"
 
 namespace ktc::avx2::inline KTC_UNIT {
 
-struct Words {
+struct WordRegisters {
   using Vector = __m256i;
   using Floats = __m256;
   static constexpr int kOutputs = 8;
 
   static Vector load(const std::byte* words) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(words)); }
-  // Signed bytes.
   static Vector widened(const std::byte* bytes) {
     return _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
   }
@@ -27,9 +27,7 @@ struct Words {
   static Vector left(Vector words, int bits) { return _mm256_slli_epi16(words, bits); }
   static Vector both(Vector a, Vector b) { return _mm256_and_si256(a, b); }
   static Vector difference(Vector a, Vector b) { return _mm256_sub_epi16(a, b); }
-  // The bits of `a` where `mask` has ones, and those of `b`, whose bits are zero there.
   static Vector joined(Vector mask, Vector a, Vector b) { return _mm256_or_si256(_mm256_and_si256(mask, a), b); }
-  // The entry of each byte's lower four bits, of bytes below 128.
   static Vector looked_up(const std::uint8_t* table, Vector bytes) {
     const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), bytes);
@@ -37,26 +35,10 @@ struct Words {
 
   static Vector sums(std::int32_t value) { return _mm256_set1_epi32(value); }
   static Vector pairs(std::int32_t two_words) { return _mm256_set1_epi32(two_words); }
-  static Vector add_products(Vector sums, Vector a, Vector b) {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
-  }
-  // To be used for each step of a long sum: GCC makes a tree of additions otherwise, whose operands are spilled.
-  static Vector add_products_in_order(Vector sums, Vector a, Vector b) {
-    Vector added = add_products(sums, a, b);
-    asm("" : "+x"(added));
-    return added;
-  }
-  // Of unsigned bytes `a` and signed ones `b`, two of each for a word: sums of words, which must not overflow.
-  static constexpr int kByteSumBits = 16;
-  static Vector add_byte_products(Vector sums, Vector a, Vector b) {
-    Vector added = _mm256_add_epi16(sums, _mm256_maddubs_epi16(a, b));
-    asm("" : "+x"(added));
-    return added;
-  }
-  // `sums` and 256 times the sums of byte products `upper`, less `lower`.
-  static Vector add_byte_sums(Vector sums, Vector upper, Vector lower) {
-    return add_products(add_products(sums, upper, all(std::int16_t{256})), lower, all(std::int16_t{-1}));
-  }
+  static Vector add(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
+  static Vector add_words(Vector a, Vector b) { return _mm256_add_epi16(a, b); }
+  static Vector products(Vector a, Vector b) { return _mm256_madd_epi16(a, b); }
+  static Vector byte_products(Vector a, Vector b) { return _mm256_maddubs_epi16(a, b); }
 
   static Floats to_floats(Vector sums) { return _mm256_cvtepi32_ps(sums); }
   static Floats all(float value) { return _mm256_set1_ps(value); }
@@ -78,5 +60,7 @@ struct Words {
   static Floats add_product(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
   static Floats subtract_product(Floats a, Floats b, Floats sum) { return _mm256_fnmadd_ps(a, b, sum); }
 };
+
+using Words = WordsOf<WordRegisters>;
 
 }  // namespace ktc::avx2::inline KTC_UNIT

@@ -13,10 +13,9 @@ struct Words : avx512::Words {
   static Vector add_products(Vector sums, Vector a, Vector b) { return _mm512_dpwssd_epi32(sums, a, b); }
   static Vector add_products_in_order(Vector sums, Vector a, Vector b) { return add_products(sums, a, b); }
 
-  // Of unsigned bytes `a` and signed ones `b`, four of each for an integer.
+  // Four neighbours of k for a sum.
   static constexpr int kByteSumBits = 32;
   static Vector add_byte_products(Vector sums, Vector a, Vector b) { return _mm512_dpbusd_epi32(sums, a, b); }
-  // `sums` and 256 times the sums of byte products `upper`, less `lower`.
   static Vector add_byte_sums(Vector sums, Vector upper, Vector lower) {
     return _mm512_add_epi32(sums, _mm512_sub_epi32(_mm512_slli_epi32(upper, 8), lower));
   }

@@ -9,6 +9,6 @@
 namespace ktc::inline KTC_UNIT {
 
 template <>
-struct CacheCodeProducts<avx512::Isa> : WordCodeProducts<avx512::CacheWords, 4, 4, 2> {};
+struct CacheCodeProducts<avx512::Isa> : WordCodeProducts<avx512::CacheWords<avx512::Words>, 4, 4, 2> {};
 
 }  // namespace ktc::inline KTC_UNIT

@@ -10,7 +10,9 @@
 
 namespace ktc::avx512::inline KTC_UNIT {
 
+template <class Words>
 struct CacheWords : Words {
+  using Vector = typename Words::Vector;
   using Words::load;
   using Sums = __v16si;  // and not of 64-bit lanes, which the compiler copies around each addition
   static Vector load(const std::int16_t* words) { return _mm512_loadu_si512(words); }

@@ -16,10 +16,10 @@ namespace ktc::avx512::inline KTC_UNIT {
 
 struct ScoreLanes {
   [[gnu::always_inline]] static void order(const float* scores, std::int32_t* ordered) {
-    const __m512 each = _mm512_loadu_ps(scores);
-    const __m512i bits = _mm512_castps_si512(each), greatest = _mm512_set1_epi32(0x7fffffff);
+    const __m512 values = _mm512_loadu_ps(scores);
+    const __m512i bits = _mm512_castps_si512(values), greatest = _mm512_set1_epi32(0x7fffffff);
     const __m512i order = _mm512_xor_si512(bits, _mm512_and_si512(_mm512_srai_epi32(bits, 31), greatest));
-    const __mmask16 invalid = _mm512_cmp_ps_mask(each, each, _CMP_UNORD_Q);
+    const __mmask16 invalid = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
     _mm512_storeu_si512(ordered, _mm512_mask_mov_epi32(order, invalid, greatest));
   }
 
@@ -27,8 +27,8 @@ struct ScoreLanes {
   [[gnu::always_inline]] static std::int64_t append(const std::int32_t* scores, std::int32_t bound, std::int64_t first,
                                                     std::int32_t* positions) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i each = _mm512_loadu_si512(scores);
-    const __mmask16 reach = _mm512_cmpge_epi32_mask(each, _mm512_set1_epi32(bound));
+    const __m512i values = _mm512_loadu_si512(scores);
+    const __mmask16 reach = _mm512_cmpge_epi32_mask(values, _mm512_set1_epi32(bound));
     const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(first)));
     _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(reach, at));
     return std::popcount(static_cast<unsigned>(reach));
@@ -37,10 +37,10 @@ struct ScoreLanes {
   [[gnu::always_inline]] static std::int64_t keep(const std::int32_t* scores, std::int32_t bound,
                                                   const std::int32_t* positions, std::int32_t* kept,
                                                   std::int32_t* reaching) {
-    const __m512i each = _mm512_loadu_si512(scores), at = _mm512_loadu_si512(positions);
-    const __mmask16 reach = _mm512_cmpge_epi32_mask(each, _mm512_set1_epi32(bound));
+    const __m512i values = _mm512_loadu_si512(scores), at = _mm512_loadu_si512(positions);
+    const __mmask16 reach = _mm512_cmpge_epi32_mask(values, _mm512_set1_epi32(bound));
     _mm512_storeu_si512(kept, _mm512_maskz_compress_epi32(reach, at));
-    _mm512_storeu_si512(reaching, _mm512_maskz_compress_epi32(reach, each));
+    _mm512_storeu_si512(reaching, _mm512_maskz_compress_epi32(reach, values));
     return std::popcount(static_cast<unsigned>(reach));
   }
 };
@@ -112,10 +112,10 @@ struct KeyProducts {
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         const std::uint8_t* of_row = tables + row * stride;
-        const __m512i found = _mm512_add_epi8(_mm512_shuffle_epi8(_mm512_loadu_si512(of_row), low),
-                                              _mm512_shuffle_epi8(_mm512_loadu_si512(of_row + 64), high));
-        both[row] = _mm512_add_epi16(both[row], found);
-        upper[row] = _mm512_add_epi16(upper[row], _mm512_srli_epi16(found, 8));
+        const __m512i sums_of_tables = _mm512_add_epi8(_mm512_shuffle_epi8(_mm512_loadu_si512(of_row), low),
+                                                       _mm512_shuffle_epi8(_mm512_loadu_si512(of_row + 64), high));
+        both[row] = _mm512_add_epi16(both[row], sums_of_tables);
+        upper[row] = _mm512_add_epi16(upper[row], _mm512_srli_epi16(sums_of_tables, 8));
       }
     }
     [[gnu::always_inline]] void store(std::int32_t* sums, std::int64_t groups, bool first) const {
@@ -193,14 +193,14 @@ struct KeyProducts {
     for (std::int64_t begin = 0; begin < groups; begin += most) {
       Sums<kRows, kBlocks> sum;
       for (std::int64_t group = begin; group < std::min(begin + most, groups); ++group) {
-        __m512i each[kBlocks];
+        __m512i lines[kBlocks];
 #pragma GCC unroll 2
         for (int block = 0; block < kBlocks; ++block, ahead += kGroupBytes) {
           __builtin_prefetch(ahead, 0, 3);
-          each[block] = _mm512_loadu_si512(codes + block * of_block);
+          lines[block] = _mm512_loadu_si512(codes + block * of_block);
         }
         codes += kGroupBytes;
-        add(sum, each);
+        add(sum, lines);
       }
       sum.store(sums, begin == 0);
     }

@@ -48,7 +48,6 @@ class Lanes {
   static Lanes pairs(const float* two) {
     return Lanes(_mm512_castpd_ps(_mm512_set1_pd(*reinterpret_cast<const AnyDouble*>(two))));
   }
-  // Differences of integers, exact before they are rounded.
   static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
     return Lanes(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_loadu_si512(offsets))));
   }
@@ -56,23 +55,18 @@ class Lanes {
   void to_elements(bf16* target) const {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), Rounding::to_bf16(v_));
   }
-  // Rounded to nearest even, plus 128. Magnitudes are 127 at most, up to a rounding.
   void to_codes(std::uint8_t* target) const {
     const __m512i codes = _mm512_add_epi32(_mm512_cvtps_epi32(v_), _mm512_set1_epi32(128));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8(codes));
   }
-  // A NaN counts as greater than any number.
   float greatest() const {
     const unsigned bits = _mm512_reduce_max_epu32(_mm512_castps_si512(v_));
     return std::bit_cast<float>(bits);
   }
   float sum() const { return _mm512_reduce_add_ps(v_); }
-  // The sums of four, in their order. A sum has the same bits beside any others.
   static void store_sums(Lanes a, Lanes b, Lanes c, Lanes d, float* target) {
     _mm_storeu_ps(target, sums_of_four(a.v_, b.v_, c.v_, d.v_));
   }
-
-  // No lane may be NaN.
   float largest() const { return _mm512_reduce_max_ps(v_); }
 
   friend Lanes operator+(Lanes a, Lanes b) { return Lanes(_mm512_add_ps(a.v_, b.v_)); }
@@ -82,29 +76,25 @@ class Lanes {
   friend Lanes fused_multiply_add(Lanes a, Lanes b, Lanes c) { return Lanes(_mm512_fmadd_ps(a.v_, b.v_, c.v_)); }
   friend Lanes rounded(Lanes x) { return Lanes(_mm512_roundscale_ps(x.v_, _MM_FROUND_TO_NEAREST_INT)); }
   friend Lanes absolute(Lanes x) { return Lanes(_mm512_abs_ps(x.v_)); }
-  // The operands must not be negative: their order is then that of their bits. A NaN counts as greater than any number.
+  // Of numbers that are not negative, the order is that of their bits.
   friend Lanes greater(Lanes a, Lanes b) {
     return Lanes(_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v_), _mm512_castps_si512(b.v_))));
   }
-  // The larger one; `found` where x is a NaN, since MAXPS returns its second operand then.
-  friend Lanes larger(Lanes found, Lanes x) { return Lanes(_mm512_max_ps(x.v_, found.v_)); }
-  // The numbers whose bits are `x` as integers, from 2^-100 to 2^100. MINPS returns its second operand when one is NaN.
+  // MAXPS and MINPS return their second operand when one is NaN.
+  friend Lanes larger(Lanes kept, Lanes x) { return Lanes(_mm512_max_ps(x.v_, kept.v_)); }
   friend Lanes of_bits(Lanes x) {
     const __m512 bounded = _mm512_max_ps(_mm512_min_ps(x.v_, _mm512_set1_ps(kMostBits)), _mm512_set1_ps(kLeastBits));
     return Lanes(_mm512_castsi512_ps(_mm512_cvttps_epi32(bounded)));
   }
   friend Lanes times_power_of_two(Lanes x, Lanes n) { return Lanes(_mm512_scalef_ps(x.v_, n.v_)); }
   friend Lanes clamped(Lanes x, float low, float high) {
-    // MAXPS and MINPS return their second operand when one is NaN, so x comes second.
     return Lanes(_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), x.v_)));
   }
-  // `value` where low <= x <= high, otherwise (also for NaN) zero.
   friend Lanes zero_outside(float low, float high, Lanes x, Lanes value) {
     const __mmask16 from_low = _mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(low), _CMP_GE_OQ);
     return Lanes(
         _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(from_low, x.v_, _mm512_set1_ps(high), _CMP_LE_OQ), value.v_));
   }
-  // Zero where x <= bound, otherwise (also for NaN) `value`.
   friend Lanes zero_up_to(float bound, Lanes x, Lanes value) {
     return Lanes(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v_, _mm512_set1_ps(bound), _CMP_NLE_UQ), value.v_));
   }

@@ -7,17 +7,17 @@
 #include <cstdint>
 
 #include "ktc/element.hpp"
+#include "ktc/isa/words_of.hpp"
 #include "ktc/unit.hpp"
 
 namespace ktc::avx512::inline KTC_UNIT {
 
-struct Words {
+struct WordRegisters {
   using Vector = __m512i;
   using Floats = __m512;
   static constexpr int kOutputs = 16;
 
   static Vector load(const std::byte* words) { return _mm512_load_si512(words); }
-  // Signed bytes.
   static Vector widened(const std::byte* bytes) {
     return _mm512_cvtepi8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(bytes)));
   }
@@ -27,12 +27,10 @@ struct Words {
   static Vector left(Vector words, int bits) { return _mm512_slli_epi16(words, static_cast<unsigned>(bits)); }
   static Vector both(Vector a, Vector b) { return _mm512_and_si512(a, b); }
   static Vector difference(Vector a, Vector b) { return _mm512_sub_epi16(a, b); }
-  // The bits of `a` where `mask` has ones, and those of `b`, whose bits are zero there.
   static Vector joined(Vector mask, Vector a, Vector b) {
     constexpr int kAndOr = 0xea;  // (first and second) or third
     return _mm512_ternarylogic_epi32(mask, a, b, kAndOr);
   }
-  // The entry of each byte's lower four bits, of bytes below 128.
   static Vector looked_up(const std::uint8_t* table, Vector bytes) {
     const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), bytes);
@@ -40,26 +38,10 @@ struct Words {
 
   static Vector sums(std::int32_t value) { return _mm512_set1_epi32(value); }
   static Vector pairs(std::int32_t two_words) { return _mm512_set1_epi32(two_words); }
-  static Vector add_products(Vector sums, Vector a, Vector b) {
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
-  }
-  // To be used for each step of a long sum: GCC makes a tree of additions otherwise, whose operands are spilled.
-  static Vector add_products_in_order(Vector sums, Vector a, Vector b) {
-    Vector added = add_products(sums, a, b);
-    asm("" : "+v"(added));
-    return added;
-  }
-  // Of unsigned bytes `a` and signed ones `b`, two of each for a word: sums of words, which must not overflow.
-  static constexpr int kByteSumBits = 16;
-  static Vector add_byte_products(Vector sums, Vector a, Vector b) {
-    Vector added = _mm512_add_epi16(sums, _mm512_maddubs_epi16(a, b));
-    asm("" : "+v"(added));
-    return added;
-  }
-  // `sums` and 256 times the sums of byte products `upper`, less `lower`.
-  static Vector add_byte_sums(Vector sums, Vector upper, Vector lower) {
-    return add_products(add_products(sums, upper, all(std::int16_t{256})), lower, all(std::int16_t{-1}));
-  }
+  static Vector add(Vector a, Vector b) { return _mm512_add_epi32(a, b); }
+  static Vector add_words(Vector a, Vector b) { return _mm512_add_epi16(a, b); }
+  static Vector products(Vector a, Vector b) { return _mm512_madd_epi16(a, b); }
+  static Vector byte_products(Vector a, Vector b) { return _mm512_maddubs_epi16(a, b); }
 
   static Floats to_floats(Vector sums) { return _mm512_cvtepi32_ps(sums); }
   static Floats all(float value) { return _mm512_set1_ps(value); }
@@ -81,5 +63,7 @@ struct Words {
   static Floats add_product(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
   static Floats subtract_product(Floats a, Floats b, Floats sum) { return _mm512_fnmadd_ps(a, b, sum); }
 };
+
+using Words = WordsOf<WordRegisters>;
 
 }  // namespace ktc::avx512::inline KTC_UNIT

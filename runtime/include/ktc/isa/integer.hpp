@@ -1,12 +1,9 @@
 // Products of unsigned bytes (a row's codes, 128 added) and signed ones (a weight's), summed in 32 bits.
-//
-// An ISA's integer side has the interface of an ISA as far as a sweep needs it: `Element`, `Accumulator`, `kMaxRows`,
-// `kStreamRows`, `kBlocked`, `multiply`, `steps_ahead`; and `elements()`, the ISA that multiplies elements, since one
-// worker may need both in turn. Groups are the same for both.
 #pragma once
 
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/unit.hpp"
 
@@ -25,7 +22,14 @@ struct IntegerIsa;
 template <class Isa>
 using IntegerIsaOf = typename IntegerIsa<Isa>::type;
 
-// Four neighbours of k as one integer, without a violation of the aliasing rules.
-using Quad [[gnu::may_alias]] = std::int32_t;
+// The `IntegerKernel` of an instruction set: a micro-kernel of bytes beside that of the elements.
+template <class Bytes, class Elements>
+class BesideElements : public Bytes {
+ public:
+  Elements& elements() { return elements_; }
+
+ private:
+  Elements elements_;
+};
 
 }  // namespace ktc::inline KTC_UNIT

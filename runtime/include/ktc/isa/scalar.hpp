@@ -1,9 +1,4 @@
 // Plain C++ on any element type: the oracle for the tests of the vector versions, and the one that runs on every CPU.
-//
-// The interface every ISA has: `Element`, `Accumulator`, `Lanes` (half a panel of accumulators), `kMaxRows` of a group,
-// `kStreamRows`, `kFp32Rows` and `kFp32Halves` (see `PanelProduct`), `kBlocked` (see `Blocking`), `require` (requests
-// the permissions of the process), `multiply`, `steps_ahead` and `transpose_piece`. A sweep makes one object of it per
-// worker.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +6,9 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <utility>
+#include <type_traits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/math.hpp"
 #include "ktc/shape.hpp"
@@ -32,17 +28,20 @@ class Lanes {
   static Lanes load(const Scalar* source) {
     return make([=](int lane) { return source[lane]; });
   }
-  static Lanes from_elements(const Element* source) {
-    return make([=](int lane) { return static_cast<Scalar>(source[lane]); });
+  template <class Stored>
+  static Lanes from_elements(const Stored* source) {
+    if constexpr (std::is_same_v<Stored, double>) {
+      return make([=](int lane) { return static_cast<Scalar>(source[lane]); });
+    } else {
+      return make([=](int lane) { return static_cast<float>(source[lane]); });
+    }
   }
-  // Differences of integers, exact before they are rounded.
   static Lanes from_integers(const std::int32_t* sums, const std::int32_t* offsets) {
     return make([=](int lane) { return static_cast<Scalar>(sums[lane] - offsets[lane]); });
   }
   void store(Scalar* target) const {
     for (int lane = 0; lane < kHalfPanel; ++lane) target[lane] = values_[lane];
   }
-  // Rounded to nearest even, plus 128. Magnitudes are 127 at most, up to a rounding.
   void to_codes(std::uint8_t* target) const {
     for (int lane = 0; lane < kHalfPanel; ++lane) {
       target[lane] = static_cast<std::uint8_t>(static_cast<int>(std::nearbyint(values_[lane])) + 128);
@@ -56,16 +55,15 @@ class Lanes {
     for (const Scalar value : values_) total += value;
     return total;
   }
-
-  // A NaN counts as greater than any number.
   Scalar greatest() const {
     Scalar result = values_[0];
     for (const Scalar value : values_) result = greater(result, value);
     return result;
   }
-
-  // No lane may be NaN.
   Scalar largest() const { return *std::max_element(values_.begin(), values_.end()); }
+  static void store_sums(const Lanes& a, const Lanes& b, const Lanes& c, const Lanes& d, Scalar* target) {
+    for (const Lanes* lanes : {&a, &b, &c, &d}) *target++ = lanes->sum();
+  }
 
   friend Lanes operator+(const Lanes& a, const Lanes& b) {
     return make([&](int lane) { return a.values_[lane] + b.values_[lane]; });
@@ -80,19 +78,15 @@ class Lanes {
     return make([&](int lane) { return a.values_[lane] / b.values_[lane]; });
   }
   friend Lanes fused_multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) { return a * b + c; }
-  // The larger one; `found` where x is a NaN.
-  friend Lanes larger(const Lanes& found, const Lanes& x) {
-    return make(
-        [&](int lane) { return found.values_[lane] < x.values_[lane] ? x.values_[lane] : found.values_[lane]; });
+  friend Lanes larger(const Lanes& kept, const Lanes& x) {
+    return make([&](int lane) { return kept.values_[lane] < x.values_[lane] ? x.values_[lane] : kept.values_[lane]; });
   }
   friend Lanes absolute(const Lanes& x) {
     return make([&](int lane) { return std::abs(x.values_[lane]); });
   }
-  // The operands must not be negative. A NaN counts as greater than any number.
   friend Lanes greater(const Lanes& a, const Lanes& b) {
     return make([&](int lane) { return greater(a.values_[lane], b.values_[lane]); });
   }
-  // The numbers whose bits are `x` as integers, from 2^-100 to 2^100; a NaN gives the greatest.
   friend Lanes of_bits(const Lanes& x) {
     return make([&](int lane) {
       const Scalar value = x.values_[lane];
@@ -100,20 +94,17 @@ class Lanes {
       return std::bit_cast<float>(static_cast<std::int32_t>(value < low ? low : value <= high ? value : high));
     });
   }
-  // NaN passes.
   friend Lanes clamped(const Lanes& x, double low, double high) {
     return make([&](int lane) {
       const Scalar value = x.values_[lane];
       return value < Scalar(low) ? Scalar(low) : value > Scalar(high) ? Scalar(high) : value;
     });
   }
-  // `value` where low <= x <= high, otherwise (also for NaN) zero.
   friend Lanes zero_outside(double low, double high, const Lanes& x, const Lanes& value) {
     return make([&](int lane) {
       return x.values_[lane] >= Scalar(low) && x.values_[lane] <= Scalar(high) ? value.values_[lane] : Scalar{};
     });
   }
-  // Zero where x <= bound, otherwise (also for NaN) `value`.
   friend Lanes zero_up_to(double bound, const Lanes& x, const Lanes& value) {
     return make([&](int lane) { return x.values_[lane] <= Scalar(bound) ? Scalar{} : value.values_[lane]; });
   }
@@ -137,22 +128,18 @@ class Lanes {
   std::array<Scalar, kHalfPanel> values_;
 };
 
-template <class ElementType>
-struct Isa {
-  using Element = ElementType;
+// Rows of one type with weights of another, in groups of the same neighbours of k.
+template <class RowType, class WeightType>
+struct RowKernel {
+  using Element = RowType;
+  using Weight = WeightType;
   using Accumulator = AccumulatorOf<Element>;
-  using Lanes = scalar::Lanes<Element>;
   static constexpr int kMaxRows = 4;
   static constexpr int kStreamRows = 0;
-  static constexpr int kFp32Rows = 4;
-  static constexpr int kFp32Halves = 2;
   static constexpr bool kBlocked = false;
 
-  static void require() {}
-
-  // tile[row][32] = sum over k of a[k][row] * panel[k][32], for `steps` groups of kDepth neighbours of k.
   template <class Ahead>
-  static void multiply(int rows, std::int64_t steps, const Element* a, const Element* panel, Accumulator* tile,
+  static void multiply(int rows, std::int64_t steps, const Element* a, const Weight* panel, Accumulator* tile,
                        Ahead& ahead) {
     ahead.step();
     constexpr int kDepth = ElementTraits<Element>::kDepth;
@@ -171,10 +158,24 @@ struct Isa {
     }
   }
 
-  // The number of times that `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(int, std::int64_t) { return 1; }
+};
 
-  // One of the `kBlockPieces` pieces of a packed 32 x 32 block, rebuilt with outputs and contraction exchanged.
+template <class Element>
+struct Isa : RowKernel<Element, Element> {
+  using Lanes = scalar::Lanes<Element>;
+  using Words = NoWords;
+  template <class Stored, int kRows, int kColumns>
+  using DotSums = LaneDots<Isa, Stored, kRows, kColumns>;
+  static constexpr bool kBf16Products = false;
+  static constexpr int kCodeRows = 0;
+  static constexpr int kWordRows = 0;
+  static constexpr int kNumberRows = 0;
+  static constexpr int kFp32Rows = 4;
+  static constexpr int kFp32Halves = 2;
+
+  static void require() {}
+
   static void transpose_piece(const Element* source, Element* target, unsigned piece) {
     constexpr int kRows = kPanelWidth / weight_format::kBlockPieces;
     for (std::int64_t k = piece * kRows; k < (piece + 1) * kRows; ++k) {
@@ -184,5 +185,6 @@ struct Isa {
     }
   }
 };
+static_assert(InstructionSet<Isa<bf16>> && InstructionSet<Isa<float>> && InstructionSet<Isa<double>>);
 
 }  // namespace ktc::scalar::inline KTC_UNIT

@@ -59,10 +59,10 @@ inline constexpr std::array kFunctions{
 };
 
 inline const NamedFunction& function_named(std::string_view name) {
-  const auto* found =
-      std::find_if(kFunctions.begin(), kFunctions.end(), [&](const NamedFunction& each) { return each.name == name; });
-  if (found == kFunctions.end()) throw std::invalid_argument("no function `" + std::string(name) + "`");
-  return *found;
+  const auto* row = std::find_if(kFunctions.begin(), kFunctions.end(),
+                                 [&](const NamedFunction& candidate) { return candidate.name == name; });
+  if (row == kFunctions.end()) throw std::invalid_argument("no function `" + std::string(name) + "`");
+  return *row;
 }
 
 }  // namespace ktc::step::inline KTC_UNIT

@@ -109,9 +109,9 @@ class IndexedRows {
 
   void operator()() const {
     const std::int64_t count = rows_.sizes[dim_], bytes = bytes_of(whole_.type);
-    for (std::int64_t each = 0; each < count; ++each) {
-      const std::int64_t index = index_at(indices_, each * indices_.last_stride(), whole_.sizes[dim_]);
-      const std::int64_t whole_begin = index * whole_.strides[dim_], row_begin = each * rows_.strides[dim_];
+    for (std::int64_t row = 0; row < count; ++row) {
+      const std::int64_t index = index_at(indices_, row * indices_.last_stride(), whole_.sizes[dim_]);
+      const std::int64_t whole_begin = index * whole_.strides[dim_], row_begin = row * rows_.strides[dim_];
       const bool whole_lines = whole_row_.last_stride() == 1 && row_.last_stride() == 1;
       const std::int64_t line = whole_lines ? row_.last_size() : 1;
       const std::array<const View*, 2> views{&whole_row_, &row_};

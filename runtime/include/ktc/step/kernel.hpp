@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "ktc/concepts.hpp"
 #include "ktc/interface/step.hpp"
 #include "ktc/step/matrix_product.hpp"
 #include "ktc/step/pointwise.hpp"
@@ -15,7 +16,7 @@
 
 namespace ktc::step::inline KTC_UNIT {
 
-template <class Isa>
+template <InstructionSet Isa>
 class Step final : public StepKernel {
   using Lanes = typename Isa::Lanes;
 

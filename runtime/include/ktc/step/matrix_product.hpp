@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "ktc/concepts.hpp"
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/step/view.hpp"
@@ -20,7 +21,7 @@ namespace ktc::step::inline KTC_UNIT {
 
 // out (B, M, N) = a (B, M, K) b (B, K, N) + bias (B, M, N), which may have no data, summed in fp32 (fp64 for doubles)
 // and rounded once. An output is one sum in an order that the sizes decide, so the number of threads changes no bit.
-template <class Isa>
+template <InstructionSet Isa>
 class MatrixProduct {
   using Lanes = typename Isa::Lanes;
 
@@ -67,10 +68,10 @@ class MatrixProduct {
 
   template <class Computed>
   static Computed value(const View& view, std::int64_t batch, std::int64_t row, std::int64_t column) {
-    Computed found{};
+    Computed element{};
     const std::int64_t at = batch * view.strides[0] + row * view.strides[1] + column * view.strides[2];
-    Blocks<Computed>::load(view.data + at * bytes_of(view.type), view.type, 1, 1, &found);
-    return found;
+    Blocks<Computed>::load(view.data + at * bytes_of(view.type), view.type, 1, 1, &element);
+    return element;
   }
 
   template <class Computed>
@@ -84,18 +85,18 @@ class MatrixProduct {
   template <class Body>
   void shared(std::int64_t width, Body&& body) const {
     const std::int64_t N = out_.sizes[2], pieces = (N + width - 1) / width, all = out_.sizes[0] * pieces;
-    const auto piece = [&](std::int64_t each) {
-      const std::int64_t begin = each % pieces * width;
-      body(each / pieces, Range{begin, std::min(begin + width, N)});
+    const auto piece = [&](std::int64_t index) {
+      const std::int64_t begin = index % pieces * width;
+      body(index / pieces, Range{begin, std::min(begin + width, N)});
     };
     if (b_.elements() * bytes_of(b_.type) < 2 * kBytesPerThread || engine_.threads() == 1) {
-      for (std::int64_t each = 0; each < all; ++each) piece(each);
+      for (std::int64_t index = 0; index < all; ++index) piece(index);
       return;
     }
     exclusively(engine_, [&](const Team& team, Workspace&) {
       std::atomic<std::int64_t> next{0};
       team.run([&](const Worker&) {
-        for (std::int64_t each = next.fetch_add(1); each < all; each = next.fetch_add(1)) piece(each);
+        for (std::int64_t index = next.fetch_add(1); index < all; index = next.fetch_add(1)) piece(index);
       });
     });
   }
@@ -138,9 +139,9 @@ class MatrixProduct {
     std::int64_t k = 0;
     for (; k < fours; k += 4 * kHalfPanel) {
 #pragma GCC unroll 4
-      for (int each = 0; each < 4; ++each) {
-        const std::int64_t at = k + each * kHalfPanel;
-        sums[each] = fused_multiply_add(ktc::widened<Lanes>(weights + at), Lanes::load(a + at), sums[each]);
+      for (int chain = 0; chain < 4; ++chain) {
+        const std::int64_t at = k + chain * kHalfPanel;
+        sums[chain] = fused_multiply_add(ktc::widened<Lanes>(weights + at), Lanes::load(a + at), sums[chain]);
       }
     }
     for (; k < whole; k += kHalfPanel) {
@@ -169,9 +170,9 @@ class MatrixProduct {
           const std::int64_t at = batch * b_.strides[0] + k * b_.strides[1] + outputs.begin;
           Blocks<float>::load(b_.data + at * bytes_of(b_.type), b_.type, 1, count, row);
           const float factor = a[static_cast<std::size_t>((batch * M + m) * padded + k)];
-          for (std::int64_t each = 0; each < count; ++each) sums[each] += factor * row[each];
+          for (std::int64_t column = 0; column < count; ++column) sums[column] += factor * row[column];
         }
-        for (std::int64_t each = 0; each < count; ++each) put(batch, m, outputs.begin + each, sums[each]);
+        for (std::int64_t column = 0; column < count; ++column) put(batch, m, outputs.begin + column, sums[column]);
       }
     });
   }

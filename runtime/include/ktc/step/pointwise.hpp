@@ -46,7 +46,7 @@ struct Values {
 
  private:
   template <class Body>
-  [[gnu::always_inline]] static void each(Computed* a, std::int64_t count, Body&& body) {
+  [[gnu::always_inline]] static void assign(Computed* a, std::int64_t count, Body&& body) {
     for (std::int64_t at = 0; at < count; ++at) a[at] = static_cast<Computed>(body(at));
   }
 
@@ -67,73 +67,74 @@ struct Values {
       case Function::kCopy:
         return;
       case Function::kAdd:
-        return each(a, count, [&](auto at) { return a[at] + b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] + b[at]; });
       case Function::kSubtract:
-        return each(a, count, [&](auto at) { return a[at] - b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] - b[at]; });
       case Function::kMultiply:
-        return each(a, count, [&](auto at) { return a[at] * b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] * b[at]; });
       case Function::kDivide:
-        return each(a, count, [&](auto at) { return real(at) / static_cast<Real>(b[at]); });
+        return assign(a, count, [&](auto at) { return real(at) / static_cast<Real>(b[at]); });
       case Function::kMinimum:  // of a NaN and a number, the NaN
-        return each(a, count, [&](auto at) { return a[at] < b[at] || a[at] != a[at] ? a[at] : b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] < b[at] || a[at] != a[at] ? a[at] : b[at]; });
       case Function::kMaximum:
-        return each(a, count, [&](auto at) { return a[at] > b[at] || a[at] != a[at] ? a[at] : b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] > b[at] || a[at] != a[at] ? a[at] : b[at]; });
       case Function::kPower:
-        return each(a, count, [&](auto at) { return std::pow(real(at), static_cast<Real>(b[at])); });
+        return assign(a, count, [&](auto at) { return std::pow(real(at), static_cast<Real>(b[at])); });
       case Function::kNegative:
-        return each(a, count, [&](auto at) { return -a[at]; });
+        return assign(a, count, [&](auto at) { return -a[at]; });
       case Function::kAbsolute:
-        return each(a, count, [&](auto at) { return a[at] < Computed{} ? -a[at] : a[at]; });
+        return assign(a, count, [&](auto at) { return a[at] < Computed{} ? -a[at] : a[at]; });
       case Function::kSquare:
-        return each(a, count, [&](auto at) { return a[at] * a[at]; });
+        return assign(a, count, [&](auto at) { return a[at] * a[at]; });
       case Function::kReciprocal:
-        return each(a, count, [&](auto at) { return Real{1} / real(at); });
+        return assign(a, count, [&](auto at) { return Real{1} / real(at); });
       case Function::kSquareRoot:
-        return each(a, count, [&](auto at) { return std::sqrt(real(at)); });
+        return assign(a, count, [&](auto at) { return std::sqrt(real(at)); });
       case Function::kReciprocalRoot:
-        return each(a, count, [&](auto at) { return Real{1} / std::sqrt(real(at)); });
+        return assign(a, count, [&](auto at) { return Real{1} / std::sqrt(real(at)); });
       case Function::kExp:
         return exponentials(a, count);
       case Function::kLog:
-        return each(a, count, [&](auto at) { return std::log(real(at)); });
+        return assign(a, count, [&](auto at) { return std::log(real(at)); });
       case Function::kSine:
-        return each(a, count, [&](auto at) { return std::sin(real(at)); });
+        return assign(a, count, [&](auto at) { return std::sin(real(at)); });
       case Function::kCosine:
-        return each(a, count, [&](auto at) { return std::cos(real(at)); });
+        return assign(a, count, [&](auto at) { return std::cos(real(at)); });
       case Function::kTanh:
-        return each(a, count, [&](auto at) { return std::tanh(real(at)); });
+        return assign(a, count, [&](auto at) { return std::tanh(real(at)); });
       case Function::kSigmoid:
         return sigmoids(a, count);
       case Function::kSilu:
         return silus(a, count);
       case Function::kGelu:
-        return each(a, count, [&](auto at) {
+        return assign(a, count, [&](auto at) {
           return real(at) * Real(0.5) * (Real{1} + std::erf(real(at) * Real(std::numbers::sqrt2 / 2)));
         });
       case Function::kGeluTanh:
-        return each(a, count, [&](auto at) {
+        return assign(a, count, [&](auto at) {
           const Real x = real(at), cubic = x + Real(0.044715) * x * x * x;
           constexpr Real kFactor = Real(std::numbers::sqrt2 * std::numbers::inv_sqrtpi);
           return Real(0.5) * x * (Real{1} + std::tanh(kFactor * cubic));
         });
       case Function::kRelu:
-        return each(a, count, [&](auto at) { return a[at] < Computed{} ? Computed{} : a[at]; });
+        return assign(a, count, [&](auto at) { return a[at] < Computed{} ? Computed{} : a[at]; });
       case Function::kSoftplus:
-        return each(a, count, [&](auto at) { return real(at) > Real{20} ? real(at) : std::log1p(std::exp(real(at))); });
+        return assign(a, count,
+                      [&](auto at) { return real(at) > Real{20} ? real(at) : std::log1p(std::exp(real(at))); });
       case Function::kEqual:
-        return each(a, count, [&](auto at) { return a[at] == b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] == b[at]; });
       case Function::kUnequal:
-        return each(a, count, [&](auto at) { return a[at] != b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] != b[at]; });
       case Function::kLess:
-        return each(a, count, [&](auto at) { return a[at] < b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] < b[at]; });
       case Function::kLessOrEqual:
-        return each(a, count, [&](auto at) { return a[at] <= b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] <= b[at]; });
       case Function::kGreater:
-        return each(a, count, [&](auto at) { return a[at] > b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] > b[at]; });
       case Function::kGreaterOrEqual:
-        return each(a, count, [&](auto at) { return a[at] >= b[at]; });
+        return assign(a, count, [&](auto at) { return a[at] >= b[at]; });
       case Function::kWhere:
-        return each(a, count, [&](auto at) { return a[at] != Computed{} ? b[at] : c[at]; });
+        return assign(a, count, [&](auto at) { return a[at] != Computed{} ? b[at] : c[at]; });
       default:
         return apply_bits(function, a, b, count);
     }
@@ -143,13 +144,13 @@ struct Values {
     if constexpr (std::is_integral_v<Computed>) {
       switch (function) {
         case Function::kAnd:
-          return each(a, count, [&](auto at) { return a[at] & b[at]; });
+          return assign(a, count, [&](auto at) { return a[at] & b[at]; });
         case Function::kOr:
-          return each(a, count, [&](auto at) { return a[at] | b[at]; });
+          return assign(a, count, [&](auto at) { return a[at] | b[at]; });
         case Function::kExclusiveOr:
-          return each(a, count, [&](auto at) { return a[at] ^ b[at]; });
+          return assign(a, count, [&](auto at) { return a[at] ^ b[at]; });
         case Function::kNot:  // of a bool
-          return each(a, count, [&](auto at) { return a[at] == 0; });
+          return assign(a, count, [&](auto at) { return a[at] == 0; });
         default:
           break;
       }
@@ -158,17 +159,17 @@ struct Values {
   }
 
   static void sigmoids(Computed* a, std::int64_t count) {
-    each(a, count, [&](auto at) { return -a[at]; });
+    assign(a, count, [&](auto at) { return -a[at]; });
     exponentials(a, count);
-    each(a, count, [&](auto at) { return Computed{1} / (Computed{1} + a[at]); });
+    assign(a, count, [&](auto at) { return Computed{1} / (Computed{1} + a[at]); });
   }
 
   static void silus(Computed* a, std::int64_t count) {
     alignas(64) Computed powers[kBlock];
     std::copy(a, a + count, powers);
-    each(powers, count, [&](auto at) { return -powers[at]; });
+    assign(powers, count, [&](auto at) { return -powers[at]; });
     exponentials(powers, count);
-    each(a, count, [&](auto at) { return a[at] / (Computed{1} + powers[at]); });
+    assign(a, count, [&](auto at) { return a[at] / (Computed{1} + powers[at]); });
   }
 };
 
@@ -221,9 +222,9 @@ class Pointwise {
   }
 
   std::size_t used_inputs() const {
-    const auto* found = std::find_if(kFunctions.begin(), kFunctions.end(),
-                                     [&](const NamedFunction& each) { return each.function == function_; });
-    return found->inputs;
+    const auto* row = std::find_if(kFunctions.begin(), kFunctions.end(),
+                                   [&](const NamedFunction& candidate) { return candidate.function == function_; });
+    return row->inputs;
   }
 
   Function function_;

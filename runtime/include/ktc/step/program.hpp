@@ -22,7 +22,7 @@ class Program {
   // Throws what an operation throws, and std::out_of_range for operations that are not there.
   void run(std::int64_t begin, std::int64_t end) const {
     if (begin < 0 || begin > end || end > size()) throw std::out_of_range("the program has no such operations");
-    for (std::int64_t each = begin; each < end; ++each) operations_[static_cast<std::size_t>(each)]();
+    for (std::int64_t index = begin; index < end; ++index) operations_[static_cast<std::size_t>(index)]();
   }
 
  private:

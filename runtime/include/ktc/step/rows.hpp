@@ -59,12 +59,12 @@ class Reduce {
       const std::int64_t at = offset + begin * stride;
       Blocks<Computed>::load(input_.data + at * bytes_of(input_.type), input_.type, stride, count, block);
       if (greatest) {
-        for (std::int64_t each = 0; each < count; ++each) sums[0] = larger(sums[0], block[each]);
+        for (std::int64_t index = 0; index < count; ++index) sums[0] = larger(sums[0], block[index]);
         continue;
       }
       std::fill(block + count, block + round_up(count, kSums), Computed{});
-      for (std::int64_t each = 0; each < count; each += kSums) {
-        for (std::int64_t sum = 0; sum < kSums; ++sum) sums[sum] += block[each + sum];
+      for (std::int64_t index = 0; index < count; index += kSums) {
+        for (std::int64_t sum = 0; sum < kSums; ++sum) sums[sum] += block[index + sum];
       }
     }
     if (greatest) return sums[0];
@@ -112,13 +112,13 @@ class Softmax {
       Blocks<Computed>::load(input_.data + offsets[1] * bytes_of(input_.type), input_.type, input_.last_stride(), width,
                              row.data());
       Computed greatest = -std::numeric_limits<Computed>::infinity();
-      for (std::int64_t each = 0; each < width; ++each)
-        greatest = std::max(greatest, row[static_cast<std::size_t>(each)]);
-      for (std::int64_t each = 0; each < width; ++each) row[static_cast<std::size_t>(each)] -= greatest;
+      for (std::int64_t index = 0; index < width; ++index)
+        greatest = std::max(greatest, row[static_cast<std::size_t>(index)]);
+      for (std::int64_t index = 0; index < width; ++index) row[static_cast<std::size_t>(index)] -= greatest;
       Values<Computed, Lanes>::exponentials(row.data(), width);
       Computed sum{};
-      for (std::int64_t each = 0; each < width; ++each) sum += row[static_cast<std::size_t>(each)];
-      for (std::int64_t each = 0; each < width; ++each) row[static_cast<std::size_t>(each)] /= sum;
+      for (std::int64_t index = 0; index < width; ++index) sum += row[static_cast<std::size_t>(index)];
+      for (std::int64_t index = 0; index < width; ++index) row[static_cast<std::size_t>(index)] /= sum;
       Blocks<Computed>::store(out_.data + offsets[0] * bytes_of(out_.type), out_.type, out_.last_stride(), width,
                               row.data());
     });
@@ -151,17 +151,17 @@ class TopK {
     for_each_index(input_.sizes, input_.dims() - 1, views, [&](const std::array<std::int64_t, 3>& offsets) {
       Blocks<double>::load(input_.data + offsets[0] * bytes_of(input_.type), input_.type, input_.last_stride(), width,
                            row.data());
-      for (std::size_t each = 0; each < queue.size(); ++each)
-        queue[each] = {row[each], static_cast<std::int64_t>(each)};
+      for (std::size_t index = 0; index < queue.size(); ++index)
+        queue[index] = {row[index], static_cast<std::int64_t>(index)};
       if (k > 0 && k * kFewOf <= width) {
         std::partial_sort(queue.begin(), queue.begin() + k, queue.end(), first);
       } else if (k > 0) {
         std::nth_element(queue.begin(), queue.begin() + k - 1, queue.end(), first);
         if (sorted_) std::sort(queue.begin(), queue.begin() + k - 1, first);
       }
-      for (std::size_t each = 0; each < chosen.size(); ++each) {
-        row[each] = queue[each].first;
-        chosen[each] = queue[each].second;
+      for (std::size_t index = 0; index < chosen.size(); ++index) {
+        row[index] = queue[index].first;
+        chosen[index] = queue[index].second;
       }
       Blocks<double>::store(values_.data + offsets[1] * bytes_of(values_.type), values_.type, values_.last_stride(), k,
                             row.data());

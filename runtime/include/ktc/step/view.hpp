@@ -104,9 +104,9 @@ struct Blocks {
     with_element(type, [&]<class Element>(Element) {
       const auto* from = reinterpret_cast<const Element*>(data);
       if (stride == 1) {
-        for (std::int64_t each = 0; each < count; ++each) block[each] = widened(from[each]);
+        for (std::int64_t index = 0; index < count; ++index) block[index] = widened(from[index]);
       } else {
-        for (std::int64_t each = 0; each < count; ++each) block[each] = widened(from[each * stride]);
+        for (std::int64_t index = 0; index < count; ++index) block[index] = widened(from[index * stride]);
       }
     });
   }
@@ -115,9 +115,9 @@ struct Blocks {
     with_element(type, [&]<class Element>(Element) {
       auto* to = reinterpret_cast<Element*>(data);
       if (stride == 1) {
-        for (std::int64_t each = 0; each < count; ++each) to[each] = narrowed<Element>(block[each]);
+        for (std::int64_t index = 0; index < count; ++index) to[index] = narrowed<Element>(block[index]);
       } else {
-        for (std::int64_t each = 0; each < count; ++each) to[each * stride] = narrowed<Element>(block[each]);
+        for (std::int64_t index = 0; index < count; ++index) to[index * stride] = narrowed<Element>(block[index]);
       }
     });
   }

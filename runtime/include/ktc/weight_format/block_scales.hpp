@@ -75,6 +75,8 @@ struct OneHalfScale {
   static constexpr int kWeights = 32;
   static constexpr int kScales = 1;
   static constexpr bool kMins = false;
+  static constexpr bool kQuantises = true;
+  using Span = void;
   static constexpr std::int64_t kSpanBlocks = 1;
   static constexpr std::int64_t kHeadBytes = kPanelWidth * 2;
   static constexpr std::int64_t kBlockHeadBytes = kHeadBytes;
@@ -92,6 +94,7 @@ struct ScalesAndMins {
   static constexpr int kWeights = 256;
   static constexpr int kScales = 1;
   static constexpr bool kMins = true;
+  static constexpr bool kQuantises = false;
   static constexpr std::int64_t kSpanBlocks = 8;
   static constexpr std::int64_t kPlanes = 12;
   static constexpr std::int64_t kHeadBytes = 2 * kPanelWidth * 2 + kPlanes * kPanelWidth;

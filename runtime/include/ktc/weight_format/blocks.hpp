@@ -1,13 +1,5 @@
 // Weights in the blocks of a GGUF file, multiplied as they are stored: the same bits in another order.
 //
-// A `Format` describes the file's blocks of one row: `kWeights` of them in `kStoredBytes`, codes of `kBits` (4, 5, 6, 8
-// or 16) and scales. A weight is scale x number(code), less a minimum where the format has `kMins`.
-//   number(code)                       the value of a code, an integer that is exact in bf16.
-//   code(stored, k)                    the code of weight k of a stored block.
-//   put_head(stored, head, lane)       copies a stored block's scales into those of a panel, for one output.
-//   scales(head, block, scale, min)    of 32 weights of each output: `kScales` scales, in fp32, and their minimum.
-//   quantise(weights, stored)          quantises a block of floats, if the format supports it.
-//
 // A panel is a sequence of spans of `kSpanBlocks` x 32 weights of its 32 outputs: [`kHeadBytes` of scales][blocks]. A
 // block is 32 x 32 codes in the order of a bf16 block (`panel.hpp`), whose 32 vectors are 32 elements each. The lower
 // four bits of codes are in lines of 64 bytes for four consecutive vectors, a nibble of a word for each. Four lines of
@@ -24,6 +16,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/text.hpp"
 #include "ktc/shape.hpp"
@@ -48,11 +41,15 @@ struct BlockScales {
   }
 };
 
-template <class FormatType>
+template <BlockFormat FormatType>
 struct BlockPanel {
   using Element = bf16;
   using Format = FormatType;
+  static constexpr const char* kCode = nullptr;
+  static constexpr std::int64_t kGroup = 0;
   static constexpr const char* kStored = Format::kName;
+  static constexpr bool kIntegerProducts = false;
+  static constexpr bool kDecoded = true;
   static constexpr int kHighBits = Format::kBits == 5 ? 1 : Format::kBits == 6 ? 2 : 0;
   static constexpr int kLowBits = Format::kBits - kHighBits;
   // Vectors of a unit: those of a line of upper bits, which follows `kUnitLines` of lower ones.
@@ -86,7 +83,7 @@ struct BlockPanel {
   // Throws std::invalid_argument for weights that are not finite, and for formats that are only read.
   template <class Source>
   static void pack(const MatrixView<const Source>& source, const PartLanes& part) {
-    if constexpr (requires(float* weights, std::uint8_t* stored) { Format::quantise(weights, stored); }) {
+    if constexpr (Format::kQuantises) {
       float weights[Format::kWeights];
       std::uint8_t stored[Format::kStoredBytes];
       for (std::int64_t row = 0; row < source.rows; ++row) {
@@ -209,6 +206,6 @@ struct BlockPanel {
 };
 
 template <class Panel>
-concept StoredInBlocks = requires { Panel::kStored; };
+concept StoredInBlocks = Panel::kStored != nullptr;
 
 }  // namespace ktc::weight_format::inline KTC_UNIT

@@ -59,7 +59,7 @@ struct IntegerCodes<Panel> {
   };
   // Where blocks of a span share values that are computed once.
   template <class Words>
-    requires requires { typename Format::Span; }
+    requires(!std::is_void_v<typename Format::Span>)
   class Scales<Words> {
    public:
     Scales(const std::byte* panel, std::int64_t first_block) : span_(panel + Panel::scales_at(first_block)) {}
@@ -145,8 +145,8 @@ struct WordNumbers {
   }();
 };
 
-// Some vectors of a block whose codes are read together, of `Words::kOutputs` outputs of each half panel: the strip
-// `strip`. Vector after vector, as in `blocks.hpp`, the outputs are of the first and of the second half.
+// Vectors of a block whose codes are read together, for strip `strip` of Words::kOutputs outputs of either half panel.
+// Vectors of the first and of the second half alternate, as in `blocks.hpp`.
 template <class Words, class Panel>
 class CodeWords {
   using Codes = IntegerCodes<Panel>;
@@ -189,8 +189,8 @@ class CodeWords {
     }
   }
 
-  // Codes as bytes, where lower and upper bits of four vectors have the same bytes: of one half's outputs, four
-  // neighbours of k in the order 0, 2, 1, 3 for each.
+  // Codes as bytes, for outputs of one half: four neighbours of k for each output, in the order 0, 2, 1, 3. Lower and
+  // upper bits of four vectors are in the same bytes.
   static constexpr bool kBytes = !Numbers::kSigned && !Numbers::kLookedUp;
   static constexpr int kLargestByte = (1 << Codes::kBits) - 1;
   [[gnu::always_inline]] Vector bytes(int quad, int half) const
@@ -207,7 +207,7 @@ class CodeWords {
   }
 
  private:
-  // The upper bits of a vector at the place of bit 4, beside others.
+  // The upper bits of a vector, shifted to bit 4; other bits are not cleared.
   [[gnu::always_inline]] Vector high(int vector) const {
     const int up = 4 - Codes::high_shift(vector);
     return up >= 0 ? Words::left(high_, up) : Words::right(high_, -up);

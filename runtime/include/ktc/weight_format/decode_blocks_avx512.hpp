@@ -108,8 +108,8 @@ class BlockNumbers<avx512::Lanes<Rounding>, Panel> {
   [[gnu::always_inline]] BlockNumbers(const std::byte* block, std::int64_t index) : lines_(block, index) {}
 
   [[gnu::always_inline]] std::array<Lanes, 2> halves(int vector) const {
-    const Halves found = lines_.halves(vector);
-    return {Lanes(found.first), Lanes(found.second)};
+    const Halves numbers = lines_.halves(vector);
+    return {Lanes(numbers.first), Lanes(numbers.second)};
   }
 
  private:

@@ -15,6 +15,11 @@ namespace ktc::weight_format::inline KTC_UNIT {
 template <class ElementType>
 struct DensePanel {
   using Element = ElementType;
+  static constexpr const char* kCode = nullptr;
+  static constexpr std::int64_t kGroup = 0;
+  static constexpr const char* kStored = nullptr;
+  static constexpr bool kIntegerProducts = false;
+  static constexpr bool kDecoded = false;
 
   static std::int64_t bytes(std::int64_t padded_k) {
     return padded_k * kPanelWidth * static_cast<std::int64_t>(sizeof(Element));

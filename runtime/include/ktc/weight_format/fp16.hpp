@@ -17,6 +17,8 @@ struct FP16 {
   static constexpr int kStoredBytes = 2;
   static constexpr int kScales = 0;
   static constexpr bool kMins = false;
+  static constexpr bool kQuantises = true;
+  using Span = void;
   static constexpr std::int64_t kSpanBlocks = 1;
   static constexpr std::int64_t kHeadBytes = 0;
 

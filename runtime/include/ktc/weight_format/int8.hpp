@@ -27,9 +27,11 @@ namespace ktc::weight_format::inline KTC_UNIT {
 
 struct Int8Panel {
   using Element = bf16;
-  static constexpr bool kIntegerProducts = true;
   static constexpr const char* kCode = Int8::kName;
-  static constexpr std::int64_t kGroup = 0;  // a whole row shares a scale
+  static constexpr std::int64_t kGroup = 0;
+  static constexpr const char* kStored = nullptr;
+  static constexpr bool kIntegerProducts = true;
+  static constexpr bool kDecoded = true;
   static constexpr std::int64_t kBlockBytes = kBlock;
   static constexpr std::int64_t kOffsetsAt = kPanelWidth * sizeof(float);
   static constexpr std::int64_t kScaleBytes = kOffsetsAt + kPanelWidth * sizeof(std::int32_t);

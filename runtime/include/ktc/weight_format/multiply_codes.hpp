@@ -17,14 +17,12 @@
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/unit.hpp"
+#include "ktc/weight_format/blocks.hpp"
 #include "ktc/weight_format/codes.hpp"
 #include "ktc/weight_format/decode.hpp"
 #include "ktc/weight_format/quantised.hpp"
 
 namespace ktc::weight_format::inline KTC_UNIT {
-
-// For this many rows, sums of a group, sums of all groups, the table and a broadcast value fit 32 registers.
-inline constexpr int kMaxCodeRows = 6;
 
 // Vector `vector` of a line as bf16 numbers. VPERMW reads five bits of an index: the table is repeated.
 [[gnu::always_inline]] inline __m512bh bf16_numbers(Int4, __m512i line, int vector) {
@@ -65,68 +63,163 @@ inline constexpr float kNumberScale = std::is_same_v<Code, Fp8> ? kFp8AsHalf : 1
   return _mm512_loadu_ps(scales);
 }
 
-template <class Panel, int kRows>
-[[gnu::noinline]] void multiply_codes_of(std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
-  using Code = typename Panel::Code;
-  constexpr int kVectors = 16 / Code::kBits;  // of a line; two of them have the same pair of k
-  constexpr int kPairs = kVectors / 2;
-  constexpr int kSplit = kRows <= 2 ? kPairs : 1;  // few rows: with only one sum, each product would wait for the last
-  __m512 total[2][kRows];
-#pragma GCC unroll 6
-  for (int row = 0; row < kRows; ++row) total[0][row] = total[1][row] = _mm512_setzero_ps();
+// 32 numbers, which are exact in bf16, or fp16 rounded to it.
+template <class Panel>
+[[gnu::always_inline]] inline __m512bh bf16_numbers(const CodeLines<Panel>& lines, int vector) {
+  if constexpr (CodeLines<Panel>::kLookedUp) {
+    return std::bit_cast<__m512bh>(lines.words(vector));
+  } else {
+    const Halves halves = lines.halves(vector);
+    return _mm512_cvtne2ps_pbh(halves.second, halves.first);
+  }
+}
 
-  const auto* pairs = reinterpret_cast<const avx512_bf16::Pair*>(a);
+// Sums of one group of k with one scale, of kRows rows with the 16 outputs of either side of a panel. Few rows have
+// them kSplit times: with only one sum, each product would wait for the last.
+template <int kRows, int kVectors>
+struct GroupSums {
+  static constexpr int kSplit = kRows <= 2 ? std::min(2, kVectors / 2) : 1;
+
+  [[gnu::always_inline]] GroupSums() {
+#pragma GCC unroll 2
+    for (auto& split : of) {
+#pragma GCC unroll 6
+      for (int row = 0; row < kRows; ++row) split[0][row] = split[1][row] = _mm512_setzero_ps();
+    }
+  }
+
+  // kVectors vectors of a panel: two neighbours of k of one side, then of the other.
+  template <class Numbers>
+  [[gnu::always_inline]] void add(const Neighbours* pairs, const Numbers& numbers) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) {
+      const __m512bh weights = numbers(vector);
+#pragma GCC unroll 6
+      for (int row = 0; row < kRows; ++row) {
+        const auto x = std::bit_cast<__m512bh>(_mm512_set1_epi32(pairs[vector / 2 * kRows + row]));
+        __m512& to = of[vector / 2 % kSplit][vector % 2][row];
+        to = _mm512_dpbf16_ps(to, x, weights);
+      }
+    }
+  }
+
+  [[gnu::always_inline]] __m512 sum(int side, int row) const {
+    if constexpr (kSplit == 1) return of[0][side][row];
+    return _mm512_add_ps(of[0][side][row], of[1][side][row]);
+  }
+
+  __m512 of[kSplit][2][kRows];
+};
+
+// Sums of all groups.
+template <int kRows>
+struct ScaledGroups {
+  [[gnu::always_inline]] ScaledGroups() {
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row) of[0][row] = of[1][row] = _mm512_setzero_ps();
+  }
+
+  // `add(sum, total, side)` adds a sum of the group to that of all.
+  template <class Sums, class Add>
+  [[gnu::always_inline]] void take(const Sums& sums, const Add& add) {
+#pragma GCC unroll 2
+    for (int side = 0; side < 2; ++side) {
+#pragma GCC unroll 6
+      for (int row = 0; row < kRows; ++row) of[side][row] = add(sums.sum(side, row), of[side][row], side);
+    }
+  }
+
+  [[gnu::always_inline]] void store(float* tile) const {
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row) {
+      _mm512_store_ps(tile + row * kPanelWidth, of[0][row]);
+      _mm512_store_ps(tile + row * kPanelWidth + kHalfPanel, of[1][row]);
+    }
+  }
+
+  __m512 of[2][kRows];
+};
+
+// Adds a panel of groups of [scales][lines of codes].
+template <class Panel, int kRows>
+[[gnu::always_inline]] inline void add_lines(std::int64_t padded_k, const Neighbours* pairs, const std::byte* panel,
+                                             ScaledGroups<kRows>& total) {
+  using Code = typename Panel::Code;
+  constexpr int kVectors = 16 / Code::kBits;
   const std::byte* const end = panel + Panel::bytes(padded_k);
   while (panel < end) {
     const auto* scales = reinterpret_cast<const typename Panel::Scale*>(panel);
     const std::byte* line = panel + Panel::kScaleBytes;
     panel = std::min(end, line + Panel::kGroupBlocks * Panel::kBlockBytes);
-    __m512 sum[kSplit][2][kRows];
-#pragma GCC unroll 4
-    for (int split = 0; split < kSplit; ++split) {
-#pragma GCC unroll 6
-      for (int row = 0; row < kRows; ++row) sum[split][0][row] = sum[split][1][row] = _mm512_setzero_ps();
-    }
-    for (; line < panel; line += kLine, pairs += kPairs * kRows) {
+    GroupSums<kRows, kVectors> sums;
+    for (; line < panel; line += kLine, pairs += kVectors / 2 * kRows) {
       __builtin_prefetch(line + kCodesAhead, 0, 0);
       const __m512i stored = _mm512_load_si512(line);
-#pragma GCC unroll 4
-      for (int vector = 0; vector < kVectors; ++vector) {
-        const __m512bh numbers = bf16_numbers(Code{}, stored, vector);
-#pragma GCC unroll 6
-        for (int row = 0; row < kRows; ++row) {
-          const auto x = std::bit_cast<__m512bh>(_mm512_set1_epi32(pairs[vector / 2 * kRows + row]));
-          __m512& to = sum[vector / 2 % kSplit][vector % 2][row];
-          to = _mm512_dpbf16_ps(to, x, numbers);
-        }
-      }
+      sums.add(pairs, [&](int vector) { return bf16_numbers(Code{}, stored, vector); });
     }
-#pragma GCC unroll 2
-    for (int side = 0; side < 2; ++side) {
-      __m512 scale = sixteen(scales + side * kHalfPanel);
-      if constexpr (kNumberScale<Code> != 1) scale = _mm512_mul_ps(scale, _mm512_set1_ps(kNumberScale<Code>));
-#pragma GCC unroll 6
-      for (int row = 0; row < kRows; ++row) {
-        __m512 of_group = sum[0][side][row];
-        if constexpr (kSplit == 2) of_group = _mm512_add_ps(of_group, sum[1][side][row]);
-        total[side][row] = _mm512_fmadd_ps(of_group, scale, total[side][row]);
-      }
+    __m512 scale[2] = {sixteen(scales), sixteen(scales + kHalfPanel)};
+    if constexpr (kNumberScale<Code> != 1) {
+      for (__m512& side : scale) side = _mm512_mul_ps(side, _mm512_set1_ps(kNumberScale<Code>));
     }
-  }
-#pragma GCC unroll 6
-  for (int row = 0; row < kRows; ++row) {
-    _mm512_store_ps(tile + row * kPanelWidth, total[0][row]);
-    _mm512_store_ps(tile + row * kPanelWidth + kHalfPanel, total[1][row]);
+    total.take(sums, [&](__m512 sum, __m512 all, int side) { return _mm512_fmadd_ps(sum, scale[side], all); });
   }
 }
 
-// tile[row][32] = sum over k of a[k][row] * panel[k][32], of up to `kMaxCodeRows` rows.
-template <class Panel>
+// Adds a panel of a file's blocks: fp16, and codes that `multiply_words.hpp` would look up as well.
+template <class Panel, int kRows>
+[[gnu::always_inline]] inline void add_blocks(std::int64_t padded_k, const Neighbours* pairs, const std::byte* panel,
+                                              ScaledGroups<kRows>& total) {
+  using Format = typename Panel::Format;
+  static_assert(!Format::kMins);
+  using Lines = CodeLines<Panel>;
+  constexpr int kVectors = Lines::kVectors;
+  constexpr int kGroups = std::max(Format::kScales, 1);
+  constexpr std::int64_t kSteps = kBlock / kPanelWidth / kVectors / kGroups;  // of a group
+  constexpr int kStepLines = static_cast<int>(Panel::kBlockBytes / kLine / (kSteps * kGroups));
+  for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block) {
+    const std::byte* head = panel + Panel::scales_at(block);
+    const std::byte* codes = panel + Panel::codes_at(block);
+    if (block % Panel::kSpanBlocks == 0) {
+      for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kLine) __builtin_prefetch(head + kCodesAhead + at, 0, 0);
+    }
+    const BlockScales<Format> scales(head, block % Panel::kSpanBlocks);
+    for (int group = 0; group < kGroups; ++group) {
+      GroupSums<kRows, kVectors> sums;
+      for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step, pairs += kVectors / 2 * kRows) {
+#pragma GCC unroll 5
+        for (int line = 0; line < kStepLines; ++line) {
+          __builtin_prefetch(codes + kCodesAhead + (step * kStepLines + line) * kLine, 0, 0);
+        }
+        const Lines lines(codes, step);
+        sums.add(pairs, [&](int vector) { return bf16_numbers(lines, vector); });
+      }
+      total.take(sums, [&](__m512 sum, __m512 all, int side) {
+        if constexpr (Format::kScales == 0) return _mm512_add_ps(sum, all);
+        return _mm512_fmadd_ps(sum, _mm512_load_ps(scales.scale[group] + side * kHalfPanel), all);
+      });
+    }
+  }
+}
+
+template <class Panel, int kRows>
+[[gnu::noinline]] void multiply_codes_of(std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
+  const auto* pairs = reinterpret_cast<const Neighbours*>(a);
+  ScaledGroups<kRows> total;
+  if constexpr (StoredInBlocks<Panel>) {
+    add_blocks<Panel>(padded_k, pairs, panel, total);
+  } else {
+    add_lines<Panel>(padded_k, pairs, panel, total);
+  }
+  total.store(tile);
+}
+
+// tile[row][32] = sum over k of a[k][row] * panel[k][32], of up to kMostRows rows.
+template <class Panel, int kMostRows>
 void multiply_codes(int rows, std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
   using Multiply = void (*)(std::int64_t, const bf16*, const std::byte*, float*);
   static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
     return std::array<Multiply, sizeof...(row)>{&multiply_codes_of<Panel, static_cast<int>(row) + 1>...};
-  }(std::make_index_sequence<kMaxCodeRows>{});
+  }(std::make_index_sequence<kMostRows>{});
   kByRows[static_cast<std::size_t>(rows - 1)](padded_k, a, panel, tile);
 }
 

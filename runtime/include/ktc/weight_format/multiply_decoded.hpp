@@ -1,11 +1,12 @@
-// A few rows multiplied with a panel of codes through bf16 weights, block by block: of a row with an infinity, nothing
-// is ever subtracted from a product with it. Products with the codes themselves would give NaN.
+// A few rows multiplied with a panel of codes through bf16 weights, block by block: for rows with an infinity or a NaN.
+// Products with the codes themselves subtract offsets, and infinity - infinity is NaN.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/shape.hpp"
@@ -16,7 +17,7 @@
 namespace ktc::weight_format::inline KTC_UNIT {
 
 // tile[row][32] = sum over k of a[k][row] * panel[k][32], of up to a group's rows.
-template <class Isa, class Panel>
+template <InstructionSet Isa, WeightPanel Panel>
 void multiply_decoded(int rows, std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
   alignas(64) bf16 weights[kBlock];
   alignas(64) float product[Isa::kMaxRows * kPanelWidth];

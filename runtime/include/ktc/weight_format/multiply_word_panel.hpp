@@ -88,7 +88,7 @@ template <class Words, class Panel, int kRows, class Ahead>
   constexpr std::int64_t kPairBytes = 2 * kPanelWidth * std::int64_t{sizeof(std::int16_t)};
   const float* factors = WordPanel<Panel>::factors(decoded, padded_k) + first * Words::kOutputs;
   const std::byte* b = decoded + first * static_cast<std::int64_t>(sizeof(Vector));
-  const auto* pairs = reinterpret_cast<const WordPair*>(x.words);
+  const auto* pairs = reinterpret_cast<const Neighbours*>(x.words);
   const FixedPointBlock* of_rows = x.blocks;
   tile += first * Words::kOutputs;
   Ahead ahead = next;

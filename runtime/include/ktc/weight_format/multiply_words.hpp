@@ -19,11 +19,8 @@
 
 namespace ktc::weight_format::inline KTC_UNIT {
 
-// For this many rows at a time, AVX2's registers hold the sums of a strip beside codes and a row's value.
+// Rows at a time, for which the registers of AVX2 hold the sums of a strip, codes and a row's value.
 inline constexpr int kWordRows = 4;
-
-// Two words of a row read as one integer, without a violation of the aliasing rules.
-using WordPair [[gnu::may_alias]] = std::int32_t;
 
 // Integer sums of a strip's two halves: of 8 or 16 outputs each, and of `kRows` rows.
 template <class Words, int kRows>
@@ -34,7 +31,7 @@ struct WordSums {
 
   // The vectors of a step, `at` the values of its rows.
   template <class Panel>
-  [[gnu::always_inline]] void add(const CodeWords<Words, Panel>& lines, const WordPair* at, std::int64_t stride) {
+  [[gnu::always_inline]] void add(const CodeWords<Words, Panel>& lines, const Neighbours* at, std::int64_t stride) {
 #pragma GCC unroll 16
     for (int vector = 0; vector < CodeWords<Words, Panel>::kVectors; ++vector) {
       const typename Words::Vector words = lines.words(vector);
@@ -67,10 +64,10 @@ class ByteSums {
     of[0][0] = of[1][0] = Words::sums(value);
     clear();
   }
-  [[gnu::always_inline]] void add(const Lines& lines, const WordPair* at, std::int64_t) {
+  [[gnu::always_inline]] void add(const Lines& lines, const Neighbours* at, std::int64_t) {
 #pragma GCC unroll 4
     for (int quad = 0; quad < kQuads; ++quad) {
-      const WordPair* bytes = at + quad * 2;
+      const Neighbours* bytes = at + quad * 2;
       const Vector of_first = Words::pairs(bytes[0]), of_second = Words::pairs(bytes[1]);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
@@ -106,8 +103,8 @@ template <std::int64_t kLines>
   for (std::int64_t line = 0; line < kLines; ++line) __builtin_prefetch(from + line * kCacheLine, 0, 0);
 }
 
-// `kAlone`: there is no other row, so that places are constants and all steps are written out. Its words are split
-// where codes are multiplied as bytes (`to_row_words`).
+// `kAlone`: it is the only row, so that strides are constants and all steps are unrolled. Its words are split where
+// codes are multiplied as bytes (`to_row_words`).
 template <class Words, class Panel, int kRows, bool kAlone>
 [[gnu::noinline]] void multiply_words_of(std::int64_t padded_k, const FixedPointRows& x, int first_row,
                                          const std::byte* panel, float* tile) {
@@ -129,13 +126,13 @@ template <class Words, class Panel, int kRows, bool kAlone>
     for (int row = 0; row < kRows; ++row) strip[0][row] = strip[1][row] = Words::all(0.0f);
   }
 
-  const auto* pairs = reinterpret_cast<const WordPair*>(x.words) + first_row;
+  const auto* pairs = reinterpret_cast<const Neighbours*>(x.words) + first_row;
   const FixedPointBlock* of_rows = x.blocks + first_row;
   const std::int64_t stride = kAlone ? 1 : x.rows;
   const std::int64_t blocks = padded_k / kPanelWidth;
   const bool by_lines = fetches_codes_by_lines();
   for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
-    // The scales of this span, or those 8 KB ahead, before its first block: each would be waited for.
+    // Fetches the scales of this span, or those 8 KB ahead, before its first block needs them.
     if constexpr (Panel::kScaleBytes > kCacheLine) {
       const std::byte* head = panel + Panel::scales_at(first_block) + (by_lines ? kCodesAhead : 0);
       for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
@@ -164,7 +161,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
             if (by_lines && first == 0) {
               fetch_lines<kStepLines>(codes + kCodesAhead + step * kStepLines * kCacheLine);
             }
-            const WordPair* at = pairs + step * (Lines::kVectors / 2) * stride;
+            const Neighbours* at = pairs + step * (Lines::kVectors / 2) * stride;
 #pragma GCC unroll 2
             for (int strip = 0; strip < kTogether; ++strip)
               sum[strip].add(Lines(codes, step, first + strip), at, stride);

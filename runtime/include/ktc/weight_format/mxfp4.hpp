@@ -23,6 +23,8 @@ struct MXFP4 {
   static constexpr int kStoredBytes = 17;  // exponent, codes of weights 0 and 16, 1 and 17, ...
   static constexpr int kScales = 1;
   static constexpr bool kMins = false;
+  static constexpr bool kQuantises = true;
+  using Span = void;
   static constexpr std::int64_t kSpanBlocks = 2;  // whose exponents fill a line
   static constexpr std::int64_t kBlockHeadBytes = kPanelWidth;
   static constexpr std::int64_t kHeadBytes = kSpanBlocks * kBlockHeadBytes;

@@ -1,9 +1,5 @@
 // The packed experts of a layer: `FirstPanelType` and `DownPanelType` are the types of a panel of 32 outputs, of the
 // product that reads hidden states (gate and up) and of the one that computes them.
-//
-// A panel type has `Element`, the type that is multiplied; `bytes` of a panel, a multiple of 64; `pack` and `unpack`
-// for the lanes of one part; `check` for the contraction it has to hold; and, if it is quantised, `pack_codes` or
-// `pack_blocks`.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +11,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/interface/text.hpp"
 #include "ktc/panel_places.hpp"
@@ -25,7 +22,7 @@
 
 namespace ktc::weight_format::inline KTC_UNIT {
 
-template <class FirstPanelType, class DownPanelType = FirstPanelType>
+template <WeightPanel FirstPanelType, WeightPanel DownPanelType = FirstPanelType>
 class Packed {
  public:
   using FirstPanel = FirstPanelType;
@@ -120,7 +117,7 @@ class Packed {
                   const MatrixView<const float>& scales) const {
     layout_.check(part, codes.rows, codes.columns);
     with_panel(part, [&]<class Panel>(Panel) {
-      if constexpr (requires { Panel::kCode; }) {
+      if constexpr (Panel::kCode != nullptr) {
         if (!is_bias(part)) {
           return for_shards(packed, expert, part, [&](const PartLanes& lanes, Range rows) {
             Panel::pack_codes(rows_of(codes, rows), rows_of(scales, rows), lanes);
@@ -135,7 +132,7 @@ class Packed {
   void pack_blocks(std::byte* packed, std::int64_t expert, Part part, std::string_view type,
                    const MatrixView<const std::uint8_t>& blocks) const {
     with_panel(part, [&]<class Panel>(Panel) {
-      if constexpr (requires { Panel::kStored; }) {
+      if constexpr (Panel::kStored != nullptr) {
         if (!is_bias(part) && type == Panel::kStored) {
           const auto columns = blocks.columns / Panel::Format::kStoredBytes * Panel::Format::kWeights;
           const bool whole = blocks.columns % Panel::Format::kStoredBytes == 0;
@@ -163,7 +160,7 @@ class Packed {
     const MatrixView all(static_cast<Element*>(target), rows, columns);
     with_panel(part, [&]<class Panel>(Panel) {
       for_shards(const_cast<std::byte*>(packed), expert, part,
-                 [&](const PartLanes& lanes, Range own) { Panel::unpack(lanes, rows_of(all, own)); });
+                 [&](const PartLanes& lanes, Range rows) { Panel::unpack(lanes, rows_of(all, rows)); });
     });
   }
 

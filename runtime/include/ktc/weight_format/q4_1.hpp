@@ -20,6 +20,8 @@ struct Q4_1 {
   static constexpr int kStoredBytes = 20;  // scale, minimum, codes of weights 0 and 16, 1 and 17, ...
   static constexpr int kScales = 1;
   static constexpr bool kMins = true;
+  static constexpr bool kQuantises = true;
+  using Span = void;
   static constexpr std::int64_t kSpanBlocks = 1;
   static constexpr std::int64_t kMinsAt = kPanelWidth * 2;
   static constexpr std::int64_t kHeadBytes = 2 * kMinsAt;

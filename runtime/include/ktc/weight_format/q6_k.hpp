@@ -19,6 +19,7 @@ struct Q6_K {
   static constexpr int kStoredBytes = 210;  // nibbles, upper pairs of bits, 16 signed bytes, scale
   static constexpr int kScales = 2;
   static constexpr bool kMins = false;
+  static constexpr bool kQuantises = false;
   static constexpr std::int64_t kSpanBlocks = 8;
   static constexpr std::int64_t kGroups = 16;
   static constexpr std::int64_t kHeadBytes = kPanelWidth * 2 + kGroups * kPanelWidth;

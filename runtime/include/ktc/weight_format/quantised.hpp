@@ -34,6 +34,9 @@ struct QuantisedPanel {
   using Scale = typename Code::Scale;
   static constexpr const char* kCode = Code::kName;
   static constexpr std::int64_t kGroup = kGroupSize;
+  static constexpr const char* kStored = nullptr;
+  static constexpr bool kIntegerProducts = false;
+  static constexpr bool kDecoded = true;
   static constexpr std::int64_t kBlockBytes = kBlock * Code::kBits / 8;
   static constexpr std::int64_t kScaleBytes = kPanelWidth * sizeof(Scale);
   static constexpr std::int64_t kGroupBlocks = kGroup / kPanelWidth;

@@ -25,6 +25,8 @@ struct UInt4 {
   static constexpr int kStoredBytes = 4 + kGroup / 2;  // scale and zero point, codes of weights 0 and 16, 1 and 17, ...
   static constexpr int kScales = 1;
   static constexpr bool kMins = true;
+  static constexpr bool kQuantises = false;
+  using Span = void;
   static constexpr std::int64_t kSpanBlocks = kGroup / kPanelWidth;
   static constexpr std::int64_t kHeadBytes = kPanelWidth * 4;
   static constexpr std::int64_t kBlockHeadBytes = 0;

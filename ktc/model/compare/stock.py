@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.inference.prove.groups import OUTSIDE, group_of, module_of, put, tensors_of
 from ktc.model.checkpoint import CheckpointIndex, StoredWeight, WeightSource, stored_weights
 from ktc.model.checkpoint.reader import TORCH_DTYPE, TensorReader
 from ktc.model.checkpoint.values import read_weight
+from ktc.model.compare.groups import OUTSIDE, group_of, put, tensors_of
 from ktc.model.hf.stock_loading import load_tensors, targets_of
 from ktc.model.loading.buffers import compute_buffers
 from ktc.model.packed_store import weight_store
@@ -39,7 +39,8 @@ class _Part:
 class StockModel:
     """The stock model in fp32 on meta. A group is loaded once, may be converted to the own dtype, and is released.
 
-    `dtypes` has the own dtype of each tensor. `rows` is given for GGUF files alone.
+    `layers` names the list of decoder layers. `dtypes` has the own dtype of each tensor, and by "" the model's. `rows`
+    is given for GGUF files alone.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StockModel:
         index: CheckpointIndex,
         rows: Sequence[WeightSource],
     ) -> None:
-        self.model, self._dtypes, self._layers, self._index = model, dtypes, layers, index
+        self.model, self._dtypes, self.layers, self._index = model, dtypes, layers, index
         self._rows = rows if index.gguf is not None else ()
         self._parts = {} if self._rows else _grouped(model, layers, index)
         compute_buffers(model, {})
@@ -76,17 +77,16 @@ class StockModel:
         if group == OUTSIDE:
             self.model.tie_weights()
             compute_buffers(self.model, {})
-        empty = [name for name, owner, leaf in tensors_of(self.model, self._layers, group) if _of(owner, leaf).is_meta]
+        empty = [name for name, owner, leaf in tensors_of(self.model, self.layers, group) if _of(owner, leaf).is_meta]
         if empty:
             raise InputRefused(_unfilled(f"nothing in the checkpoint fills `{empty[0]}`"))
 
     def to_own_dtype(self, group: str, coarser: torch.dtype | None = None) -> None:
         """Convert a loaded group to the model's own dtype, or to a `coarser` one that a kernel computes in."""
-        model_dtype = self._dtypes[""]
         with torch.no_grad():
-            for name, owner, leaf in tensors_of(self.model, self._layers, group):
+            for name, owner, leaf in tensors_of(self.model, self.layers, group):
                 own = self._dtypes.get(name)
-                wanted = coarser if coarser is not None and own == model_dtype else own
+                wanted = coarser if coarser is not None and own == self.dtype else own
                 tensor = _of(owner, leaf)
                 if wanted is not None and tensor.is_floating_point() and tensor.dtype != wanted:
                     put(owner, leaf, tensor.to(wanted))
@@ -95,17 +95,24 @@ class StockModel:
 
     def release(self, group: str) -> None:
         """Free the values of a group; its tensors are fp32 on meta again."""
-        for _, owner, leaf in tensors_of(self.model, self._layers, group):
+        for _, owner, leaf in tensors_of(self.model, self.layers, group):
             tensor = _of(owner, leaf)
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             put(owner, leaf, torch.empty(tensor.shape, dtype=dtype, device="meta"))
 
-    def layer(self, group: str) -> nn.Module:
-        """Return the module of a group."""
-        return module_of(self.model, group)
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the decoder layers."""
+        count = len(cast("nn.ModuleList", self.model.get_submodule(self.layers)))
+        return tuple(f"{self.layers}.{index}" for index in range(count))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's own dtype."""
+        return self._dtypes[""]
 
     def _rows_of(self, group: str) -> list[WeightSource]:
-        return [row for row in self._rows if group_of(row.target, self._layers) == group]
+        return [row for row in self._rows if group_of(row.target, self.layers) == group]
 
     def _load_stock(self, group: str) -> None:
         parts = self._parts.get(group, ())

@@ -1,15 +1,18 @@
-"""The tokens that a model is compared on: the first of a text file, or seeded random ones.
+"""Inputs of both sides of a comparison: tokens of a text or random ones, and the same random state.
 
-In: the folder of a compiled model, a file, a number. Out: a frozen `Tokens`. Refused: a file that cannot be read or is
-empty (N603), a text without a tokenizer (N603).
+Refused: a file that cannot be read or is empty (N603), a text without a tokenizer (N603).
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +20,6 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.text_files import read_text
 from ktc.model.hf.tokenizer import read_tokenizer
 
-COUNT: Final = 128
 _MOST_BYTES: Final = 64 << 20
 
 
@@ -35,7 +37,13 @@ class Tokens:
 
 
 def choose_tokens(folder: Path, vocabulary: int, text: Path | None, count: int, seed: int) -> Tokens:
-    """Return `count` tokens at most: of `text`, otherwise random ones of the model's vocabulary."""
+    """Return at most `count` tokens: the first of `text`, or random ones of the vocabulary.
+
+    `folder` is a compiled model, whose tokenizer splits the text.
+
+    Raises:
+        InputRefused: N603.
+    """
     if text is None:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocabulary, (1, count), generator=generator)
@@ -51,3 +59,18 @@ def choose_tokens(folder: Path, vocabulary: int, text: Path | None, count: int, 
 
 def _ids(tokenizer: Any, content: str) -> list[int]:
     return [int(number) for number in tokenizer(content, verbose=False)["input_ids"]]
+
+
+@contextmanager
+def same_random_numbers(seed: int) -> Generator[None]:
+    """Draw the random numbers of `seed` inside, from PyTorch, Python and NumPy; those after it are as without it."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

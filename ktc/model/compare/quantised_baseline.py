@@ -1,7 +1,7 @@
-"""The weights that a quantised kernel should multiply: those of the format's own reference, in the stock block.
+"""The baseline of a quantised kernel: the stock block, on the weights that the format's own reference makes.
 
 A kernel of bf16 weights is measured against the stock block in fp32. A kernel of int4, fp8, int8 or GGUF blocks is not:
-what its format loses was chosen by the rule, and would hide every other error. Its yardstick is the stock block in
+what its format loses was chosen by the rule, and would hide every other error. Its baseline is the stock block in
 fp32, whose weights went through the format's reference quantiser and decoder (`quantised_reference`,
 `block_reference`), matrix by matrix in place; int8 also quantises activations, so its products are the reference's.
 Stock's own error is the same block in the model's own dtype. Permutations, scales, gate and up, and expert numbers are
@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ktc.foundation.formats import CODES, FORMATS
-from ktc.inference.prove.experts import Experts, experts_of, own_step
-from ktc.inference.prove.groups import inside
 from ktc.model.checkpoint import WeightSource
+from ktc.model.compare.experts import Experts, experts_of, own_step
+from ktc.model.compare.groups import inside
 from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks
 from ktc.model.experts.own_module import Held, parse_held
 from ktc.model.experts.quantised_reference import dequantise, int8_product, quantise
@@ -50,7 +50,7 @@ class ExpertsFormat:
 
     @property
     def quantises(self) -> bool:
-        """Whether the yardstick differs from the stock block."""
+        """Whether the baseline differs from the stock block."""
         return bool(self.matrices) or self.integer_products
 
     @property

@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import nn
 
-from ktc.stages.proof.copies import copied
+from ktc.model.compare.copies import copied
 
 
 def test_a_copy_has_its_own_weights_and_shares_what_python_does_not_copy() -> None:

@@ -9,7 +9,7 @@ error of one block is not hidden by, or blamed on, another.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ktc.inference.prove.calls import LayerCall
-from ktc.inference.prove.experts import Experts, chosen, roles_of, routed_rows
+from ktc.model.compare.experts import Experts, chosen, roles_of, routed_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +78,19 @@ class _Watch:
 
     @contextmanager
     def hooked(self) -> Generator[None]:
-        handles: list[Any] = []
-        for name, block in blocks_of(self._layer).items():
-            handles.append(block.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            handles.append(block.register_forward_hook(self._after(name)))
-        for each in self._experts:
-            module = self._layer.get_submodule(each.path)
-            if isinstance(module, nn.ModuleList):
-                handles += [one.register_forward_pre_hook(self._rows_of(each.path)) for one in module]
-            else:
-                handles.append(module.register_forward_pre_hook(self._routed(each), with_kwargs=True))
-        try:
+        """Watch the layer's blocks and experts inside."""
+        with ExitStack() as hooks:
+            for name, block in blocks_of(self._layer).items():
+                hooks.enter_context(block.register_forward_pre_hook(self._before(name), with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(self._after(name)))
+            for experts in self._experts:
+                module = self._layer.get_submodule(experts.path)
+                if isinstance(module, nn.ModuleList):
+                    for expert in module:
+                        hooks.enter_context(expert.register_forward_pre_hook(self._rows_of(experts.path)))
+                else:
+                    hooks.enter_context(module.register_forward_pre_hook(self._routed(experts), with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

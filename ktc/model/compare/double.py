@@ -1,0 +1,49 @@
+"""Stock code in fp64: every fp32 that its operators name is lifted too.
+
+In: calls of operators inside the context. Out: the same calls with fp64 in the place of fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class InDouble(TorchDispatchMode):
+    """Replace fp32 by fp64 in every call inside: stock code casts to fp32 wherever it needs to be exact.
+
+    Grouped products, for which PyTorch has no kernel in fp64, are computed one by one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wider: Any = pytree.tree_map(_widened, (args, kwargs or {}))
+        if func.name() == "aten::_grouped_mm" and wider[0][0].dtype == torch.float64:
+            one, other, *ends = wider[0]
+            return _grouped_products(one, other, ends[0] if ends else wider[1].get("offs"))
+        return func(*wider[0], **wider[1])
+
+
+def _grouped_products(one: Tensor, other: Tensor, ends: Tensor | None) -> Tensor:
+    """Return the products of `torch._grouped_mm`: `ends` cut the dimension that is not three-dimensional."""
+    if ends is None:
+        return torch.bmm(one, other)
+    last = cast("list[int]", ends.tolist())
+    groups = [slice(start, end) for start, end in zip([0, *last], last, strict=False)]
+    if one.dim() == other.dim():
+        return torch.stack([one[:, group] @ other[group] for group in groups])
+    of_rows = one.dim() == 2
+    made = one.new_zeros((one.shape[0], other.shape[-1]) if of_rows else (one.shape[1], other.shape[1]))
+    for number, group in enumerate(groups):
+        if of_rows:
+            made[group] = one[group] @ other[number]
+        else:
+            made[:, group] = one[number] @ other[:, group]
+    return made
+
+
+def _widened(argument: object) -> object:
+    return torch.float64 if argument is torch.float32 else argument

@@ -1,0 +1,94 @@
+"""A compiled folder opened for a comparison, and its stock model on meta.
+
+In: OUT and its checkpoint. Out: a frozen `Opened`, and a `StockModel` without values. Refused: what `ktc.load` refuses,
+and a model whose rewrites are not in one list of layers (N602).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
+from ktc.model.compare.groups import list_of_layers
+from ktc.model.compare.stock import StockModel, own_dtypes
+from ktc.model.hf import remote_code
+from ktc.model.kernels.kernel_library import KernelLibrary
+from ktc.model.loading import load, load_as
+from ktc.model.manifest.manifest import Manifest, read_manifest
+from ktc.model.packed_store import weights_stage
+from ktc.model.packed_store.packed_store import PackedStore
+from ktc.model.packed_store.placement import check_devices
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A compiled model's folder, checked as for a load, and its checkpoint."""
+
+    folder: Path
+    manifest: Manifest
+    stock_class: type[PreTrainedModel]
+    library: KernelLibrary | None
+    rows: tuple[WeightSource, ...]
+    index: CheckpointIndex
+    store: PackedStore | None
+
+
+def open_compiled(path: Path, weights: Path | None, trusted: bool) -> Opened:
+    """Open the compiled model in `path`. Raises as `ktc.load` does, before any weight is read."""
+    folder = path.resolve()
+    manifest = read_manifest(folder)
+    checkpoint = Path(manifest.model.folder) if weights is None else weights
+    library = load_as.check_fit(manifest, folder, checkpoint, reference=False)
+    stock = load.stock_class(manifest, folder, checkpoint, trust_remote_code=trusted)
+    check_devices(manifest.placement)
+    rows, index = load_as.read_rows(folder, manifest), open_index(checkpoint)
+    store = None if library is None else weights_stage.usable_store(folder, manifest, rows, index, map=False)
+    return Opened(folder, manifest, stock, library, rows, index, store)
+
+
+def open_stock(opened: Opened) -> StockModel:
+    """Build the stock model on meta, without router logits: layers are replaced while calls are recorded.
+
+    Raises:
+        InputRefused: N602.
+    """
+    config = _config(opened)
+    without_router_logits(config)
+
+    def built(reference: bool) -> PreTrainedModel:
+        return load_as.build_on_meta(opened.stock_class, copy.deepcopy(config), opened.manifest, None, reference)
+
+    dtypes = own_dtypes(built(reference=False), cast("torch.dtype", getattr(torch, opened.manifest.model.dtype)))
+    model = built(reference=True)
+    _in_their_own_loop(model, opened.manifest)
+    return StockModel(model, dtypes, list_of_layers(model, opened.manifest.rewrites), opened.index, opened.rows)
+
+
+def without_router_logits(config: PreTrainedConfig) -> None:
+    """Set a config to collect no router logits, if it does."""
+    if getattr(config, "output_router_logits", False):
+        config.update({"output_router_logits": False})
+
+
+def _in_their_own_loop(model: PreTrainedModel, manifest: Manifest) -> None:
+    """Let experts that are replaced add up in the order of their class' own loop, as kernels do.
+
+    Kept ones run by the implementation that stock chooses, as in the compiled model.
+    """
+    for step in manifest.rewrites:
+        experts = cast("Any", model.get_submodule(step.fqn))
+        if step.module == "fused_moe" and isinstance(getattr(experts, "config", None), PreTrainedConfig):
+            experts.config = copy.copy(experts.config)
+            experts.config._experts_implementation_internal = "eager"
+
+
+def _config(opened: Opened) -> PreTrainedConfig:
+    """Return the checkpoint's own config, and not the copy in OUT."""
+    own = remote_code.config_class_of(opened.stock_class)
+    return cast("PreTrainedConfig", (own or AutoConfig).from_pretrained(opened.index.folder))
