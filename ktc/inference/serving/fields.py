@@ -54,7 +54,7 @@ def _require_free_name(name: str) -> str:
 
 
 def _has(name: str) -> Discriminator:
-    """Tell objects with a key from those without."""
+    """Distinguish objects with a key from those without."""
     return Discriminator(lambda value: name if isinstance(value, dict) and name in value else "flat")
 
 

@@ -60,7 +60,7 @@ class Worker:
         self._finish(events)
 
     def abort(self, end: End) -> None:
-        """End all requests, whatever state a fault has left."""
+        """End all requests, in any state that a fault has left."""
         self._prefills.clear()
         self.batches.clear()
         self._finish([Event(request.name, (), end) for request in self.scheduler.live])
