@@ -26,11 +26,11 @@ demo: $(READY)
 
 # A small MoE is pre-trained on an invented world, compiled, tuned to two tasks and measured: docs/learning.md.
 learn: $(READY)
-	PYTHONPATH=docs $(BIN)/python -m learning $(LEARN)
+	PYTHONPATH=benchmarks $(BIN)/python -m learning $(LEARN)
 
 # The same model tuned and served in bf16 and INT4, in every way: docs/quantisation.md.
 learn-int4: $(READY)
-	PYTHONPATH=docs $(BIN)/python -m learning.modes $(LEARN)
+	PYTHONPATH=benchmarks $(BIN)/python -m learning.modes $(LEARN)
 
 check: $(READY)
 	$(BIN)/ruff check .

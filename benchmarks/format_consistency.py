@@ -28,7 +28,7 @@ from ktc.inference.consistency.request import Model, Request
 from ktc.inference.consistency.run import measure
 from ktc.inference.consistency.scores import Difference
 from ktc.tools.bench.decode.model_file import config_of, write_sizes
-from ktc.tools.bench.decode.sizes import SIZES, Sizes
+from ktc.tools.bench.sizes import SIZES, Sizes
 
 MADE: Final = ("bf16", "fp16", "int8", "fp8", "int4")  # of the bf16 checkpoint
 FILES: Final = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "mxfp4")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import ktc
-from ktc.tools.bench.decode.engines import LlamaEngine
+from ktc.tools.bench.peers import peer
 
 _TOP = 10
 
@@ -46,7 +46,7 @@ def main() -> None:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "compiled"
         ktc.compile(options.folder, "moe-inference", out, settings={"format": options.format})
         model = ktc.load(out, reference=options.reference)
-        llama = LlamaEngine(options.python, file, 1, stack)
+        llama = peer("llama").LlamaEngine(options.python, file, 1, stack)
         for tokens in prompts(options.prompts, model.config.get_text_config().vocab_size):
             with torch.no_grad():
                 ours = model(torch.tensor([tokens])).logits[0, -1].float()

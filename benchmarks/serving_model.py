@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ktc.tools.bench.decode.sizes import SIZES
+from ktc.tools.bench.sizes import SIZES
 
 
 def write(name: str, layers: int, folder: Path) -> None:

@@ -32,13 +32,16 @@ def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int
 
 @contextmanager
 def calls_bar(session: Session) -> Generator[Callable[[str, int, int], None]]:
-    """Show a bar over calls; yield the function that sets what is measured, the finished calls, and those in all."""
+    """Show a bar over calls; yield the function that sets what is measured, the finished calls, and those in all.
+
+    0 calls in all are an unknown number.
+    """
     with _bar(session) as bar:
         task = bar.add_task("loading", total=None)
 
         def progress(what: str, done: int, total: int) -> None:
             session.go_on()
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=what, completed=done, total=total or None)
 
         yield progress
 

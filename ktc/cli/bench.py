@@ -1,30 +1,46 @@
-"""`ktc bench`: measure ktc beside its peers. Here is `moe`, the experts of a layer; a table, JSON and a roofline.
+"""`ktc bench`: measure ktc beside its peers. The requests' dataclasses define the commands and their options.
 
-In: the options. Out: progress on stderr, the table on stdout, and the files of `--output` and `--plot`. Invalid input
-is refused before the first measurement.
+In: the options. Out: progress on stderr, tables on stdout, and the files of `--output`, `--plot` and `--trace`. Invalid
+input is refused before the first measurement.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import itertools
 import json
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_type_hints
 
 import typer
 
-from ktc.cli.bench_decode import decode_command
-from ktc.cli.bench_files import bar_of, require_distinct, require_writable
-from ktc.cli.bench_finetune import finetune_command
-from ktc.cli.bench_generate import generate_command
-from ktc.cli.bench_serve import serve_command
-from ktc.cli.bench_stream import stream_command
+from ktc.cli.bars import calls_bar
+from ktc.cli.compiling import settings_of
 from ktc.cli.following import compiling
-from ktc.cli.options import ResultsFile
+from ktc.cli.options import CompiledModel, ExpertsFormat, ResultsFile, RuleName, Settings
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.tools.bench.options import Option, Request, flag_of, parse
+from ktc.tools.bench.requests import REQUESTS
+
+if TYPE_CHECKING:
+    from ktc.tools.bench.progress import ProgressSink
 
 app = typer.Typer(help="Measure ktc beside its peers.", no_args_is_help=True)
+# Options that other commands have too, by the name of their field.
+_SHARED: Final[Mapping[str, Any]] = {
+    "rule": RuleName,
+    "settings": Settings,
+    "weight_format": ExpertsFormat,
+    "out": CompiledModel,
+}
+_REQUIRED: Final = ("model", "out")  # fields that a user has to name, where they have no default
 
 
 @app.callback()
@@ -32,89 +48,115 @@ def bench() -> None:
     """Measure ktc beside its peers."""
 
 
-app.command("decode")(decode_command)
-app.command("finetune")(finetune_command)
-app.command("generate")(generate_command)
-app.command("serve")(serve_command)
-app.command("stream")(stream_command)
+def _command(kind: type[Request]) -> Callable[..., None]:
+    """Return the command of a benchmark, with the fields of its request as options."""
+
+    def command(session: Session, **typed: Any) -> None:
+        session.require_versions()
+        output: Path | None = typed.pop("output")
+        if "settings" in typed:
+            typed["settings"] = settings_of(typed["settings"])
+        request = parse(kind, typed)
+        _check_files(request, output)
+        session.go_on()
+        with watching(session) as sink:
+            report = importlib.import_module(request.module).run(request, sink)
+        _show(session, request, report, output)
+
+    session = inspect.Parameter("session", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Session)
+    results = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ResultsFile)
+    hints = get_type_hints(kind, localns={"Isa": str})
+    options = [_parameter(each, hints[each.name]) for each in fields(kind) if _is_option(each)]
+    command.__doc__ = (kind.__doc__ or "").partition("\n")[0]
+    cast("Any", command).__signature__ = inspect.Signature([session, *options, results])
+    return in_session()(command)
 
 
-@app.command("moe")
-@in_session()
-def moe_command(
-    session: Session,
-    shape: Annotated[
-        str, typer.Option("--shape", help="The sizes of the layer: v2lite, qwen3_30b, v3, or custom.")
-    ] = "v2lite",
-    hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Hidden size of a custom shape.")] = None,
-    intermediate: Annotated[
-        int | None, typer.Option("--intermediate", min=1, help="Intermediate size of a custom shape.")
-    ] = None,
-    experts: Annotated[
-        int | None,
-        typer.Option("--experts", min=1, help="Number of experts; a named shape may have fewer than its own."),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Experts per token of a custom shape.")] = None,
-    tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="Numbers of tokens per call.")] = "1,32,512",
-    passes: Annotated[
-        str, typer.Option("--pass", metavar="PASS,...", help="forward, train (forward and backward), or both.")
-    ] = "forward",
-    impls: Annotated[
-        str,
-        typer.Option(
-            "--impl",
-            metavar="NAME,...",
-            help="Implementations: ktc_FORMAT, hf_eager, hf_grouped_mm, hf_batched_mm, compile, onednn_dense, "
-            "kt_kernel, kt_kernel_int8, kt_kernel_int4; or the groups ktc, hf, kt, all.",
-        ),
-    ] = "",
-    lora_ranks: Annotated[
-        str, typer.Option("--lora-rank", metavar="R,...", help="LoRA ranks on the experts; 0: without LoRA.")
-    ] = "0",
-    threads: Annotated[
-        int, typer.Option("--threads", min=1, help="CPU threads. One thread measures CPU time, more measure wall time.")
-    ] = 1,
-    rounds: Annotated[
-        int, typer.Option("--rounds", min=0, help="Measured rounds; the median is reported. 0 chooses by the cost.")
-    ] = 0,
-    isas: Annotated[
-        str,
-        typer.Option("--isa", metavar="ISA,...", help="Instruction sets of ktc's kernels. Default: the best."),
-    ] = "",
-    kt_python: Annotated[
-        Path | None,
-        typer.Option("--kt-python", metavar="PATH", help="The Python interpreter of kt-kernel's environment."),
-    ] = None,
-    output: ResultsFile = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw a roofline: a .png or .svg file.")
-    ] = None,
-) -> None:
-    """Measure the routed experts of one layer, ktc's and others', in one process and in interleaved rounds."""
-    session.require_versions()
-    from ktc.cli.bench_table import tables
-    from ktc.tools.bench.options import Typed, parse
-    from ktc.tools.bench.picture import require_drawable
-    from ktc.tools.bench.plot import draw
-    from ktc.tools.bench.run import run
+def _is_option(known: Field[Any]) -> bool:
+    return "option" in known.metadata or known.name in _SHARED
 
-    sizes = (hidden, intermediate, experts, top_k)
-    typed = Typed(shape, *sizes, tokens, passes, impls, lora_ranks, isas, threads, rounds, kt_python)
-    request = parse(typed)
-    if plot is not None:
-        require_drawable(plot, "a roofline")
-    if output is not None:
-        require_writable(output)
-    require_distinct({"--output": output, "--plot": plot})
-    session.go_on()
-    with bar_of(session) as progress:
-        report = run(request, progress)
-    session.note(f"measured {json.dumps(asdict(request), default=str)}")
-    session.result(report.to_json())
+
+def _parameter(known: Field[Any], hint: Any) -> inspect.Parameter:
+    details: Option | None = known.metadata.get("option")
+    default = known.default
+    if details is None:
+        annotation = _SHARED[known.name]
+        default = None if default is MISSING else default
+    else:
+        listed = details.read is not None
+        named = typer.Option(
+            flag_of(known), metavar=details.metavar, help=details.help, min=details.least, max=details.most
+        )
+        annotation = Annotated[str if listed else hint, named]
+        if listed:
+            default = ("-" if details.metavar == "A-B" else ",").join(map(str, cast("tuple[object, ...]", default)))
+    if default in ("", Path()) and known.name in _REQUIRED:
+        default = inspect.Parameter.empty
+    return inspect.Parameter(known.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _check_files(request: Request, output: Path | None) -> None:
+    """Raise InputRefused (U003, U030) or HostLacks (H242) for files that cannot be written, or are the same."""
+    named = {name: path for name, path in {"--output": output, **request.files}.items() if path is not None}
+    if "--plot" in named:
+        from ktc.tools.bench.plot import require_drawable
+
+        require_drawable(named["--plot"], request.picture)
+    for (option, path), (other, its) in itertools.combinations(named.items(), 2):
+        if path.absolute() == its.absolute():
+            raise InputRefused(Diagnostic("U030", f"`{option}` and `{other}` are both `{path}`", hint="name two files"))
+    for path in named.values():
+        _require_writable(path)
+
+
+def _require_writable(output: Path) -> None:
+    target = output.absolute()
+    existing = next(folder for folder in (target, *target.parents) if folder.exists())
+    if target.is_dir():
+        reason = "it is a folder"
+    elif existing != target and not existing.is_dir():
+        reason = f"`{existing}` is not a folder"
+    elif not os.access(existing, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise InputRefused(Diagnostic("U003", f"cannot write `{output}`: {reason}"))
+
+
+def _show(session: Session, request: Request, report: Any, output: Path | None) -> None:
+    """Print the report, write its files, and raise InputRefused for its fault."""
+    from ktc.tools.bench.plot import write_figure
+    from ktc.tools.bench.report import tables
+
+    found = report.to_json()
+    session.note(f"measured {request}")
+    session.result(found)
     session.show(tables(report))
     if output is not None:
-        session.emit(json.dumps(report.to_json(), indent=2), output)
-    if plot is not None:
-        draw(report, plot)
-        session.console.print(f"wrote {plot}")
-    session.next(*compiling("tiny:qwen3_moe"))
+        session.emit(json.dumps(found, indent=2), output)
+    for option, file in request.files.items():
+        if file is not None:
+            if option == "--plot":
+                write_figure(report.figure(), file)
+            session.console.print(f"wrote {file}")
+    if report.fault is not None:
+        raise InputRefused(report.fault)
+    session.next(*(request.following or compiling("tiny:qwen3_moe")))
+
+
+@contextmanager
+def watching(session: Session) -> Generator[ProgressSink]:
+    """Show a line for each finished stage, part and step, and on a terminal a bar for the running part."""
+    from ktc.cli.report import StageReport
+    from ktc.tools.bench.progress import ProgressSink
+
+    def finished(what: str) -> None:
+        session.note(what)
+        session.console.print(f"  {what}", markup=False, soft_wrap=True)
+
+    with calls_bar(session) as progress:
+        yield ProgressSink(StageReport(session, session.console).observe, progress, finished)
+
+
+for _kind in REQUESTS:
+    app.command(_kind.command)(_command(_kind))

@@ -41,9 +41,14 @@ def rules() -> Path:
     return _folder("rules")
 
 
+def peers() -> Path:
+    """Return the folder with the peers of benchmarks, which only a source checkout has."""
+    return _folder("benchmarks") / "peers"
+
+
 def training_data() -> Path:
     """Return the folder with the bundled training data, `*.jsonl`."""
-    return _PACKAGE / "tune" / "data"
+    return _PACKAGE / "training" / "tune" / "data"
 
 
 def _folder(name: str) -> Path:

@@ -1,23 +1,24 @@
 """Search module names with regular expressions of untrusted files: KTransformers' rules, configs of adapters.
 
-In: expressions of an untrusted file, and names. Out: the names that `re.search` finds, as in KTransformers. Refused:
-expressions that `re` refuses, and those that exceed a limit of processor time or memory. `re` can take exponential time
-and cannot be interrupted, so a process of its own searches (`timed_search_process.py`).
+`re` can take exponential time and cannot be interrupted, so a process of its own searches: this file as a script, which
+imports the standard library alone for a quick start. Its stdin is JSON: `expressions`, `names`, and the limits
+`seconds` of processor time and `bytes` of memory. It answers a line of JSON per expression: the indices of the names
+with a match, or the reason why `re` refuses it. SIGPROF or a MemoryError ends it at a limit.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 MAX_SECONDS = 5.0  # of processor time, for all expressions of a file: a usual file takes milliseconds
 MAX_BYTES = 1 << 30
-_SCRIPT = Path(__file__).with_name("timed_search_process.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def search(expressions: Sequence[str], names: Sequence[str]) -> list[frozenset[s
         TooMuchWork: a limit of time or memory was reached.
     """
     task = {"expressions": expressions, "names": names, "seconds": MAX_SECONDS, "bytes": MAX_BYTES}
-    command = [sys.executable, "-I", "-S", str(_SCRIPT)]
+    command = [sys.executable, "-I", "-S", __file__]
     done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
     answers: list[list[int] | str] = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode == -signal.SIGPROF:
@@ -53,3 +54,24 @@ def search(expressions: Sequence[str], names: Sequence[str]) -> list[frozenset[s
     return [
         Invalid(found) if isinstance(found, str) else frozenset(names[index] for index in found) for found in answers
     ]
+
+
+def _answer(expression: str, names: Sequence[str]) -> list[int] | str:
+    try:
+        compiled = re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return [index for index, name in enumerate(names) if compiled.search(name)]
+
+
+def _main() -> None:
+    task = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_AS, (task["bytes"], task["bytes"]))
+    signal.setitimer(signal.ITIMER_PROF, task["seconds"])
+    for expression in task["expressions"]:
+        sys.stdout.write(json.dumps(_answer(expression, task["names"])) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _main()

@@ -14,7 +14,7 @@ from places import ROOT
 
 @pytest.mark.slow
 def test_the_shortened_demo_learns_the_style(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'docs'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "learning", "--quick", "--output", str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from places import DOCS
+from places import ROOT
 
 from ktc.diagnostics import Span
 from ktc.inference.evaluate.data import Question
@@ -27,9 +27,9 @@ TASKS = ("style", "choice")
 
 @pytest.fixture(scope="module", autouse=True)
 def _learning() -> Iterator[None]:
-    sys.path.insert(0, str(DOCS))
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     yield
-    sys.path.remove(str(DOCS))
+    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 def _corpus(seed: int, count: int = 4000) -> list[str]:

@@ -1,6 +1,5 @@
-"""`ktc bench moe`: the routed experts of one layer beside their peers, in one process and in interleaved rounds.
+"""`ktc bench`: measure ktc beside its peers.
 
-`options` makes a `Request` of what was asked, `run` measures it into a `Report`, `plot` draws one. A figure is a median
-of rounds in which every candidate runs once and the machine's two limits are measured between them; nothing is compared
-across runs.
+`requests` has a frozen dataclass per benchmark, from which its options follow; `moe`, `stream`, `decode`, `finetune`,
+`generate` and `serve` measure one into a `report.Report`. Peers are in `benchmarks/peers` of a source checkout.
 """

@@ -1,13 +1,8 @@
-"""`Candidate`: an implementation that can be measured, and the two kinds that run in this process or in another one.
-
-In: a pass, a rank of LoRA and the numbers of the batches to run. Out: seconds of CPU and of the clock on the wall.
-"""
+"""`Candidate`: an implementation of a layer's experts that can be measured, and the one that runs in this process."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,18 +11,13 @@ from torch import Tensor
 
 from ktc.tools.bench.inputs import Batch
 from ktc.tools.bench.limits import Samples
-from ktc.tools.bench.request import Pass
+from ktc.tools.bench.requests import Pass
+from ktc.tools.bench.rounds import Seconds, measured
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states, the router's choice and its weights to the layer's output, as Hugging Face's experts modules."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """The time that a piece of work took."""
-
-    cpu: float
-    wall: float
+ReasonAgainst = Callable[[int, Pass, int], str]
+"""Tokens, pass and LoRA rank to the reason why a candidate is not measured with them, "" if it is."""
 
 
 class Candidate(Protocol):
@@ -36,10 +26,7 @@ class Candidate(Protocol):
     impl: str
     isa: str
     expert_bytes: float
-
-    def reason_against(self, tokens: int, passes: Pass, rank: int) -> str:
-        """Return the reason why this is not measured, "" if it is."""
-        ...
+    reason_against: ReasonAgainst
 
     def take(self, batches: Sequence[Batch]) -> None:
         """Set the batches of the following calls of `run`."""
@@ -62,12 +49,12 @@ class Layer:
     trained: tuple[Tensor, ...] = ()
 
     def forward(self, batch: Batch) -> None:
-        """Without a graph."""
+        """Compute the output without a graph."""
         with torch.no_grad():
             self.experts(batch.x_TH, batch.index_TK, batch.weights_TK)
 
     def train(self, batch: Batch) -> None:
-        """Forward, and the gradients of hidden states, routing weights and factors."""
+        """Compute the output, and the gradients of hidden states, routing weights and factors."""
         x, weights = batch.x_TH.detach().requires_grad_(), batch.weights_TK.detach().requires_grad_()
         out = self.experts(x, batch.index_TK, weights)
         torch.autograd.grad(out, (x, weights, *self.trained), batch.grad_TH)
@@ -82,23 +69,18 @@ class LocalCandidate:
         make: Callable[[int], Layer],
         expert_bytes: float,
         isa: str = "",
-        reason_against: Callable[[int, Pass, int], str] = lambda tokens, passes, rank: "",
+        reason_against: ReasonAgainst = lambda tokens, passes, rank: "",
     ) -> None:
-        self.impl, self.isa, self.expert_bytes = impl, isa, expert_bytes
-        self._make, self._reason_against = make, reason_against
-        self._layers: dict[int, Layer] = {}
+        self.impl, self.isa, self.expert_bytes, self.reason_against = impl, isa, expert_bytes, reason_against
+        self._make, self._layers = make, dict[int, Layer]()
         self._batches: Sequence[Batch] = ()
-
-    def reason_against(self, tokens: int, passes: Pass, rank: int) -> str:
-        """As the function says that it was made with."""
-        return self._reason_against(tokens, passes, rank)
 
     def take(self, batches: Sequence[Batch]) -> None:
         """Share the batches among all local candidates."""
         self._batches = batches
 
     def run(self, passes: Pass, rank: int, numbers: Sequence[int]) -> Seconds:
-        """By the clocks of this process."""
+        """Measure by the clocks of this process."""
         if rank not in self._layers:
             self._layers[rank] = self._make(rank)
         layer = self._layers[rank]
@@ -111,12 +93,3 @@ class LocalCandidate:
     def limits(self, shared: Samples) -> Samples:
         """Return the limits of this process."""
         return shared
-
-
-@contextmanager
-def measured() -> Generator[list[Seconds]]:
-    """Yield a list that holds the time of the block after its end."""
-    spent: list[Seconds] = []
-    cpu, wall = time.process_time(), time.perf_counter()
-    yield spent
-    spent.append(Seconds(time.process_time() - cpu, time.perf_counter() - wall))

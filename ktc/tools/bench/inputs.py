@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.tools.bench.request import Shape
+from ktc.tools.bench.requests import Shape
 
 # Several routings, taken in turn: a single token's few experts must not stay in the last-level cache.
 NUM_ROUTINGS: Final = 8
@@ -36,6 +36,10 @@ class Batch:
     def num_active(self) -> int:
         """Experts that have a token."""
         return int(torch.bincount(self.index_TK.flatten()).count_nonzero())
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(*(tensor.to(device) for tensor in (self.x_TH, self.index_TK, self.weights_TK, self.grad_TH)))
 
 
 class Weights:

@@ -46,7 +46,7 @@ class Samples:
     gbps: list[float] = field(default_factory=list[float])
 
     def extend(self, more: Samples) -> None:
-        """Adds those of another list."""
+        """Add those of another list."""
         self.gflops += more.gflops
         self.gbps += more.gbps
 
@@ -74,7 +74,7 @@ class Limits:
         return self._memory.numel()
 
     def measure(self, samples: Samples) -> None:
-        """Adds one measurement of both."""
+        """Add one measurement of both."""
         samples.gflops.append(self._flops() / 1e9)
         samples.gbps.append(self._bytes() / 1e9)
 

@@ -1,157 +1,135 @@
-"""The options of `ktc bench moe`: from the typed words to a `Request`. Refused: invalid options (U030).
+"""The fields of a benchmark's request: how each is written on the command line, and the values that it takes.
 
-Implementations may be named one by one or by group: `ktc` (every format that the instruction sets multiply), `hf`,
-`kt`, `all`. A run includes only the named ones; a missing named one ends it.
+In: a frozen dataclass with fields made here, and the words of a command line. Out: the dataclass with checked values.
+Refused: invalid words (U030).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
-from ktc.foundation import environment, host
-from ktc.foundation.formats import FORMATS
-from ktc.foundation.isa import Isa
-from ktc.model.experts.lora import MAX_RANK
-from ktc.model.kernels.kernel_spec import KERNELS
-from ktc.tools.bench import kt, ours, peers
-from ktc.tools.bench.request import PASSES, SHAPES, Pass, Request, Shape
 
 T = TypeVar("T")
 
-DEFAULT_IMPLS = ("ktc_bf16", *peers.HF, peers.DENSE, kt.PREFIX)
-_CUSTOM = "custom"
-_MAX_TOKENS = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
-class Typed:
-    """The words of the command line; lists are comma-separated."""
+class Option:
+    """An option of the command line. `read` converts the text of a field that is not of a type of typer.
 
-    shape: str = "v2lite"
-    hidden: int | None = None
-    intermediate: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    tokens: str = "1,32,512"
-    passes: str = "forward"
-    impls: str = ""
-    lora_ranks: str = "0"
-    isas: str = ""
-    threads: int = 1
-    rounds: int = 0
-    kt_python: Path | None = None
+    `flag` "" stands for the field's name with hyphens.
+    """
+
+    help: str
+    flag: str = ""
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+    read: Callable[[str, str], object] | None = None
 
 
-def parse(typed: Typed) -> Request:
-    """Return the request. Raise InputRefused (U030, H211) and HostLacks (H210)."""
-    shape, isas = _shape(typed), _isas(typed.isas)
-    _require_threads(typed.threads)
-    asked = tuple(dict.fromkeys(each for word in _words(typed.impls) for each in _group(word, isas)))
-    impls = asked or DEFAULT_IMPLS
-    if typed.kt_python is not None and not {*impls} & {*kt.NAMES}:
-        raise _refused("`--kt-python` is for kt_kernel, which `--impl` leaves out")
-    for word in _words(typed.impls):
-        _require_even(shape, word)
-    passes: tuple[Pass, ...] = tuple(_one_of("--pass", word, PASSES) for word in _words(typed.passes))
-    return Request(
-        shape,
-        tokens=_numbers("--tokens", typed.tokens, 1, _MAX_TOKENS),
-        passes=_some("--pass", passes),
-        impls=impls,
-        required=frozenset(_words(typed.impls)),
-        lora_ranks=_numbers("--lora-rank", typed.lora_ranks, 0, MAX_RANK),
-        isas=isas,
-        threads=typed.threads,
-        rounds=typed.rounds,
-        kt_python=typed.kt_python,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One run of a benchmark. `module` measures it: its function `run` returns a `Report`."""
+
+    command: ClassVar[str]
+    module: ClassVar[str]
+    picture: ClassVar[str] = ""  # the name of its plot
+
+    def checked(self) -> Self:
+        """Return the request with derived values. Raise InputRefused (U030) for values that contradict each other."""
+        return self
+
+    @property
+    def files(self) -> Mapping[str, Path | None]:
+        """Files that the run writes beside its results, by option."""
+        return {}
+
+    @property
+    def following(self) -> tuple[object, ...]:
+        """The words of a command that usually follows, empty for a compilation."""
+        return ()
+
+    def refused(self, message: str, hint: str = "") -> InputRefused:
+        """Return the refusal of an invalid option."""
+        return refused(message, hint or f"`ktc bench {self.command} --help` lists the options")
 
 
-def _require_threads(threads: int) -> None:
+R = TypeVar("R", bound=Request)
+
+
+def option(default: object, text: str, **details: Any) -> Any:
+    """Make a field of a type that typer reads; `details` are those of `Option`."""
+    return field(default=default, metadata={"option": Option(text, **details)})
+
+
+def numbers(default: tuple[int, ...], text: str, flag: str, *, least: int, most: int, empty: bool = False) -> Any:
+    """Make a field of comma-separated numbers. `empty`: it may have none."""
+    return option(default, text, flag=flag, metavar="N,...", read=partial(_numbers, least, most, empty))
+
+
+def words(default: tuple[str, ...], text: str, flag: str, known: Iterable[str] = (), metavar: str = "NAME,...") -> Any:
+    """Make a field of comma-separated words, of `known` if there are any."""
+    return option(default, text, flag=flag, metavar=metavar, read=partial(_words, tuple(known)))
+
+
+def parse(kind: type[R], typed: Mapping[str, Any]) -> R:
+    """Return the request of the typed words; lists are comma-separated texts. Raise InputRefused."""
+    values = dict(typed)
+    for each in fields(kind):
+        known: Option | None = each.metadata.get("option")
+        if known is not None and known.read is not None and each.name in values:
+            values[each.name] = known.read(flag_of(each), values[each.name])
+    return kind(**values).checked()
+
+
+def flag_of(known: Field[Any]) -> str:
+    """Return the flag of a field."""
+    details: Option | None = known.metadata.get("option")
+    return (details.flag if details else "") or f"--{known.name.replace('_', '-')}"
+
+
+def one_of(flag: str, word: str, known: Iterable[T]) -> T:
+    """Return the choice with this name. Raise InputRefused (U030)."""
+    choices = {str(choice): choice for choice in known}
+    if word not in choices:
+        raise refused(
+            f"`{flag}` knows no `{word}`", suggest(word, choices) or f"there are {listing(choices, len(choices))}"
+        )
+    return choices[word]
+
+
+def require_threads(threads: int) -> None:
     """Raise InputRefused for more threads than this process may use: limits and peers would run on more."""
+    from ktc.foundation import environment, host
+
     usable = max(1, host.usable_threads() // environment.local_world_size())
     if threads > usable:
-        raise _refused(f"`--threads {threads}` is more than the {usable} that this process may use")
+        raise refused(f"`--threads {threads}` is more than the {usable} that this process may use")
 
 
-def _shape(typed: Typed) -> Shape:
-    sizes = {"--hidden": typed.hidden, "--intermediate": typed.intermediate, "--top-k": typed.top_k}
-    if typed.shape == _CUSTOM:
-        missing = [name for name, size in {**sizes, "--experts": typed.experts}.items() if size is None]
-        if missing:
-            raise _refused(f"`--shape {_CUSTOM}` needs {', '.join(f'`{name}`' for name in missing)}")
-        return _possible(
-            Shape(_CUSTOM, typed.hidden or 0, typed.intermediate or 0, typed.experts or 0, typed.top_k or 0)
-        )
-    shape = SHAPES[_one_of("--shape", typed.shape, (*SHAPES, _CUSTOM))]
-    given = [name for name, size in sizes.items() if size is not None]
-    if given:
-        raise _refused(f"`{given[0]}` is for `--shape {_CUSTOM}`; `{shape.name}` has its own")
-    if typed.experts is not None and typed.experts > shape.num_experts:
-        raise _refused(f"`{shape.name}` has {shape.num_experts} experts; more are for `--shape {_CUSTOM}`")
-    return _possible(replace(shape, num_experts=typed.experts or shape.num_experts))
-
-
-def _possible(shape: Shape) -> Shape:
-    if shape.top_k > shape.num_experts:
-        raise _refused(f"a token cannot choose {shape.top_k} of {shape.num_experts} experts")
-    return shape
-
-
-def _group(word: str, isas: Sequence[Isa]) -> tuple[str, ...]:
-    """Return the implementations that a word names. Formats of other ISAs are known too."""
-    own = ours.names(tuple(isas))
-    groups = {"ktc": own, "hf": peers.HF, "kt": kt.NAMES, "all": (*own, *peers.NAMES, *kt.NAMES)}
-    if word in groups:
-        return groups[word]
-    known = (*ours.names(tuple(KERNELS)), *peers.NAMES, *kt.NAMES)
-    impl = _one_of("--impl", word, (*groups, *known))
-    if impl.startswith(ours.PREFIX) and impl not in own:
-        raise _refused(f"`{impl}` has no kernel for {listing(isas)}", f"these have: {listing(own)}")
-    return (impl,)
-
-
-def _require_even(shape: Shape, impl: str) -> None:
-    for name in FORMATS:
-        if impl == f"{ours.PREFIX}{name}" and not ours.even_rows(shape, name):
-            raise _refused(f"`{name}` cuts rows into groups or blocks, of which {shape} has no whole number")
-
-
-def _isas(text: str) -> tuple[Isa, ...]:
-    here = host.detect()
-    found: list[Isa] = [host.restrict(here, word).isas[0] for word in _words(text)]
-    return tuple(dict.fromkeys(found)) or here.isas[:1]
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    words = _words(text)
-    wrong = [word for word in words if not (word.isascii() and word.isdigit() and least <= int(word) <= most)]
-    if wrong:
-        raise _refused(f"`{option}` takes numbers from {least} to {most}, found `{wrong[0]}`")
-    return _some(option, tuple(dict.fromkeys(map(int, words))))
-
-
-def _some(option: str, found: tuple[T, ...]) -> tuple[T, ...]:
-    if not found:
-        raise _refused(f"`{option}` is empty")
-    return tuple(dict.fromkeys(found))
-
-
-def _one_of(option: str, word: str, options: Iterable[T]) -> T:
-    known = {str(each): each for each in options}
-    if word not in known:
-        hint = suggest(word, known) or f"there are {listing(known, len(known))}"
-        raise _refused(f"`{option}` knows no `{word}`", hint)
-    return known[word]
-
-
-def _refused(message: str, hint: str = "`ktc bench moe --help` lists the choices") -> InputRefused:
+def refused(message: str, hint: str = "`--help` lists the options") -> InputRefused:
+    """Return the refusal of an invalid option (U030)."""
     return InputRefused(Diagnostic("U030", message, hint=hint))
+
+
+def _split(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def _words(known: tuple[str, ...], flag: str, text: str) -> tuple[str, ...]:
+    return tuple(one_of(flag, word, known) if known else word for word in _split(text))
+
+
+def _numbers(least: int, most: int, empty: bool, flag: str, text: str) -> tuple[int, ...]:
+    found = _split(text)
+    for word in found:
+        if not (word.isascii() and word.isdigit() and least <= int(word) <= most):
+            raise refused(f"`{flag}` takes numbers from {least} to {most}, found `{word}`")
+    if not found and not empty:
+        raise refused(f"`{flag}` is empty")
+    return tuple(dict.fromkeys(map(int, found)))

@@ -22,19 +22,13 @@ from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
 from ktc.stages.codegen import build, render
 from ktc.tools.bench.candidate import Layer, LocalCandidate
 from ktc.tools.bench.inputs import Weights, lora_factors
-from ktc.tools.bench.request import Request, Shape
+from ktc.tools.bench.requests import KTC, Moe, Shape, even_rows
 
-PREFIX = "ktc_"
 _BLOCK_SCALE = 0.02  # about as large as the other weights
 
 
-def names(isas: tuple[Isa, ...]) -> tuple[str, ...]:
-    """Return an implementation for each format that one of the instruction sets multiplies."""
-    return tuple(dict.fromkeys(f"{PREFIX}{name}" for isa in isas for name in KERNELS[isa]))
-
-
-def candidates(request: Request, weights: Weights) -> Iterator[LocalCandidate]:
-    """Return one per format and instruction set, in the requested order. The kernels are built here, all together."""
+def candidates(request: Moe, weights: Weights) -> Iterator[LocalCandidate]:
+    """Yield one per format and instruction set, in the requested order. The kernels are built here, all together."""
     specs = [spec for _, spec in asked(request)]
     if not specs:
         return
@@ -45,32 +39,26 @@ def candidates(request: Request, weights: Weights) -> Iterator[LocalCandidate]:
         yield LocalCandidate(impl, lambda rank, module=module: _layer(module, request, rank), expert_bytes, spec.isa)
 
 
-def asked(request: Request) -> tuple[tuple[str, KernelSpec], ...]:
-    """Names and kernels, the first instruction set's first: of formats that it has and that can hold such matrices."""
+def asked(request: Moe) -> tuple[tuple[str, KernelSpec], ...]:
+    """Return names and kernels, the first instruction set's first: of formats that can hold such matrices."""
     return tuple(
-        (impl, spec_of(request, isa, name))
+        (impl, spec_of(request.shape, isa, name))
         for isa in request.isas
         for impl in request.impls
         for name in KERNELS[isa]
-        if impl == f"{PREFIX}{name}" and even_rows(request.shape, name)
+        if impl == f"{KTC}{name}" and even_rows(request.shape, name)
     )
 
 
-def even_rows(shape: Shape, weight_format: WeightFormat) -> bool:
-    """Return whether the format can hold matrices of this shape: some cut rows into whole groups or blocks."""
-    return not any(columns % FORMATS[weight_format].whole for columns in (shape.hidden, shape.intermediate))
-
-
-def spec_of(request: Request, isa: Isa, weight_format: WeightFormat) -> KernelSpec:
+def spec_of(shape: Shape, isa: Isa, weight_format: WeightFormat) -> KernelSpec:
     """Return the kernel that a compilation would choose for these experts."""
-    shape = request.shape
     dtype = FORMATS[weight_format].dtype
     group = CODES[weight_format].group_sizes[0] if weight_format in CODES else 0
     sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
     return KernelSpec("fused_moe", *sizes, dtype, weight_format, weight_format, isa, group_size=group)
 
 
-def _packed(request: Request, spec: KernelSpec, library: KernelLibrary, weights: Weights) -> FusedMoe:
+def _packed(request: Moe, spec: KernelSpec, library: KernelLibrary, weights: Weights) -> FusedMoe:
     shape = request.shape
     sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
     module = FusedMoe(*sizes, kernel=library.kernel(spec.entry), threads=request.threads)
@@ -100,7 +88,7 @@ def _load_blocks(module: FusedMoe, shape: Shape, weight_format: WeightFormat) ->
             module.load_blocks(expert, part, blocks.roll(expert, 0))
 
 
-def _layer(module: FusedMoe, request: Request, rank: int) -> Layer:
+def _layer(module: FusedMoe, request: Moe, rank: int) -> Layer:
     if rank == 0:
         return Layer(module)
     lora = lora_factors(request.shape, rank)

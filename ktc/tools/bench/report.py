@@ -1,94 +1,85 @@
-"""The result of a run: rows, the candidates left out with reasons, and the limits of the machine, from one run."""
+"""The result of a benchmark: rows whose fields are keys of the JSON object and, where they have a head, columns.
+
+In: frozen dataclasses with fields made by `column`. Out: JSON, and rich renderables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from ktc.tools.bench.request import Pass
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from ktc.diagnostics import Diagnostic
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One implementation at one number of tokens.
+def column(head: str, form: str | Callable[[Any], str] = "{}", *, default: object = MISSING, left: bool = False) -> Any:
+    """Make a field of a row that is a column of the table. `form` formats the value, or is a function of the row."""
+    return field(default=default, metadata={"column": (head, form, left)})  # pyright: ignore[reportCallIssue, reportArgumentType]
 
-    `ms` is `cpu_ms` with one thread and `wall_ms` with more, medians of the rounds; `best_ms` is the quickest round:
-    peers that spin suffer most from other work on the machine. `gflops` counts the products of the routed experts,
-    not those of LoRA; `gbps` the weights of the experts in use in their stored format, once for each pass over them.
-    `ktc_speedup`: the speed of ktc's own kernel of that format relative to this row (None for ktc's own rows).
-    """
 
-    impl: str
-    passes: Pass
-    shape: str
-    tokens: int
-    ms: float
-    gflops: float
-    share_of_peak: float
-    gbps: float
-    share_of_bandwidth: float
-    isa: str
-    lora_rank: int
-    threads: int
-    rounds: int
-    cpu_ms: float
-    wall_ms: float
-    best_ms: float
-    ktc_speedup: float | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A whole run. Subclasses have the rows, and facts about all of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        return asdict(self)
+
+    def shown(self) -> Iterator[str | Table]:
+        """Yield the lines and tables that a person reads. A line that begins with "not measured" is dim."""
+        raise NotImplementedError
+
+    def figure(self) -> Any:
+        """Return the picture of `--plot`, a figure of matplotlib."""
+        raise NotImplementedError
 
     @property
-    def group(self) -> tuple[Pass, int, int]:
-        """Rows of one group answer the same question and may be compared."""
-        return self.passes, self.tokens, self.lora_rank
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a row of `ktc bench moe --json`, where the pass is called `pass`."""
-        return {"pass" if key == "passes" else key: value for key, value in asdict(self).items()}
+    def fault(self) -> Diagnostic | None:
+        """The reason why the run is an error, after its figures are shown."""
+        return None
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """An implementation that was not measured in one group, and why."""
+def tables(report: Report) -> Group:
+    """Return all that a person reads."""
+    from rich.console import Group
+    from rich.text import Text
 
-    impl: str
-    passes: Pass
-    tokens: int
-    lora_rank: int
-    reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        """As a row's: the pass is called `pass`."""
-        return {"pass" if key == "passes" else key: value for key, value in asdict(self).items()}
+    dim = ("not measured", "logits of", "geometric mean")
+    parts = report.shown()
+    return Group(*(Text(each, "dim" * each.startswith(dim)) if isinstance(each, str) else each for each in parts))
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A whole run. `host` describes machine and versions; the limits are medians over the run."""
+def table_of(
+    rows: Sequence[Any],
+    section: Callable[[Any], object] = lambda row: None,
+    style: Callable[[Any], str] = lambda row: "",
+) -> Table:
+    """Return a row for each row, with a line between sections."""
+    from rich import box
+    from rich.table import Table
 
-    host: Mapping[str, Any]
-    peak_gflops: float
-    read_gbps: float
-    rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `ktc bench moe --json` prints."""
-        return {
-            "host": dict(self.host),
-            "peak_gflops": self.peak_gflops,
-            "read_gbps": self.read_gbps,
-            "rows": [row.to_json() for row in self.rows],
-            "left_out": [each.to_json() for each in self.left_out],
-        }
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    columns = [(each.name, *each.metadata["column"]) for each in fields(rows[0]) if "column" in each.metadata]
+    for _, head, _, left in columns:
+        table.add_column(head, justify="left" if left else "right", overflow="fold")
+    for number, row in enumerate(rows):
+        if number and section(row) != section(rows[number - 1]):
+            table.add_section()
+        table.add_row(*(_cell(row, name, form) for name, _, form, _ in columns), style=style(row))
+    return table
 
 
-def counterpart(row: Row, rows: Iterable[Row]) -> Row | None:
-    """Return ktc's own row to compare a peer's with: of the same format, and of the first instruction set.
+def _cell(row: Any, name: str, form: str | Callable[[Any], str]) -> str:
+    value = getattr(row, name)
+    if value is None:
+        return ""
+    return form.format(value) if isinstance(form, str) else form(row)
 
-    Peers without a format in their name compute in bf16; without ktc's bf16, its first format is used.
-    """
-    ours = [each for each in rows if each.group == row.group and each.impl.startswith("ktc_")]
-    _, _, suffix = row.impl.partition("kt_kernel_")
-    of_format = [each for each in ours if each.impl == f"ktc_{suffix or 'bf16'}"]
-    return next(iter(of_format if suffix else of_format or ours), None)
+
+def threads_and_clock(host: Any) -> str:
+    """Return `1 thread, cpu time`, of a report's host."""
+    return f"{host['threads']} thread{'s' * (host['threads'] > 1)}, {host['clock']} time"

@@ -7,16 +7,22 @@ of them has experts. A model whose config shows no experts is left to the compil
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import read_json
 from ktc.foundation.files import write_file
 from ktc.foundation.regular_files import read_regular
 from ktc.model import twin
 from ktc.stages.capture import open_model
+from ktc.tools.bench.options import Request, refused
+from ktc.tools.bench.report import Report
+
+SCHEMA: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,16 @@ def stack_of(model: str, layers: int | None, folder: Path) -> Stack:
     """
     source = open_model(model, fetch_weights=False)
     if source.folder is None:
-        raise _refused(f"`{model}` has no folder with config.json")
+        raise refused(f"`{model}` has no folder with config.json")
     settings = cast("dict[str, Any]", read_json(read_regular(source.folder / "config.json")))
     depth = twin.depth_of(settings)
     if depth is None:
-        raise _refused(f"config.json of `{model}` does not say how many layers the model has")
+        raise refused(f"config.json of `{model}` does not say how many layers the model has")
     sparse, layers = twin.layers_with_experts(settings), layers or depth
     if layers > depth:
-        raise _refused(f"`--layers {layers}`: the model has {depth}")
+        raise refused(f"`--layers {layers}`: the model has {depth}")
     if layers <= min(sparse, default=depth):
-        raise _refused(f"`--layers {layers}`: the first layer with experts is number {min(sparse, default=depth) + 1}")
+        raise refused(f"`--layers {layers}`: the first layer with experts is number {min(sparse, default=depth) + 1}")
     kept = sum(number < layers for number in sparse)
     if layers == depth:
         return Stack(model, layers, depth, kept, len(sparse))
@@ -65,5 +71,42 @@ def stack_of(model: str, layers: int | None, folder: Path) -> Stack:
     return Stack(folder, layers, depth, kept, len(sparse))
 
 
-def _refused(message: str) -> InputRefused:
-    return InputRefused(Diagnostic("U030", message, hint="`--help` lists the options"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackReport(Report):
+    """The report of a compiled model. `seconds` has the times of preparation: compiling, loading.
+
+    `request` are the words that it was asked with.
+    """
+
+    machine: Mapping[str, str]
+    request: Mapping[str, Any]
+    layers: int
+    depth: int
+    seconds: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of `--json`."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @property
+    def of_depth(self) -> str:
+        """How many layers were measured."""
+        return f"{self.layers}{'' if self.layers == self.depth else f' of {self.depth}'} layers"
+
+    def headline(self, work: str) -> str:
+        """Return the layers, the work and the machine."""
+        where = f"{self.machine['gpus'] or 'no GPU'}; {self.machine['cpu']}, {self.machine['cores']} cores"
+        return f"{self.of_depth}, {work}, on {where}, {self.machine['isa']}"
+
+
+def words_of(request: Request) -> dict[str, Any]:
+    """Return the request as its report has it."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(request).items()}
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Generator[None]:
+    """Record the seconds of the block."""
+    began = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began

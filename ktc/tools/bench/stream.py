@@ -1,17 +1,17 @@
 """`ktc bench stream`: one layer's experts streamed to a GPU, beside a plain copy of as many bytes in the same run.
 
 In: a shape, a weight format and numbers of tokens. Out: milliseconds of forward and backward, and how many times as
-long as the bus they take. Refused: a machine without a GPU (H244), experts that do not fit (H240), invalid options.
+long as the bus they take. Refused: a machine without a GPU (H244), experts that do not fit (H240).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import psutil
 import torch
@@ -21,14 +21,19 @@ from ktc.foundation import host
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.random_experts import RandomExperts
+from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.codegen import build, render
 from ktc.stages.plan.placement import gib
 from ktc.tools.bench import ours
 from ktc.tools.bench.inputs import Batch, batches
-from ktc.tools.bench.request import Request
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.report import Report, column, table_of
+from ktc.tools.bench.requests import Stream
 
-Progress = Callable[[int, int, str], None]
+if TYPE_CHECKING:
+    from rich.table import Table
+
 Mark: TypeAlias = "float | torch.cuda.Event"
 Graph = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 _ROUNDS: Final = 5
@@ -42,17 +47,17 @@ _BASE: Final = 2 << 30
 class Row:
     """One number of tokens. Medians; `of_bus` is the slower pass, as a multiple of the bus's time for its bytes."""
 
-    tokens: int
-    forward_ms: float
-    backward_ms: float
-    forward_gbps: float
-    backward_gbps: float
-    of_bus: float
+    tokens: int = column("tokens", "{:,}")
+    forward_ms: float = column("forward ms", "{:.1f}")
+    forward_gbps: float = column("GB/s", "{:.1f}")
+    backward_ms: float = column("backward ms", "{:.1f}")
+    backward_gbps: float = column("GB/s", "{:.1f}")
+    of_bus: float = column("of the bus's time", "{:.2f}x")
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A whole run. `layer_bytes` cross the bus once per pass. `bus_gbps` is of pinned copies in between."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReport(Report):
+    """`layer_bytes` cross the bus once per pass. `bus_gbps` is of pinned copies in between."""
 
     device: str
     shape: str
@@ -62,46 +67,62 @@ class Report:
     bus_ms: float
     rows: tuple[Row, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `ktc bench stream --json` prints."""
-        return asdict(self)
+    def shown(self) -> Iterator[str | Table]:
+        """Yield the bus and the rows."""
+        bus = f"{self.layer_bytes / 1e9:.2f} GB take {self.bus_ms:.1f} ms on the bus ({self.bus_gbps:.1f} GB/s)"
+        yield f"{self.shape}, {self.weight_format}, on {self.device}: {bus}"
+        yield table_of(self.rows)
 
 
-def require(request: Request, gpus: int) -> None:
+def require(spec: KernelSpec, gpus: int) -> None:
     """Raise HostLacks without a GPU (H244), or without host memory for the layer (H240)."""
     if gpus == 0:
         message = "experts cannot be streamed to a GPU: this process sees none"
         raise HostLacks(Diagnostic("H244", message, hint="`ktc bench moe` measures experts on the CPU"))
-    ((_, spec),) = ours.asked(request)
     needed, free = packed_bytes(spec) + _BASE, psutil.virtual_memory().available
     if needed > free:
         message = f"these experts need {gib(needed)} of memory, and {gib(free)} are free"
         raise HostLacks(Diagnostic("H240", message, hint="`--experts N` measures fewer"))
 
 
-def run(request: Request, progress: Progress, device: torch.device) -> Report:
+def run(request: Stream, sink: ProgressSink) -> StreamReport:
+    """Measure on the first GPU."""
+    spec = ours.spec_of(request.shape, host.detect().isas[0], request.weight_format)
+    require(spec, torch.cuda.device_count())
+    return run_on(torch.device("cuda:0"), request, spec, sink)
+
+
+def run_on(device: torch.device, request: Stream, spec: KernelSpec, sink: ProgressSink) -> StreamReport:
     """Measure each number of tokens, and the bus after it."""
-    progress(0, 0, "building the kernel")
-    module = _module(request, device)
-    progress(0, 0, "making weights")
-    RandomExperts(0).fill(module, 0, lambda size: None)
-    bus = Bus(module.packed_bytes, device)
-    copies: list[float] = []
-    rounds, measured = request.rounds or _ROUNDS, dict[int, list[tuple[float, float]]]()
-    for place, tokens in enumerate(request.tokens):
-        progress(place, len(request.tokens), f"{tokens:,} tokens")
-        inputs = [_moved(batch, device) for batch in batches(request.shape, tokens)[:_INPUTS]]
-        measured[tokens] = _passes(module, inputs, device, rounds)
-        copies += [bus.copy() for _ in range(rounds)]
-    return _report(request, module.packed_bytes, device, statistics.median(copies), measured)
-
-
-def _module(request: Request, device: torch.device) -> FusedMoe:
-    ((_, spec),) = ours.asked(request)
-    library = build.build(render.render([spec], {spec: "ktc bench stream"}), host.detect())
+    sink.progress("building the kernel", 0, 0)
     shape = request.shape
+    library = build.build(render.render([spec], {spec: "ktc bench stream"}), host.detect())
     sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
-    return FusedMoe(*sizes, kernel=library.kernel(spec.entry), numa="none", offload=Offload((device,), 1))
+    module = FusedMoe(*sizes, kernel=library.kernel(spec.entry), numa="none", offload=Offload((device,), 1))
+    sink.progress("making weights", 0, 0)
+    RandomExperts(0).fill(module, 0, lambda size: None)
+    size, bus = module.packed_bytes, Bus(module.packed_bytes, device)
+    copies, passes = list[float](), list[tuple[float, float]]()
+    rounds = request.rounds or _ROUNDS
+    for place, tokens in enumerate(request.tokens):
+        sink.progress(f"{tokens:,} tokens", place, len(request.tokens))
+        inputs = [batch.to(device) for batch in batches(shape, tokens)[:_INPUTS]]
+        forward, backward = _passes(module, inputs, device, rounds)
+        passes.append((statistics.median(forward), statistics.median(backward)))
+        copies += [bus.copy() for _ in range(rounds)]
+    copied = statistics.median(copies)
+    return StreamReport(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        shape=str(shape),
+        weight_format=request.weight_format,
+        layer_bytes=size,
+        bus_gbps=size / copied / 1e9,
+        bus_ms=copied * 1e3,
+        rows=tuple(
+            Row(tokens, 1e3 * there, size / there / 1e9, 1e3 * back, size / back / 1e9, max(there, back) / copied)
+            for tokens, (there, back) in zip(request.tokens, passes, strict=True)
+        ),
+    )
 
 
 class Bus:
@@ -139,7 +160,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _passes(module: FusedMoe, inputs: Sequence[Batch], device: torch.device, rounds: int) -> list[tuple[float, float]]:
+def _passes(
+    module: FusedMoe, inputs: Sequence[Batch], device: torch.device, rounds: int
+) -> tuple[list[float], list[float]]:
     """Return the seconds of forward and of backward, which computes the gradients of both inputs.
 
     Forward passes follow each other without a wait, as those of layers do, and then backward passes of one graph: the
@@ -158,7 +181,7 @@ def _passes(module: FusedMoe, inputs: Sequence[Batch], device: torch.device, rou
         out, inputs_of, grad = graph
         torch.autograd.grad(out, inputs_of, grad, retain_graph=True)
 
-    return list(zip(_rounds(forward, device, rounds), _rounds(backward, device, rounds), strict=True))
+    return _rounds(forward, device, rounds), _rounds(backward, device, rounds)
 
 
 def _rounds(call: Callable[[int], object], device: torch.device, rounds: int) -> list[float]:
@@ -187,22 +210,3 @@ def _elapsed(one: Mark, other: Mark) -> float:
         return one.elapsed_time(other) / 1e3
     assert not isinstance(other, torch.cuda.Event), "marks of one device"
     return other - one
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(tensor.to(device) for tensor in (batch.x_TH, batch.index_TK, batch.weights_TK, batch.grad_TH)))
-
-
-def _report(
-    request: Request, size: int, device: torch.device, copied: float, measured: dict[int, list[tuple[float, float]]]
-) -> Report:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    rows = tuple(_row(tokens, times, size, copied) for tokens, times in measured.items())
-    stored = request.impls[0].removeprefix(ours.PREFIX)
-    return Report(name, str(request.shape), stored, size, size / copied / 1e9, copied * 1e3, rows)
-
-
-def _row(tokens: int, times: Sequence[tuple[float, float]], size: int, copied: float) -> Row:
-    forward, backward = (statistics.median(each) for each in zip(*times, strict=True))
-    slower = max(forward, backward) / copied
-    return Row(tokens, forward * 1e3, backward * 1e3, size / forward / 1e9, size / backward / 1e9, slower)

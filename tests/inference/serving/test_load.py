@@ -16,9 +16,8 @@ from ktc.inference.serving import server as serve
 from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.models import open_served_models
 from ktc.inference.serving.request import Limits
-from ktc.tools.bench.serving.load import Load, Outcome, drive
-from ktc.tools.bench.serving.report import Phase, as_json
-from ktc.tools.bench.serving.run import measure
+from ktc.tools.bench.load import Load, Outcome, drive
+from ktc.tools.bench.serve import Phase, measure
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -36,12 +35,13 @@ def address(compiled: Path) -> Iterator[str]:
 
 
 def test_every_request_is_answered_or_cancelled_and_none_is_left(address: str) -> None:
-    one, many, left = measure(address, Load(1, 0, **SHORT), Load(6, 0, **SHORT, cancelled=1.0))
+    report = measure(address, Load(1, 0, **SHORT), Load(6, 0, **SHORT, cancelled=1.0))
+    one, many, left = report.one_client, report.clients, report.server
     assert (one.answered, one.cancelled, one.failed) == (1, 0, {})
     assert (many.answered, many.cancelled, many.failed) == (3, 3, {})
     assert left["ktc_requests_running"] == left["ktc_requests_waiting"] == 0
     assert left['ktc_requests_total{model="v2_twin",outcome="cancelled"}'] == 3
-    assert as_json(one, many, left)["ratio"] == many.tokens_per_second / one.tokens_per_second
+    assert report.to_json()["ratio"] == many.tokens_per_second / one.tokens_per_second
 
 
 def test_a_fault_is_a_failure_of_its_requests(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def codes(folder: Path, text: str) -> dict[str, str]:
 
 def test_every_code_is_explained_and_every_explanation_has_a_code() -> None:
     root = Path(ktc.__file__).parent
-    texts = [path.read_text() for path in root.rglob("*.py")]
+    texts = [path.read_text() for place in (root, root.parent / "benchmarks") for path in place.rglob("*.py")]
     used = {code for text in texts for code in re.findall(r'"([A-Z]\d{3})"', text)}
     missing = used - explanations().keys()
     assert not missing, f"write a section for {sorted(missing)} in ktc/language/explain"

@@ -14,16 +14,23 @@ import pytest
 from kt_stub import TINY, Bench, KtPython
 from rich.console import Console
 
-from ktc.cli.bench_table import tables
 from ktc.diagnostics import HostLacks, InputRefused
-from ktc.foundation import host
+from ktc.foundation import host, resources
+from ktc.model.experts.lora import MAX_RANK
 from ktc.model.kernels.kernel_spec import KERNELS
-from ktc.tools.bench import kt, memory, ours
-from ktc.tools.bench.options import DEFAULT_IMPLS, Typed, parse
-from ktc.tools.bench.report import LeftOut, Report, Row
-from ktc.tools.bench.run import absent
+from ktc.tools.bench import moe, ours, peers, requests
+from ktc.tools.bench.moe import LeftOut, MoeReport, Row, absent
+from ktc.tools.bench.options import parse
+from ktc.tools.bench.report import tables
+from ktc.tools.bench.requests import DEFAULT_IMPLS, Moe
+from ktc.training.trainers.step_trace import TRACED_STEP
 
-CUSTOM = Typed(shape="custom", hidden=64, intermediate=32, experts=8, top_k=2)
+CUSTOM = {"shape_name": "custom", "hidden": 64, "intermediate": 32, "experts": 8, "top_k": 2}
+
+
+def asked(**typed: object) -> Moe:
+    """Return the request of typed words, of a custom shape."""
+    return parse(Moe, {**CUSTOM, **typed})
 
 
 def test_a_child_s_figures_are_shares_of_its_own_limits(bench: Bench, kt_python: KtPython) -> None:
@@ -69,7 +76,7 @@ def test_kt_kernel_that_cannot_be_opened_ends_the_run(bench: Bench, kt_python: K
 
 
 def test_kt_kernel_that_was_named_and_is_not_here_ends_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kt, "is_here", lambda request: False)
+    monkeypatch.setattr(Moe, "has_kt", False)
     assert bench(*TINY, "--impl", "kt_kernel")[0] == 3
     assert bench(*TINY, "--impl", "kt")[0] == 3
 
@@ -79,7 +86,7 @@ def test_kt_kernel_that_nobody_asked_for_and_is_broken_is_left_out(
 ) -> None:
     tmp_path.joinpath("kt_kernel.py").write_text("raise ImportError('no libnuma')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("ktc.tools.bench.options.DEFAULT_IMPLS", ("onednn_dense", "kt_kernel"))
+    monkeypatch.setattr(requests, "DEFAULT_IMPLS", ("onednn_dense", "kt_kernel"))
     asked = (*TINY, "--isa", "scalar", "--tokens", "130", "--json")
     code, out, err = bench(*asked)
     assert code == 0, err
@@ -91,24 +98,24 @@ def test_kt_kernel_that_nobody_asked_for_and_is_broken_is_left_out(
 
 def test_threads_are_no_more_than_the_share_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
-    assert parse(replace(CUSTOM, threads=8)).threads == 8
+    assert asked(threads=8).threads == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert parse(replace(CUSTOM, threads=2)).threads == 2
+    assert asked(threads=2).threads == 2
     with pytest.raises(InputRefused, match="more than the 2 that this process may use"):
-        parse(replace(CUSTOM, threads=3))
+        asked(threads=3)
 
 
 def test_every_format_of_every_kernel_can_be_asked_for() -> None:
     for isa in host.detect().isas:
-        request = parse(replace(CUSTOM, hidden=256, intermediate=256, isas=isa, impls="ktc"))
+        request = asked(hidden=256, intermediate=256, isas=isa, impls="ktc")
         assert [spec.format_down for _, spec in ours.asked(request)] == list(KERNELS[isa])
 
 
 def test_formats_of_a_group_that_a_shape_cannot_hold_are_left_out_with_the_reason() -> None:
-    request = parse(replace(CUSTOM, hidden=48, impls="ktc", tokens="1"))
+    request = asked(hidden=48, impls="ktc", tokens="1")
     measured = {impl for impl, _ in ours.asked(request)}
     assert {"ktc_bf16", "ktc_int8", "ktc_fp16"} <= measured
-    left_out = {each.impl: each.reason for each in absent(request)}
+    left_out = {each.impl: each.reason for each in absent(request, {})}
     assert left_out.keys() == {*request.impls} - measured
     assert left_out["ktc_q4_k"] == "cuts rows into groups or blocks, of which this shape has no whole number"
 
@@ -120,51 +127,51 @@ def test_a_run_of_which_nothing_is_left_says_why(bench: Bench) -> None:
 
 
 def test_groups_stand_for_their_members_and_repeats_are_dropped() -> None:
-    request = parse(replace(CUSTOM, impls="hf,hf_eager,onednn_dense", tokens="4,1,4", lora_ranks="8,0"))
+    request = asked(impls="hf,hf_eager,onednn_dense", tokens="4,1,4", lora_ranks="8,0")
     assert request.impls == ("hf_eager", "hf_grouped_mm", "hf_batched_mm", "onednn_dense")
     assert (request.tokens, request.lora_ranks) == ((4, 1), (8, 0))
-    assert parse(CUSTOM).impls == DEFAULT_IMPLS
+    assert asked().impls == DEFAULT_IMPLS
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (replace(CUSTOM, experts=None), "`--shape custom` needs `--experts`"),
-        (replace(CUSTOM, top_k=9), "a token cannot choose 9 of 8 experts"),
-        (Typed(shape="v2light"), "`--shape` knows no `v2light`"),
-        (Typed(hidden=64), "`--hidden` is for `--shape custom`"),
-        (Typed(tokens="1,two"), "`--tokens` takes numbers from 1 to 1048576, found `two`"),
-        (Typed(tokens="0"), "`--tokens` takes numbers from 1"),
-        (Typed(tokens=","), "`--tokens` is empty"),
-        (Typed(passes="backward"), "`--pass` knows no `backward`"),
-        (Typed(impls="ktc_bf61"), "`--impl` knows no `ktc_bf61`"),
-        (Typed(impls="ktc_fp64", isas="avx2"), "`ktc_fp64` has no kernel for `avx2`"),
-        (Typed(lora_ranks="129"), "`--lora-rank` takes numbers from 0 to 128, found `129`"),
-        (replace(CUSTOM, impls="ktc_int4", hidden=40), "`int4` cuts rows into groups"),
-        (replace(CUSTOM, impls="ktc_q4_k", hidden=128), "`q4_k` cuts rows into groups or blocks"),
-        (Typed(isas="sse"), "unknown instruction set `sse`"),
-        (Typed(threads=1 << 20), "`--threads 1048576` is more than the"),
-        (Typed(experts=65), "`v2lite` has 64 experts; more are for `--shape custom`"),
-        (Typed(impls="ktc_bf16", kt_python=Path("python")), "`--kt-python` is for kt_kernel, which `--impl` leaves"),
+        ({**CUSTOM, "experts": None}, "`--shape custom` needs `--experts`"),
+        ({**CUSTOM, "top_k": 9}, "a token cannot choose 9 of 8 experts"),
+        ({"shape_name": "v2light"}, "`--shape` knows no `v2light`"),
+        ({"hidden": 64}, "`--hidden` is for `--shape custom`"),
+        ({"tokens": "1,two"}, "`--tokens` takes numbers from 1 to 1048576, found `two`"),
+        ({"tokens": "0"}, "`--tokens` takes numbers from 1"),
+        ({"tokens": ","}, "`--tokens` is empty"),
+        ({"passes": "backward"}, "`--pass` knows no `backward`"),
+        ({"impls": "ktc_bf61"}, "`--impl` knows no `ktc_bf61`"),
+        ({"impls": "ktc_fp64", "isas": "avx2"}, "`ktc_fp64` has no kernel for `avx2`"),
+        ({"lora_ranks": "129"}, "`--lora-rank` takes numbers from 0 to 128, found `129`"),
+        ({**CUSTOM, "impls": "ktc_int4", "hidden": 40}, "`int4` cuts rows into groups"),
+        ({**CUSTOM, "impls": "ktc_q4_k", "hidden": 128}, "`q4_k` cuts rows into groups or blocks"),
+        ({"isas": "sse"}, "unknown instruction set `sse`"),
+        ({"threads": 1 << 20}, "`--threads 1048576` is more than the"),
+        ({"experts": 65}, "`v2lite` has 64 experts; more are for `--shape custom`"),
+        ({"impls": "ktc_bf16", "kt_python": Path("python")}, "`--kt-python` is for kt_kernel, which `--impl` leaves"),
     ],
 )
-def test_what_makes_no_sense_is_refused(typed: Typed, message: str) -> None:
+def test_what_makes_no_sense_is_refused(typed: dict[str, object], message: str) -> None:
     with pytest.raises(InputRefused) as refusal:
-        parse(typed)
+        parse(Moe, typed)
     assert message in str(refusal.value)
 
 
 def test_experts_that_do_not_fit_are_refused_with_a_number_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 16 * 2**30
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
-    request = parse(Typed(shape="v3", tokens="1", impls="ktc_bf16,hf_grouped_mm"))
+    monkeypatch.setattr(moe.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
+    request = parse(Moe, {"shape_name": "v3", "tokens": "1", "impls": "ktc_bf16,hf_grouped_mm"})
     with pytest.raises(HostLacks) as refusal:
-        memory.require(request)
+        moe.require_room(request)
     (diagnostic,) = refusal.value.diagnostics
     assert diagnostic.code == "H240"
     assert "need 43.0 GiB" in diagnostic.message
     assert "`--experts 64` would fit" in diagnostic.hint
-    memory.require(parse(Typed(shape="v3", tokens="1", experts=64, impls="ktc_bf16,hf_grouped_mm")))
+    moe.require_room(replace(request, experts=64))
 
 
 @pytest.mark.parametrize(("name", "code"), [("roofline.pdf", 2), ("no/such/folder/roofline.svg", 2)])
@@ -180,7 +187,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_measured(
     def run(*_: object) -> None:
         pytest.fail("measured")
 
-    monkeypatch.setattr("ktc.tools.bench.run.run", run)
+    monkeypatch.setattr(moe, "run", run)
     tmp_path.joinpath("file").touch()
     both = os.fspath(tmp_path / "both.svg")
     for output, said in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a.json", "is not a folder")):
@@ -191,15 +198,18 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_measured(
 
 
 def test_a_plot_without_matplotlib_is_refused(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.tools.bench.picture.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("ktc.tools.bench.plot.importlib.util.find_spec", lambda name: None)
     code, _, err = bench(*TINY, "--impl", "onednn_dense", "--plot", str(tmp_path / "roofline.png"))
     assert (code, "error[H242]" in err) == (3, True)
 
 
 def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) -> None:
     def row(impl: str, ms: float, isa: str = "", speedup: float | None = None) -> Row:
-        shares = (ms, 100 / ms, 0.5 / ms, 30 / ms, 0.9 / ms)
-        return Row(impl, "forward", "custom H64 I32 E8 k2", 512, *shares, isa, 8, 1, 5, ms, ms, ms, speedup)
+        return Row(
+            impl=impl, passes="forward", shape="custom H64 I32 E8 k2", tokens=512, ms=ms, gflops=100 / ms,
+            share_of_peak=0.5 / ms, gbps=30 / ms, share_of_bandwidth=0.9 / ms, isa=isa, lora_rank=8, threads=1,
+            rounds=5, cpu_ms=ms, wall_ms=ms, best_ms=ms, ktc_speedup=speedup,
+        )  # fmt: skip
 
     host = {"cpu": "a CPU", "isa": ["avx2", "scalar"], "threads": 1, "clock": "cpu"}
     rows = (row("ktc_bf16", 1.0, "avx2"), row("ktc_bf16", 4.0, "scalar"), row("hf_eager", 1500.0, speedup=1500.0))
@@ -208,5 +218,21 @@ def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) ->
         LeftOut("onednn_dense", "train", 512, 8, "has no LoRA"),
     )
     printed = Console(width=120, file=StringIO())
-    printed.print(tables(Report(host, 500.0, 40.0, rows, left_out)))
+    report = MoeReport(host=host, peak_gflops=500.0, read_gbps=40.0, rows=rows, left_out=left_out)
+    printed.print(tables(report))
     golden("bench_table.txt", cast("StringIO", printed.file).getvalue())
+
+
+def test_constants_of_requests_are_those_of_the_kernels_and_the_trace() -> None:
+    assert (requests.MAX_RANK, requests._TRACED_STEP) == (MAX_RANK, TRACED_STEP)
+
+
+def test_peers_that_are_not_installed_are_refused_in_one_message(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "peers", lambda: tmp_path / "no")
+    monkeypatch.setattr(peers, "_PACKAGE", "ktc_peers_of_no_wheel")
+    code, out, _ = bench(*TINY, "--impl", "hf_eager", "--isa", "scalar", "--json")
+    (diagnostic,) = json.loads(out)["diagnostics"]
+    assert (code, diagnostic["code"]) == (2, "U014")
+    assert "come with the source" in diagnostic["message"]

@@ -12,20 +12,28 @@ import torch
 from rich.console import Console
 
 from ktc.cli.app import main
-from ktc.cli.decode_table import tables
 from ktc.diagnostics import InputRefused
 from ktc.foundation.formats import STORED
 from ktc.model.checkpoint import open_index
 from ktc.tools.bench.decode.engines import LocalEngine, prompt_of
-from ktc.tools.bench.decode.floor import cache_bytes, floor_bytes, weight_bytes
-from ktc.tools.bench.decode.model_file import FILE, config_of, tensors_of, write_model
-from ktc.tools.bench.decode.models import stock_model
+from ktc.tools.bench.decode.model_file import (
+    FILE,
+    cache_bytes,
+    config_of,
+    floor_bytes,
+    tensors_of,
+    weight_bytes,
+    write_model,
+)
 from ktc.tools.bench.decode.parts import parts_of
-from ktc.tools.bench.decode.report import Agreement, Report, Row
-from ktc.tools.bench.decode.request import FILE_FORMATS, LLAMA_PYTHON, Case, Typed, parse
-from ktc.tools.bench.decode.run import agreement_of
-from ktc.tools.bench.decode.sizes import SIZES
+from ktc.tools.bench.decode.run import Agreement, DecodeReport, Row, agreement_of, figures
+from ktc.tools.bench.options import parse
+from ktc.tools.bench.peers import peer
+from ktc.tools.bench.report import tables
+from ktc.tools.bench.requests import FILE_FORMATS, LLAMA_PYTHON, Case, Decode
+from ktc.tools.bench.sizes import SIZES
 
+stock = peer("stock")
 CHECKOUT = Path(__file__).parents[3]
 
 
@@ -41,7 +49,7 @@ def test_a_written_file_has_the_sizes_and_formats_that_were_asked_for(tmp_path: 
         assert STORED[entry.dtype].name == tensor.format
     head = "q6_k" if file_format == "q4_k" else file_format
     assert STORED[index.tensors["output.weight"].dtype].name == head
-    model = stock_model(folder, config)
+    model = stock.of_checkpoint(folder, config)
     matrices = [weight.detach().float() for weight in model.parameters() if weight.dim() > 1]
     assert all(0.005 < float(weight.std()) < 0.1 for weight in matrices)
     experts = model.get_submodule("model.layers.0.mlp.experts").get_parameter("down_proj")
@@ -58,7 +66,7 @@ def test_a_folder_is_written_once_for_the_same_request(tmp_path: Path) -> None:
 
 def test_a_cache_is_the_same_before_and_after_a_round(tmp_path: Path) -> None:
     config = config_of(SIZES["tiny"], 1)
-    engine = LocalEngine("hf", stock_model(write_model("tiny", 1, "bf16", tmp_path), config))
+    engine = LocalEngine("hf", stock.of_checkpoint(write_model("tiny", 1, "bf16", tmp_path), config))
     for case in (Case("decode", 1, 0), Case("decode", 2, 5)):
         engine.prepare(case)
         for _ in range(2):
@@ -68,7 +76,7 @@ def test_a_cache_is_the_same_before_and_after_a_round(tmp_path: Path) -> None:
 
 
 def test_parts_are_of_steps_that_call_modules(tmp_path: Path) -> None:
-    model = stock_model(write_model("tiny", 1, "bf16", tmp_path), config_of(SIZES["tiny"], 1))
+    model = stock.of_checkpoint(write_model("tiny", 1, "bf16", tmp_path), config_of(SIZES["tiny"], 1))
     program: Any = SimpleNamespace(step=lambda *_args, **_kwargs: None)
     model.decode_graphs = program
     assert parts_of(LocalEngine("hf", model), Case("decode", 1, 5))["linears"] > 0
@@ -106,7 +114,7 @@ def test_agreement_is_of_rankings_and_values() -> None:
         ({"batches": "0"}, "`--batch` takes numbers from 1"),
         ({"contexts": "-1"}, "`--context` takes numbers from 0"),
         ({"impls": "llama.cpp"}, "`--impl` knows no `llama.cpp`"),
-        ({"peer": "vllm"}, "`--peer` knows no `vllm`"),
+        ({"peers": "vllm"}, "`--peer` knows no `vllm`"),
         ({"peer_python": Path("x")}, "`--peer-python` is for a `--peer`"),
         ({"impls": "hf", "profile": True}, "`--profile` is of ktc's steps"),
         ({"impls": ""}, "nothing is left"),
@@ -114,29 +122,46 @@ def test_agreement_is_of_rankings_and_values() -> None:
 )
 def test_invalid_requests_are_refused(words: dict[str, object], why: str) -> None:
     with pytest.raises(InputRefused, match=why):
-        parse(Typed(**words))  # pyright: ignore[reportArgumentType]
+        parse(Decode, words)
 
 
 def test_a_request_has_every_case_and_engine() -> None:
-    request = parse(Typed(batches="1,8", contexts="0,512", prefill="64", impls="ktc,hf", peer="llama.cpp"))
+    request = parse(
+        Decode, {"batches": "1,8", "contexts": "0,512", "prefill": "64", "impls": "ktc,hf", "peers": "llama.cpp"}
+    )
     assert [str(case) for case in request.cases] == [
         "decode, batch 1, context 0", "decode, batch 1, context 512", "decode, batch 8, context 0",
         "decode, batch 8, context 512", "prefill of 64",
     ]  # fmt: skip
-    assert request.impls == ("ktc", "hf", "llama.cpp") and request.peer_python == LLAMA_PYTHON.absolute()
+    assert (request.impls, request.peers) == (("ktc", "hf"), ("llama.cpp",))
+    assert request.peer_python == LLAMA_PYTHON.absolute()
 
 
 def test_the_table_has_shares_ratios_parts_and_agreement() -> None:
     decode, prefill = Case("decode", 8, 512), Case("prefill", 1, 64)
     times = {"best_ms": 9.0, "cpu_ms": 10.0, "wall_ms": 11.0, "rounds": 3, "read_gbps": 20.0}
+
+    def row(impl: str, case: Case, ms: float, floor: float | None, speedup: float | None = None) -> Row:
+        return Row(impl=impl, case=case, ms=ms, ktc_speedup=speedup, **figures(case, ms, floor), **times)
+
     rows = (
-        Row("llama.cpp", decode, ms=5.0, floor_ms=4.0, ktc_speedup=0.5, **times),
-        Row("ktc", decode, ms=10.0, floor_ms=4.0, **times),
-        Row("llama.cpp", prefill, ms=200.0, ktc_speedup=2.0, **times),
+        row("llama.cpp", decode, 5.0, 4.0, 0.5),
+        row("ktc", decode, 10.0, 4.0),
+        row("llama.cpp", prefill, 200.0, None, 2.0),
     )
     host = {"cpu": "C", "isa": "avx2", "threads": 1, "clock": "cpu"}
     agreement = (Agreement("llama.cpp", 4, 0.01, 4, 1.0),)
-    report = Report(host, "olmoe", "q8_0", 4, 20.0, rows, agreement, {str(decode): {"experts": 6.0, "rest": 4.0}})
+    parts = {str(decode): {"experts": 6.0, "rest": 4.0}}
+    report = DecodeReport(
+        host=host,
+        model="olmoe",
+        file_format="q8_0",
+        layers=4,
+        read_gbps=20.0,
+        rows=rows,
+        agreement=agreement,
+        parts=parts,
+    )
     found = json.loads(json.dumps(report.to_json()))
     assert found["rows"][1]["share_of_floor"] == pytest.approx(0.4)
     assert found["rows"][0]["tokens_per_second"] == pytest.approx(1600)

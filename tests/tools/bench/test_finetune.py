@@ -18,20 +18,31 @@ from rich.console import Console
 
 from ktc import compiler
 from ktc.cli import app as cli
-from ktc.cli.finetune_table import tables
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.model import twin
 from ktc.stages.plan.placement import gib
-from ktc.tools.bench.finetune import hf, memory
-from ktc.tools.bench.finetune.report import LeftOut, Report, Row, Split, marked, median_step, whole_depth
-from ktc.tools.bench.finetune.request import Request, Typed, parse
+from ktc.tools.bench.finetune import memory
+from ktc.tools.bench.finetune.report import FinetuneReport, LeftOut, Row, Split, marked, median_step, whole_depth
+from ktc.tools.bench.options import parse
+from ktc.tools.bench.peers import peer
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.report import tables
+from ktc.tools.bench.requests import Finetune
 from ktc.tools.bench.stack import Stack, stack_of
-from ktc.tools.bench.stock import reason_against
-from ktc.tools.bench.watch import Watch
 from ktc.training.trainers.run_report import StreamTraffic
 
 Run = Callable[..., tuple[int, str, str]]
-SILENT = Watch(lambda *_: None, lambda *_: None, lambda *_: None)
+hf, stock = peer("finetune"), peer("stock")
+SILENT = ProgressSink(lambda *_: None, lambda *_: None, lambda *_: None)
+
+
+def asked(gpus: int, **typed: Any) -> Finetune:
+    """Return the request of typed words on a machine with this number of GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: gpus)
+        return parse(Finetune, {"model": "m", **typed})
+
+
 SMALL = ("--random-weights", "--length", "32", "--accumulation", "4", "--steps", "2")
 
 
@@ -109,7 +120,7 @@ def lora() -> LoraConfig:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_peer_measures_every_split_of_the_same_step(config: Path) -> None:
-    request = parse(Typed(str(config), random_weights=True, length=16, accumulation=8, steps=2), gpus=0)
+    request = asked(0, model=str(config), random_weights=True, length=16, accumulation=8, steps=2)
     stack = stack_of(request.model, request.layers, config.parent / "cut")
     rows = [each for each in hf.measured(request, stack, lora(), SILENT, "cpu") if isinstance(each, Row)]
     assert [row.split for row in rows] == list(hf.splits(8))
@@ -120,13 +131,13 @@ def test_the_peer_measures_every_split_of_the_same_step(config: Path) -> None:
 
 
 def test_a_split_that_runs_out_of_memory_is_told(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(model: object, optimizer: object, request: Request, split: Split, *_: object) -> Row:
+    def row(model: object, optimizer: object, request: Finetune, split: Split, *_: object) -> Row:
         if split.batch == 8 and not split.checkpointing:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
         return ROW
 
     monkeypatch.setattr(hf, "_row", row)
-    request = parse(Typed(str(config), random_weights=True, length=16, accumulation=8, steps=2), gpus=0)
+    request = asked(0, model=str(config), random_weights=True, length=16, accumulation=8, steps=2)
     stack = stack_of(request.model, request.layers, config.parent / "cut")
     found = list(hf.measured(request, stack, lora(), SILENT, "cpu"))
     assert found[-1] == LeftOut("hf", "batch 8 x 1", "CUDA out of memory. Tried")
@@ -134,9 +145,9 @@ def test_a_split_that_runs_out_of_memory_is_told(config: Path, monkeypatch: pyte
 
 
 def test_a_peer_larger_than_the_gpu_is_left_out(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(hf.torch.cuda, "mem_get_info", lambda device: (0, 1 << 10))
-    reason = reason_against(Stack(config, 3, 3, 2, 2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 10))
+    reason = stock.reason_against(Stack(config, 3, 3, 2, 2))
     assert reason.startswith("its weights need ")
     assert reason.endswith("and the GPU has 1.0 KiB")
 
@@ -144,7 +155,7 @@ def test_a_peer_larger_than_the_gpu_is_left_out(config: Path, monkeypatch: pytes
 def test_a_model_that_does_not_fit_is_refused_with_the_layers_that_would(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = parse(Typed(str(config), random_weights=True, length=16, accumulation=1, steps=2), gpus=0)
+    request = asked(0, model=str(config), random_weights=True, length=16, accumulation=1, steps=2)
     analysis = compiler.analyse(config, "moe-lora", {"device": "cpu"}, random_weights=True, to_compile=True)
     memory.require_room(analysis, request)
     rest, layers = memory._bytes(analysis, request)
@@ -168,36 +179,36 @@ def test_a_model_that_does_not_fit_is_refused_with_the_layers_that_would(
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (Typed("m", layers=3), "`--layers` is for `--random-weights`"),
-        (Typed("m", steps=1), "`--steps` is at least 2"),
-        (Typed("m", settings={"format": "int4"}, weight_format="fp8"), "name two formats"),
-        (Typed("m", experts="gpus"), "`--experts` knows no `gpus`"),
-        (Typed("m", impls="kt"), "`--impl` knows no `kt`"),
-        (Typed("m", steps=2, trace=Path("step.json")), "`--trace` needs `--steps 3`"),
+        ({"layers": 3}, "`--layers` is for `--random-weights`"),
+        ({"steps": 1}, "`--steps` is at least 2"),
+        ({"settings": {"format": "int4"}, "weight_format": "fp8"}, "name two formats"),
+        ({"experts": "gpus"}, "`--experts` knows no `gpus`"),
+        ({"impls": "kt"}, "`--impl` knows no `kt`"),
+        ({"steps": 2, "trace": Path("step.json")}, "`--trace` needs `--steps 3`"),
     ],
 )
-def test_what_makes_no_sense_is_refused(typed: Typed, message: str) -> None:
+def test_what_makes_no_sense_is_refused(typed: dict[str, Any], message: str) -> None:
     with pytest.raises(InputRefused, match=message):
-        parse(typed, gpus=1)
+        asked(1, **typed)
 
 
 def test_experts_are_streamed_where_there_is_a_gpu_and_a_program_for_it() -> None:
-    assert parse(Typed("m", weight_format="int4"), gpus=0).experts == ("cpu",)
-    request = parse(Typed("m", weight_format="int4"), gpus=1)
+    assert asked(0, weight_format="int4").experts == ("cpu",)
+    request = asked(1, weight_format="int4")
     assert (request.experts, request.settings) == (("gpu",), {"format": "int4", "prefill": "auto"})
-    assert parse(Typed("m", settings={"prefill": "cpu"}), gpus=1).experts == ("cpu",)
-    assert parse(Typed("m", experts="gpu, cpu", impls="hf,ktc"), gpus=1).experts == ("gpu", "cpu")
+    assert asked(1, settings={"prefill": "cpu"}).experts == ("cpu",)
+    assert asked(1, experts="gpu, cpu", impls="hf,ktc").experts == ("gpu", "cpu")
     with pytest.raises(HostLacks, match="H244"):
-        parse(Typed("m", experts="gpu"), gpus=0)
+        asked(0, experts="gpu")
 
 
 def test_rows_that_are_compared_have_no_dropout_and_traces_of_their_own() -> None:
-    alone = parse(Typed("m", experts="cpu", trace=Path("a/step.json")), gpus=0)
+    alone = asked(0, experts="cpu", trace=Path("a/step.json"))
     assert (alone.compared, alone.trace_of("cpu")) == (False, Path("a/step.json"))
-    both = parse(Typed("m", experts="gpu,reference", trace=Path("a/step.json")), gpus=1)
+    both = asked(1, experts="gpu,reference", trace=Path("a/step.json"))
     assert (both.compared, both.trace_of("gpu")) == (True, Path("a/step-gpu.json"))
-    assert parse(Typed("m", experts="cpu", plot=Path("curves.svg")), gpus=0).compared
-    assert alone.trace_of("cpu") and parse(Typed("m", experts="cpu"), gpus=0).trace_of("cpu") is None
+    assert asked(0, experts="cpu", plot=Path("curves.svg")).compared
+    assert alone.trace_of("cpu") and asked(0, experts="cpu").trace_of("cpu") is None
 
 
 @pytest.mark.parametrize("option", ["--plot", "--trace"])
@@ -260,7 +271,10 @@ def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) ->
     ] + [replace(streamed, experts="reference", losses=(11.5, 11.0), streams=(), offload="", grad_norms=(1.0, 1.9))]
     machine = {"gpus": "a GPU", "cpu": "a CPU", "cores": "16", "isa": "amx"}
     left_out = (LeftOut("hf", "batch 16 x 1", "CUDA out of memory."),)
-    report = Report(machine, {}, 14, 27, 8192, {}, marked(rows), left_out, ("dropout is 0",))
+    report = FinetuneReport(
+        machine=machine, request={}, layers=14, depth=27, tokens_per_step=8192, seconds={}, rows=marked(rows),
+        left_out=left_out, notes=("dropout is 0",),
+    )  # fmt: skip
     console = Console(file=StringIO(), width=120)
     console.print(tables(report))
     text: Any = console.file

@@ -16,9 +16,9 @@ from places import CONFIGS
 from ktc.cli import app as cli
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.module import FusedMoe
-from ktc.tools.bench.generate import run as run_file
-from ktc.tools.bench.generate.report import LeftOut, Row
-from ktc.tools.bench.generate.run import experts_bytes
+from ktc.tools.bench import generate
+from ktc.tools.bench.generate import LeftOut, Row, experts_bytes
+from ktc.tools.bench.progress import ProgressSink
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -57,7 +57,7 @@ def test_steps_of_a_config_alone(run: Run, checkpoint: Path, tmp_path: Path, mon
     [
         (("--impl", "vllm"), "`--impl` knows no `vllm`"),
         (("--batch", "0"), "`--batch` takes numbers from 1"),
-        (("--context", ","), "`--context` names no number"),
+        (("--context", ","), "`--context` is empty"),
         (("--format", "int8", "--set", "format=bf16"), "name two formats"),
         (("--layers", "900"), "the model has 27"),
     ],
@@ -82,21 +82,25 @@ def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu() -> None:
 
 
 def test_a_row_without_memory_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(impl: str, model: object, batch: int, context: int, *_: object) -> Row:
-        if context > 100:
+    def row(impl: str, model: object, ids: torch.Tensor, *_: object) -> Row:
+        if ids.shape[1] > 100:
             raise torch.OutOfMemoryError
-        return Row("hf", batch, context, 5, 1.0, 1.0, 1.0, 1.0, 1.0, None, 0)
+        return Row(
+            impl=impl, batch=1, context=5, steps=5, ms=1.0, best_ms=1.0, tokens_per_second=1.0, prompt_seconds=1.0,
+            read_gbps=1.0, experts_ms=None, gpu_allocated=0,
+        )  # fmt: skip
 
-    monkeypatch.setattr(run_file, "_row", row)
-    monkeypatch.setattr(run_file, "stock_model", lambda *_: None)
-    asked: Any = SimpleNamespace(batches=(1,), contexts=(999, 5), seed=0)
-    watch: Any = SimpleNamespace(told=lambda _: None, part=lambda _: None)
-    limits: Any = None
-    stack: Any = None
-    assert [type(each) for each in run_file._peer_rows(stack, asked, limits, watch)] == [LeftOut, Row]
+    monkeypatch.setattr(generate, "_row", row)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
+    asked: Any = SimpleNamespace(batches=(1,), contexts=(999, 5), steps=8, seed=0)
+    sink = ProgressSink(lambda *_: None, lambda *_: None, lambda _: None)
+    nothing: Any = None
+    stock = SimpleNamespace(stock_model=lambda *_: model)
+    assert [type(each) for each in generate.peer_rows(stock, nothing, asked, nothing, sink)] == [LeftOut, Row]
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(run_file, "stock_model", full)
-    assert run_file._peer_rows(stack, asked, limits, watch) == [LeftOut("hf", "the GPU has no memory for its weights")]
+    stock.stock_model = full
+    (left_out,) = generate.peer_rows(stock, nothing, asked, nothing, sink)
+    assert left_out == LeftOut("hf", "the GPU has no memory for its weights")

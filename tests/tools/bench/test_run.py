@@ -22,7 +22,7 @@ CONTRACT = {
 def _built_kernels(kernels: KernelLibrary) -> Iterator[None]:
     """Those of any size, which are there already."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ours, "spec_of", lambda request, isa, weight_format: spec_of(isa))
+        patch.setattr(ours, "spec_of", lambda shape, isa, weight_format: spec_of(isa))
         patch.setattr(ours.build, "build", lambda source, host: kernels)
         yield
 

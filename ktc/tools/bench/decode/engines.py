@@ -1,4 +1,4 @@
-"""The engines that a run measures: ktc and stock Hugging Face in this process, llama.cpp in its own.
+"""The engines that a run measures: models of transformers in this process, compiled or stock, and peers in their own.
 
 An `Engine` prepares one case at a time and computes it. A decode step of this process is one forward of one token of
 every sequence with the model's own growing cache, logits included and without a choice of tokens, as `generate` calls
@@ -7,25 +7,20 @@ it. The cache of a case begins with random keys and values: their values do not 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.decode_steps.growing_cache import growing
 from ktc.model.loading.compiled_model import CompiledModel
-from ktc.tools.bench.candidate import Seconds, measured
-from ktc.tools.bench.child import Child
-from ktc.tools.bench.decode.request import Case
+from ktc.tools.bench.decode.model_file import head_dim
+from ktc.tools.bench.requests import Case
+from ktc.tools.bench.rounds import Seconds, measured
 
 STEPS: Final = {1: 4}  # of a round, by the batch; 2 for others
-_TIMEOUT_SECONDS: Final = 900
-_WORKER: Final = Path(__file__).with_name("llama_worker.py")
 
 
 def steps_of(case: Case) -> int:
@@ -85,7 +80,7 @@ class LocalEngine:
             for _ in range(steps):
                 self.step(ids, self._cache)
         self._cache.crop(-steps)
-        return Seconds(spent[0].cpu / steps, spent[0].wall / steps)
+        return spent[0] / steps
 
     def step(self, ids: Tensor, cache: Any) -> Tensor:
         """Return the logits (batch, vocabulary) after `ids` (batch, tokens), which the cache holds afterwards."""
@@ -111,54 +106,8 @@ class LocalEngine:
     def filled_cache(self, case: Case) -> Any:
         """Return a cache with the tokens of a decode case."""
         config, cache = self._config, self._new_cache()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        size = (case.batch, config.num_key_value_heads, max(1, case.tokens), head_dim)  # a step follows a token
+        size = (case.batch, config.num_key_value_heads, max(1, case.tokens), head_dim(config))  # a step follows a token
         values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(self.model.dtype)
         for layer in range(config.num_hidden_layers):
             cache.update(values.clone(), values.clone(), layer)
         return cache
-
-
-@contextmanager
-def _refusing() -> Generator[None]:
-    """Turn a failure of llama.cpp's process into HostLacks (H245)."""
-    try:
-        yield
-    except RuntimeError as error:
-        hint = "`make llama-environment` makes its environment; `--peer-python` takes another one's Python"
-        raise HostLacks(Diagnostic("H245", f"llama.cpp cannot be measured: {error}", hint=hint)) from error
-
-
-class LlamaEngine:
-    """llama.cpp on the same file."""
-
-    impl = "llama.cpp"
-
-    def __init__(self, python: Path, file: Path, threads: int, stack: ExitStack) -> None:
-        """Start its process. Raises HostLacks (H245), as every method does."""
-        with _refusing():
-            self._child = Child(python, _WORKER, _TIMEOUT_SECONDS, stack)
-            self.about = self._ask("open", file=str(file), threads=threads)
-
-    def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        with _refusing():
-            return self._child.ask(do, **arguments)
-
-    def prepare(self, case: Case) -> None:
-        """Read a prompt of the case's length into the first sequence, and copy it to the others."""
-        held, room = (case.tokens, 2 * steps_of(case)) if case.kind == "decode" else (0, case.tokens)
-        self._ask("prepare", sequences=case.batch, context=held, room=room)
-
-    def run(self, case: Case) -> Seconds:
-        """By the clocks of its process."""
-        if case.kind == "prefill":
-            spent = self._ask("prefill", tokens=[token % 500 for token in range(case.tokens)])
-            return Seconds(spent["cpu"], spent["wall"])
-        steps = steps_of(case)
-        spent = self._ask("decode", steps=steps)
-        return Seconds(spent["cpu"] / steps, spent["wall"] / steps)
-
-    def logits(self, tokens: Sequence[int], *, exact: bool = False) -> Tensor:
-        """Read the prompt in one call; `exact` keeps keys and values in fp32."""
-        self._ask("prepare", sequences=1, context=0, room=len(tokens), exact=exact)
-        return torch.tensor(self._ask("logits", tokens=list(tokens))["logits"])

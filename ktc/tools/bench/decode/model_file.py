@@ -8,7 +8,7 @@ another order: no two are equal, and a file takes the time of writing it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -22,10 +22,12 @@ from ktc.foundation.formats import BLOCKS, STORED
 from ktc.model.experts.block_reference import random_blocks
 from ktc.stages.capture.gguf_names import GgufPlace, gguf_places
 from ktc.stages.capture.model import build_on_meta
-from ktc.tools.bench.decode.sizes import SIZES, Sizes
+from ktc.tools.bench.requests import Case
+from ktc.tools.bench.sizes import SIZES, Sizes
 
 FILE: Final = "model.gguf"
 _SIZE: Final = 0.02  # of a weight
+_CACHED_BYTES: Final = 2  # of a key or a value: bf16 here, fp16 in llama.cpp
 _HEADS: Final = {"q4_k": "q6_k"}  # the format of the head, where it is another one
 
 
@@ -125,16 +127,15 @@ def _write_file(config: PreTrainedConfig, sizes: Sizes, file_format: str, path: 
 
 
 def _settings(writer: Any, config: Any) -> None:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim(config))
+    writer.add_value_length(head_dim(config))
+    writer.add_rope_dimension_count(head_dim(config))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_expert_count(config.num_experts)
@@ -159,3 +160,39 @@ def _values(tensor: FileTensor, generator: torch.Generator) -> Iterator[np.ndarr
         one = one if tensor.format == "fp32" else one.bfloat16().view(torch.uint16)
     for expert in range(experts[0]):
         yield one.roll(expert, 0).flatten().numpy()
+
+
+def head_dim(config: Any) -> int:
+    """Return the size of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def weight_bytes(tensors: Sequence[FileTensor], config: Any, batch: int) -> float:
+    """Return the bytes of the weights that a step of `batch` tokens reads.
+
+    Experts count as often as a router that chooses independently and evenly is expected to hit them.
+    """
+    missed = (1 - config.num_experts_per_tok / config.num_experts) ** batch
+    total = 0.0
+    for tensor in tensors:
+        if "_exps" in tensor.name:
+            total += tensor.nbytes * (1 - missed)
+        elif tensor.name.startswith("token_embd"):
+            total += tensor.nbytes * batch / tensor.shape[0]
+        else:
+            total += tensor.nbytes
+    return total
+
+
+def cache_bytes(config: Any, case: Case) -> int:
+    """Return the bytes of keys and values of a decode step."""
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * _CACHED_BYTES
+    return case.batch * case.tokens * per_token
+
+
+def floor_bytes(tensors: Sequence[FileTensor], config: Any, case: Case) -> float:
+    """Return the bytes that a decode step cannot do without: active weights as the file stores them, and the cache.
+
+    Over the read bandwidth they are the floor of its time.
+    """
+    return weight_bytes(tensors, config, case.batch) + cache_bytes(config, case)

@@ -18,7 +18,7 @@ from torch.nn.modules import module as hooks
 
 from ktc.model.experts.module import FusedMoe
 from ktc.tools.bench.decode.engines import LocalEngine
-from ktc.tools.bench.decode.request import Case
+from ktc.tools.bench.requests import Case
 
 PARTS: Final[tuple[str, ...]] = ("experts", "linears", "lm_head", "norms", "attention", "router", "rest")
 _STEPS: Final = 8

@@ -6,6 +6,7 @@ In: an analysis. Refused (H240): a device without room for its weights, with the
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 
 import psutil
@@ -16,17 +17,17 @@ from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.analysis import Analysis
 from ktc.stages.plan.placement import device_of, gib
-from ktc.tools.bench.finetune.request import Request
+from ktc.tools.bench.requests import Finetune
 
 _BASE = 3 << 30  # host memory of the process itself, and of what is made before it is copied
 _FP32 = 4  # bytes of each value of the reference, which is there beside the measured model
-Bytes = dict[str, int]
+Bytes = Counter[str]
 
 
-def require_room(analysis: Analysis, request: Request) -> None:
+def require_room(analysis: Analysis, request: Finetune) -> None:
     """Raise HostLacks (H240) with the missing bytes and the number of layers that would fit."""
     free, rest, layers = _free(analysis), *_bytes(analysis, request)
-    totals = [rest, *itertools.accumulate(layers, _sum, initial=rest)][1:]  # of the first 0, 1, 2, ... layers
+    totals = list(itertools.accumulate(layers, initial=rest))  # of the first 0, 1, 2, ... layers
     fitting = sum(_fits(total, free) for total in totals) - 1
     if fitting >= len(layers):
         return
@@ -40,14 +41,14 @@ def require_room(analysis: Analysis, request: Request) -> None:
     raise HostLacks(Diagnostic("H240", message, hint=hint))
 
 
-def _free(analysis: Analysis) -> Bytes:
+def _free(analysis: Analysis) -> Mapping[str, int]:
     """Return the bytes that each device may hold: its budget, and of the host's memory the part that is free."""
     budgets = {held.device: held.budget for held in analysis.plan.devices if held.budget is not None}
     available = psutil.virtual_memory().available - _BASE
     return {**budgets, "cpu": min(available, budgets.get("cpu", available))}
 
 
-def _bytes(analysis: Analysis, request: Request) -> tuple[Bytes, list[Bytes]]:
+def _bytes(analysis: Analysis, request: Finetune) -> tuple[Bytes, list[Bytes]]:
     """Return the bytes by device outside of the layers, and of each layer."""
     captured, plan = analysis.captured, analysis.plan
     placements = {each.fqn: each.device for each in plan.placements} | {each.fqn: "cpu" for each in plan.streams}
@@ -58,8 +59,7 @@ def _bytes(analysis: Analysis, request: Request) -> tuple[Bytes, list[Bytes]]:
 
     def add(fqn: str, device: str, size: int) -> None:
         number = fqn.removeprefix(stem).partition(".")[0] if fqn.startswith(stem) else ""
-        held = layers.get(int(number), rest) if number.isdigit() else rest
-        held[device] = held.get(device, 0) + size
+        (layers.get(int(number), rest) if number.isdigit() else rest)[device] += size
 
     experts = _experts(analysis)
     tensors: list[tuple[str, Tensor]] = [*captured.model.named_parameters(), *captured.model.named_buffers()]
@@ -74,7 +74,7 @@ def _bytes(analysis: Analysis, request: Request) -> tuple[Bytes, list[Bytes]]:
         saved = 2 * request.tokens * hidden  # hidden states in bf16, which streamed experts keep on the host
         add(fqn, "cpu", packed_bytes(spec) + saved)
     for held in plan.devices:
-        rest[held.device] = rest.get(held.device, 0) + held.adapter + held.streaming
+        rest[held.device] += held.adapter + held.streaming
     return rest, list(layers.values())
 
 
@@ -89,9 +89,5 @@ def _experts(analysis: Analysis) -> Mapping[str, KernelSpec]:
     }
 
 
-def _sum(one: Bytes, other: Bytes) -> Bytes:
-    return {device: one.get(device, 0) + other.get(device, 0) for device in {**one, **other}}
-
-
-def _fits(total: Bytes, free: Bytes) -> bool:
+def _fits(total: Bytes, free: Mapping[str, int]) -> bool:
     return all(size <= free.get(device, size) for device, size in total.items())

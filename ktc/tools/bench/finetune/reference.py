@@ -20,23 +20,20 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import parts_of
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.loading.load import load
-from ktc.tools.bench.finetune.request import Request, refused
-from ktc.tools.bench.watch import Watch
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.requests import Finetune
 
 _WRAPPED = ".base_layer"  # how PEFT names the module that it wraps
 
 
-def reference_of(tuned: PeftModel, out: Path, request: Request, watch: Watch) -> PreTrainedModel:
+def reference_of(tuned: PeftModel, out: Path, request: Finetune, sink: ProgressSink) -> PreTrainedModel:
     """Return the reference of `tuned`, which is compiled in `out`. Raises InputRefused (U030)."""
-
-    def progress(done: int, total: int) -> None:
-        watch.progress("weights of the reference", done, total)
-
-    made = load(out, reference=True, random_weights=request.seed if request.random_weights else None, progress=progress)
+    seed = request.seed if request.random_weights else None
+    made = load(out, reference=True, random_weights=seed, progress=sink.part("weights of the reference"))
     base = tuned.get_base_model()
     held, wanted = dict(_tensors(base)), cast("dict[str, Tensor]", made.state_dict())
     if missing := sorted(wanted.keys() - held.keys()):
-        raise refused(f"the compiled model does not hold `{missing[0]}` as values", "leave `reference` out")
+        raise request.refused(f"the compiled model does not hold `{missing[0]}` as values", "leave `reference` out")
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(held[name])

@@ -1,21 +1,27 @@
-"""The result of a run: one row per way to compute a step, the ways that were left out, and what was measured where."""
+"""The result of `ktc bench finetune`: a row per way to compute a step, and the ways that were left out."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from ktc.tools.bench.finetune.request import Impl
+from ktc.tools.bench.plot import Curve, curves
+from ktc.tools.bench.report import column, table_of
+from ktc.tools.bench.stack import StackReport
 from ktc.training.trainers.run_report import StreamTraffic
 
-SCHEMA = 1
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_GB = 1e9
 _NAMES = {
     "gpu": "ktc, experts streamed to the GPU",
     "cpu": "ktc, experts on the CPU",
     "reference": "reference: fp32, PyTorch on the CPU",
 }
+_PANELS = {"loss": "losses", "gradient norm before clipping": "grad_norms"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class WholeDepth:
     tokens_per_second: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One way to compute a step. Seconds and bytes; GPU memory is the peak of these steps, over all GPUs.
 
@@ -50,16 +56,16 @@ class Row:
     there. `best`: no row of this implementation is faster, references aside.
     """
 
-    impl: Impl
-    experts: str
-    split: Split
-    tokens_per_second: float
-    step_time: float
+    impl: Literal["ktc", "hf"]
+    experts: str = column("", lambda row: row.name, left=True)
+    split: Split = column("split", left=True)
+    tokens_per_second: float = column("token/s", "{:,.0f}")
+    step_time: float = column("step s", "{:.2f}")
     step_times: tuple[float, ...]
-    gpu_allocated: int
-    gpu_reserved: int
-    host_peak_rss: int
-    losses: tuple[float, ...]
+    gpu_allocated: int = column("GPU GB", lambda row: f"{row.gpu_allocated / _GB:.2f}")
+    gpu_reserved: int = column("reserved", lambda row: f"{row.gpu_reserved / _GB:.2f}")
+    host_peak_rss: int = column("host GB", lambda row: f"{row.host_peak_rss / _GB:.1f}")
+    losses: tuple[float, ...] = column("loss", lambda row: f"{row.losses[0]:.3f} to {row.losses[-1]:.3f}")
     phases: Mapping[str, float]
     grad_norms: tuple[float, ...] = ()
     stacking: str = ""
@@ -73,36 +79,75 @@ class Row:
         """The row in a table or a picture."""
         return _NAMES.get(self.experts, "stock HF + PEFT")
 
+    def facts(self) -> Iterator[str]:
+        """Yield lines below the table."""
+        name = self.name if self.impl == "ktc" else f"{self.name}, {self.split}"
+        if self.phases:
+            spent = (f"{phase} {seconds:.3f} s" for phase, seconds in self.phases.items() if seconds)
+            yield f"{name}: {', '.join(spent)}"
+        if self.stacking:
+            yield f"{name}: {self.stacking}"
+        if self.offload:
+            yield f"{name}: routed experts by {self.offload}"
+        for stream in self.streams:
+            yield f"{name}: weights sent to {stream.device}: {stream}"
+            if stream.dropped_per_step:
+                yield f"{name}: sent for nothing to {stream.device}: {stream.dropped_per_step / _GB:.2f} GB a step"
+        if (whole := self.whole_depth) is not None:
+            estimate = f"{whole.tokens_per_second:,.0f} token/s, step {whole.step_time:.2f} s"
+            yield f"{name}: extrapolated to {whole.layers} layers, by those with experts: {estimate}"
+
+    def distance(self, reference: Row) -> str:
+        """Return how far the curves are from those of the reference."""
+        loss = max(abs(one - other) for one, other in zip(self.losses, reference.losses, strict=True))
+        norms = zip(self.grad_norms, reference.grad_norms, strict=True)
+        norm = max((abs(one / other - 1) for one, other in norms if other), default=0.0)
+        near = f"loss within {loss:.5f} of the reference, gradient norm within {norm:.2%}"
+        return f"{self.name}: {near}, over {len(self.losses)} steps"
+
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """An implementation, or one of its splits, that was not measured, and why."""
 
-    impl: Impl
+    impl: Literal["ktc", "hf"]
     split: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A whole run. `seconds` has the times of preparation: the compiler's stages, `load` and the peer's model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneReport(StackReport):
+    """`notes` are facts about all rows."""
 
-    `request` are the words that it was asked with. `notes` are facts about all rows.
-    """
-
-    machine: Mapping[str, str]
-    request: Mapping[str, Any]
-    layers: int
-    depth: int
     tokens_per_step: int
-    seconds: Mapping[str, float]
     rows: tuple[Row, ...]
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `ktc bench finetune --json` prints."""
-        return {"schema": SCHEMA, **asdict(self)}
+    def shown(self) -> Iterator[str | Table]:
+        """Yield the rows, the facts about them, and the reason for each missing measurement."""
+        if self.rows:
+            yield self.headline(f"{self.tokens_per_step:,} tokens per step")
+            yield table_of(self.rows, style=lambda row: "bold" if row.best else "")
+        else:
+            yield "nothing was measured"
+        for row in self.rows:
+            yield from row.facts()
+        reference = next((row for row in self.rows if row.experts == "reference"), None)
+        if reference is not None:
+            yield from (row.distance(reference) for row in self.rows if row is not reference and row.impl == "ktc")
+        yield from self.notes
+        for each in self.left_out:
+            yield f"not measured: {each.impl}{f' ({each.split})' if each.split else ''}: {each.reason}"
+
+    def figure(self) -> Any:
+        """Return the curves of loss and gradient norm, a line per row."""
+        title = f"{self.request['model']}, {self.of_depth}, {self.tokens_per_step:,} tokens per step"
+        lines = [
+            Curve(row.name, {panel: getattr(row, name) for panel, name in _PANELS.items()}, row.experts == "reference")
+            for row in self.rows
+        ]
+        return curves(title, tuple(_PANELS), lines)
 
 
 def median_step(step_times: Sequence[float], traced: int | None = None) -> float:

@@ -1,4 +1,4 @@
-"""Real optimizer steps of a model with an adapter by `KTrainer`, measured: a row.
+"""Real optimizer steps of a model with an adapter, measured: a row.
 
 In: a model, a request and the place of its experts. Out: a row, and the timeline of a step where the request names a
 file. The reference trains in fp32 on the CPU, one micro-batch after the other.
@@ -6,28 +6,57 @@ file. The reference trains in fp32 on the CPU, one micro-batch after the other.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from ktc.tools.bench.finetune.device import StepClock, host_peak, peaks, reset_peaks, token_ids
 from ktc.tools.bench.finetune.report import Row, Split, median_step
-from ktc.tools.bench.finetune.request import Place, Request
-from ktc.tools.bench.watch import Watch
+from ktc.tools.bench.machine import host_peak, peaks, reset_peaks
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.requests import Finetune
 from ktc.training import KTrainer
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.step_trace import TRACED_STEP, StepTrace
 
 
-def measured(model: PeftModel, request: Request, place: Place, folder: Path, watch: Watch) -> Row:
-    """Train `model` for the steps of a request. Raises what the trainer raises."""
+def token_ids(request: Finetune, vocabulary: int) -> Tensor:
+    """Return the tokens of all steps: int64 (steps * accumulation, length), the same for every implementation."""
+    generator = torch.Generator().manual_seed(request.seed)
+    return torch.randint(vocabulary, (request.steps * request.accumulation, request.length), generator=generator)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """The seconds of consecutive steps, each until the GPUs have done its work."""
+
+    seconds: list[float] = field(default_factory=list[float])
+    _last: float = 0.0
+
+    def start(self) -> None:
+        """Begin a step: the first, or one after a pause."""
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+        self._last = time.perf_counter()
+
+    def step(self) -> None:
+        """End a step and begin the next."""
+        began = self._last
+        self.start()
+        self.seconds.append(self._last - began)
+
+
+def measured(model: PeftModel, request: Finetune, place: str, folder: Path, sink: ProgressSink) -> Row:
+    """Train `model` for the steps of a request by `KTrainer`. Raises what the trainer raises."""
     ids = token_ids(request, int(cast("Any", model).config.vocab_size))
     data: Any = [{"input_ids": row, "labels": row} for row in ids]
-    clock = _Clock(watch, request.steps, "the reference" if place == "reference" else f"experts on the {place}")
+    clock = _Clock(sink, request.steps, "the reference" if place == "reference" else f"experts on the {place}")
     reset_peaks()
     trainer = KTrainer(
         model=model,
@@ -41,10 +70,40 @@ def measured(model: PeftModel, request: Request, place: Place, folder: Path, wat
     if trace is not None:
         trainer.add_callback(_Trace(trace, clock.clock))  # behind the report, which does not time its writing
     trainer.train()
-    return _row(trainer, request, place, clock.clock.seconds)
+    report = report_of(trainer).report(finished=True)
+    return row_of(
+        request,
+        clock.clock.seconds,
+        impl="ktc",
+        experts=place,
+        split=Split(1, request.accumulation),
+        losses=tuple(each.loss for each in report.history if each.loss is not None),
+        grad_norms=tuple(each.grad_norm for each in report.history if each.grad_norm is not None),
+        phases=report.phases,
+        stacking=report.stacking,
+        streams=report.streams,
+        offload=report.offload,
+    )
 
 
-def _arguments(request: Request, place: Place, folder: Path) -> TrainingArguments:
+def row_of(request: Finetune, seconds: list[float], **facts: Any) -> Row:
+    """Return the row of measured steps; `facts` are its other fields."""
+    traced = TRACED_STEP if request.trace is not None and facts["impl"] == "ktc" else None
+    step = median_step(seconds, traced)
+    # On a GPU, the reference would have the peaks of the compiled model, which waits.
+    allocated, reserved = (0, 0) if facts["experts"] == "reference" else peaks()
+    return Row(
+        tokens_per_second=request.tokens / step,
+        step_time=step,
+        step_times=tuple(seconds),
+        gpu_allocated=allocated,
+        gpu_reserved=reserved,
+        host_peak_rss=host_peak(),
+        **facts,
+    )
+
+
+def _arguments(request: Finetune, place: str, folder: Path) -> TrainingArguments:
     reference = place == "reference"
     return TrainingArguments(
         output_dir=str(folder),
@@ -61,45 +120,22 @@ def _arguments(request: Request, place: Place, folder: Path) -> TrainingArgument
     )
 
 
-def _row(trainer: KTrainer, request: Request, place: Place, seconds: list[float]) -> Row:
-    report = report_of(trainer).report(finished=True)
-    allocated, reserved = (0, 0) if place == "reference" else peaks()  # those of the compiled model, which waits
-    step = median_step(seconds, TRACED_STEP if request.trace else None)
-    return Row(
-        impl="ktc",
-        experts=place,
-        split=Split(1, request.accumulation),
-        tokens_per_second=request.tokens / step,
-        step_time=step,
-        step_times=tuple(seconds),
-        gpu_allocated=allocated,
-        gpu_reserved=reserved,
-        host_peak_rss=host_peak(),
-        losses=tuple(each.loss for each in report.history if each.loss is not None),
-        grad_norms=tuple(each.grad_norm for each in report.history if each.grad_norm is not None),
-        phases=report.phases,
-        stacking=report.stacking,
-        streams=report.streams,
-        offload=report.offload,
-    )
-
-
 class _Clock(TrainerCallback):
     """Times the trainer's steps, with the loading of their data."""
 
-    def __init__(self, watch: Watch, steps: int, what: str) -> None:
+    def __init__(self, sink: ProgressSink, steps: int, what: str) -> None:
         self.clock = StepClock()
-        self._watch, self._steps, self._what = watch, steps, what
+        self._sink, self._steps, self._what = sink, steps, what
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._watch.progress(self._what, 0, self._steps)
+        self._sink.progress(self._what, 0, self._steps)
         self.clock.start()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.clock.step()
         seconds = self.clock.seconds
-        self._watch.progress(self._what, len(seconds), self._steps)
-        self._watch.told(f"{self._what}: step {len(seconds)} of {self._steps}, {seconds[-1]:.2f} s")
+        self._sink.progress(self._what, len(seconds), self._steps)
+        self._sink.finished(f"{self._what}: step {len(seconds)} of {self._steps}, {seconds[-1]:.2f} s")
 
 
 class _Trace(StepTrace):

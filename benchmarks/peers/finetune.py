@@ -14,22 +14,24 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from ktc.tools.bench.finetune.device import StepClock, host_peak, peaks, reset_peaks, token_ids
-from ktc.tools.bench.finetune.report import LeftOut, Row, Split, median_step
-from ktc.tools.bench.finetune.request import Request
+from ktc.tools.bench.finetune.report import LeftOut, Row, Split
+from ktc.tools.bench.finetune.steps import StepClock, row_of, token_ids
+from ktc.tools.bench.machine import reset_peaks
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.requests import Finetune
 from ktc.tools.bench.stack import Stack
-from ktc.tools.bench.stock import stock_model
-from ktc.tools.bench.watch import Watch
+
+from .stock import stock_model
 
 _BETWEEN: Final = 4  # the batch between one sequence and all of a step
 
 
 def measured(
-    request: Request, stack: Stack, lora: LoraConfig, watch: Watch, device: str = "cuda:0"
+    request: Finetune, stack: Stack, lora: LoraConfig, sink: ProgressSink, device: str = "cuda:0"
 ) -> Iterator[Row | LeftOut]:
     """Yield a row or a reason for each split, the one that needs the least memory first."""
     try:
-        model = _model(request, stack, lora, device, watch)
+        model = _model(request, stack, lora, device, sink)
     except torch.OutOfMemoryError as error:
         yield LeftOut("hf", "", _first_line(error))
         return
@@ -39,7 +41,7 @@ def measured(
         optimizer.zero_grad()
         reset_peaks()
         try:
-            yield _row(model, optimizer, request, split, device, watch)
+            yield _row(model, optimizer, request, split, device, sink)
         except torch.OutOfMemoryError as error:
             yield LeftOut("hf", str(split), _first_line(error))
 
@@ -52,14 +54,14 @@ def splits(accumulation: int) -> tuple[Split, ...]:
     return tuple(dict.fromkeys((*found, Split(accumulation, 1))))
 
 
-def _model(request: Request, stack: Stack, lora: LoraConfig, device: str, watch: Watch) -> PeftModel:
-    model = stock_model(stack, device, request.seed, watch.part("weights of the peer"))
+def _model(request: Finetune, stack: Stack, lora: LoraConfig, device: str, sink: ProgressSink) -> PeftModel:
+    model = stock_model(stack, device, request.seed, sink.part("weights of the peer"))
     torch.manual_seed(request.seed)
     return cast("PeftModel", get_peft_model(model, lora)).train()
 
 
 def _row(
-    model: PeftModel, optimizer: torch.optim.Optimizer, request: Request, split: Split, device: str, watch: Watch
+    model: PeftModel, optimizer: torch.optim.Optimizer, request: Finetune, split: Split, device: str, sink: ProgressSink
 ) -> Row:
     _checkpoint(model, split.checkpointing)
     ids = token_ids(request, int(cast("Any", model).config.vocab_size)).to(device)
@@ -75,19 +77,14 @@ def _row(
         losses.append(float(loss))
         norms.append(float(norm))
         what = f"stock Hugging Face, {split}"
-        watch.progress(what, len(losses), request.steps)
-        watch.told(f"{what}: step {len(losses)} of {request.steps}, {clock.seconds[-1]:.2f} s")
-    median, (allocated, reserved) = median_step(clock.seconds), peaks()
-    return Row(
+        sink.progress(what, len(losses), request.steps)
+        sink.finished(f"{what}: step {len(losses)} of {request.steps}, {clock.seconds[-1]:.2f} s")
+    return row_of(
+        request,
+        clock.seconds,
         impl="hf",
         experts="resident",
         split=split,
-        tokens_per_second=request.tokens / median,
-        step_time=median,
-        step_times=tuple(clock.seconds),
-        gpu_allocated=allocated,
-        gpu_reserved=reserved,
-        host_peak_rss=host_peak(),
         losses=tuple(losses),
         grad_norms=tuple(norms),
         phases={},

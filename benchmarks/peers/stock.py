@@ -8,14 +8,19 @@ not change the speed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ktc.model.checkpoint import open_index
 from ktc.model.loading.buffers import compute_buffers
 from ktc.model.packed_store.random_weights import fill_random
+from ktc.model.packed_store.weight_store import fill
 from ktc.stages.capture import open_model
+from ktc.stages.capture.model import build_on_meta
+from ktc.stages.capture.weights import map_weights
 from ktc.stages.plan.placement import gib
 from ktc.tools.bench.stack import Stack
 
@@ -35,6 +40,15 @@ def stock_model(stack: Stack, device: str, seed: int, progress: Callable[[int, i
     compute_buffers(model, {"": device})
     model.tie_weights()
     return model.eval()
+
+
+def of_checkpoint(folder: Path, config: Any) -> PreTrainedModel:
+    """Return the stock model in bf16 on the CPU with the weights of a checkpoint, dequantised."""
+    model = build_on_meta(config)
+    index = open_index(folder)
+    fill(model, map_weights(model, index).sources, index, {})
+    compute_buffers(model, {})
+    return model
 
 
 def _on_meta(stack: Stack) -> PreTrainedModel:

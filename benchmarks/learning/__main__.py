@@ -15,7 +15,8 @@ from learning import page, results
 from learning.experiment import FULL, QUICK, run
 from learning.results import Results
 
-DOCS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 MARKS = ("<!-- measured -->\n", "<!-- end of what is measured -->\n")
 
 
@@ -38,7 +39,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make learn", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=DOCS.parent / "build" / "learning")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "build" / "learning")
     parser.add_argument("--quick", action="store_true", help="a minute's worth: one adapter, one task, fewer steps")
     parser.add_argument("--docs", action="store_true", help="renew docs/learning.md and docs/learning.svg")
     parser.add_argument("--seed", type=int, default=0)

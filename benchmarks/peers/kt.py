@@ -6,7 +6,6 @@ figures are shares of those. The child's answers are checked.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,23 +13,18 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.tools.bench.candidate import Seconds
-from ktc.tools.bench.child import Child
 from ktc.tools.bench.inputs import Batch
 from ktc.tools.bench.limits import Limits, Samples
-from ktc.tools.bench.request import Pass, Request
+from ktc.tools.bench.requests import KT, Moe, Pass
+from ktc.tools.bench.rounds import Seconds
 
-PREFIX: Final = "kt_kernel"
+from . import kt_worker
+from .child import Child
+
 # Bytes of a weight in each format that is measured.
 FORMATS: Final = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
-
-def name_of(weight_format: str) -> str:
-    """Return the implementation's name; bf16 is `kt_kernel` alone."""
-    return PREFIX if weight_format == "bf16" else f"{PREFIX}_{weight_format}"
-
-
-NAMES: Final = tuple(map(name_of, FORMATS))
+NAMES: Final = dict(zip(FORMATS, KT, strict=True))
 # Loading a layer takes its longest: packing 45 GB on one thread.
 _TIMEOUT_SECONDS: Final = 900
 _WORKER: Final = Path(__file__).with_name("kt_worker.py")
@@ -52,9 +46,9 @@ class KtCandidate:
 
     isa = ""
 
-    def __init__(self, transport: Transport, weight_format: str, request: Request) -> None:
+    def __init__(self, transport: Transport, weight_format: str, request: Moe) -> None:
         self.about = transport.about
-        self.impl = name_of(weight_format)
+        self.impl = NAMES[weight_format]
         self.expert_bytes = FORMATS[weight_format] * request.shape.expert_weights
         self._transport, self._format = transport, weight_format
         self._samples = Samples()
@@ -85,29 +79,19 @@ class KtCandidate:
         return shared if self._transport.in_process else self._samples
 
 
-def candidates(request: Request, limits: Limits, stack: ExitStack) -> Iterator[KtCandidate]:
+def candidates(request: Moe, limits: Limits, stack: ExitStack) -> Iterator[KtCandidate]:
     """Return candidates of the requested formats, none if kt-kernel is missing and was not named.
 
     A child measures the same `limits` as this process. It ends with `stack`. Raise HostLacks (H241).
     """
-    asked = [name for name, impl in zip(FORMATS, NAMES, strict=True) if impl in request.impls]
+    asked = [name for name, impl in NAMES.items() if impl in request.impls]
     if not asked:
         return
     transport = _transport(request, limits, stack)
     yield from (KtCandidate(transport, name, request) for name in asked)
 
 
-def is_here(request: Request) -> bool:
-    """Return whether kt-kernel is available."""
-    return request.kt_python is not None or importlib.util.find_spec("kt_kernel") is not None
-
-
-def is_required(request: Request) -> bool:
-    """Return whether the run requires it: it was named, or its Python was."""
-    return request.kt_python is not None or not request.required.isdisjoint((*NAMES, "kt", "all"))
-
-
-def _transport(request: Request, limits: Limits, stack: ExitStack) -> Transport:
+def _transport(request: Moe, limits: Limits, stack: ExitStack) -> Transport:
     shape = request.shape
     try:
         python = request.kt_python
@@ -140,8 +124,6 @@ class InProcess:
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Call the worker's method."""
-        from ktc.tools.bench import kt_worker
-
         self._worker = self._worker or kt_worker.Worker()
         try:
             return getattr(self._worker, do)(**arguments)

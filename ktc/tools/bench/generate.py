@@ -1,0 +1,245 @@
+"""`ktc bench generate`: the steps of `generate` at a model's real sizes, with random weights.
+
+A step's time is from token to token of `generate` itself, choice of the token included; the GPU has finished then,
+since the choice reads its result. The first steps do not count: graphs are captured in them. Where the context outgrows
+its graph later (at 256, 512, 1,024 tokens and so on), the step with the new capture counts; the median leaves it out.
+The model is compiled into a folder that is removed at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from ktc import compiler
+from ktc.foundation import host
+from ktc.foundation.files import temporary_folder
+from ktc.model.decode_steps import cuda_graph
+from ktc.model.experts.cpu_backend import CpuKernel
+from ktc.model.experts.module import FusedMoe
+from ktc.model.loading.load import load
+from ktc.tools.bench.limits import Limits, Samples, build_library
+from ktc.tools.bench.machine import machine, peaks, reset_peaks
+from ktc.tools.bench.peers import peer
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.report import column, table_of
+from ktc.tools.bench.requests import Generate
+from ktc.tools.bench.stack import Stack, StackReport, stack_of, timed, words_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_FIRST_TOKEN: Final = 3  # of a vocabulary: those before it may end a text
+_UNCOUNTED: Final = 3  # steps after a prompt: memory, libraries and graphs
+_NAMES: Final = {"ktc": "ktc", "eager": "ktc, eager", "hf": "stock HF on the GPU"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The steps of one `generate`: `ms` is the median from token to token, for all sequences of the batch.
+
+    `tokens_per_second` are those of all sequences. `experts_ms` is the time in which the CPU reads the experts of a
+    step at `read_gbps`, the bandwidth before and after the row; None where no expert is on the CPU. `told` says why
+    steps were not graphs. Memory in bytes.
+    """
+
+    impl: str = column("", lambda row: _NAMES[row.impl], left=True)
+    batch: int = column("batch")
+    context: int = column("context")
+    steps: int
+    tokens_per_second: float = column("token/s", "{:.1f}")
+    ms: float = column("step ms", "{:.1f}")
+    best_ms: float = column("best", "{:.1f}")
+    experts_ms: float | None = column(
+        "experts' limit", lambda row: f"{row.experts_ms:.1f} ({row.experts_ms / row.ms:.2f})"
+    )
+    read_gbps: float = column("read GB/s", "{:.0f}")
+    gpu_allocated: int = column("GPU GB", lambda row: f"{row.gpu_allocated / 1e9:.2f}")
+    prompt_seconds: float
+    told: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A way to compute that was not measured, and why."""
+
+    impl: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateReport(StackReport):
+    """A row per way to compute, batch and context, and the ways that were left out."""
+
+    rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def shown(self) -> Iterator[str | Table]:
+        """Yield the rows, the warnings about them, and the reason for each missing measurement."""
+        yield self.headline(f"{self.request['steps']} new tokens")
+        if self.rows:
+            yield table_of(self.rows)
+        yield from (f"{_NAMES[row.impl]}, context {row.context}: {row.told}" for row in self.rows if row.told)
+        yield from (f"not measured: {_NAMES[each.impl]}: {each.reason}" for each in self.left_out)
+
+
+def run(request: Generate, sink: ProgressSink) -> GenerateReport:
+    """Measure. The peer has the GPU for itself: ktc's model is freed before.
+
+    Raises InputRefused (U030, U014) and what compiling and loading raise.
+    """
+    seconds, found = dict[str, float](), list[Row | LeftOut]()
+    stock = peer("stock") if "hf" in request.impls else None
+    with temporary_folder("generate") as folder:
+        stack = stack_of(request.model, request.layers, folder / "config")
+        limits = Limits(build_library(host.detect().isas[0], folder), host.usable_threads())
+        if request.impls != ("hf",) and request.impls:
+            out, settings = folder / "generated_by_bench", request.settings
+            with timed(seconds, "compile"):
+                compiler.compile(
+                    stack.model, request.rule, out, settings=settings, random_weights=True, observe=sink.stage
+                )
+            with timed(seconds, "load"):
+                model: Any = load(out, random_weights=request.seed, progress=sink.part("weights"))
+            for impl in (impl for impl in request.impls if impl != "hf"):
+                if impl == "eager" and getattr(model, "decode_graphs", None) is None:
+                    found.append(LeftOut(impl, "the compiled model has no graphs: `ktc` is eager too"))
+                else:
+                    found += rows(impl, model, request, limits, sink)
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+        if stock is not None:
+            reason = stock.reason_against(stack)
+            found += [LeftOut("hf", reason)] if reason else peer_rows(stock, stack, request, limits, sink)
+    return GenerateReport(
+        machine=machine(),
+        request=words_of(request),
+        layers=stack.layers,
+        depth=stack.depth,
+        seconds=seconds,
+        rows=tuple(each for each in found if isinstance(each, Row)),
+        left_out=tuple(each for each in found if isinstance(each, LeftOut)),
+    )
+
+
+def peer_rows(
+    stock: Any, stack: Stack, request: Generate, limits: Limits, sink: ProgressSink
+) -> Iterator[Row | LeftOut]:
+    """Yield the rows of the stock model, if the GPU has room for it."""
+    try:
+        model = stock.stock_model(stack, "cuda:0", request.seed, sink.part("weights of the peer"))
+    except torch.OutOfMemoryError:
+        yield LeftOut("hf", "the GPU has no memory for its weights")
+        return
+    yield from rows("hf", model, request, limits, sink)
+
+
+def rows(impl: str, model: Any, request: Generate, limits: Limits, sink: ProgressSink) -> Iterator[Row | LeftOut]:
+    """Yield a row for each batch and context."""
+    for batch in request.batches:
+        for context in request.contexts:
+            what = f"{impl}, batch {batch}, context {context}"
+            sink.progress(what, 0, 1)  # not in each step, whose time it would take
+            generator = torch.Generator().manual_seed(request.seed)
+            ids = torch.randint(_FIRST_TOKEN, model.config.vocab_size, (batch, context), generator=generator)
+            try:
+                row = _row(impl, model, ids, request.steps, limits)
+            except torch.OutOfMemoryError:
+                sink.finished(f"{what}: out of GPU memory")
+                yield LeftOut(impl, f"batch {batch}, context {context}: out of GPU memory")
+                continue
+            sink.finished(f"{what}: {row.ms:.1f} ms, {row.tokens_per_second:.1f} token/s")
+            yield row
+
+
+def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limits) -> Row:
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    batch, context = ids.shape
+    samples, clock, warnings = Samples(), _Clock(), _FirstWarning()
+    limits.measure(samples)
+    if (graphs := getattr(model, "decode_graphs", None)) is not None:
+        graphs.clear()  # each row has its own memory, and its own warnings
+    reset_peaks()
+    logging.getLogger(cuda_graph.__name__).addHandler(warnings)
+    try:
+        clock.start()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            disable_compile=impl != "ktc",
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+    finally:
+        logging.getLogger(cuda_graph.__name__).removeHandler(warnings)
+    limits.measure(samples)
+    steps, read = clock.steps[_UNCOUNTED:], samples.median()[1]
+    median = statistics.median(steps)
+    on_cpu = 0.0 if impl == "hf" else experts_bytes(model, batch)
+    return Row(
+        impl=impl,
+        batch=batch,
+        context=context,
+        steps=len(steps),
+        ms=1e3 * median,
+        best_ms=1e3 * min(steps),
+        tokens_per_second=batch / median,
+        prompt_seconds=clock.steps[0],
+        read_gbps=read,
+        experts_ms=1e-6 * on_cpu / read if on_cpu else None,
+        gpu_allocated=peaks()[0],
+        told=warnings.text,
+    )
+
+
+def experts_bytes(model: nn.Module, tokens: int) -> float:
+    """Return the bytes of experts that a step of this many tokens reads on the CPU, if choices are even.
+
+    Layers whose experts stay on a GPU are not read there.
+    """
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, FusedMoe) and isinstance(module.backend(tokens, plain=True), CpuKernel):
+            chosen = 1 - (1 - module.top_k / module.num_experts) ** tokens
+            total += module.packed_bytes * chosen
+    return total
+
+
+class _Clock(StoppingCriteria):
+    """The seconds from token to token; the first is that of the prompt."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def start(self) -> None:
+        self._last = time.perf_counter()
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+        now = time.perf_counter()
+        self.steps.append(now - self._last)
+        self._last = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class _FirstWarning(logging.Handler):
+    """The first warning about steps that were not captured."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = self.text or record.getMessage().partition("\n")[0]

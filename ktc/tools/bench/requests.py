@@ -1,0 +1,462 @@
+"""The requests of all benchmarks: a frozen dataclass for each, whose fields are the options of its command.
+
+Lists are comma-separated on the command line. Refused: invalid options (U030, G725), unknown instruction sets (H211),
+and a missing GPU (H244). This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, cast
+
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
+from ktc.tools.bench.options import Request, numbers, one_of, option, require_threads, words
+
+if TYPE_CHECKING:
+    from ktc.foundation.isa import Isa
+
+Pass = Literal["forward", "train"]
+KTC: Final = "ktc_"  # ktc's own kernels: `ktc_FORMAT`
+HF: Final = ("hf_eager", "hf_grouped_mm", "hf_batched_mm")
+DENSE: Final = "onednn_dense"
+KT: Final = ("kt_kernel", "kt_kernel_int8", "kt_kernel_int4")
+PEERS: Final = (*HF, "compile", DENSE, *KT)
+DEFAULT_IMPLS: Final = ("ktc_bf16", *HF, DENSE, KT[0])
+MAX_RANK: Final = 128  # of LoRA in the kernels
+STREAMED_TO: Final = "prefill"  # the parameter of the bundled programs that names the device which experts stream to
+LLAMA_PYTHON: Final = Path("build/llama/bin/python")
+FILE_FORMATS: Final = ("q4_0", "q8_0", "bf16", "q4_k")
+_TRACED_STEP: Final = 3  # `ktc.training.trainers.step_trace.TRACED_STEP`
+_CUSTOM: Final = "custom"
+_MOST: Final = 1 << 20  # tokens
+_THREADS: Final = "CPU threads. One thread measures CPU time, more measure wall time."
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The experts of one layer: H, I, E, k."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"{self.name} H{self.hidden} I{self.intermediate} E{self.num_experts} k{self.top_k}"
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert: gate, up and down."""
+        return 3 * self.hidden * self.intermediate
+
+    def flops(self, tokens: int, passes: Pass) -> int:
+        """Count two FLOPs per multiply-add. Training adds the gradients of hidden states and routing weights."""
+        forward = 2 * tokens * self.top_k * self.expert_weights
+        return forward if passes == "forward" else 2 * forward
+
+
+def _span(flag: str, text: str) -> tuple[int, int]:
+    """Return `16-128` as two numbers. Raise InputRefused (G725)."""
+    low, _, high = text.partition("-")
+    if low.isdigit() and high.isdigit() and 0 < int(low) <= int(high):
+        return int(low), int(high)
+    raise InputRefused(Diagnostic("G725", f"`{flag}` is `{text}`, not two numbers", hint=f"`{flag} 16-128`"))
+
+
+SHAPES: Final = (
+    Shape("v2lite", 2048, 1408, 64, 6),
+    Shape("qwen3_30b", 2048, 768, 128, 8),
+    Shape("v3", 7168, 2048, 256, 8),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfLayer(Request):
+    """The options of a layer's sizes."""
+
+    shape_name: str = option("v2lite", "The sizes of the layer: v2lite, qwen3_30b, v3, or custom.", flag="--shape")
+    hidden: int | None = option(None, "Hidden size of a custom shape.", least=1)
+    intermediate: int | None = option(None, "Intermediate size of a custom shape.", least=1)
+    experts: int | None = option(None, "Number of experts; a named shape may have fewer than its own.", least=1)
+    top_k: int | None = option(None, "Experts per token of a custom shape.", least=1)
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes. Raise InputRefused (U030)."""
+        sizes = {"--hidden": self.hidden, "--intermediate": self.intermediate, "--top-k": self.top_k}
+        if self.shape_name == _CUSTOM:
+            missing = [name for name, size in {**sizes, "--experts": self.experts}.items() if size is None]
+            if missing:
+                raise self.refused(f"`--shape {_CUSTOM}` needs {', '.join(f'`{name}`' for name in missing)}")
+            hidden, intermediate, top_k = (size or 0 for size in sizes.values())
+            return self._possible(Shape(_CUSTOM, hidden, intermediate, self.experts or 0, top_k))
+        known = {each.name: each for each in SHAPES}
+        shape = known.get(one_of("--shape", self.shape_name, (*known, _CUSTOM)))
+        assert shape is not None
+        given = [name for name, size in sizes.items() if size is not None]
+        if given:
+            raise self.refused(f"`{given[0]}` is for `--shape {_CUSTOM}`; `{shape.name}` has its own")
+        if self.experts is not None and self.experts > shape.num_experts:
+            raise self.refused(f"`{shape.name}` has {shape.num_experts} experts; more are for `--shape {_CUSTOM}`")
+        return self._possible(replace(shape, num_experts=self.experts or shape.num_experts))
+
+    def _possible(self, shape: Shape) -> Shape:
+        if shape.top_k > shape.num_experts:
+            raise self.refused(f"a token cannot choose {shape.top_k} of {shape.num_experts} experts")
+        return shape
+
+    def require_even(self, weight_format: str) -> None:
+        """Raise InputRefused for a format that cannot hold the shape."""
+        if not even_rows(self.shape, weight_format):
+            raise self.refused(
+                f"`{weight_format}` cuts rows into groups or blocks, of which {self.shape} has no whole number"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe(_OfLayer):
+    """Measure the routed experts of one layer, ktc's and others', in one process and in interleaved rounds."""
+
+    command: ClassVar[str] = "moe"
+    module: ClassVar[str] = "ktc.tools.bench.moe"
+    picture: ClassVar[str] = "a roofline"
+    tokens: tuple[int, ...] = numbers((1, 32, 512), "Numbers of tokens per call.", "--tokens", least=1, most=_MOST)
+    passes: tuple[Pass, ...] = words(
+        ("forward",), "forward, train (forward and backward), or both.", "--pass", ("forward", "train"), "PASS,..."
+    )
+    impls: tuple[str, ...] = words(
+        (),
+        "Implementations: ktc_FORMAT, hf_eager, hf_grouped_mm, hf_batched_mm, compile, onednn_dense, "
+        "kt_kernel, kt_kernel_int8, kt_kernel_int4; or the groups ktc, hf, kt, all.",
+        "--impl",
+    )
+    lora_ranks: tuple[int, ...] = numbers(
+        (0,), "LoRA ranks on the experts; 0: without LoRA.", "--lora-rank", least=0, most=MAX_RANK
+    )
+    threads: int = option(1, _THREADS, least=1)
+    rounds: int = option(0, "Measured rounds; the median is reported. 0 chooses by the cost.", least=0)
+    isas: tuple[Isa, ...] = words((), "Instruction sets of ktc's kernels. Default: the best.", "--isa", (), "ISA,...")
+    kt_python: Path | None = option(None, "The Python interpreter of kt-kernel's environment.", metavar="PATH")
+    plot: Path | None = option(None, "Draw a roofline: a .png or .svg file.", metavar="FILE")
+    required: frozenset[str] = frozenset()  # the words of `--impl`: without them the run ends
+
+    def checked(self) -> Self:
+        """Return the request with the members of groups, and the instruction sets of this machine."""
+        from ktc.foundation import host
+        from ktc.model.kernels.kernel_spec import KERNELS
+
+        here = host.detect()
+        named: tuple[Isa, ...] = tuple(dict.fromkeys(host.restrict(here, word).isas[0] for word in self.isas))
+        isas = named or here.isas[:1]
+        require_threads(self.threads)
+        own = kernels_of(isas)
+        groups = {"ktc": own, "hf": HF, "kt": KT, "all": (*own, *PEERS)}
+        known, impls = (*groups, *kernels_of(KERNELS), *PEERS), list[str]()
+        for word in self.impls:
+            impls += groups.get(word) or (one_of("--impl", word, known),)
+            if word.startswith(KTC) and word not in own:
+                message = f"`{word}` has no kernel for {listing(isas)}"
+                raise self.refused(message, f"these have: {listing(own)}")
+            if word.startswith(KTC):
+                self.require_even(word.removeprefix(KTC))
+        found = tuple(dict.fromkeys(impls)) or DEFAULT_IMPLS
+        if self.kt_python is not None and not {*found} & {*KT}:
+            raise self.refused("`--kt-python` is for kt_kernel, which `--impl` leaves out")
+        assert self.shape and self.passes
+        return replace(self, impls=found, isas=isas, required=frozenset(self.impls))
+
+    @property
+    def has_kt(self) -> bool:
+        """Whether kt-kernel is here."""
+        return self.kt_python is not None or importlib.util.find_spec("kt_kernel") is not None
+
+    @property
+    def requires_kt(self) -> bool:
+        """Whether the run ends without kt-kernel: it was named, or its Python was."""
+        return self.kt_python is not None or not self.required.isdisjoint((*KT, "kt", "all"))
+
+    @property
+    def files(self) -> Mapping[str, Path | None]:
+        """The picture."""
+        return {"--plot": self.plot}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream(_OfLayer):
+    """Measure one layer's experts streamed to a GPU: forward, backward, and the time that the bus alone needs."""
+
+    command: ClassVar[str] = "stream"
+    module: ClassVar[str] = "ktc.tools.bench.stream"
+    weight_format: str = option("bf16", "The experts' weight format.", flag="--format")
+    tokens: tuple[int, ...] = numbers((2048, 8192), "Numbers of tokens per call.", "--tokens", least=1, most=_MOST)
+    rounds: int = option(5, "Measured rounds; the median is reported.", least=0)
+
+    def checked(self) -> Self:
+        """Check the shape and the format."""
+        from ktc.foundation import host
+
+        formats = [name.removeprefix(KTC) for name in kernels_of(host.detect().isas[:1])]
+        one_of("--format", self.weight_format, formats)
+        self.require_even(self.weight_format)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement of a model. A decode step adds a token to each of `batch` sequences of `tokens` tokens.
+
+    A prefill reads one prompt of `tokens` tokens.
+    """
+
+    kind: Literal["decode", "prefill"]
+    batch: int
+    tokens: int
+
+    def __str__(self) -> str:
+        if self.kind == "prefill":
+            return f"prefill of {self.tokens}"
+        return f"decode, batch {self.batch}, context {self.tokens}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode(Request):
+    """Measure decode steps and prompts of a GGUF model with random weights, beside peers on the same file."""
+
+    command: ClassVar[str] = "decode"
+    module: ClassVar[str] = "ktc.tools.bench.decode.run"
+    model: str = option("olmoe", "The sizes of the model: olmoe or qwen3_30b.")
+    layers: int | None = option(4, "Only the first N layers, and the head.", least=1)
+    file_format: str = option("q8_0", "The format of the file's matrices: q4_0, q8_0, bf16 or q4_k.", flag="--format")
+    batches: tuple[int, ...] = numbers(
+        (1, 8), "Numbers of sequences of a decode step.", "--batch", least=1, most=1 << 17, empty=True
+    )
+    contexts: tuple[int, ...] = numbers(
+        (0, 512, 4096),
+        "Tokens that each sequence of a decode step has.",
+        "--context",
+        least=0,
+        most=1 << 17,
+        empty=True,
+    )
+    prefill: tuple[int, ...] = numbers(
+        (512, 2048), "Lengths of prompts that are read at once.", "--prefill", least=1, most=1 << 17, empty=True
+    )
+    impls: tuple[str, ...] = words(("ktc",), "ktc, and hf: the stock model in bf16.", "--impl", ("ktc", "hf"))
+    peers: tuple[str, ...] = words((), "Peers that run in a process of their own: llama.cpp.", "--peer", ("llama.cpp",))
+    peer_python: Path | None = option(
+        None, "The Python of llama.cpp's environment. Default: build/llama's.", metavar="PATH"
+    )
+    rule: str = "moe-inference"
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    isa: str = option("", "The instruction set of ktc's kernels. Default: the best.")
+    threads: int = option(1, _THREADS, least=1)
+    rounds: int = option(5, "Measured rounds; the median is reported.", least=1)
+    profile: bool = option(False, "Also show where a decode step of ktc goes, by part of the model.")
+    folder: Path | None = option(None, "Write the model there and keep it for the next run.", metavar="DIR")
+
+    def checked(self) -> Self:
+        """Check words, threads, and that anything is left to be measured."""
+        from ktc.tools.bench.sizes import SIZES
+
+        one_of("--model", self.model, SIZES)
+        one_of("--format", self.file_format, FILE_FORMATS)
+        if self.peer_python is not None and not self.peers:
+            raise self.refused("`--peer-python` is for a `--peer`, and none is named")
+        require_threads(self.threads)
+        if not self.cases or not (self.impls or self.peers):
+            raise self.refused("nothing is left to be measured")
+        if self.profile and "ktc" not in self.impls:
+            raise self.refused("`--profile` is of ktc's steps, which `--impl` leaves out")
+        return replace(self, peer_python=(self.peer_python or LLAMA_PYTHON).absolute())
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """Every batch with every context, then the prompts."""
+        decodes = [Case("decode", batch, tokens) for batch in self.batches for tokens in self.contexts]
+        return (*decodes, *(Case("prefill", 1, tokens) for tokens in self.prefill))
+
+    @property
+    def following(self) -> tuple[object, ...]:
+        """The check of the rules."""
+        return ("ktc", "check", self.rule, "tiny:qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfModel(Request):
+    """The options of a model that is compiled for the run. `layers` None is the whole depth."""
+
+    model: str = option("", "A model folder (config.json is enough) or a hub id.", flag="--config", metavar="MODEL")
+    rule: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    weight_format: str | None = None
+    layers: int | None = None
+    seed: int = 0  # of weights, tokens and adapter
+
+    @property
+    def following(self) -> tuple[object, ...]:
+        """The check of the rules on the model."""
+        return ("ktc", "check", self.rule, self.model)
+
+    def chosen(self) -> dict[str, str]:
+        """Return the settings with the format. Raise InputRefused (U030) for two formats."""
+        asked = {} if self.weight_format is None else {"format": self.weight_format}
+        settings = {**asked, **self.settings}
+        if not asked.items() <= settings.items():
+            raise self.refused("`--format` and `--set format=` name two formats")
+        return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finetune(_OfModel):
+    """Run optimizer steps of LoRA on a model of real sizes, and show token/s, memory and the phases of a step."""
+
+    command: ClassVar[str] = "finetune"
+    module: ClassVar[str] = "ktc.tools.bench.finetune.run"
+    picture: ClassVar[str] = "a plot"
+    rule: str = "moe-lora"
+    random_weights: bool = option(False, "Make random weights in memory instead of reading a checkpoint.")
+    layers: int | None = option(None, "Only the first N layers, with random weights.", least=1)
+    length: int = option(512, "Tokens per sequence.", least=2)
+    accumulation: int = option(16, "Sequences per optimizer step.", least=1)
+    steps: int = option(4, "Optimizer steps. The first is not counted.", least=2)
+    experts: tuple[str, ...] = words(
+        (),
+        "Where ktc multiplies experts: gpu (streamed to it), cpu; reference: all in fp32 as plain PyTorch. "
+        "Default: the GPU if there is one.",
+        "--experts",
+        ("gpu", "cpu", "reference"),
+        "PLACE,...",
+    )
+    impls: tuple[str, ...] = words(
+        ("ktc",), "ktc, and hf: stock Hugging Face and PEFT, all on one GPU.", "--impl", ("ktc", "hf")
+    )
+    trace: Path | None = option(
+        None,
+        "Write the timeline of one step of ktc as a Chrome trace; of several places FILE-PLACE.json.",
+        metavar="FILE.json",
+    )
+    plot: Path | None = option(None, "Draw loss and gradient norm of every step: a .png or .svg file.", metavar="FILE")
+
+    def checked(self) -> Self:
+        """Check the options on this machine."""
+        import torch
+
+        return self.on(torch.cuda.device_count())
+
+    def on(self, gpus: int) -> Self:
+        """Return the request with its places, on a machine with this number of GPUs. Raise HostLacks (H244)."""
+        if self.layers is not None and not self.random_weights:
+            raise self.refused("`--layers` is for `--random-weights`: a checkpoint has its own depth")
+        if self.steps < 2:
+            raise self.refused("`--steps` is at least 2: the first step is not counted")
+        if self.trace is not None and self.steps < _TRACED_STEP:
+            raise self.refused(
+                f"`--trace` needs `--steps {_TRACED_STEP}`: neither the first nor the traced step is counted"
+            )
+        settings = self.chosen()
+        experts = self.experts or (self._default_place(settings, gpus),)
+        if "gpu" in experts:
+            if gpus == 0:
+                message = "experts cannot be streamed to a GPU: this process sees none"
+                raise HostLacks(Diagnostic("H244", message, hint="`--experts cpu` multiplies them on the host"))
+            settings.setdefault(STREAMED_TO, "auto")
+        return replace(self, settings=settings, experts=experts, impls=self.impls or ("ktc",))
+
+    def _default_place(self, settings: Mapping[str, str], gpus: int) -> str:
+        """Return the GPU if there is one and the program can stream experts to it."""
+        if gpus == 0 or settings.get(STREAMED_TO) == "cpu":
+            return "cpu"
+        from ktc.language import dsl
+
+        return "gpu" if STREAMED_TO in dsl.load(self.rule, settings).units[0].params else "cpu"
+
+    @property
+    def compared(self) -> bool:
+        """Whether the losses of rows are compared, hence dropout is 0."""
+        return self.plot is not None or "reference" in self.experts
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step: `accumulation` sequences of `length`."""
+        return self.accumulation * self.length
+
+    def trace_of(self, place: str) -> Path | None:
+        """Return the file of the timeline of a place: with several places its stem ends in the place's name."""
+        if self.trace is None or len(self.experts) < 2:
+            return self.trace
+        return self.trace.with_stem(f"{self.trace.stem}-{place}")
+
+    @property
+    def files(self) -> Mapping[str, Path | None]:
+        """The timelines and the picture."""
+        return {**{f"--trace ({place})": self.trace_of(place) for place in self.experts}, "--plot": self.plot}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate(_OfModel):
+    """Generate with a model of real sizes and random weights, and show token/s and the limit of the experts.
+
+    A row generates `steps` tokens for each of `batch` sequences after a prompt of `context` tokens.
+    """
+
+    command: ClassVar[str] = "generate"
+    module: ClassVar[str] = "ktc.tools.bench.generate"
+    rule: str = "mla-inference"
+    layers: int | None = option(None, "Only the first N layers.", least=1)
+    batches: tuple[int, ...] = numbers((1,), "Numbers of sequences.", "--batch", least=1, most=_MOST)
+    contexts: tuple[int, ...] = numbers((64, 4096), "Lengths of the prompts.", "--context", least=1, most=_MOST)
+    steps: int = option(64, "New tokens of each sequence.", least=8)
+    impls: tuple[str, ...] = words(
+        ("ktc",),
+        "ktc; eager: the same without CUDA graphs; hf: stock Hugging Face, all on one GPU.",
+        "--impl",
+        ("ktc", "eager", "hf"),
+    )
+
+    def checked(self) -> Self:
+        """Return the request with all settings; ktc's own ways to compute come first."""
+        ordered = tuple(impl for impl in ("ktc", "eager", "hf") if impl in self.impls)
+        return replace(self, settings=self.chosen(), impls=ordered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serve(Request):
+    """Load a server of `ktc serve` with one client and then many, streaming or not, some of which cancel."""
+
+    command: ClassVar[str] = "serve"
+    module: ClassVar[str] = "ktc.tools.bench.serve"
+    out: Path = Path()
+    clients: int = option(64, "Clients that send requests at once.", least=1)
+    seconds: float = option(600, "How long they send requests.", least=1)
+    one_seconds: float = option(60, "How long one client sends requests before.", least=1)
+    max_batch: int = option(64, "The option of `ktc serve`.", least=1)
+    prompt: tuple[int, int] = option((16, 128), "Words of a prompt, drawn evenly.", metavar="A-B", read=_span)
+    new_tokens: tuple[int, int] = option((16, 128), "Tokens of an answer, drawn evenly.", metavar="A-B", read=_span)
+    cancelled: float = option(0.1, "The share of streamed answers that clients end early.", least=0, most=1)
+
+    @property
+    def following(self) -> tuple[object, ...]:
+        """The server itself."""
+        return ("ktc", "serve", self.out)
+
+
+REQUESTS: Final[tuple[type[Request], ...]] = (Moe, Decode, Finetune, Generate, Serve, Stream)
+
+
+def kernels_of(isas: Iterable[Isa]) -> tuple[str, ...]:
+    """Return `ktc_FORMAT` of each format that one of the instruction sets multiplies."""
+    from ktc.model.kernels.kernel_spec import KERNELS
+
+    return tuple(dict.fromkeys(f"{KTC}{name}" for isa in isas for name in KERNELS[isa]))
+
+
+def even_rows(shape: Shape, weight_format: str) -> bool:
+    """Return whether the format can hold matrices of this shape: some cut rows into whole groups or blocks."""
+    from ktc.foundation.formats import FORMATS
+
+    whole = FORMATS[cast("Any", weight_format)].whole
+    return not any(columns % whole for columns in (shape.hidden, shape.intermediate))

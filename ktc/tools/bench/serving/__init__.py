@@ -1,1 +1,0 @@
-"""Load tests of `ktc serve`: many clients of OpenAI's API, and one."""
