@@ -87,7 +87,7 @@ sanitize: $(READY)
 
 # The kernels for AMX on a processor that has AVX512-BF16: their tile instructions are functions (test-all runs it too).
 tiles: $(READY)
-	$(QUICK) --software-tiles tests/model/experts tests/model/linears tests/model/attention
+	$(QUICK) --software-tiles tests/model/experts tests/model/linears tests/model/attention tests/stages/codegen/test_units.py
 
 # kt-kernel in build/kt-kernel, for `ktc bench moe --kt-python build/kt-kernel/bin/python`.
 kt-environment:

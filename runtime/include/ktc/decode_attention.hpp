@@ -24,6 +24,7 @@
 #include "ktc/listed_rows.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/team.hpp"
+#include "ktc/tile_sizes.hpp"
 #include "ktc/unit.hpp"
 #include "ktc/workspace.hpp"
 
@@ -83,25 +84,6 @@ class DecodeAttention final : public AttentionKernel {
                                : kManyRegisters ? 3
                                : kCount > 2     ? 1
                                                 : 2;
-
-  template <int kCount>
-  struct RowTile {};
-  template <int kSize>
-  struct WideTile {};
-
-  // Calls `body` for groups of rows, as large as the registers and the rows that are left allow.
-  template <class Body>
-  static void by_rows(std::int64_t count, const Body& body) {
-    std::int64_t row = 0;
-    for (; row + kRows <= count; row += kRows) body(row, RowTile<kRows>{});
-    if constexpr (kRows > 4) {
-      for (; row + 4 <= count; row += 4) body(row, RowTile<4>{});
-    }
-    if constexpr (kRows > 2) {
-      for (; row + 2 <= count; row += 2) body(row, RowTile<2>{});
-    }
-    for (; row < count; ++row) body(row, RowTile<1>{});
-  }
 
   using Ahead = CacheAhead<Element, kBlock>;
   using Chosen = ListedRows<Element>;
@@ -244,7 +226,7 @@ class DecodeAttention final : public AttentionKernel {
     template <class RowsOf, class AnyAhead>
     void score(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, float* scores,
                AnyAhead& ahead) const {
-      by_rows(rows.count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+      by_rows<kRows, 4, 2, 1>(rows.count, [&]<int kCount>(std::int64_t row, TileSize<kCount>) {
         ahead.from_memory(row == 0);
         row_tile<kCount>(block, rows.queries + row * plan.query_width, length, scores + row * kBlock, ahead);
       });
@@ -254,7 +236,7 @@ class DecodeAttention final : public AttentionKernel {
     void row_tile(const Block<RowsOf>& block, const Query* query, std::int64_t length, float* scores,
                   AnyAhead& ahead) const {
       std::int64_t position = 0;
-      const auto tiles = [&]<int kTogether>(WideTile<kTogether>) {
+      const auto tiles = [&]<int kTogether>(TileSize<kTogether>) {
         for (; position + kTogether <= length; position += kTogether) {
           ahead.step(tile_work(kCount, kTogether));
           ahead.template fetch<kTogether>(block.keys, position, 0, a.keys.width);
@@ -262,9 +244,9 @@ class DecodeAttention final : public AttentionKernel {
           tile<kCount, kTogether>(block, query, position, scores + position);
         }
       };
-      tiles(WideTile<kSides<kCount>>{});
-      if constexpr (kSides<kCount> == 3) tiles(WideTile<2>{});  // kBlock is not a multiple of 3
-      tiles(WideTile<1>{});
+      tiles(TileSize<kSides<kCount>>{});
+      if constexpr (kSides<kCount> == 3) tiles(TileSize<2>{});  // kBlock is not a multiple of 3
+      tiles(TileSize<1>{});
     }
 
     template <int kCount, int kPositions, class RowsOf>
@@ -294,7 +276,7 @@ class DecodeAttention final : public AttentionKernel {
     template <class RowsOf, class AnyAhead>
     void add_values(const Block<RowsOf>& block, const Rows& rows, std::int64_t length, const float* weights,
                     AnyAhead& ahead) const {
-      by_rows(rows.count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+      by_rows<kRows, 4, 2, 1>(rows.count, [&]<int kCount>(std::int64_t row, TileSize<kCount>) {
         ahead.from_memory(row == 0 && block.values.data != block.keys.data);
         value_rows<kCount>(block.values, length, weights + row * kBlock, rows.added + row * plan.value_width, ahead);
       });
@@ -304,7 +286,7 @@ class DecodeAttention final : public AttentionKernel {
     void value_rows(const RowsOf& of_values, std::int64_t length, const float* weights, float* added,
                     AnyAhead& ahead) const {
       std::int64_t column = 0;
-      const auto columns = [&]<int kUnits>(WideTile<kUnits>) {
+      const auto columns = [&]<int kUnits>(TileSize<kUnits>) {
         for (; column + kUnits * kUnit <= plan.value_width; column += kUnits * kUnit) {
           if constexpr (kPaired) {
             value_pairs<kCount, kUnits>(of_values, length, column, weights_of(weights), added + column, ahead);
@@ -315,9 +297,9 @@ class DecodeAttention final : public AttentionKernel {
           }
         }
       };
-      columns(WideTile<kWide<kCount>>{});
-      if constexpr (kWide<kCount> > 2) columns(WideTile<2>{});
-      columns(WideTile<1>{});
+      columns(TileSize<kWide<kCount>>{});
+      if constexpr (kWide<kCount> > 2) columns(TileSize<2>{});
+      columns(TileSize<1>{});
     }
 
     template <int kCount, int kUnits, class RowsOf, class AnyAhead>

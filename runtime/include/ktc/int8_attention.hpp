@@ -24,6 +24,7 @@
 #include "ktc/linear.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/team.hpp"
+#include "ktc/tile_sizes.hpp"
 #include "ktc/unit.hpp"
 #include "ktc/workspace.hpp"
 
@@ -165,22 +166,6 @@ class Int8Attention final : public Int8AttentionKernel {
     return largest / most * scale;
   }
 
-  template <int kCount>
-  struct RowTile {};
-  template <int kUnits>
-  struct WideTile {};
-
-  // Calls `body` for groups of rows, as large as the registers and the rows that are left allow.
-  template <class Body>
-  static void by_rows(std::int64_t count, const Body& body) {
-    std::int64_t row = 0;
-    for (; row + Products::kRows <= count; row += Products::kRows) body(row, RowTile<Products::kRows>{});
-    if constexpr (Products::kRows > 2) {
-      for (; row + 2 <= count; row += 2) body(row, RowTile<2>{});
-    }
-    for (; row < count; ++row) body(row, RowTile<1>{});
-  }
-
   struct Call {
     const AttentionArguments& a;
     const Plan& plan;
@@ -248,18 +233,18 @@ class Int8Attention final : public Int8AttentionKernel {
                float (*scores)[kBlock], float* scales, Ahead& ahead) const {
       load_scales(view, length, scales);
       const std::int16_t* query = queries + first_row * plan.query_width + part * plan.first_width;
-      by_rows(count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+      by_rows<Products::kRows, 2, 1>(count, [&]<int kCount>(std::int64_t row, TileSize<kCount>) {
         constexpr int kSides = Products::kSides;
-        const auto tile = [&]<int kWide>(std::int64_t position, RowTile<kWide>) {
+        const auto tile = [&]<int kWide>(std::int64_t position, TileSize<kWide>) {
           Products::template dots<kCount, kWide>(query + row * plan.query_width, plan.query_width, at(view, position),
                                                  view.position, view.width, &scores[row][position], kBlock);
         };
         std::int64_t position = 0;
         for (; position + kSides <= length; position += kSides) {
           ahead.step(tile_work(kCount, kSides, round_up(view.width, Products::kUnit)));
-          tile(position, RowTile<kSides>{});
+          tile(position, TileSize<kSides>{});
         }
-        for (; position < length; ++position) tile(position, RowTile<1>{});
+        for (; position < length; ++position) tile(position, TileSize<1>{});
       });
     }
 
@@ -308,9 +293,9 @@ class Int8Attention final : public Int8AttentionKernel {
 
     void add_values(const CacheView& view, std::int64_t count, std::int64_t length, const Scratch& scratch,
                     float* added, Ahead& ahead) const {
-      by_rows(count, [&]<int kCount>(std::int64_t row, RowTile<kCount>) {
+      by_rows<Products::kRows, 2, 1>(count, [&]<int kCount>(std::int64_t row, TileSize<kCount>) {
         std::int64_t column = 0;
-        const auto units = [&]<int kUnits>(WideTile<kUnits>) {
+        const auto units = [&]<int kUnits>(TileSize<kUnits>) {
           for (; column + kUnits * Products::kUnit <= plan.value_width; column += kUnits * Products::kUnit) {
             Products::template add_rows<kCount, kUnits>(scratch.weights[row], kBlock, at(view, 0) + column,
                                                         view.position, length, view.width - column,
@@ -318,8 +303,8 @@ class Int8Attention final : public Int8AttentionKernel {
                                                         plan.value_width, ahead, value_work(kCount, kUnits));
           }
         };
-        units(WideTile<Products::kWide>{});
-        if constexpr (Products::kWide > 1) units(WideTile<1>{});
+        units(TileSize<Products::kWide>{});
+        if constexpr (Products::kWide > 1) units(TileSize<1>{});
       });
     }
   };

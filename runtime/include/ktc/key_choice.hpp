@@ -14,6 +14,7 @@
 #include "ktc/shape.hpp"
 #include "ktc/shared_scores.hpp"
 #include "ktc/team.hpp"
+#include "ktc/tile_sizes.hpp"
 #include "ktc/top_positions.hpp"
 #include "ktc/unit.hpp"
 #include "ktc/weight_format/half_precision.hpp"
@@ -117,20 +118,6 @@ class KeyChoice {
     std::int64_t of_tables;
     typename Shared::Sample sampled;
   };
-
-  template <int kCount>
-  struct Rows {};
-
-  // Calls `body` for runs of rows, of the largest number that has sums in registers and is left.
-  template <class Body>
-  static void by_rows(std::int64_t count, const Body& body) {
-    std::int64_t row = 0;
-    if constexpr (Dots::kMostRows >= 8) {
-      for (; row + 8 <= count; row += 8) body(row, Rows<8>{});
-    }
-    for (; row + 4 <= count; row += 4) body(row, Rows<4>{});
-    for (; row < count; ++row) body(row, Rows<1>{});
-  }
 
   struct Call {
     const SelectArguments& a;
@@ -301,17 +288,17 @@ class KeyChoice {
       const std::int64_t at = head * a.index.capacity + first, of_block = block_bytes(a.index.layout);
       const std::uint8_t* keys = a.index.blocks + at * of_block;
       const auto* scales = static_cast<const weight_format::fp16*>(a.index.scales) + at * kKeysTogether;
-      by_rows(sizes.rows, [&]<int kCount>(std::int64_t row, Rows<kCount>) {
+      by_rows<Dots::kMostRows, 4, 1>(sizes.rows, [&]<int kCount>(std::int64_t row, TileSize<kCount>) {
         alignas(64) std::int32_t of_codes[kRun * kCount * kKeysTogether];
         std::int64_t block = 0;
-        const auto multiply_all = [&]<int kBlocks>(Blocks<kBlocks>) {
+        const auto multiply_all = [&]<int kBlocks>(TileSize<kBlocks>) {
           for (; block + kBlocks <= count; block += kBlocks) {
             multiply<kCount, kBlocks>(keys + block * of_block, head * sizes.rows + row,
                                       of_codes + block * kCount * kKeysTogether);
           }
         };
-        multiply_all(Blocks<Dots::kMostBlocks>{});
-        multiply_all(Blocks<1>{});
+        multiply_all(TileSize<Dots::kMostBlocks>{});
+        multiply_all(TileSize<1>{});
         for (int place = 0; place < kCount; ++place) {
           const Row& of_row = rows[head * sizes.rows + row + place];
           const Lanes factor(of_row.factor);
@@ -323,9 +310,6 @@ class KeyChoice {
         }
       });
     }
-
-    template <int kBlocks>
-    struct Blocks {};
 
     template <int kRows, int kBlocks>
     [[gnu::always_inline]] void multiply(const std::uint8_t* keys, std::int64_t row, std::int32_t* sums) const {

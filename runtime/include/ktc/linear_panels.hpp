@@ -19,6 +19,7 @@
 #include "ktc/concepts.hpp"
 #include "ktc/element.hpp"
 #include "ktc/packed_slots.hpp"
+#include "ktc/panel_outputs.hpp"
 #include "ktc/shape.hpp"
 #include "ktc/team.hpp"
 #include "ktc/tensor_view.hpp"
@@ -247,17 +248,9 @@ class PanelProduct {
   }
 
   void put(const float* sums, std::int64_t row, Range columns) const {
+    const bf16* bias = arguments_.bias == nullptr ? nullptr : arguments_.bias + columns.begin;
     bf16* out = arguments_.out + row * arguments_.columns + columns.begin;
-    bf16 bias[kPanelWidth];
-    bf16 rounded[kPanelWidth];
-    bf16* target = columns.size() == kPanelWidth ? out : rounded;
-    if (arguments_.bias != nullptr) std::copy_n(arguments_.bias + columns.begin, columns.size(), bias);
-    for (int half = 0; half < kPanelWidth; half += kHalfPanel) {
-      Lanes sum = Lanes::load(sums + half);
-      if (arguments_.bias != nullptr) sum = sum + Lanes::from_elements(bias + half);
-      sum.to_elements(target + half);
-    }
-    if (target == rounded) std::copy_n(rounded, columns.size(), out);
+    write_outputs<Lanes>(sums, bias, columns.size(), out);
   }
 
   const PanelArguments& arguments_;

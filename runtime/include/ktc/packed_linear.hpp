@@ -21,6 +21,7 @@
 #include "ktc/interface/packed_linear.hpp"
 #include "ktc/interface/text.hpp"
 #include "ktc/moe_sweep.hpp"
+#include "ktc/panel_outputs.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
@@ -119,20 +120,10 @@ class PackedLinear final : public PackedLinearKernel {
     void operator()(const SlotGroup& group, PanelPart part, const Accumulator* tile) const {
       const std::int64_t first = part.panel * kPanelWidth;
       const std::int64_t columns = std::min(kPanelWidth, arguments.outputs - first);
-      bf16 bias[kPanelWidth] = {};
-      if (arguments.bias != nullptr) {
-        std::copy_n(static_cast<const bf16*>(arguments.bias) + first, columns, bias);
-      }
+      const auto* bias = static_cast<const bf16*>(arguments.bias);
       for (int row = 0; row < group.rows; ++row) {
         bf16* out = static_cast<bf16*>(arguments.out) + (group.first_slot + row) * arguments.outputs + first;
-        alignas(64) bf16 rounded[kPanelWidth];
-        bf16* target = columns == kPanelWidth ? out : rounded;
-        for (int half = 0; half < kPanelWidth; half += kHalfPanel) {
-          Lanes sum = Lanes::load(tile + row * kPanelWidth + half);
-          if (arguments.bias != nullptr) sum = sum + Lanes::from_elements(bias + half);
-          sum.to_elements(target + half);
-        }
-        if (target == rounded) std::copy_n(rounded, columns, out);
+        write_outputs<Lanes>(tile + row * kPanelWidth, bias == nullptr ? nullptr : bias + first, columns, out);
       }
     }
   };

@@ -72,8 +72,8 @@ def test_every_operation_is_that_of_plain_code(isa: Isa, unit: str, tmp_path: Pa
 )
 def test_a_misspelled_constant_of_an_instruction_set_does_not_compile(name: str, tmp_path: Path) -> None:
     source = tmp_path / "misspelled.cpp"
-    for found, status in ((name, 0), (f"{name}Misspelt", 1)):
-        lines = ('#include "ktc/concepts.hpp"', f"#define {name} {found}", '#include "ktc/isa/scalar.hpp"')
+    for spelling, status in ((name, 0), (f"{name}Misspelt", 1)):
+        lines = ('#include "ktc/concepts.hpp"', f"#define {name} {spelling}", '#include "ktc/isa/scalar.hpp"')
         source.write_text("\n".join(lines) + "\n")
         command = [*compiler("scalar", "misspelled"), "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

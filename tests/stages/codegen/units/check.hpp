@@ -33,21 +33,22 @@ inline bool same(float a, float b) {
   return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b) || (std::isnan(a) && std::isnan(b));
 }
 
-#define CHECK_SAME(found, expected)                                                                                    \
-  do {                                                                                                                 \
-    const float check_found = (found), check_expected = (expected);                                                    \
-    if (!same(check_found, check_expected)) {                                                                          \
-      fail(__FILE__, __LINE__, #found ": " + std::to_string(check_found) + ", not " + std::to_string(check_expected)); \
-    }                                                                                                                  \
+#define CHECK_SAME(computed, expected)                                                                   \
+  do {                                                                                                   \
+    const float check_computed = (computed), check_expected = (expected);                                \
+    if (!same(check_computed, check_expected)) {                                                         \
+      fail(__FILE__, __LINE__,                                                                           \
+           #computed ": " + std::to_string(check_computed) + ", not " + std::to_string(check_expected)); \
+    }                                                                                                    \
   } while (false)
 
-#define CHECK_NEAR(found, expected, tolerance)                                                           \
-  do {                                                                                                   \
-    const double check_found = (found), check_expected = (expected);                                     \
-    if (!(std::abs(check_found - check_expected) <= (tolerance))) {                                      \
-      fail(__FILE__, __LINE__,                                                                           \
-           #found ": " + std::to_string(check_found) + ", not about " + std::to_string(check_expected)); \
-    }                                                                                                    \
+#define CHECK_NEAR(computed, expected, tolerance)                                                              \
+  do {                                                                                                         \
+    const double check_computed = (computed), check_expected = (expected);                                     \
+    if (!(std::abs(check_computed - check_expected) <= (tolerance))) {                                         \
+      fail(__FILE__, __LINE__,                                                                                 \
+           #computed ": " + std::to_string(check_computed) + ", not about " + std::to_string(check_expected)); \
+    }                                                                                                          \
   } while (false)
 
 // Numbers of a fixed sequence.

@@ -70,11 +70,11 @@ float flushed(float value) {
 template <class Panel>
 void check_decoding(Sample<Panel>& sample) {
   constexpr std::int64_t kBlocks = kContraction / kPanelWidth;
-  alignas(64) static bf16 found[kBlocks * weight_format::kBlock];
-  decode_blocks<Lanes, Panel>(sample.bytes(), 0, kBlocks, found);
+  alignas(64) static bf16 computed[kBlocks * weight_format::kBlock];
+  decode_blocks<Lanes, Panel>(sample.bytes(), 0, kBlocks, computed);
   for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
     for (std::int64_t k = 0; k < kContraction; ++k) {
-      CHECK_SAME(flushed(static_cast<float>(found[panel_offset<bf16>(lane, k)])),
+      CHECK_SAME(flushed(static_cast<float>(computed[panel_offset<bf16>(lane, k)])),
                  flushed(static_cast<float>(sample.weight(lane, k))));
     }
   }

@@ -33,15 +33,15 @@ Lanes lanes_of(const Values& values) {
 // Normal numbers of all magnitudes, then zeros, infinities, NaN, and those about which functions turn.
 std::vector<Values> samples() {
   Random random(1);
-  std::vector<Values> found(64);
-  for (Values& values : found) {
+  std::vector<Values> computed(64);
+  for (Values& values : computed) {
     for (float& value : values) {
       value = std::ldexp(random.normal(), random.integer(-60, 60));
     }
   }
-  found.push_back({0.0f, -0.0f, 1.0f, -1.0f, kInfinity, -kInfinity, kNan, 0.5f, 1.5f, 2.5f, -0.5f, -2.5f, 88.0f, -88.0f,
-                   0x1p-126f, 0x1.fffffep127f});
-  return found;
+  computed.push_back({0.0f, -0.0f, 1.0f, -1.0f, kInfinity, -kInfinity, kNan, 0.5f, 1.5f, 2.5f, -0.5f, -2.5f, 88.0f,
+                      -88.0f, 0x1p-126f, 0x1.fffffep127f});
+  return computed;
 }
 
 // Calls `check(lane, values...)` for each lane of all samples, shifted against each other.
@@ -63,8 +63,8 @@ const Test load_and_store("lanes: load and store keep all bits", [] {
   for (int i = 0; i < 1000; ++i) {
     Values values;
     for (float& value : values) value = std::bit_cast<float>(random.bits());
-    const Values found = values_of(lanes_of(values));
-    CHECK(std::equal(values.begin(), values.end(), found.begin(), [](float a, float b) {
+    const Values computed = values_of(lanes_of(values));
+    CHECK(std::equal(values.begin(), values.end(), computed.begin(), [](float a, float b) {
       return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
     }));
   }
@@ -91,10 +91,10 @@ const Test rounding("lanes: to bf16, nearest even", [] {
   for (int i = 0; i < 100000; ++i) {
     Values values;
     for (float& value : values) value = std::bit_cast<float>(i % 2 == 0 ? random.bits() : random.bits() & 0xffff8000u);
-    bf16 found[kHalfPanel];
-    lanes_of(values).to_elements(found);
+    bf16 computed[kHalfPanel];
+    lanes_of(values).to_elements(computed);
     for (std::size_t lane = 0; lane < kHalfPanel; ++lane) {
-      CHECK_SAME(flushed(static_cast<float>(found[lane])), flushed(static_cast<float>(bf16(flushed(values[lane])))));
+      CHECK_SAME(flushed(static_cast<float>(computed[lane])), flushed(static_cast<float>(bf16(flushed(values[lane])))));
     }
   }
 });
@@ -108,11 +108,11 @@ const Test codes("lanes: to bytes, nearest even, and from differences of integer
       sums[lane] = 0x7f000001 + lane;
       offsets[lane] = 0x7f000001 - first;
     }
-    std::uint8_t found[kHalfPanel];
-    lanes_of(values).to_codes(found);
+    std::uint8_t computed[kHalfPanel];
+    lanes_of(values).to_codes(computed);
     const Values differences = values_of(Lanes::from_integers(sums, offsets));
     for (std::size_t lane = 0; lane < kHalfPanel; ++lane) {
-      CHECK(found[lane] == static_cast<int>(std::nearbyint(values[lane])) + 128);
+      CHECK(computed[lane] == static_cast<int>(std::nearbyint(values[lane])) + 128);
       CHECK_SAME(differences[lane], static_cast<float>(first + static_cast<int>(lane)));
     }
   }

@@ -156,11 +156,11 @@ void check_dots(std::int64_t width) {
   };
   Sums sums;
   sums.add(queries.data(), kStride, Keys{keys.data()}, width);
-  float found[kRows * kColumns];
+  float computed[kRows * kColumns];
   if constexpr (std::is_same_v<Query, bf16>) {
-    sums.store(found, kColumns, 1.0f);
+    sums.store(computed, kColumns, 1.0f);
   } else {
-    sums.store(found, kColumns);
+    sums.store(computed, kColumns);
   }
   for (int row = 0; row < kRows; ++row) {
     for (int column = 0; column < kColumns; ++column) {
@@ -169,7 +169,7 @@ void check_dots(std::int64_t width) {
         expected += number(queries[static_cast<std::size_t>(row * kStride + k)]) *
                     number(keys[static_cast<std::size_t>(column * kStride + k)]);
       }
-      CHECK_NEAR(found[row * kColumns + column], expected, 1e-4);
+      CHECK_NEAR(computed[row * kColumns + column], expected, 1e-4);
     }
   }
 }
@@ -191,12 +191,12 @@ void check_key_dots(std::int64_t width, int largest, std::int64_t groups, const 
   for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(random.bits());
   std::vector<std::int8_t> queries(static_cast<std::size_t>(kRows * width));
   for (std::int8_t& query : queries) query = static_cast<std::int8_t>(random.integer(-largest, largest));
-  std::int32_t found[kBlocks * kRows * ktc::kKeysTogether], expected[kRows * ktc::kKeysTogether];
-  multiply(codes.data(), queries.data(), found);
+  std::int32_t computed[kBlocks * kRows * ktc::kKeysTogether], expected[kRows * ktc::kKeysTogether];
+  multiply(codes.data(), queries.data(), computed);
   for (int block = 0; block < kBlocks; ++block) {
     plain(codes.data() + block * groups * ktc::kGroupBytes, queries.data(), expected);
     for (int i = 0; i < kRows * ktc::kKeysTogether; ++i)
-      CHECK(found[block * kRows * ktc::kKeysTogether + i] == expected[i]);
+      CHECK(computed[block * kRows * ktc::kKeysTogether + i] == expected[i]);
   }
 }
 
@@ -228,17 +228,23 @@ void check_keys(std::int64_t groups) {
       [=](auto* codes, auto* query, auto* sums) { Plain::of_bits<kRows, 1>(codes, groups, query, groups * 32, sums); });
 }
 
-const Test key_codes("products: codes of keys are exact, of widths beyond 16 bits too", [] {
-  using Dots = ktc::KeyDots<Isa>;
-  for (const std::int64_t groups : {1, 2, 9, 40, 75}) {
-    check_keys<Dots, 1, 1>(groups);
-    check_keys<Dots, Dots::kMostRows, Dots::kMostBlocks>(groups);
+// The instruction set of tiles leaves these products to another one.
+template <class Tested>
+void check_key_codes() {
+  if constexpr (!Tested::kBlocked) {
+    using Dots = ktc::KeyDots<Tested>;
+    for (const std::int64_t groups : {1, 2, 9, 40, 75}) {
+      check_keys<Dots, 1, 1>(groups);
+      check_keys<Dots, Dots::kMostRows, Dots::kMostBlocks>(groups);
+    }
   }
-});
+}
 
-#if !defined(__AMX_TILE__)  // whose attention multiplies numbers alone
-const Test cache_codes("products: codes of a cache are exact", [] {
-  using Products = ktc::CacheCodeProducts<Isa>;
+const Test key_codes("products: codes of keys are exact, of widths beyond 16 bits too", [] { check_key_codes<Isa>(); });
+
+template <class Tested>
+void check_cache_codes() {
+  using Products = ktc::CacheCodeProducts<Tested>;
   using Plain = ktc::PlainCodeProducts;
   constexpr int kRows = Products::kRows, kSides = Products::kSides, kUnits = Products::kWide;
   constexpr std::int64_t kStride = 192, kPositions = 33;
@@ -255,10 +261,10 @@ const Test cache_codes("products: codes of a cache are exact", [] {
     std::vector<std::int16_t> padded = queries;
     for (int row = 0; row < kRows; ++row)
       std::fill_n(padded.begin() + row * kStride + width, whole - width, std::int16_t{0});
-    float found[kRows * kSides], expected[kRows * kSides];
-    Products::template dots<kRows, kSides>(padded.data(), kStride, keys.data(), kStride, width, found, kSides);
+    float computed[kRows * kSides], expected[kRows * kSides];
+    Products::template dots<kRows, kSides>(padded.data(), kStride, keys.data(), kStride, width, computed, kSides);
     Plain::dots<kRows, kSides>(padded.data(), kStride, keys.data(), kStride, width, expected, kSides);
-    for (int i = 0; i < kRows * kSides; ++i) CHECK_SAME(found[i], expected[i]);
+    for (int i = 0; i < kRows * kSides; ++i) CHECK_SAME(computed[i], expected[i]);
   }
   struct Ahead {
     void step(std::int64_t) {}
@@ -280,8 +286,14 @@ const Test cache_codes("products: codes of a cache are exact", [] {
                  std::abs(expected) * 1e-6);
     }
   }
-});
-#endif
+}
+
+template <class Tested>
+void check_cache_codes_of() {
+  if constexpr (!Tested::kBlocked) check_cache_codes<Tested>();
+}
+
+const Test cache_codes("products: codes of a cache are exact", [] { check_cache_codes_of<Isa>(); });
 
 }  // namespace
 }  // namespace unit_tests

@@ -119,7 +119,7 @@ void check_sweep(const Weights& weights, const std::vector<std::int64_t>& tokens
   CHECK(open.empty());
   CHECK(announced == num_groups * kOutputs / kPanelWidth);
   CHECK(static_cast<std::int64_t>(sums.size()) == slots * kOutputs);
-  for (const auto& [place, found] : sums) {
+  for (const auto& [place, computed] : sums) {
     const auto [slot, output] = place;
     const std::int64_t expert = experts[static_cast<std::size_t>(routing.token(slot))];
     double expected = 1;
@@ -128,7 +128,7 @@ void check_sweep(const Weights& weights, const std::vector<std::int64_t>& tokens
       expected +=
           value * static_cast<double>(kTransposed ? weights.at(expert, k, output) : weights.at(expert, output, k));
     }
-    CHECK_NEAR(found, expected, 2e-4);
+    CHECK_NEAR(computed, expected, 2e-4);
   }
 }
 
