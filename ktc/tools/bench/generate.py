@@ -89,7 +89,7 @@ class GenerateReport(StackReport):
         if self.rows:
             yield table_of(self.rows)
         yield from (f"{_NAMES[row.impl]}, context {row.context}: {row.told}" for row in self.rows if row.told)
-        yield from (f"not measured: {_NAMES[each.impl]}: {entry.reason}" for entry in self.left_out)
+        yield from (f"not measured: {_NAMES[entry.impl]}: {entry.reason}" for entry in self.left_out)
 
 
 def run(request: Generate, sink: ProgressSink) -> GenerateReport:

@@ -138,7 +138,7 @@ class FinetuneReport(StackReport):
             yield from (row.distance(reference) for row in self.rows if row is not reference and row.impl == "ktc")
         yield from self.notes
         for entry in self.left_out:
-            yield f"not measured: {entry.impl}{f' ({entry.split})' if each.split else ''}: {entry.reason}"
+            yield f"not measured: {entry.impl}{f' ({entry.split})' if entry.split else ''}: {entry.reason}"
 
     def figure(self) -> Any:
         """Return the curves of loss and gradient norm, a line per row."""
