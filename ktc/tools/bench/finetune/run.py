@@ -57,7 +57,7 @@ def run(request: Finetune, sink: ProgressSink) -> FinetuneReport:
             stock, steps = peers
             reason = stock.reason_against(stack)
             found += [LeftOut("hf", "", reason)] if reason else steps.measured(request, stack, lora, sink)
-    rows = marked([each for each in found if isinstance(each, Row)])
+    rows = marked([entry for entry in found if isinstance(entry, Row)])
     if not stack.is_whole:
         rows = tuple(
             row if row.experts == "reference" else whole_depth(row, stack.depth, stack.times_whole) for row in rows
@@ -70,7 +70,7 @@ def run(request: Finetune, sink: ProgressSink) -> FinetuneReport:
         tokens_per_step=request.tokens,
         seconds=seconds,
         rows=rows,
-        left_out=tuple(each for each in found if isinstance(each, LeftOut)),
+        left_out=tuple(entry for entry in found if isinstance(entry, LeftOut)),
         notes=notes,
     )
 
