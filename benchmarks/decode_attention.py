@@ -42,7 +42,7 @@ from ktc.model.attention.paged_tensor import PAGE, PagedTensor, PageTable
 from ktc.model.attention.sparsity import FORMATS, Sparsity, Traffic
 from ktc.model.attention.up_projection import UpProjection
 from ktc.model.experts.packed import zeros_on_huge_pages
-from ktc.model.kernels.attention_spec import ISAS, AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.attention_spec import ISAS, AttentionSpec
 from ktc.model.kernels.linear_spec import ISAS as CODE_ISAS
 from ktc.stages.codegen.build import build
 from ktc.stages.codegen.render import render
@@ -233,7 +233,7 @@ def main() -> None:
     clock = time.process_time if options.threads == 1 else time.perf_counter
     cold = torch.ones(COLD // 8, dtype=torch.int64)
     if options.sparse:
-        spec = SparseAttentionSpec("sparse_attention", "bf16", options.isa)
+        spec = AttentionSpec("sparse_attention", "bf16", options.isa)
         kernel = build(render([spec], {spec: "bench"}), host.detect()).kernel(spec.entry)
         both = DecodeAttention(kernel, options.threads), IndexKernel(kernel, options.threads)
         print(f"{options.positions} positions, {options.isa}, k = {options.k}, 64 first and 256 last positions")
@@ -241,7 +241,7 @@ def main() -> None:
         compare(options.rounds, small, kinds, cold, clock)
         return
     of_codes = options.isa if options.isa in CODE_ISAS else next(isa for isa in CODE_ISAS if isa in isas)
-    specs = AttentionSpec("attention", "bf16", options.isa), Int8AttentionSpec("int8_attention", "bf16", of_codes)
+    specs = AttentionSpec("attention", "bf16", options.isa), AttentionSpec("int8_attention", "bf16", of_codes)
     library = build(render(list(specs), dict.fromkeys(specs, "bench")), host.detect())
     decode = DecodeAttention(library.kernel(specs[0].entry), options.threads)
     by_codes = Int8DecodeAttention(library.kernel(specs[1].entry), options.threads)

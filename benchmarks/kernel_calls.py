@@ -27,7 +27,7 @@ from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.kernels.form import ExpertsSizes, parse_form
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.linear_spec import LinearSpec
 from ktc.model.linears.gemv import Gemv
 from ktc.stages.codegen.build import build
@@ -41,7 +41,7 @@ def candidates() -> dict[str, Callable[[], object]]:
     """Return the calls, by name."""
     attention = AttentionSpec("attention", "fp32", "scalar")
     linear = LinearSpec("linear", "fp32", "scalar")
-    moe = KernelSpec(
+    moe = FusedMoeSpec(
         "fused_moe", None, None, None, None, "fp32", "fp32", "fp32", "scalar", parse_form("silu").activation
     )
     library = build(render((attention, linear, moe), {}), host.detect())

@@ -26,7 +26,7 @@ from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels import openmp
 from ktc.model.kernels.form import ExpertsSizes, parse_form
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.stages.codegen.build import build
 from ktc.stages.codegen.render import render
 
@@ -38,7 +38,7 @@ def layers(threads: int) -> list[FusedMoe]:
     """Return layers of random weights, the same for every expert."""
     isa, form = next(isa for isa in host.detect().isas if isa in KERNELS), parse_form("silu")
     sizes = (None, None, None, None)
-    spec = KernelSpec("fused_moe", *sizes, "bf16", "bf16", "bf16", isa, form.activation, gated=True, biased=False)
+    spec = FusedMoeSpec("fused_moe", *sizes, "bf16", "bf16", "bf16", isa, form.activation, gated=True, biased=False)
     library, made = build(render((spec,), {spec: "benchmark"}), host.detect()), list[FusedMoe]()
     values = torch.randn(INTERMEDIATE, HIDDEN).mul(0.02).bfloat16()
     for _ in range(LAYERS):

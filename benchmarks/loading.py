@@ -186,14 +186,14 @@ def layer_speed(shape: str) -> dict[str, float]:
     from ktc.model.experts.packed import PackedExperts
     from ktc.model.experts.weights import ExpertsWeights
     from ktc.model.kernels.form import ExpertsSizes, parse_form
-    from ktc.model.kernels.kernel_spec import KernelSpec
+    from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
     from ktc.model.packed_store import packed_file
     from ktc.model.packed_store.packed_file import Header, Origin
     from ktc.stages.codegen import build, render
 
     num_experts, hidden, inner, top_k = SHAPES[shape]
     isa = host.detect().isas[0]
-    spec = KernelSpec("fused_moe", hidden, inner, num_experts, top_k, "bf16", "bf16", "bf16", isa)
+    spec = FusedMoeSpec("fused_moe", hidden, inner, num_experts, top_k, "bf16", "bf16", "bf16", isa)
     kernel = build.build(render.render([spec], {spec: "benchmark"}), host.detect()).kernel(spec.entry)
     form, sizes = parse_form("silu"), ExpertsSizes(num_experts, hidden, inner, top_k)
     read, mapped = (

@@ -25,7 +25,7 @@ from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.stages.capture.compilable import require_compilable
 from ktc.stages.capture.weights import WeightMap, map_weights
 from ktc.stages.match import match
-from ktc.stages.plan import ANY_SIZE, Point, kernel_origins, make_plan, require_feasible
+from ktc.stages.plan import ANY_SIZE, BatchShape, kernel_origins, make_plan, require_feasible
 from ktc.stages.rewrite import rewrite
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def analyse(
     host: Host | None = None,
     observe: Observe = _unobserved,
     *,
-    asked: Point = ANY_SIZE,
+    asked: BatchShape = ANY_SIZE,
     to_compile: bool = False,
     random_weights: bool = False,
     trust_remote_code: bool = False,
@@ -135,7 +135,7 @@ def analyse(
 
 def _decide(
     ruleset: dsl.RuleSet, captured: CapturedModel, weights: WeightMap, host: Host, observe: Observe,
-    asked: Point = ANY_SIZE,
+    asked: BatchShape = ANY_SIZE,
 ) -> Analysis:  # fmt: skip
     """Run the stages from `match` to `rewrite`."""
     matches = match(captured, ruleset, host)
@@ -161,8 +161,8 @@ def proven(analysis: Analysis, observe: Observe = _unobserved) -> tuple[Analysis
         try:
             analysis = _decide(analysis.ruleset, captured, analysis.weights, analysis.host, observe)
         except InputRefused as error:
-            found = (Diagnostic(code, f"the rewrite of `{block}` {why}") for block, (code, why) in left.items())
-            raise ProofFailed(*found, *error.diagnostics) from error
+            failures = (Diagnostic(code, f"the rewrite of `{block}` {why}") for block, (code, why) in left.items())
+            raise ProofFailed(*failures, *error.diagnostics) from error
     return analysis, proofs
 
 
@@ -205,8 +205,8 @@ def dumps(
     if tuple(stages) == ("captured",):
         source = open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code)
         return [dump_stage("captured", capture(source), None, None)]
-    found = analyse(model, rules, host=host, trust_remote_code=trust_remote_code)
-    return [dump_stage(stage, found.captured, found.matches, found.plan, found.blocks) for stage in stages]
+    analysis = analyse(model, rules, host=host, trust_remote_code=trust_remote_code)
+    return [dump_stage(stage, analysis.captured, analysis.matches, analysis.plan, analysis.blocks) for stage in stages]
 
 
 __all__ = ["Analysis", "KtcError", "Model", "Report", "analyse", "check", "compile", "dumps", "inspect"]

@@ -108,8 +108,8 @@ def suggest(word: str, options: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     spelt = {option.casefold(): option for option in sorted(set(options), reverse=True)}
-    found = get_close_matches(word.casefold(), spelt, n=1) if 1 < len(word) <= _LONGEST_WORD else []
-    return f"did you mean `{spelt[found[0]]}`?" if found else ""
+    close = get_close_matches(word.casefold(), spelt, n=1) if 1 < len(word) <= _LONGEST_WORD else []
+    return f"did you mean `{spelt[close[0]]}`?" if close else ""
 
 
 def listing(options: Iterable[str], limit: int = 12) -> str:

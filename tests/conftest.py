@@ -16,7 +16,7 @@ import pytest
 import software_tiles
 from filelock import FileLock
 from places import GOLDEN, OBJECTS, TESTS
-from shared_captures import CAPTURING, SHARING, SharedCaptures
+from shared_captures import CAPTURING, SharedCaptures, shares
 
 if TYPE_CHECKING:
     from ktc.model.kernels.kernel_library import KernelLibrary
@@ -167,7 +167,7 @@ def shared_captures() -> SharedCaptures:
 @pytest.fixture(scope="module", autouse=True)
 def _shared_captures(request: pytest.FixtureRequest) -> Iterator[None]:
     """In the rooms that share captures a config is captured once (`tests/support/shared_captures.py`)."""
-    if request.path.relative_to(TESTS).parts[0] not in SHARING:
+    if not shares(request.path.relative_to(TESTS).as_posix()):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:

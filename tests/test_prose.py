@@ -64,6 +64,7 @@ HELD = (
     "docs/design.md",
     "docs/evaluation.md",
     "docs/generation.md",
+    "docs/glossary.md",
     "docs/index.md",
     "docs/install.md",
     "docs/kernels.md",

@@ -53,7 +53,7 @@ def _steps(row: Family) -> Iterator[Family]:
     yield (row := _described(row, captured))
     _refuse_large(captured)
     matches, plan, blocks = rewritten(captured, PROGRAMS[0])
-    yield (row := _judged(row, captured, matches, plan.rewrites, plan.unavailable))
+    yield (row := _judged(row, captured, matches, plan.rewrites))
     witness = witness_of(captured)
     proofs, left = _proven(captured, blocks, witness)
     failures = [f"`{p.class_name}` cannot be proven: {p.failure}" for p in proofs if p.failure]
@@ -80,7 +80,7 @@ def _described(row: Family, captured: CapturedModel) -> Family:
     kinds = {block.key: describe.kind_of(graph, block.class_name) for block, graph in graphs}
     experts = [(block, node) for block, graph in graphs for node in describe.experts_nodes(graph)]
     beside = {key: _dense_beside(captured, key, kinds) for key in kinds}
-    judged = _judged(row, captured, Matches((), ()), (), ())
+    judged = _judged(row, captured, Matches((), ()), ())
     return replace(
         judged,
         router=_joined(describe.router_words(node) for _, node in experts),
@@ -108,10 +108,7 @@ def _joined(words: Iterator[str]) -> str:
     return "; ".join(dict.fromkeys(words))
 
 
-def _judged(
-    row: Family, captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite],
-    unavailable: Sequence[Diagnostic],
-) -> Family:  # fmt: skip
+def _judged(row: Family, captured: CapturedModel, matches: Matches, rewrites: Sequence[BlockRewrite]) -> Family:
     """Return the verdicts on experts, routing and attention, with the reason for each that is not `matched`."""
     by_block: dict[str, list[Match]] = {}
     for found in matches.matches:
@@ -121,11 +118,10 @@ def _judged(
     attention, kinds = _attention_verdict(captured, by_block, matches)
     verdicts = (experts, routing, attention)
     told = [v.removeprefix("opaque: ") for v in verdicts if v not in (MATCHED, NONE)]
-    unbuilt = [f"no kernel: {problem.message}" for problem in unavailable]
     near = [words for words in (v.partition(NEAREST)[2] for v in verdicts) if words]
     return replace(
         row, experts=experts, routing=routing, attention=attention, attention_kinds=kinds,
-        near_miss=near[0] if near else "", reasons=tuple(dict.fromkeys((*told, *row.reasons, *unbuilt))),
+        near_miss=near[0] if near else "", reasons=tuple(dict.fromkeys((*told, *row.reasons))),
     )  # fmt: skip
 
 

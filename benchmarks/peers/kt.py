@@ -98,10 +98,7 @@ def _transport(request: Moe, limits: Limits, stack: ExitStack) -> Transport:
         transport = InProcess() if python is None else Child(python, _WORKER, _TIMEOUT_SECONDS, stack)
         transport.about = transport.ask(
             "open",
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
+            sizes=[shape.hidden, shape.intermediate, shape.num_experts, shape.top_k],
             threads=request.threads,
             max_tokens=max(request.tokens),
             limits=str(limits.library),

@@ -111,21 +111,12 @@ class Worker:
         self._batches: list[Batch] = []
         self._peak: Any = None
 
-    def open(
-        self,
-        hidden: int,
-        intermediate: int,
-        num_experts: int,
-        top_k: int,
-        threads: int,
-        max_tokens: int,
-        limits: str,
-        read_bytes: int,
-    ) -> dict[str, Any]:
-        """Sizes of the layer, the library of this machine's limits and how much memory one of them reads.
+    def open(self, sizes: Sequence[int], threads: int, max_tokens: int, limits: str, read_bytes: int) -> dict[str, Any]:
+        """Set the layer's H, I, E and k, the library of this machine's limits and the memory that one of them reads.
 
-        Says which kt-kernel this is.
+        Return which kt-kernel this is.
         """
+        hidden, intermediate, num_experts, top_k = sizes
         package: Any = importlib.import_module("kt_kernel")
         self.native = package.kt_kernel_ext
         self.hidden, self.intermediate, self.num_experts, self.top_k = hidden, intermediate, num_experts, top_k

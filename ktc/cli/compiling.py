@@ -112,7 +112,7 @@ def check_command(
         session.next(*(checking(ruleset, rules) or ()))
     else:
         from ktc import compiler
-        from ktc.stages.plan import Point
+        from ktc.stages.plan import BatchShape
 
         with report.progress():
             compiler.analyse(
@@ -121,7 +121,7 @@ def check_command(
                 settings_of(settings),
                 _host(host_file, None),
                 report.observe,
-                asked=Point(batch, length),
+                asked=BatchShape(batch, length),
                 trust_remote_code=trust,
             )
         report.finish_check()

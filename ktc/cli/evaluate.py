@@ -7,6 +7,7 @@ libraries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -94,15 +95,17 @@ def command(
     trust: Trust = False,
 ) -> None:
     """Score a compiled model: BLEU and ROUGE of its answers, or the share of questions it answers correctly."""
-    _check_combination(task, metrics, by, form, token_accuracy, raw)
-    if by == "logprob":
-        _check_nothing_is_written(max_new_tokens, temperature)
+    _check_combination(task, by, {
+        "--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None,
+        "--format": form != "auto", "--raw": raw,
+        "--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0,
+    })  # fmt: skip
     session.require_versions()
     from ktc.cli.bars import rows_bar
     from ktc.cli.generate import tell_template
     from ktc.inference.evaluate.data import read_items, read_questions
     from ktc.inference.evaluate.metrics import definition
-    from ktc.inference.evaluate.run import evaluate_choices, evaluate_generation
+    from ktc.inference.evaluate.run import Evaluator
     from ktc.inference.generate.answers import Sampling
     from ktc.inference.generate.batch import require_writable, write_rows
     from ktc.inference.generate.language_model import open_language_model
@@ -124,69 +127,51 @@ def command(
         def progress(which: str, count: int) -> None:
             done(half.get(which, 0) + count)
 
+        evaluator = Evaluator(opened, sampling, batch_size, progress)
         if scored is not None:
-            found = evaluate_generation(
-                opened, items, scored, sampling,
-                batch_size=batch_size, system=system, token_accuracy=token_accuracy, progress=progress,
-            )  # fmt: skip
+            evaluation = evaluator.generation(items, scored, system=system, token_accuracy=token_accuracy)
         else:
-            found = evaluate_choices(
-                opened, questions, by or "text", sampling,
-                batch_size=batch_size, system=system, raw=raw, progress=progress,
-            )  # fmt: skip
+            evaluation = evaluator.choices(questions, by or "text", system=system, raw=raw)
     if output is not None:
-        write_rows(output, found.predictions)
-    session.result({**found.to_json(), "model": opened.name, "adapter": opened.adapter or None})
+        write_rows(output, evaluation.predictions)
+    session.result({**evaluation.to_json(), "model": opened.name, "adapter": opened.adapter or None})
     session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
-    session.show(_table(found, opened.name))
-    session.show(f"{found.definition}\n{_versions(found)}")
+    session.show(_table(evaluation, opened.name))
+    session.show(f"{evaluation.definition}\n{_versions(evaluation)}")
     if opened.streams:
         session.next(*serving(out, adapter, weights=weights, trust=trust))
 
 
-def _check_combination(
-    task: Task, metrics: Metrics | None, by: By | None, form: Format, token_accuracy: bool, raw: bool
-) -> None:
+def _check_combination(task: Task, by: By | None, given: Mapping[str, bool]) -> None:
     """Refuse options that the task would ignore. Raises InputRefused (V804)."""
-    given = {"--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None}
-    given["--format"] = form != "auto"
-    foreign = ("--mcq-by",) if task == "generation" else ("--metrics", "--token-accuracy", "--format")
+    foreign = ("--mcq-by", "--raw") if task == "generation" else ("--metrics", "--token-accuracy", "--format")
+    ignored = [(name, f"`--task {task}`") for name in foreign]
+    if task == "mcq" and by == "logprob":
+        ignored += [
+            (name, "`--mcq-by logprob`: nothing is generated") for name in ("--max-new-tokens", "--temperature")
+        ]
+    hints = {"--raw": "rows with `prompt` and `completion` use no template"}
     faults = [
-        Diagnostic("V804", f"`{name}` has no meaning for `--task {task}`", hint="leave it out")
-        for name in foreign
+        Diagnostic("V804", f"`{name}` has no meaning for {what}", hint=hints.get(name, "leave it out"))
+        for name, what in ignored
         if given[name]
     ]
-    if raw and task == "generation":
-        hint = "rows with `prompt` and `completion` use no template"
-        faults.append(Diagnostic("V804", "`--raw` has no meaning for `--task generation`", hint=hint))
     if faults:
         raise InputRefused(*faults)
 
 
-def _check_nothing_is_written(max_new_tokens: int | None, temperature: float) -> None:
-    """Refuse options of generation if likelihoods are compared. Raises InputRefused (V804)."""
-    given = {"--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0}
-    faults = [
-        Diagnostic("V804", f"`{name}` has no meaning for `--mcq-by logprob`: nothing is generated", hint="leave it out")
-        for name, is_given in given.items()
-        if is_given
-    ]
-    if faults:
-        raise InputRefused(*faults)
-
-
-def _table(found: Evaluation, name: str) -> Table:
+def _table(evaluation: Evaluation, name: str) -> Table:
     """Return one row per metric: of the model alone, or of base and tuned with the difference."""
     from rich import box
     from rich.table import Table
 
-    both = found.lines[0].tuned is not None
+    both = evaluation.lines[0].tuned is not None
     heads = ("base", "tuned", "delta", "95 % of resamples") if both else ("model",)
     table = Table("%", *heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.title = f"{name}, {found.samples} samples"
+    table.title = f"{name}, {evaluation.samples} samples"
     for column in table.columns[1:]:
         column.justify = "right"
-    for line in found.lines:
+    for line in evaluation.lines:
         cells = [f"{line.base:.2f}"]
         if line.tuned is not None and line.delta is not None and line.interval is not None:
             low, high = line.interval
@@ -195,5 +180,5 @@ def _table(found: Evaluation, name: str) -> Table:
     return table
 
 
-def _versions(found: Evaluation) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found.versions.items())
+def _versions(evaluation: Evaluation) -> str:
+    return ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())

@@ -51,11 +51,10 @@ def checking(rules: RuleSet, named: str | Path) -> Words | None:
     no small model has. A file of the user's is formatted.
     """
     from ktc.language.dsl.evaluate import evaluate
-    from ktc.model.targets.fake_quant import FakeQuant
 
     if Path(named).is_file():
         return ("ktc", "fmt", named)
-    if any(isinstance(action.target, FakeQuant) for rule in rules.rules for action in rule.actions):
+    if any(action.target.rounding for rule in rules.rules for action in rule.actions):
         return None
     for family in _TWINS:
         known: dict[tuple[str, ...], str] = {("model", "type"): family}

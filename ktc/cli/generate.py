@@ -144,10 +144,10 @@ def _answer_one(session: Session, opened: LanguageModel, text: str, sampling: Sa
     from ktc.inference.generate.prompts import render
 
     prompt = render(opened, text, system=system, raw=raw)
-    found, pace = answer(opened, prompt, sampling, None if session.as_json else session.stream)
+    answered, pace = answer(opened, prompt, sampling, None if session.as_json else session.stream)
     if not session.as_json:
         session.stream("\n")
-    session.result({"text": found.text, "finish": found.finish, **_pace_json(pace), "sampling": asdict(sampling)})
+    session.result({"text": answered.text, "finish": answered.finish, **_pace_json(pace), "sampling": asdict(sampling)})
     _tell_pace(session, pace)
 
 

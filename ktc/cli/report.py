@@ -114,7 +114,7 @@ class StageReport:
     def can_be_compiled(self) -> bool:
         """Whether the checked model has weights, and its plan nothing that `ktc compile` refuses."""
         model, plan = cast("ModelSource", self._values["model"]), cast("Plan", self._values["plan"])
-        return model.index is not None and not plan.over_budget and not plan.unavailable
+        return model.index is not None and not plan.over_budget
 
     def finish_compile(self, out: Path) -> None:
         """Show the tables of `ktc compile`, its warnings and its JSON."""
@@ -128,7 +128,7 @@ class StageReport:
         rules = cast("RuleSet", self._values["rules"])
         weights = cast("WeightMap | None", self._values.get("weights"))
         plan = cast("Plan | None", self._values.get("plan"))
-        of_plan = (*plan.warnings, *plan.unavailable) if plan else rules.warnings
+        of_plan = plan.warnings if plan else rules.warnings
         found = (*of_plan, *(weights.warnings if weights else ()))
         over_budget = plan.over_budget if plan else ()
         self._session.diagnose((*found, *over_budget))
@@ -204,7 +204,7 @@ def _match(value: Matches) -> str:
 
 def _plan(value: Plan) -> str:
     nodes = sum(len(rewrite.sites) * len({action.node for action in rewrite.actions}) for rewrite in value.rewrites)
-    nodes += len(value.outside)
+    nodes += len(value.uncaptured)
     kernels = count(len(value.kernels), "kernel")
     return f"{count(nodes, 'module')} to rewrite, {kernels}, {count(value.threads, 'thread')}"
 

@@ -38,17 +38,11 @@ def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
     table = _table("rule", "matches", "becomes", "modules", "where")
     for rule in rules.rules:
         found = str(len(matches.of(rule.name)))
-        rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan), *_planned_of(rule.name, plan)]
+        rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan)]
         for kind, modules, where in rows or [("another rule has these" if found != "0" else "fits nowhere", "", "")]:
             table.add_row(rule.name, found, kind, modules, where)
             found = ""
     return table
-
-
-def _planned_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
-    for planned in plan.planned_only:
-        if planned.rule == rule:
-            yield planned.target, str(len(planned.paths)), "not built yet"
 
 
 def devices_table(plan: Plan) -> Table:
@@ -85,10 +79,12 @@ def workloads_table(plan: Plan) -> Table:
     )
     for use in plan.memory.workloads:
         needs = (size(sum(use.needs[device].values())) for device in devices)
-        short = ", ".join(f"{device} short by {size(missing)}" for device, missing in use.short.items())
+        short = ", ".join(f"{device} short by {size(missing)}" for device, missing in use.shortfall.items())
         fits = Text(short, style="bold red") if short else Text("fits", style="green")
-        longest = f"{use.longest:,}" + (f" ({use.bound} full)" if use.bound in devices else " (the model's own limit)")
-        table.add_row(use.name, *needs, fits, longest, f"{use.widest:,}")
+        longest = f"{use.max_length:,}" + (
+            f" ({use.bound} full)" if use.bound in devices else " (the model's own limit)"
+        )
+        table.add_row(use.name, *needs, fits, longest, f"{use.max_batch:,}")
     return table
 
 
@@ -164,7 +160,7 @@ def _rewrites_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
             if action.rule == rule:
                 key = (action.target.name, rewrite.node_devices.get(action.node, rewrite.device))
                 counts[key] = counts.get(key, 0) + len(rewrite.sites)
-    for outside in plan.outside:
+    for outside in plan.uncaptured:
         if outside.action.rule == rule:
             key = (outside.action.target.name, outside.device)
             counts[key] = counts.get(key, 0) + 1

@@ -45,11 +45,11 @@ def has_lone_surrogate(text: str) -> bool:
     return False
 
 
-def schema_fault(found: object, wanted: int) -> str:
+def schema_fault(number: object, wanted: int) -> str:
     """Return how the schema number of a file differs from the one that this ktc reads, "" if it does not."""
-    if type(found) is int and found == wanted:
+    if type(number) is int and number == wanted:
         return ""
-    named = f"schema {found}" if type(found) is int and abs(found) < _MOST_SCHEMAS else "no schema number"
+    named = f"schema {number}" if type(number) is int and abs(number) < _MOST_SCHEMAS else "no schema number"
     return f"has {named}, this ktc reads schema {wanted}"
 
 
@@ -121,14 +121,14 @@ def _mapping(value: Any, wanted: Any, place: str) -> dict[str, Any]:
 def _object(value: Any, wanted: type[Any], place: str) -> Any:
     if not isinstance(value, dict):
         raise Undecodable(f"expected an object at `{place or '.'}`, found {_shown(value)}")
-    found = cast("dict[str, Any]", value)
+    fields = cast("dict[str, Any]", value)
     hints = _hints(wanted)
     names = hints.keys()
-    if missing := sorted(names - found.keys()):
+    if missing := sorted(names - fields.keys()):
         raise Undecodable(f"`{missing[0]}` is missing at `{place or '.'}`")
-    if unknown := sorted(found.keys() - names):
+    if unknown := sorted(fields.keys() - names):
         raise Undecodable(f"`{place}.{unknown[0]}` is not known")
-    return wanted(**{name: _value(found[name], hints[name], f"{place}.{name}") for name in sorted(names)})
+    return wanted(**{name: _value(fields[name], hints[name], f"{place}.{name}") for name in sorted(names)})
 
 
 @cache

@@ -17,8 +17,8 @@ def cxx() -> str | None:
 
 def cache_dir() -> Path:
     """Return the cache of kernels and `tiny:` models: `$KTC_CACHE_DIR`, `$XDG_CACHE_HOME/ktc` or `~/.cache/ktc`."""
-    if own := os.environ.get("KTC_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
+    if folder := os.environ.get("KTC_CACHE_DIR"):
+        return Path(folder).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ktc"
 
@@ -30,8 +30,7 @@ def local_world_size() -> int:
 
 def local_rank() -> int:
     """Return the rank of this process among those of one torchrun on this machine; 0 without it."""
-    rank = os.environ.get("LOCAL_RANK", "0")
-    return int(rank) if rank.isdecimal() else 0
+    return _number("LOCAL_RANK", 0)
 
 
 def world_size() -> int:
@@ -44,9 +43,9 @@ def asked_processes() -> int:
     return _number("NPROC_PER_NODE") * _number("NNODES")
 
 
-def _number(variable: str) -> int:
-    value = os.environ.get(variable, "1")
-    return max(1, int(value)) if value.isdigit() else 1
+def _number(variable: str, least: int = 1) -> int:
+    value = os.environ.get(variable, "")
+    return max(least, int(value)) if value.isdecimal() else least
 
 
 MOST_THREADS: Final = 4096
@@ -56,8 +55,8 @@ MOST_THREADS: Final = 4096
 def require_sane_threads() -> None:
     """Raise `InputRefused` (H232) where `OMP_NUM_THREADS` names more threads than `MOST_THREADS`. Before torch."""
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()  # one number for each level of nesting
-    numbers = (each for each in threads.replace(" ", "").split(",") if each.isdecimal())
-    if any(len(each) > 9 or int(each) > MOST_THREADS for each in numbers):
+    numbers = (number for number in threads.replace(" ", "").split(",") if number.isdecimal())
+    if any(len(number) > 9 or int(number) > MOST_THREADS for number in numbers):
         message = f"`OMP_NUM_THREADS={threads}` is more than the {MOST_THREADS} threads that a process may have"
         hint = "unset it: PyTorch then has a thread for each core"
         raise InputRefused(Diagnostic("H232", message, hint=hint))
@@ -89,7 +88,6 @@ def use_kt() -> bool:
 
 
 def switch_on_kt() -> None:
-    """Set `USE_KT=1` for this process."""
     os.environ["USE_KT"] = "1"
 
 
@@ -119,5 +117,4 @@ def join_world_of_one() -> None:
 
 def process_rank() -> int:
     """Return the rank of this process among those of torchrun, over all machines; 0 without it."""
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdecimal() else 0
+    return _number("RANK", 0)

@@ -74,12 +74,10 @@ class Dense(Format):
 
     @property
     def dtype(self) -> Dtype:
-        """The dtype that kernels compute in."""
         return self.computes
 
     @property
     def coded(self) -> bool:
-        """Whether a weight is a code with a scale, rather than a value."""
         return False
 
 
@@ -104,7 +102,6 @@ class Codes(Format):
 
     @property
     def whole(self) -> int:
-        """Rows must be a multiple of this many weights."""
         return self.group_sizes[0] if self.even else 1
 
 
@@ -173,17 +170,14 @@ class Blocks(Format):
 
     @property
     def whole(self) -> int:
-        """Rows must be a multiple of this many weights."""
         return self.weights
 
     @property
     def coded(self) -> bool:
-        """Whether a weight is a code with a scale, rather than a value."""
         return self.weights > 1
 
     @property
     def quantises(self) -> bool:
-        """Whether weights stored in another format can be converted to it."""
         return self.quantise is not None or not self.coded
 
 
@@ -247,7 +241,7 @@ _ROWS: Final[tuple[Format, ...]] = (
     ),
     Codes(
         name="int8", bits=8, panel=Panel("int8", "Int8Panel"),
-        scale_bytes=8,  # beside a scale there is an offset
+        scale_bytes=8,  # a scale, and an offset
         group_sizes=(0,), unit=64, largest=127, least_scale=1e-12, integer_products=True,
     ),
     Codes(

@@ -148,18 +148,18 @@ def available_memory() -> int:
 
 def cpu_name() -> str:
     """Return Linux's name of the processor, otherwise the architecture."""
-    found = re.search(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found[1] if found else platform.machine()
+    name = re.search(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return name[1] if name else platform.machine()
 
 
 def numa_nodes() -> tuple[NumaNode, ...]:
     """Return the NUMA nodes that this process may run on; empty if the system does not list them."""
-    own, found = _own_cpus(), list[NumaNode]()
+    usable, nodes = _own_cpus(), list[NumaNode]()
     for folder in sorted(_NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
-        cpus = tuple(cpu for cpu in _listed(_read(folder / "cpulist")) if cpu in own)
+        cpus = tuple(cpu for cpu in _listed(_read(folder / "cpulist")) if cpu in usable)
         if cpus:
-            found.append(NumaNode(int(folder.name[4:]), cpus))
-    return tuple(found)
+            nodes.append(NumaNode(int(folder.name[4:]), cpus))
+    return tuple(nodes)
 
 
 def _listed(text: str) -> Iterator[int]:
@@ -173,8 +173,8 @@ def _own_cpus() -> set[int]:
 
 
 def _cpu_features() -> frozenset[str]:
-    found = re.search(r"^flags\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    flags = re.search(r"^flags\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return frozenset(flags[1].split()) if flags else frozenset()
 
 
 def _kernel_supports_amx() -> bool:

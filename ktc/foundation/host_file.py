@@ -64,7 +64,7 @@ class _HostFile:
             host = replace(host, cores=cores, threads=cores)
         if isa:
             isas = PREFERENCE[PREFERENCE.index(isa) :]
-            features = frozenset[str]().union(*(INSTRUCTION_SETS[each].cpu for each in isas))
+            features = frozenset[str]().union(*(INSTRUCTION_SETS[name].cpu for name in isas))
             host = replace(host, isas=isas, features=features)
         return host
 
@@ -98,8 +98,8 @@ class _HostFile:
         return value
 
     def _fault(self, code: str, key: str, message: str) -> None:
-        found = re.search(rf"^[ \t]*({re.escape(key)})", self._text, re.MULTILINE)
-        start = found.start(1) if found else 0
+        entry = re.search(rf"^[ \t]*({re.escape(key)})", self._text, re.MULTILINE)
+        start = entry.start(1) if entry else 0
         line = self._text.count("\n", 0, start) + 1
         column = start - (self._text.rfind("\n", 0, start) + 1) + 1
         self._faults.append(Diagnostic(code, message, Span(self._path, line, column, line, column + len(key))))
@@ -114,10 +114,10 @@ def parse_bytes(value: object) -> int | None:
         return None
     if isinstance(value, int) and not 0 < value < _MOST_BYTES:
         return None
-    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?(?:iB|B)?)", str(value).strip())
-    if not found or found[2] not in _BYTE_UNITS:
+    size = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?(?:iB|B)?)", str(value).strip())
+    if not size or size[2] not in _BYTE_UNITS:
         return None
-    return int(float(found[1]) * _BYTE_UNITS[found[2]]) or None
+    return int(float(size[1]) * _BYTE_UNITS[size[2]]) or None
 
 
 def _count(value: object) -> int | None:
@@ -125,12 +125,12 @@ def _count(value: object) -> int | None:
 
 
 def _cores(value: object) -> int | None:
-    found = _count(value)
-    return found if found is not None and found <= MOST_THREADS else None
+    count = _count(value)
+    return count if count is not None and count <= MOST_THREADS else None
 
 
 def _toml_place(path: str | Path, text: str, message: str) -> Span:
     """Return the place that a message names; otherwise the last line."""
-    found = re.search(r"at line (\d+), column (\d+)", message)
-    line, column = (int(found[1]), int(found[2])) if found else (text.count("\n") + 1, 1)
+    named = re.search(r"at line (\d+), column (\d+)", message)
+    line, column = (int(named[1]), int(named[2])) if named else (text.count("\n") + 1, 1)
     return Span(str(path), line, column, line, column + 1)

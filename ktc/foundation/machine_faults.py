@@ -1,4 +1,4 @@
-"""Faults of the machine, told apart from those of the input and from bugs: full disks, failing devices, no descriptors.
+"""Faults of the machine, distinguished from bugs and faulty input: full disks, failing devices, no descriptors.
 
 In: an exception of Python, torch, safetensors, tokenizers or sqlite. Out: a `MachineFault` with the code, the words of
 the system and the remedy, or None. Libraries that write from C++ and Rust report an error of the system only in their
@@ -63,13 +63,13 @@ class MachineFault:
 
 def fault_in(error: BaseException) -> MachineFault | None:
     """Return the fault of the machine that raised `error`, or None: the input or ktc is at fault."""
-    for each in causes(error, (RuntimeError, KtcError)):  # torch's writer raises again, and so do refusals
-        if isinstance(each, KtcError):
+    for cause in causes(error, (RuntimeError, KtcError)):  # torch's writer raises again, and so do refusals
+        if isinstance(cause, KtcError):
             continue  # its text is ours
-        found = _of_system(each) if isinstance(each, OSError) else fault_in_text(str(each))
-        if found is not None:
-            return found
-        if isinstance(each, RuntimeError | OSError) and _CUT_SHORT.search(str(each)):
+        fault = _of_system(cause) if isinstance(cause, OSError) else fault_in_text(str(cause))
+        if fault is not None:
+            return fault
+        if isinstance(cause, RuntimeError | OSError) and _CUT_SHORT.search(str(cause)):
             return not_written_whole()
     return None
 
@@ -81,13 +81,13 @@ def not_written_whole() -> MachineFault:
 
 def is_machine_fault(error: BaseException, *, vanished: bool = True) -> bool:
     """Return whether the machine is at fault, and not a path that cannot be used; `vanished`: also if it is missing."""
-    found = fault_in(error)
-    return found is not None and found.code not in (_OTHER, *([] if vanished else [_GONE]))
+    fault = fault_in(error)
+    return fault is not None and fault.code not in (_OTHER, *([] if vanished else [_GONE]))
 
 
 def fault_in_text(text: str) -> MachineFault | None:
     """Return the fault that a message of a library or of a compiler names."""
-    numbers = [int(found) for found in _NUMBER.findall(text)]
+    numbers = [int(digits) for digits in _NUMBER.findall(text)]
     numbers += [number for number in _CODES if number not in _VANISHED and os.strerror(number) in text]
     numbers += [number for words, number in _SQLITE.items() if words in text]
     known = next((number for number in numbers if number in _CODES), None)
@@ -102,12 +102,12 @@ def failed(error: BaseException, code: str, message: str, *, hint: str = "", saf
     fault = fault_in(error)
     words = fault.words if fault else (isinstance(error, OSError) and error.strerror) or str(error)
     remedy = hint or (fault.remedy if fault else "")
-    told = Diagnostic(code, f"{message}: {words}", hint="; ".join(filter(None, (remedy, safe))))
-    return HostLacks(told) if is_machine_fault(error) else InputRefused(told)
+    diagnostic = Diagnostic(code, f"{message}: {words}", hint="; ".join(filter(None, (remedy, safe))))
+    return HostLacks(diagnostic) if is_machine_fault(error) else InputRefused(diagnostic)
 
 
 def diagnosed(fault: MachineFault) -> Diagnostic:
-    """Return the message for a fault that no writer told of: what was finished before is whole."""
+    """Return the message for a fault that no writer reported: what was finished before is whole."""
     where = f"`{fault.path}`: " if fault.path else ""
     hint = f"{fault.remedy}; what ktc finished before is whole, and nothing half-written has a final name"
     return Diagnostic(fault.code, f"the file system failed: {where}{fault.words}", hint=hint)

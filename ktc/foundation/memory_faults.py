@@ -1,4 +1,4 @@
-"""Too little memory or too few threads, told apart from bugs: what was requested, what is free, what holds the rest.
+"""Too little memory or too few threads, distinguished from bugs: what was requested, what is free, who has the rest.
 
 In: an exception of Python, of a kernel, or of torch on the host or on a GPU. Out: a diagnostic with the numbers, or
 None. Nothing is imported for it: a process without memory could not. An exception that reaches a caller leaves kernels
@@ -40,24 +40,24 @@ _GPU_REMEDY: Final = "fewer tokens or sequences at once, experts on the CPU, or 
 
 def memory_fault(error: BaseException) -> Diagnostic | None:
     """Return what to tell the user: U115 host memory, U116 a GPU's, U117 threads; None for any other error."""
-    for each in causes(error):
-        text = str(each)
+    for cause in causes(error):
+        text = str(cause)
         if _NO_THREAD.search(text):
             return Diagnostic("U117", f"the system starts no more threads: {text}", hint="raise the limit: `ulimit -u`")
-        if type(each).__name__ == "OutOfMemoryError" or (_NO_MEMORY.search(text) and _ON_GPU.search(text)):
+        if type(cause).__name__ == "OutOfMemoryError" or (_NO_MEMORY.search(text) and _ON_GPU.search(text)):
             return _of_gpu(text)
-        if isinstance(each, MemoryError) or (isinstance(each, OSError) and each.errno == errno.ENOMEM):
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM):
             return _of_host(text)
-        if isinstance(each, RuntimeError | OSError | ImportError) and _NO_MEMORY.search(text):
+        if isinstance(cause, RuntimeError | OSError | ImportError) and _NO_MEMORY.search(text):
             return _of_host(text)
     return None
 
 
 def _of_host(text: str) -> Diagnostic:
-    found = _BYTES.search(text)
-    requested = f"{_size(int(found[1].replace(',', '')))} requested, " if found else ""
-    free, held = _free(), _status("VmRSS:")
-    numbers = f"{requested}{_size(free)} free, {_size(held)} held by this process"
+    requested_bytes = _BYTES.search(text)
+    requested = f"{_size(int(requested_bytes[1].replace(',', '')))} requested, " if requested_bytes else ""
+    free, resident = _free(), _status("VmRSS:")
+    numbers = f"{requested}{_size(free)} free, {_size(resident)} held by this process"
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         numbers += f", whose address space is limited to {_size(limit)} (`ulimit -v`)"
@@ -65,8 +65,8 @@ def _of_host(text: str) -> Diagnostic:
 
 
 def _of_gpu(text: str) -> Diagnostic:
-    found = [(name, match[1]) for name, pattern in _GPU_NUMBERS if (match := pattern.search(text))]
-    numbers = ", ".join(f"{size} {name}" for name, size in found) or text.splitlines()[0]
+    numbers_found = [(name, match[1]) for name, pattern in _GPU_NUMBERS if (match := pattern.search(text))]
+    numbers = ", ".join(f"{size} {name}" for name, size in numbers_found) or text.splitlines()[0]
     return Diagnostic("U116", f"too little memory on the GPU: {numbers}", hint=_GPU_REMEDY)
 
 

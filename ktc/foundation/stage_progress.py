@@ -6,8 +6,8 @@ those in all. Without a listener nothing happens, and a stage stays a function o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Final, TypeVar
 
@@ -17,18 +17,15 @@ Step = TypeVar("Step")
 _LISTENER: Final[ContextVar[Listener | None]] = ContextVar("listener", default=None)
 
 
-@contextmanager
-def listening(listener: Listener) -> Generator[None]:
-    """Report all steps inside the block to the listener."""
-    token = _LISTENER.set(listener)
-    try:
-        yield
-    finally:
-        _LISTENER.reset(token)
+def listening(listener: Listener) -> AbstractContextManager[object]:
+    """Return a context that reports all steps inside it to the listener."""
+    from ktc.foundation.temporary_values import context_value
+
+    return context_value(_LISTENER, listener)
 
 
 def tell(done: int, total: int) -> None:
-    """Report to the listener how many steps are done, of how many."""
+    """Report the number of finished steps and of all steps to the listener."""
     if (listener := _LISTENER.get()) is not None:
         listener(done, total)
 

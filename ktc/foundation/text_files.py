@@ -31,12 +31,12 @@ def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int = M
 
 def bounded(faults: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """Return the first faults in order of their lines, and a note with the number and the codes of the others."""
-    found = sorted(faults, key=lambda each: each.span.line if each.span else 0)
-    more = found[MOST_FAULTS:]
+    ordered = sorted(faults, key=lambda fault: fault.span.line if fault.span else 0)
+    more = ordered[MOST_FAULTS:]
     if not more:
-        return tuple(found)
-    codes = listing(sorted({each.code for each in more}))
+        return tuple(ordered)
+    codes = listing(sorted({fault.code for fault in more}))
     return (
-        *found[:MOST_FAULTS],
-        Diagnostic(found[0].code, f"{len(more)} more rows are refused ({codes})", severity="note"),
+        *ordered[:MOST_FAULTS],
+        Diagnostic(ordered[0].code, f"{len(more)} more rows are refused ({codes})", severity="note"),
     )

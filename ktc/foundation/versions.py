@@ -27,13 +27,13 @@ def require() -> tuple[Diagnostic, ...]:
     """Return a warning (H231) per package newer than those tried. Raises HostLacks (H230): all missing or too old."""
     refused, warnings = list[Diagnostic](), list[Diagnostic]()
     for name, (oldest, newest) in SUPPORTED.items():
-        found = installed(name)
-        if found is None or release(found) < oldest:
-            state = "it is not installed" if found is None else f"{found} is installed"
+        version = installed(name)
+        if version is None or release(version) < oldest:
+            state = "it is not installed" if version is None else f"{version} is installed"
             message = f"ktc needs `{name}` {range_of(name)}, but {state}"
             refused.append(Diagnostic("H230", message, hint=f"`pip install '{name}~={dotted(newest)}'`"))
-        elif release(found)[:2] > newest:
-            message = f"ktc was tried with `{name}` {range_of(name)}, and {found} is installed"
+        elif release(version)[:2] > newest:
+            message = f"ktc was tried with `{name}` {range_of(name)}, and {version} is installed"
             hint = f"if something fails: `pip install '{name}~={dotted(newest)}'`"
             warnings.append(Diagnostic("H231", message, hint=hint, severity="warning"))
     if refused:

@@ -37,8 +37,8 @@ class Analysis:
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
-        """The plan's findings: warnings, settings that this version does not build, budgets exceeded."""
-        return (*self.plan.warnings, *self.plan.unavailable, *self.plan.over_budget)
+        """The plan's findings: warnings, budgets exceeded."""
+        return (*self.plan.warnings, *self.plan.over_budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report without graphs."""
-        found = decisions_json(self.matches, self.near_misses, self.plan, self.proofs)
-        return {**found, "diagnostics": [to_json(d) for d in self.diagnostics]}
+        decisions = decisions_json(self.matches, self.near_misses, self.plan, self.proofs)
+        return {**decisions, "diagnostics": [to_json(d) for d in self.diagnostics]}
 
 
 def decisions_json(

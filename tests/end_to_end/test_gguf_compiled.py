@@ -18,15 +18,15 @@ from ktc.compiler import analyse
 from ktc.foundation.host import find_compiler
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import canonical_parts
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.stages.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def experts_kernels(plan: Plan) -> list[KernelSpec]:
+def experts_kernels(plan: Plan) -> list[FusedMoeSpec]:
     """Return the kernels of a plan without those of linear layers."""
-    return [kernel for kernel in plan.kernels if isinstance(kernel, KernelSpec)]
+    return [kernel for kernel in plan.kernels if isinstance(kernel, FusedMoeSpec)]
 
 
 def test_the_plan_tells_what_is_kept_and_what_is_dequantised_in_how_many_bytes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ktc.diagnostics import InputRefused
 from ktc.inference.quantize.checkpoint import quantize
 from ktc.inference.quantize.scheme import SCHEMES
 from ktc.model import twin
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(3, 40)[None]
@@ -63,7 +63,7 @@ def test_a_calibrated_checkpoint_has_the_logits_of_stock(
     plan = ktc.inspect(coded, "moe-inference").plan
     reasons = {reason.text for reason in plan.reasons if reason.path.endswith("experts")}
     assert any(text.startswith(f"stored as {told}") and text.endswith("as stored") for text in reasons), reasons
-    formats = {spec.formats for spec in plan.kernels if isinstance(spec, KernelSpec)}
+    formats = {spec.formats for spec in plan.kernels if isinstance(spec, FusedMoeSpec)}
     assert formats == {("int4",) if symmetric else ("uint4_g128",)}
     out = ktc.compile(coded, "moe-inference", tmp_path / "out")
     exact, rounded = logits(stock_of(plain, torch.float32)), logits(stock_of(plain, dtype))

@@ -21,7 +21,7 @@ from ktc.foundation.formats import WeightFormat
 from ktc.model.checkpoint import open_index
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.quantised_reference import dequantise
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.packed_store import weight_store
 from ktc.stages.capture.weights import map_weights
 from ktc.stages.codegen.build import build
@@ -135,12 +135,11 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
     plan = plan_of(tmp_path)
     (found,) = plan.kernels
     assert (found.format_gate_up, found.format_down, found.group_size) == (codes[0], *codes)
-    assert plan.unavailable == ()
     told = {reason.path: reason.text for reason in plan.reasons}
     assert told["model.layers.[1..2].mlp.experts"] == f"stored as {stored}, multiplied as stored"
 
     sizes = (None, None, None, None)
-    spec = KernelSpec("fused_moe", *sizes, "bf16", codes[0], codes[0], "scalar", group_size=codes[1])
+    spec = FusedMoeSpec("fused_moe", *sizes, "bf16", codes[0], codes[0], "scalar", group_size=codes[1])
     kernel = build(render((spec,), {spec: "test"}), host.detect()).kernel(spec.entry)
     index = open_index(tmp_path)
     sources = map_weights(model, index).sources
@@ -181,7 +180,6 @@ def test_a_program_may_quantise_and_is_told(tmp_path: Path) -> None:
     twin_of("deepseek_v3", tmp_path, moe_intermediate_size=64)
     plan = plan_of(tmp_path, "format = int4")
     assert (plan.kernels[0].format_down, plan.kernels[0].group_size) == ("int4", 32)
-    assert plan.unavailable == ()
     rounded = "stored as bf16, quantised to int4 in groups of 32 at load, which rounds each weight"
     assert rounded in [reason.text for reason in plan.reasons]
 

@@ -124,8 +124,8 @@ _ROWS: tuple[tuple[str, str, Change, str], ...] = (
     ("a list's block twice", "orchard", twice(BLOCK), ""),
     ("a list's block after its experts", "orchard", reversed_rows, ""),
     ("gate and up of a list exchanged", "orchard", arguments(
-        BLOCK, parts=lambda text: text.replace("w1", "x").replace("w3", "w1").replace("x", "w3")), ""),
-    ("a part of a list twice", "orchard", arguments(BLOCK, parts=lambda text: text.replace("w3", "w1")), ""),
+        BLOCK, parts=lambda parts: {**parts, "gate": parts["up"], "up": parts["gate"]}), ""),
+    ("a part of a list twice", "orchard", arguments(BLOCK, parts=lambda parts: {**parts, "up": parts["gate"]}), ""),
     ("a list's number of experts one less", "orchard", arguments(BLOCK, num_experts=less), ""),
     ("the list of another module", "hedge", arguments(BLOCK, experts=constant("stem")), ""),
     ("the form of a list, silu -> gelu", "hedge", form("silu", "gelu"), ""),

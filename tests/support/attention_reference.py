@@ -7,7 +7,7 @@ from kernel_layers import ISAS
 from torch import Tensor
 
 from ktc.model.attention.decode import KVCacheView
-from ktc.model.kernels.attention_spec import Int8AttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
 
 # Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
@@ -19,7 +19,7 @@ SHAPES = [
     (1, 80, 4, 1, 300, 64, 32, 64),   # the same, and two blocks of positions in a stretch
 ]  # fmt: skip
 INT8_SPECS = [
-    Int8AttentionSpec("int8_attention", dtype, isa)
+    AttentionSpec("int8_attention", dtype, isa)
     for isa in LINEAR_ISAS
     if isa in ISAS
     for dtype in ("bf16", "fp16", "fp32")

@@ -11,8 +11,8 @@ from kernel_layers import EVERYWHERE, FORMS, ISAS, spec_of
 from ktc.foundation.formats import BLOCKS, CODES, FORMATS, Dense
 from ktc.foundation.isa import Isa
 from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
-from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
 from ktc.model.kernels.linear_spec import Dtype, LinearSpec, PackedLinearSpec
 from ktc.model.kernels.spec import Spec
@@ -27,16 +27,16 @@ def every_spec(isa: Isa) -> tuple[Spec, ...]:
     specs: list[Spec] = [*_moe_specs(isa), *(spec_of(isa, form=form) for form in forms)]
     if isa in LINEAR_ISAS:
         specs += [LinearSpec("linear", dtype, isa) for dtype in dtypes]
-        specs += [Int8AttentionSpec("int8_attention", dtype, isa) for dtype in dtypes]
+        specs += [AttentionSpec("int8_attention", dtype, isa) for dtype in dtypes]
         specs += [StepSpec("step", "fp32", isa)]
     cached: list[Dtype] = [dtype for dtype in dtypes if isa in ATTENTION_ISAS[dtype]]
     specs += [AttentionSpec("attention", dtype, isa) for dtype in cached]
-    specs += [SparseAttentionSpec("sparse_attention", dtype, isa) for dtype in cached]
+    specs += [AttentionSpec("sparse_attention", dtype, isa) for dtype in cached]
     specs += [PackedLinearSpec("packed_linear", "bf16", name, isa) for name in BLOCKS if name in KERNELS[isa]]
     return tuple(dict.fromkeys(specs))
 
 
-def _moe_specs(isa: Isa) -> Iterator[KernelSpec]:
+def _moe_specs(isa: Isa) -> Iterator[FusedMoeSpec]:
     """Experts in every weight format, with every size of groups, and with two formats in one layer."""
     for name in KERNELS[isa]:
         row = FORMATS[name]

@@ -9,16 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from plain_experts import PLAIN_EXPERTS
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ktc.foundation import host
 from ktc.model.checkpoint import open_index
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.manifest.stock_facts import assumptions_of
-from ktc.model.targets.target import AS_STORED
 from ktc.stages.capture.weights import map_weights
 from ktc.stages.codegen.build import build
 from ktc.stages.codegen.render import render
@@ -49,11 +49,7 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
                 "activations": "keep",
                 "threads": 1,
                 "numa": "shard",
-                "prefill": "",
-                "prefill_tokens": 1,
-                "stream_buffer": 1,
-                "streamed": "each pass",
-                **AS_STORED.arguments,
+                **PLAIN_EXPERTS,
             }
             steps.append(Rewrite(fqn, "fused_moe", kernel, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     return tuple(steps)
@@ -61,7 +57,7 @@ def recipe(model: PreTrainedModel, kernel: str | None = None) -> tuple[Rewrite, 
 
 def scalar_kernel() -> tuple[KernelFile, KernelLibrary]:
     """A kernel that every machine runs and that fits every model, from the cache or built now."""
-    spec = KernelSpec("fused_moe", None, None, None, None, "bf16", "bf16", "bf16", "scalar")
+    spec = FusedMoeSpec("fused_moe", None, None, None, None, "bf16", "bf16", "bf16", "scalar")
     source = render([spec], {spec: "moe-lora.ktr:5:3"})
     text = next(unit.text for unit in source.units if unit.name.startswith(spec.entry))
     return KernelFile(spec.entry, asdict(spec), text), build(source, host.detect())

@@ -22,8 +22,8 @@ from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.model.experts.weight_training import FROZEN, WeightTraining
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsForm, ExpertsSizes, parse_form
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.kernels.kernel_library import Kernel, KernelLibrary
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
 from ktc.model.kernels.linear_spec import LinearSpec
 from ktc.stages.codegen.build import build
@@ -60,11 +60,11 @@ def spec_of(
     form: str = "silu",
     sizes: tuple[int | None, int | None, int | None, int | None] = (None, None, None, None),
     codes: tuple[WeightFormat, int] | None = None,
-) -> KernelSpec:
+) -> FusedMoeSpec:
     asked = parse_form(form)
     stored, group = codes or (dtype, 0)
     settings = {"gated": asked.gated, "biased": asked.biased, "group_size": group}
-    return KernelSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
+    return FusedMoeSpec("fused_moe", *sizes, dtype, stored, stored, isa, asked.activation, **settings)
 
 
 def experts_of(  # with `sizes` experts, hidden, intermediate and experts per token, and the form behind them
@@ -116,7 +116,7 @@ QUICK_LINEARS = (*LINEARS[:4], *LINEARS[4::4])
 
 
 @cache
-def built(specs: tuple[KernelSpec | LinearSpec, ...]) -> KernelLibrary:
+def built(specs: tuple[FusedMoeSpec | LinearSpec, ...]) -> KernelLibrary:
     """Their library, built once per run: later builds, also of other processes, find it in the run's cache."""
     return build(render(specs, dict.fromkeys(specs, "test")), host.detect())
 

@@ -1,7 +1,7 @@
 """One capture for every compilation of an equal config in a process: a capture is frozen and takes seconds.
 
 Rooms whose subject is what comes after the capture share them (`SHARING`). The rooms `capture`, `census`, `invented`,
-`mutants`, `prove` and `rewrite` never do, nor does a test with the fixture `own_captures`.
+`mutants`, `proof` and `rewrite` never do, nor does a test with the fixture `own_captures`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ktc.stages.capture import CapturedModel, ModelSource
 
-SHARING: Final = frozenset({
-    "adapters", "bench", "checkpoint", "cli", "end_to_end", "evaluate", "fidelity", "generate", "llama_factory",
-    "model", "plan", "training", "tune",
-})  # fmt: skip
+SHARING: Final = (
+    "adapters", "cli", "end_to_end", "inference/evaluate", "inference/generate", "inference/prove", "model/checkpoint",
+    "model/decode_steps", "model/loading", "model/manifest", "model/packed_store", "stages/plan", "tools/bench",
+    "tools/llama_factory", "training",
+)  # fmt: skip
 CAPTURING: Final = ("ktc.compiler", "ktc.stages.proof.witness")  # the modules whose `capture` is shared
+
+
+def shares(test: str) -> bool:
+    """Return whether the room of a test file shares captures; `test` is its path within `tests`."""
+    return test.startswith(tuple(f"{room}/" for room in SHARING))
 
 
 @dataclass(slots=True)

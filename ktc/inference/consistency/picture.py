@@ -36,9 +36,9 @@ def draw(report: Report) -> str:
         if not cell.matched and len(report.cells) > 1:
             axes.axhspan(row - 0.5, row + 0.5, color="#f4e3d8", zorder=0)
         for place, path in enumerate(PATHS):
-            found = cell.paths[path]
+            difference = cell.paths[path]
             for name, mark in _MARKS:
-                value = getattr(found, name)
+                value = getattr(difference, name)
                 if value is not None:
                     axes.plot(max(value, floor), row + 0.25 * (place - 1), mark, color=_COLORS[path], markersize=6)
     for path in PATHS:
@@ -62,6 +62,7 @@ def draw(report: Report) -> str:
 
 def _floor(report: Report) -> float:
     """Return a tenth of the smallest positive value, where values of 0 are drawn."""
-    values = [getattr(found, name) for cell in report.cells for found in cell.paths.values() for name, _ in _MARKS]
+    differences = [difference for cell in report.cells for difference in cell.paths.values()]
+    values = [getattr(difference, name) for difference in differences for name, _ in _MARKS]
     positive = [value for value in values if value]
     return min(positive, default=1e-5) / 10

@@ -79,15 +79,15 @@ class Report:
 
     def faults(self, max_mean: float | None, exact: bool) -> tuple[str, ...]:
         """Return what breaks the bounds: a mean of decoding above `max_mean`, or calls that are not `exact`."""
-        found: list[str] = []
+        faults: list[str] = []
         for cell in self.matched:
             where, decode, calls = f"{cell.trained} -> {cell.served}", cell.paths["decode"], cell.paths["calls"]
             if max_mean is not None and (decode.mean is None or decode.mean > max_mean):
                 mean = "not finite" if decode.mean is None else f"{decode.mean:.2e}"
-                found.append(f"{where}: the mean of decoding is {mean}, above {max_mean:g}")
+                faults.append(f"{where}: the mean of decoding is {mean}, above {max_mean:g}")
             if exact and not calls.exact:
-                found.append(f"{where}: the trainer's calls do not give the same bits")
-        return tuple(found)
+                faults.append(f"{where}: the trainer's calls do not give the same bits")
+        return tuple(faults)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -74,16 +74,16 @@ def models(words: Sequence[str], adapters: Sequence[str] = ()) -> tuple[Model, .
 
 
 def _adapters(names: Sequence[str], given: Sequence[tuple[str, Path]]) -> Mapping[str, Path]:
-    found: dict[str, Path] = {}
+    adapters: dict[str, Path] = {}
     for name, folder in given:
         if name and name not in names:
             message = f"`--adapter {name}={folder}` names no model that trains"
             raise InputRefused(Diagnostic("V810", message, hint=f"these are named: {listing(list(names))}"))
-        for each in [name] if name else names:
-            if each in found:
-                raise InputRefused(Diagnostic("V810", f"`{each}` has two adapters", hint="name one of them"))
-            found[each] = folder
-    return found
+        for model in [name] if name else names:
+            if model in adapters:
+                raise InputRefused(Diagnostic("V810", f"`{model}` has two adapters", hint="name one of them"))
+            adapters[model] = folder
+    return adapters
 
 
 def _split(word: str) -> tuple[str, Path]:

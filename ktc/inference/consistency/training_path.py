@@ -75,7 +75,7 @@ def trainer_scores(
     decision = trainer.stacker.decision
     assert decision is not None, "a step decides it"
     how = f"micro-batches {'stacked' if decision.on else 'one by one'}: {decision.reason}"
-    return Trained(joined([trainer.found[number] for number in range(len(rows))]), decision.on, how)
+    return Trained(joined([trainer.scores[number] for number in range(len(rows))]), decision.on, how)
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -97,25 +97,25 @@ class _Recording(KTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.found: dict[int, Scores] = {}
+        self.scores: dict[int, Scores] = {}
         self.called: Callable[[], None] = lambda: None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Return the mean negative log-probability of the next tokens."""
         number, ids = int(inputs.pop("number")), inputs["input_ids"]
         logits: Tensor = model(**inputs, use_cache=False).logits[:, :-1]
-        self.found[number] = score(logits, ids[:, 1:])
+        self.scores[number] = score(logits, ids[:, 1:])
         self.called()
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten().to(logits.device))
 
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Generator[None]:
-    found = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
+    probabilities = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
     try:
-        for module, _ in found:
+        for module, _ in probabilities:
             module.p = 0.0
         yield
     finally:
-        for module, p in found:
+        for module, p in probabilities:
             module.p = p

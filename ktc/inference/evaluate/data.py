@@ -67,21 +67,21 @@ def _item(file: str, example: Example) -> Item:
 
 def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]:
     """Return the rows of a JSONL file of multiple choice. Raises InputRefused (V802; G705 for an unreadable file)."""
-    found, faults = list[Question](), list[Diagnostic]()
+    questions, faults = list[Question](), list[Diagnostic]()
     for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
         if not line.strip():
             continue
         place = Span(str(path), number, 1, number, 2)
         try:
-            found.append(_question(read_json(line), place))
+            questions.append(_question(read_json(line), place))
         except ValueError as error:
             hint = 'like {"question": "2 + 2?", "options": ["3", "4"], "answer": "B"}'
             faults.append(Diagnostic("V802", f"not a valid multiple-choice question: {error}", place, hint=hint))
     if faults:
         raise InputRefused(*bounded(faults))
-    if not found:
+    if not questions:
         raise InputRefused(Diagnostic("V802", f"`{path}` has no questions"))
-    return tuple(found[:limit])
+    return tuple(questions[:limit])
 
 
 def _question(value: object, place: Span) -> Question:
@@ -105,7 +105,7 @@ def _options(value: object) -> tuple[str, ...]:
         listed = list(lettered.values())
     else:
         listed = cast("list[object]", value) if isinstance(value, list) else []
-    texts = [each for each in listed if isinstance(each, str) and each.strip()]
+    texts = [option for option in listed if isinstance(option, str) and option.strip()]
     if len(texts) != len(listed) or not 2 <= len(texts) <= len(LETTERS):
         raise ValueError(f"`options` must be a list of 2 to {len(LETTERS)} texts")
     if len(set(texts)) != len(texts):

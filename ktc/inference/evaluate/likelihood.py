@@ -33,17 +33,17 @@ def continuations(tokenizer: Any, prompt: Prompt, texts: Sequence[str]) -> list[
     the same number of tokens; otherwise their likelihoods could not be compared. The very first token is never rated.
     """
     tokens = TextTokens(tokenizer, special=prompt.special)
-    found = [tokens.continued(prompt.text, text) for text in texts]
-    begin = max(1, min(at for _, at in found))
-    return [(ids[:begin], ids[begin:]) for ids, _ in found]
+    tokenised = [tokens.continued(prompt.text, text) for text in texts]
+    begin = max(1, min(at for _, at in tokenised))
+    return [(ids[:begin], ids[begin:]) for ids, _ in tokenised]
 
 
 def likelihoods(opened: LanguageModel, pairs: Sequence[Pair], batch_size: int) -> list[Likelihood]:
     """Return the likelihood of each continuation after its prompt, by forward passes over `batch_size` of them."""
-    found: list[Likelihood] = []
+    rated: list[Likelihood] = []
     for start in range(0, len(pairs), batch_size):
-        found += _of_batch(opened, pairs[start : start + batch_size])
-    return found
+        rated += _of_batch(opened, pairs[start : start + batch_size])
+    return rated
 
 
 def _of_batch(opened: LanguageModel, pairs: Sequence[Pair]) -> list[Likelihood]:

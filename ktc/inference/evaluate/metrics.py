@@ -59,12 +59,12 @@ class Definition:
 
 def definition(name: DefinitionName) -> Definition:
     """Return the definition with this name. Raises `HostLacks` (H230) if one of its libraries is not installed."""
-    found = _DEFINITIONS[name]
-    missing = [package for package in found.packages if versions.installed(package) is None]
+    chosen = _DEFINITIONS[name]
+    missing = [package for package in chosen.packages if versions.installed(package) is None]
     if missing:
         message = f"`--metrics {name}` needs {', '.join(f'`{package}`' for package in missing)}, not installed here"
         raise HostLacks(Diagnostic("H230", message, hint="`pip install 'ktc[eval]'`"))
-    return found
+    return chosen
 
 
 def mean_metric(name: str, values: Sequence[float]) -> Metric:
@@ -155,8 +155,8 @@ def _corpus_bleu(predictions: Sequence[str], references: Sequence[str], order: i
     bleu: Any = BLEU(max_ngram_order=order, tokenize=tokenizer)
     rows: list[list[float]] = []
     for prediction, reference in zip(predictions, references, strict=True):
-        found = bleu.corpus_score([prediction], [[reference]])
-        rows.append([*found.counts, *found.totals, found.sys_len, found.ref_len])
+        scored = bleu.corpus_score([prediction], [[reference]])
+        rows.append([*scored.counts, *scored.totals, scored.sys_len, scored.ref_len])
 
     def score(total: Statistics, samples: int) -> float:
         counts = [round(value) for value in total.tolist()]

@@ -52,8 +52,8 @@ def choose(
 ) -> list[Choice]:
     """Return one choice per question."""
     if by == "text":
-        found, _ = answer_all(opened, prompts, sampling, batch_size, progress)
-        pairs = zip(questions, found, strict=True)
+        answers, _ = answer_all(opened, prompts, sampling, batch_size, progress)
+        pairs = zip(questions, answers, strict=True)
         return [Choice(extract(answer.text, question), answer.text) for question, answer in pairs]
     chosen: list[Choice] = []
     for question, prompt in zip(questions, prompts, strict=True):
@@ -67,8 +67,8 @@ def _likeliest(opened: LanguageModel, question: Question, prompt: Prompt, batch_
     """Return the first of the most probable letters. After `Answer:` a letter follows a space."""
     space = " " if prompt.text.endswith("Answer:") else ""
     pairs = continuations(opened.tokenizer, prompt, [space + letter for letter in question.letters])
-    found = likelihoods(opened, pairs, batch_size)
-    logs = tuple(each.log for each in found)
+    rated = likelihoods(opened, pairs, batch_size)
+    logs = tuple(likelihood.log for likelihood in rated)
     return Choice(question.letters[logs.index(max(logs))], logs=logs)
 
 
@@ -82,8 +82,8 @@ def extract(text: str, question: Question) -> str:
         rf"(?<![A-Za-z'])([{letters}])(?=[).:])",
     )
     for pattern in patterns:
-        if found := re.search(pattern, text.strip()):
-            return found[1]
+        if match := re.search(pattern, text.strip()):
+            return match[1]
     said = text.strip().rstrip(".!").casefold()
     named = [
         letter

@@ -10,20 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import versions
-from ktc.foundation.text_files import bounded
 from ktc.inference.evaluate.comparison import RESAMPLES, Line, compare
 from ktc.inference.evaluate.data import Item, Question
 from ktc.inference.evaluate.likelihood import continuations, likelihoods
 from ktc.inference.evaluate.metrics import Definition, Metric, mean_metric
-from ktc.inference.evaluate.multiple_choice import DEFINITIONS, By, Choice, ask, choose
+from ktc.inference.evaluate.multiple_choice import DEFINITIONS, By, ask, choose
 from ktc.inference.generate.answers import Sampling, answer_all, set_seed
 from ktc.inference.generate.language_model import LanguageModel, without_adapter
-from ktc.inference.generate.prompts import Prompt, render, require_fit
+from ktc.inference.generate.prompts import Prompt, render, render_all, require_fit
 
-Progress = Callable[[str, int], None]
-"""Receives the running task and the number of samples done."""
+Done = Callable[[int], None] | None
+"""Receives the number of samples done."""
 TOKEN_ACCURACY = (
     "token accuracy: the share of a reference's tokens that are the most probable after the tokens before them, a mean "
     "over samples; nothing is generated"
@@ -53,115 +51,88 @@ class Evaluation:
         }
 
 
-def evaluate_generation(
-    opened: LanguageModel,
-    items: Sequence[Item],
-    definition: Definition,
-    sampling: Sampling,
-    *,
-    batch_size: int = 8,
-    system: str = "",
-    token_accuracy: bool = False,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Score answers to the items against their references. Raises InputRefused (G702, G703, G706)."""
-    prompts = _rendered(items, lambda item: render(opened, item.asked, system=system, raw=item.raw, place=item.place))
-    require_fit(opened, prompts, sampling.max_new_tokens)
-    references = [item.reference for item in items]
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Scores a model, and its adapter if it has one. `progress` receives the running column and the samples done."""
 
-    def run(which: str) -> tuple[list[str], tuple[Metric, ...]]:
-        set_seed(sampling.seed)
-        answers, _ = answer_all(opened, prompts, sampling, batch_size, _told(progress, which))
-        texts = [answer.text.strip() for answer in answers]
-        more = [_token_accuracy(opened, prompts, references, batch_size)] if token_accuracy else []
-        return texts, (*definition.measure(texts, references), *more)
+    opened: LanguageModel
+    sampling: Sampling
+    batch_size: int = 8
+    progress: Callable[[str, int], None] | None = None
 
-    base, tuned = _both(opened, run)
-    predictions = tuple(
-        {"line": item.place.line, "prompt": prompt.text, "reference": item.reference, **_columns(base, tuned, at)}
-        for at, (item, prompt) in enumerate(zip(items, prompts, strict=True))
-    )
-    text = f"{definition.text} {TOKEN_ACCURACY}." if token_accuracy else definition.text
-    lines = compare(base[1], tuned[1] if tuned else None, sampling.seed)
-    return Evaluation("generation", text, _versions(definition.versions()), len(items), lines, predictions)
+    def generation(
+        self, items: Sequence[Item], definition: Definition, *, system: str = "", token_accuracy: bool = False
+    ) -> Evaluation:
+        """Score answers to the items against their references. Raises InputRefused (G702, G703, G706)."""
+        opened, references = self.opened, [item.reference for item in items]
+        prompts = render_all(
+            items, lambda item: render(opened, item.asked, system=system, raw=item.raw, place=item.place)
+        )
 
+        def run(progress: Done) -> tuple[list[str], tuple[Metric, ...]]:
+            answers, _ = answer_all(opened, prompts, self.sampling, self.batch_size, progress)
+            texts = [answer.text.strip() for answer in answers]
+            more = [self._token_accuracy(prompts, references)] if token_accuracy else []
+            return texts, (*definition.measure(texts, references), *more)
 
-def evaluate_choices(
-    opened: LanguageModel,
-    questions: Sequence[Question],
-    by: By,
-    sampling: Sampling,
-    *,
-    batch_size: int = 8,
-    system: str = "",
-    raw: bool = False,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Return the share of right letters. Raises InputRefused (G703, G706)."""
-    prompts = _rendered(questions, lambda question: ask(opened, question, system=system, raw=raw))
-    require_fit(opened, prompts, sampling.max_new_tokens)
+        lines, columns = self._compared(prompts, run)
+        predictions = tuple(
+            {"line": item.place.line, "prompt": prompt.text, "reference": item.reference, **made}
+            for item, prompt, made in zip(items, prompts, columns, strict=True)
+        )
+        text = f"{definition.text} {TOKEN_ACCURACY}." if token_accuracy else definition.text
+        return Evaluation("generation", text, _versions(definition.versions()), len(items), lines, predictions)
 
-    def run(which: str) -> tuple[list[Choice], tuple[Metric, ...]]:
-        set_seed(sampling.seed)
-        chosen = choose(opened, questions, prompts, by, sampling, batch_size, _told(progress, which))
-        right = [100.0 * (c.letter == q.answer) for c, q in zip(chosen, questions, strict=True)]
-        without = [100.0 * (not c.letter) for c in chosen]
-        unanswered = [mean_metric("without a letter", without)] if by == "text" else []
-        return chosen, (mean_metric("accuracy", right), *unanswered)
+    def choices(self, questions: Sequence[Question], by: By, *, system: str = "", raw: bool = False) -> Evaluation:
+        """Return the share of right letters. Raises InputRefused (G703, G706)."""
+        opened = self.opened
+        prompts = render_all(questions, lambda question: ask(opened, question, system=system, raw=raw))
 
-    base, tuned = _both(opened, run)
-    predictions = tuple(
-        {"line": q.place.line, "question": q.text, "answer": q.answer, **_columns(base, tuned, at)}
-        for at, q in enumerate(questions)
-    )
-    lines = compare(base[1], tuned[1] if tuned else None, sampling.seed)
-    return Evaluation("mcq", DEFINITIONS[by], _versions({}), len(questions), lines, predictions)
+        def run(progress: Done) -> tuple[list[dict[str, Any]], tuple[Metric, ...]]:
+            chosen = choose(opened, questions, prompts, by, self.sampling, self.batch_size, progress)
+            right = [100.0 * (c.letter == q.answer) for c, q in zip(chosen, questions, strict=True)]
+            without = [100.0 * (not c.letter) for c in chosen]
+            unanswered = [mean_metric("without a letter", without)] if by == "text" else []
+            return [asdict(choice) for choice in chosen], (mean_metric("accuracy", right), *unanswered)
 
+        lines, columns = self._compared(prompts, run)
+        predictions = tuple(
+            {"line": q.place.line, "question": q.text, "answer": q.answer, **made}
+            for q, made in zip(questions, columns, strict=True)
+        )
+        return Evaluation("mcq", DEFINITIONS[by], _versions({}), len(questions), lines, predictions)
 
-def _both(opened: LanguageModel, run: Callable[[str], Any]) -> tuple[Any, Any]:
-    """Return the result of the base and, with an adapter, that of the tuned model."""
-    with without_adapter(opened):
-        base = run("base" if opened.adapter else "model")
-    return base, run("tuned") if opened.adapter else None
+    def _compared(
+        self, prompts: Sequence[Prompt], run: Callable[[Done], tuple[Sequence[Any], tuple[Metric, ...]]]
+    ) -> tuple[tuple[Line, ...], list[dict[str, Any]]]:
+        """Return the metrics of the base and, with an adapter, of the tuned model, and the predictions by sample."""
+        require_fit(self.opened, prompts, self.sampling.max_new_tokens)
 
+        def column(which: str) -> tuple[Sequence[Any], tuple[Metric, ...]]:
+            set_seed(self.sampling.seed)
+            progress = self.progress
+            return run(None if progress is None else lambda done: progress(which, done))
 
-def _rendered(samples: Sequence[Any], make: Callable[[Any], Prompt]) -> list[Prompt]:
-    prompts, faults = list[Prompt](), list[Diagnostic]()
-    for sample in samples:
-        try:
-            prompts.append(make(sample))
-        except InputRefused as refusal:
-            faults += refusal.diagnostics
-    if faults:
-        raise InputRefused(*bounded(faults))
-    return prompts
+        with without_adapter(self.opened):
+            made, base = column("base" if self.opened.adapter else "model")
+        if not self.opened.adapter:
+            return compare(base, None, self.sampling.seed), [{"prediction": prediction} for prediction in made]
+        made_tuned, tuned = column("tuned")
+        both = [{"base": before, "tuned": after} for before, after in zip(made, made_tuned, strict=True)]
+        return compare(base, tuned, self.sampling.seed), both
 
-
-def _token_accuracy(
-    opened: LanguageModel, prompts: Sequence[Prompt], references: Sequence[str], batch_size: int
-) -> Metric:
-    each = zip(prompts, references, strict=True)
-    pairs = [pair for prompt, text in each for pair in continuations(opened.tokenizer, prompt, [text])]
-    found = likelihoods(opened, pairs, batch_size)
-    shares = [100 * each.hits / each.tokens for each in found if each.tokens]
-    left_out = "" if len(shares) == len(found) else f" ({len(shares)} of {len(found)} samples: others have no tokens)"
-    return mean_metric(f"token accuracy{left_out}", shares)
-
-
-def _columns(base: Any, tuned: Any, at: int) -> dict[str, Any]:
-    """Return the predictions of one sample: `prediction`, or `base` and `tuned`."""
-    names = {"prediction": base} if tuned is None else {"base": base, "tuned": tuned}
-    return {name: _plain(run[0][at]) for name, run in names.items()}
-
-
-def _plain(prediction: str | Choice) -> Any:
-    return prediction if isinstance(prediction, str) else asdict(prediction)
-
-
-def _told(progress: Progress | None, which: str) -> Callable[[int], None] | None:
-    return None if progress is None else lambda done: progress(which, done)
+    def _token_accuracy(self, prompts: Sequence[Prompt], references: Sequence[str]) -> Metric:
+        samples = zip(prompts, references, strict=True)
+        tokenizer = self.opened.tokenizer
+        pairs = [pair for prompt, text in samples for pair in continuations(tokenizer, prompt, [text])]
+        rated = likelihoods(self.opened, pairs, self.batch_size)
+        shares = [100 * likelihood.hits / likelihood.tokens for likelihood in rated if likelihood.tokens]
+        left_out = (
+            "" if len(shares) == len(rated) else f" ({len(shares)} of {len(rated)} samples: others have no tokens)"
+        )
+        return mean_metric(f"token accuracy{left_out}", shares)
 
 
 def _versions(libraries: dict[str, str]) -> dict[str, str]:
     names = ("ktc", "torch", "transformers", "peft")
-    return {**libraries, **{name: found for name in names if (found := versions.installed(name))}}
+    return {**libraries, **{name: version for name in names if (version := versions.installed(name))}}

@@ -107,11 +107,11 @@ def answer(
 
     started, before = time.perf_counter(), counters(opened.model)
     stream = TextStream(opened.tokenizer, sampling.stop, on_text or (lambda _: None))
-    (found,) = _generate(opened, [prompt], sampling, streamer=stream, interrupted=interrupted)
+    (answered,) = _generate(opened, [prompt], sampling, streamer=stream, interrupted=interrupted)
     seconds = time.perf_counter() - started
     first = None if stream.first_token is None else stream.first_token - started
     reads = reads_since(opened.model, before)
-    return found, Pace(len(prompt.input_ids), found.num_tokens, seconds, first, reads)
+    return answered, Pace(len(prompt.input_ids), answered.num_tokens, seconds, first, reads)
 
 
 def answer_all(
@@ -122,15 +122,15 @@ def answer_all(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[Answer], Pace]:
     """Return the answers in the prompts' order, in batches of `batch_size`; `progress` receives the number done."""
-    started, before, found = time.perf_counter(), counters(opened.model), list[Answer]()
+    started, before, answers = time.perf_counter(), counters(opened.model), list[Answer]()
     room = require_fit(opened, prompts, sampling.max_new_tokens)
     for batch in batches(prompts, batch_size):
-        found += _generate(opened, batch, sampling, room=room)
+        answers += _generate(opened, batch, sampling, room=room)
         if progress is not None:
-            progress(len(found))
-    read, made = sum(len(p.input_ids) for p in prompts), sum(a.num_tokens for a in found)
+            progress(len(answers))
+    read, made = sum(len(p.input_ids) for p in prompts), sum(a.num_tokens for a in answers)
     seconds = time.perf_counter() - started
-    return found, Pace(read, made, seconds, sparse_attention=reads_since(opened.model, before))
+    return answers, Pace(read, made, seconds, sparse_attention=reads_since(opened.model, before))
 
 
 def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Prompt]]:

@@ -15,10 +15,9 @@ from typing import Any
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import has_lone_surrogate
 from ktc.foundation.files import refusing, write_file
-from ktc.foundation.text_files import bounded
 from ktc.inference.generate.answers import Pace, Sampling, answer_all, set_seed
 from ktc.inference.generate.language_model import LanguageModel
-from ktc.inference.generate.prompts import ADDED, Prompt, Row, render, require_fit
+from ktc.inference.generate.prompts import ADDED, Row, render, render_all, require_fit
 
 
 def answer_rows(
@@ -32,20 +31,13 @@ def answer_rows(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], Pace]:
     """Return each row with its answer. Raises InputRefused (G702, G703, G706)."""
-    prompts, faults = list[Prompt](), list[Diagnostic]()
-    for row in rows:
-        try:
-            prompts.append(render(opened, row.asked, system=system, raw=raw, place=row.place))
-        except InputRefused as refusal:
-            faults += refusal.diagnostics
-    if faults:
-        raise InputRefused(*bounded(faults))
+    prompts = render_all(rows, lambda row: render(opened, row.asked, system=system, raw=raw, place=row.place))
     require_fit(opened, prompts, sampling.max_new_tokens)
     set_seed(sampling.seed)
-    found, pace = answer_all(opened, prompts, sampling, batch_size, progress)
+    answers, pace = answer_all(opened, prompts, sampling, batch_size, progress)
     answered = [
-        {**row.fields, **dict(zip(ADDED, (each.text, each.num_tokens, each.finish), strict=True))}
-        for row, each in zip(rows, found, strict=True)
+        {**row.fields, **dict(zip(ADDED, (answer.text, answer.num_tokens, answer.finish), strict=True))}
+        for row, answer in zip(rows, answers, strict=True)
     ]
     return answered, pace
 

@@ -62,14 +62,14 @@ def _turn(
     try:
         prompt = render(opened, [*history, asked], system=system)
         with answers_stop() as interrupted:
-            found, pace = answer(opened, prompt, sampling, say, interrupted)
+            answered, pace = answer(opened, prompt, sampling, say, interrupted)
     except InputRefused as refusal:
         for diagnostic in refusal.diagnostics:
             tell(diagnostic)
         return []
     say("\n")
-    history += [asked, Message("assistant", found.text)]
-    tell(f"{pace}{', interrupted' if found.finish == 'interrupted' else ''}")
+    history += [asked, Message("assistant", answered.text)]
+    tell(f"{pace}{', interrupted' if answered.finish == 'interrupted' else ''}")
     if pace.sparse_attention is not None:
         tell(str(pace.sparse_attention))
     return [pace]

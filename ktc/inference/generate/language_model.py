@@ -48,16 +48,16 @@ class LanguageModel:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end an answer: those of the generation config, otherwise the tokenizer's."""
-        found = self.model.generation_config.eos_token_id
-        if found is None:
-            found = self.tokenizer.eos_token_id
-        return frozenset(() if found is None else [found] if isinstance(found, int) else found)
+        ids = self.model.generation_config.eos_token_id
+        if ids is None:
+            ids = self.tokenizer.eos_token_id
+        return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
 
     @property
     def pad_id(self) -> int:
         """The padding token of shorter rows; it is masked, so any token works if the tokenizer has none."""
-        found = self.tokenizer.pad_token_id
-        return int(found) if found is not None else min(self.eos_ids, default=0)
+        token = self.tokenizer.pad_token_id
+        return int(token) if token is not None else min(self.eos_ids, default=0)
 
 
 def open_language_model(

@@ -7,10 +7,10 @@ invalid rows, all of a file together (G706).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, suggest
 from ktc.foundation.decode import has_lone_surrogate, read_json
@@ -19,6 +19,7 @@ from ktc.inference.generate.language_model import LanguageModel
 
 ROLES = ("system", "user", "assistant", "tool")
 GENERATED = "generated"  # the field that an answer is written to
+Sample = TypeVar("Sample")
 ADDED = (GENERATED, "generated_tokens", "finish")
 
 
@@ -82,6 +83,19 @@ def render(
     return Prompt(text, tuple(tokenizer(text)["input_ids"]), place)
 
 
+def render_all(samples: Iterable[Sample], make: Callable[[Sample], Prompt]) -> list[Prompt]:
+    """Return the prompt of each sample. Raises InputRefused with the faults of all of them."""
+    prompts, faults = list[Prompt](), list[Diagnostic]()
+    for sample in samples:
+        try:
+            prompts.append(make(sample))
+        except InputRefused as refusal:
+            faults += refusal.diagnostics
+    if faults:
+        raise InputRefused(*bounded(faults))
+    return prompts
+
+
 def require_fit(opened: LanguageModel, prompts: Sequence[Prompt], max_new_tokens: int | None) -> int | None:
     """Return the number of tokens left after the longest prompt, None for a model without a limit.
 
@@ -91,9 +105,9 @@ def require_fit(opened: LanguageModel, prompts: Sequence[Prompt], max_new_tokens
     if limit is None or not prompts:
         return None
     wanted = max_new_tokens or 1
-    found = [prompt for prompt in prompts if len(prompt.input_ids) + wanted > limit]
-    if found:
-        raise InputRefused(*bounded(_too_long(prompt, limit, wanted) for prompt in found))
+    too_long = [prompt for prompt in prompts if len(prompt.input_ids) + wanted > limit]
+    if too_long:
+        raise InputRefused(*bounded(_too_long(prompt, limit, wanted) for prompt in too_long))
     return limit - max(len(prompt.input_ids) for prompt in prompts)
 
 
@@ -145,15 +159,15 @@ def _asked(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[
 
 def _messages(value: object) -> tuple[Message, ...] | None:
     turns = cast("list[Any]", value) if isinstance(value, list) else []
-    found: list[Message] = []
+    messages: list[Message] = []
     for turn in turns:
         fields = cast("dict[str, Any]", turn) if isinstance(turn, dict) else {}
         role, content = fields.get("role"), fields.get("content")
         if role not in ROLES or not isinstance(content, str):
             return None
-        found.append(Message(str(role), content))
-    asks = bool(found) and found[-1].role != "assistant" and any(turn.content.strip() for turn in found)
-    return tuple(found) if asks else None
+        messages.append(Message(str(role), content))
+    asks = bool(messages) and messages[-1].role != "assistant" and any(turn.content.strip() for turn in messages)
+    return tuple(messages) if asks else None
 
 
 def _templated(tokenizer: Any, turns: Sequence[Message], place: Span | None) -> str:

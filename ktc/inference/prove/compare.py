@@ -35,15 +35,15 @@ class Output:
     choices: tuple[Tensor, ...] = ()
 
 
-def same_choices(found: Output, wanted: Output) -> Tensor | None:
+def same_choices(actual: Output, wanted: Output) -> Tensor | None:
     """Return for each token whether it has the same experts everywhere; `None` where a choice was not seen.
 
     Another number of experts is another choice.
     """
-    if not wanted.choices or len(found.choices) != len(wanted.choices):
+    if not wanted.choices or len(actual.choices) != len(wanted.choices):
         return None
     same = torch.ones(len(wanted.choices[0]), dtype=torch.bool)
-    for one, other in zip(found.choices, wanted.choices, strict=True):
+    for one, other in zip(actual.choices, wanted.choices, strict=True):
         same &= (one == other).all(1) if one.shape == other.shape else torch.zeros_like(same)
     return same
 
@@ -51,12 +51,12 @@ def same_choices(found: Output, wanted: Output) -> Tensor | None:
 def compare(what: str, kind: Kind, rewritten: bool, outputs: Sides[Output], tokens: Tokens) -> Row:
     """Return the row of a layer or block."""
     ktc, baseline = outputs.ktc, outputs.baseline
-    errors, own = row_errors(ktc.values, baseline.values), row_errors(outputs.stock.values, baseline.values)
+    errors, rounding = row_errors(ktc.values, baseline.values), row_errors(outputs.stock.values, baseline.values)
     same, own_same = same_choices(ktc, baseline), same_choices(outputs.stock, baseline)
-    kept, own_kept = (torch.ones_like(own, dtype=torch.bool) if s is None else s for s in (same, own_same))
+    kept, own_kept = (torch.ones_like(rounding, dtype=torch.bool) if s is None else s for s in (same, own_same))
     agreements = [None if s is None else float(s.double().mean()) for s in (same, own_same)]
     row = Row(
-        what, kind, rewritten, root_mean_square(errors[kept]), root_mean_square(own[own_kept]), *agreements,
+        what, kind, rewritten, root_mean_square(errors[kept]), root_mean_square(rounding[own_kept]), *agreements,
         worst=_worst(errors.masked_fill(~kept, -1.0), tokens),
         note=UNSEEN if same is None and (baseline.choices or ktc.choices) else "",
     )  # fmt: skip
@@ -71,10 +71,10 @@ def compare_experts(what: str, outputs: Sides[Tensor], expert: Tensor) -> Row:
     mean over thousands of outputs hides a wrong scale in one row of a matrix.
     """
     wanted, stock, ktc = outputs
-    errors, own = row_errors(ktc, wanted), row_errors(stock, wanted)
+    errors, rounding = row_errors(ktc, wanted), row_errors(stock, wanted)
     count = int(expert.max()) + 1
     of_ktc = [root_mean_square(errors[expert == number]) for number in range(count)]
-    of_stock = [root_mean_square(own[expert == number]) for number in range(count)]
+    of_stock = [root_mean_square(rounding[expert == number]) for number in range(count)]
     order = sorted(range(count), key=lambda number: -_ratio(of_ktc[number], of_stock[number]))
     rows = [Row(what, "experts", True, of_ktc[number], of_stock[number]) for number in range(count)]
     largest = _largest(ktc, wanted, expert, count) / (
@@ -90,11 +90,11 @@ def compare_experts(what: str, outputs: Sides[Tensor], expert: Tensor) -> Row:
     return replace(row, worst=worst, red=f"{why}: expert{'s' * (len(wrong) > 1)} {shown} of {count}")
 
 
-def _largest(found: Tensor, wanted: Tensor, expert: Tensor, count: int) -> Tensor:
+def _largest(actual: Tensor, wanted: Tensor, expert: Tensor, count: int) -> Tensor:
     """Return for each expert the largest error of one output, relative to the root mean square of all its outputs."""
-    found, wanted = found.double(), wanted.double()
+    actual, wanted = actual.double(), wanted.double()
     sizes = wanted.new_zeros(count).index_add(0, expert, wanted.square().mean(1)) / expert.bincount(minlength=count)
-    errors = (found - wanted).abs().amax(1)
+    errors = (actual - wanted).abs().amax(1)
     return wanted.new_zeros(count).scatter_reduce(0, expert, errors, "amax") / sizes.sqrt().clamp_min(1e-300)
 
 
@@ -106,10 +106,10 @@ def _worst(errors: Tensor, tokens: Tokens) -> tuple[Worst, ...]:
     if len(errors) != tokens.ids.shape[1]:
         return ()
     order = errors.nan_to_num(math.inf).argsort(descending=True)[:_SHOWN]
-    found = [(int(position), float(errors[position])) for position in order]
+    largest = [(int(position), float(errors[position])) for position in order]
     return tuple(
         Worst(position, tokens.piece(position), error if math.isfinite(error) else None)
-        for position, error in found
+        for position, error in largest
         if not error < 0
     )
 
@@ -129,6 +129,6 @@ def _other_experts(row: Row, tokens: int, kind: Kind) -> str:
     if row.agreement is None:
         return ""
     other = round((1 - row.agreement) * tokens)
-    own = round((1 - (1.0 if row.stock_agreement is None else row.stock_agreement)) * tokens)
-    allowed = TWICE * own + max(2, math.ceil(_OTHER_CHOICES[kind] * tokens))
-    return "" if other <= allowed else f"{other} of {tokens} tokens chose other experts, with stock {own}"
+    of_stock = round((1 - (1.0 if row.stock_agreement is None else row.stock_agreement)) * tokens)
+    allowed = TWICE * of_stock + max(2, math.ceil(_OTHER_CHOICES[kind] * tokens))
+    return "" if other <= allowed else f"{other} of {tokens} tokens chose other experts, with stock {of_stock}"

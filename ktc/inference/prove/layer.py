@@ -99,10 +99,10 @@ def compare_layer(
 
 def _start(layer: nn.Module, call: LayerCall, x: Tensor, formats: Formats) -> Start:
     run = run_layer(layer, call, x, tuple(formats))
-    refusals = {each.path: unprobed(layer.get_submodule(each.path)) for each in formats}
+    refusals = {experts.path: unprobed(layer.get_submodule(experts.path)) for experts in formats}
     unreached = [path for path, why in refusals.items() if not why and path not in run.rows]
     refusals |= dict.fromkeys(unreached, "no token reached its experts")
-    probes = {each.path: make_probe(each, run.rows[each.path]) for each in formats if not refusals[each.path]}
+    probes = {e.path: make_probe(e, run.rows[e.path]) for e in formats if not refusals[e.path]}
     return Start(x, run, formats, probes, refusals)
 
 

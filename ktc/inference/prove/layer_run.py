@@ -71,7 +71,7 @@ class _Watch:
         self._chosen: dict[str, Tensor] = {}
         self.blocks: dict[str, BlockRun] = {}
         self.rows: dict[str, Tensor] = {}
-        self.choices_in_lists = _TopK({each.top_k for each in experts if self._is_list(each)})
+        self.choices_in_lists = _TopK({one.top_k for one in experts if self._is_list(one)})
 
     def _is_list(self, experts: Experts) -> bool:
         return isinstance(self._layer.get_submodule(experts.path), nn.ModuleList)
@@ -114,12 +114,12 @@ class _Watch:
             if self._calls[name] > 1 or not parts or not isinstance(parts[0], Tensor):
                 self.blocks.pop(name, None)  # called twice, or it returns no tensor: no row
                 return None
-            found = parts[0]
-            self.blocks[name] = BlockRun(self._inputs[name], found.detach())
+            output = parts[0]
+            self.blocks[name] = BlockRun(self._inputs[name], output.detach())
             known = self._given.blocks.get(name) if self._given is not None else None
-            if known is None or known.output.shape != found.shape:
+            if known is None or known.output.shape != output.shape:
                 return None
-            same = known.output.to(found.device, found.dtype)
+            same = known.output.to(output.device, output.dtype)
             return (same, *parts[1:]) if isinstance(out, tuple) else same
 
         return hook
@@ -151,12 +151,12 @@ class _Watch:
 
     def choices(self, tokens: int) -> dict[str, Tensor]:
         """Return the choices by path, each row sorted; none where a router's choice was not seen."""
-        found = dict(self._chosen)
-        for each in self._experts:
-            seen = self.choices_in_lists.last.get(each.top_k)
-            if each.path not in found and seen is not None and seen.numel() == tokens * each.top_k:
-                found[each.path] = seen.reshape(-1, each.top_k).cpu()
-        return {path: index.sort(-1).values for path, index in found.items() if len(index) == tokens}
+        choices = dict(self._chosen)
+        for experts in self._experts:
+            last = self.choices_in_lists.last.get(experts.top_k)
+            if experts.path not in choices and last is not None and last.numel() == tokens * experts.top_k:
+                choices[experts.path] = last.reshape(-1, experts.top_k).cpu()
+        return {path: index.sort(-1).values for path, index in choices.items() if len(index) == tokens}
 
 
 class _TopK(TorchFunctionMode):

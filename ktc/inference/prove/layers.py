@@ -13,8 +13,8 @@ def chosen_layers(text: str | None, count: int) -> tuple[int, ...]:
         return tuple(range(count))
     chosen: set[int] = set()
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < count:
             message = f"`--layers` has `{part.strip()}`, and the model has layers 0 to {count - 1}"
             raise InputRefused(Diagnostic("N601", message, hint="write numbers and ranges: `0,3,10-12`"))

@@ -135,14 +135,14 @@ def _final(
             layers = models.layers_of(model)
             yield [logits(model, layers, tokens.ids, x, calls.returned) for x in inputs]
 
-    found = Sides(*ends())
-    at_head = Sides(*(side[0] for side in found))
+    sides = Sides(*ends())
+    at_head = Sides(*(side[0] for side in sides))
     row = compare("norm and head", "logits", False, Sides(*map(Output, at_head)), tokens)
     of_stock, of_ktc = _same_first(at_head)
     row = replace(row, agreement=of_ktc, stock_agreement=of_stock)
     if not carry:
         return FinalReport(row, None)
-    at_end = Sides(*(side[-1] for side in found))
+    at_end = Sides(*(side[-1] for side in sides))
     of_stock, of_ktc = _same_first(at_end)
     return FinalReport(row, Whole(Carried(*_errors(at_end)), of_ktc, of_stock))
 

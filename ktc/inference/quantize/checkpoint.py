@@ -93,8 +93,10 @@ def quantize(
         (work / _STATE).unlink()
         finish_folder(work)
         move_file(work, out)
-    index, found = original.index, state.finished.values()
-    weights, change, added = (math.fsum(getattr(each, name) for each in found) for name in Rounding.__slots__)
+    index, roundings = original.index, state.finished.values()
+    weights, change, added = (
+        math.fsum(getattr(rounding, name) for rounding in roundings) for name in Rounding.__slots__
+    )
     return QuantisedCheckpoint(
         path=out,
         quantised=len(selection.tensors),
@@ -123,15 +125,15 @@ def _claimed(work: Path) -> Generator[None]:
 
 
 def _frozen(selection: Selection, rounded: Mapping[str, Rounded]) -> Mapping[str, Int4Grid]:
-    """Return the grid of each tensor that training had rounded, and the adapter beside it."""
-    grids = {path: Int4Grid.parse(each.grid) for path, each in rounded.items() if each.is_frozen}
+    """Return the grid of each tensor that was frozen and rounded while the adapter trained."""
+    grids = {path: Int4Grid.parse(training.grid) for path, training in rounded.items() if training.is_frozen}
     return {name: grid for name, module in selection.modules.items() if (grid := grids.get(module)) is not None}
 
 
 def _identity(original: Original, scheme: Scheme, selection: Selection, grids: Mapping[str, Int4Grid]) -> str:
-    """Return a digest of all that decides the files: the original's, the adapter, the scheme, what is quantised."""
-    beside = sorted((name, str(grid)) for name, grid in grids.items())
-    digest = hashlib.sha256(f"{scheme} {beside} {original.adapter_digest}\n".encode())
+    """Return a digest of all inputs of the files: the original's files, the adapter, the scheme, the selection."""
+    frozen = sorted((name, str(grid)) for name, grid in grids.items())
+    digest = hashlib.sha256(f"{scheme} {frozen} {original.adapter_digest}\n".encode())
     folder = original.index.folder
     for file in original.index.files:
         status = (folder / file).stat()
@@ -142,14 +144,14 @@ def _identity(original: Original, scheme: Scheme, selection: Selection, grids: M
 
 
 class _State:
-    """The folder that is filled, and its finished files; it is emptied if they are of another run."""
+    """The folder that is filled, and its finished files. Files of another run are removed."""
 
     def __init__(self, work: Path, identity: str) -> None:
         self.work, self._identity = work, identity
         self.finished: dict[str, Rounding] = self._found()
         if not self.finished:
-            for each in work.iterdir():  # the folder itself is locked
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+            for left in work.iterdir():  # the folder itself is locked
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         self._save()
 
     def finish(self, file: str, rounding: Rounding) -> None:
@@ -157,7 +159,7 @@ class _State:
         self._save()
 
     def _save(self) -> None:
-        files = {file: asdict(each) for file, each in self.finished.items()}
+        files = {file: asdict(rounding) for file, rounding in self.finished.items()}
         write_file(self.work / _STATE, json.dumps({"identity": self._identity, "files": files}))
 
     def _found(self) -> dict[str, Rounding]:
@@ -165,10 +167,10 @@ class _State:
             state = json.loads(read_regular(self.work / _STATE).decode())
             if state["identity"] != self._identity:
                 return {}
-            files = {str(file): Rounding(**each) for file, each in state["files"].items()}
+            files = {str(file): Rounding(**rounding) for file, rounding in state["files"].items()}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
-        return {file: each for file, each in files.items() if (self.work / file).is_file()}
+        return {file: rounding for file, rounding in files.items() if (self.work / file).is_file()}
 
 
 def _write(
@@ -189,13 +191,13 @@ def _write(
             if file in state.finished:
                 done(sum(entry.end - entry.begin for entry in entries))
                 continue
-            with replaced_file(state.work / file) as beside:
-                rounding = write_shard(entries, selection.tensors, scheme, reader, beside, done, added)
+            with replaced_file(state.work / file) as unfinished:
+                rounding = write_shard(entries, selection.tensors, scheme, reader, unfinished, done, added)
             state.finish(file, rounding)
 
 
 def _of_file(index: CheckpointIndex, file: str) -> list[TensorEntry]:
-    return sorted((each for each in index.tensors.values() if each.file == file), key=lambda each: each.begin)
+    return sorted((entry for entry in index.tensors.values() if entry.file == file), key=lambda entry: entry.begin)
 
 
 def _write_config(work: Path, scheme: Scheme, selection: Selection) -> None:

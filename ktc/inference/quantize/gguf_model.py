@@ -1,7 +1,7 @@
 """`ktc export --gguf`: a model, with an adapter merged into it or not, as a GGUF file that llama.cpp and ktc load.
 
 In: a checkpoint or a compiled model of one, an adapter, and the type of matrices. Out: a folder with the file, or its
-shards, config.json and the tokenizer; or the file alone. Written beside and renamed when whole. Memory holds a band of
+shards, config.json and the tokenizer; or the file alone. It is renamed when it is whole. Memory holds a band of
 rows; names follow GGUF's convention.
 Refused: an existing target (A609), an unknown architecture (A606), an adapter that was trained beside rounded weights
 (Q505), and the errors of the plan and the rows (Q504, Q510, Q511).
@@ -10,8 +10,7 @@ Refused: an existing target (A609), an unknown architecture (A606), an adapter t
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -79,7 +78,7 @@ def write_gguf_model(
     if alone and shard_bytes:
         message = f"`{out.name}` is one file, and shards are several"
         raise InputRefused(Diagnostic("Q512", message, hint="name a folder: `-o FOLDER`"))
-    with refusing(out), _place(out, alone) as path:
+    with refusing(out), replaced_file(out) if alone else new_folder(out) as path:
         writer = gguf.GGUFWriter(path, architecture, split_max_size=shard_bytes)
         name = _describe(writer, gguf, original, plan, matrices)
         kind = add_tokenizer(writer, original.base.folder, original.base.model_type, _vocabulary(original))
@@ -89,17 +88,15 @@ def write_gguf_model(
             called = file_name(name, label_of(*_counts(original, plan)), encoding=_main_type(plan, matrices))
             writer.path = path / called
         _write(writer, gguf, original, plan, progress or (lambda done, total: None))
-        files = tuple(Path(each.name).name for each in writer.fout)
-        size = sum(Path(each.name).stat().st_size for each in writer.fout)
+        files = tuple(Path(file.name).name for file in writer.fout)
+        size = sum(Path(file.name).stat().st_size for file in writer.fout)
         if not alone:
             copy_others(original.base.folder, path)
             (path / INDEX_FILE).unlink(missing_ok=True)
             _write_config(path)
             settings = {"type": matrices, "shard_bytes": str(shard_bytes)}
             write_record(path, "gguf", original.base.folder, adapter, settings, files)
-    types: dict[str, int] = {}
-    for tensor in plan.tensors:
-        types[tensor.type] = types.get(tensor.type, 0) + 1
+    types = dict(Counter(tensor.type for tensor in plan.tensors))
     return WrittenFile(out, (out.name,) if alone else files, len(plan.tensors), types, size, kind, plan.left_out, notes)
 
 
@@ -111,12 +108,6 @@ def _write_config(folder: Path) -> None:
         write_file(path, json.dumps(config, indent=2) + "\n")
 
 
-@contextmanager
-def _place(out: Path, alone: bool) -> Generator[Path]:
-    with replaced_file(out) if alone else new_folder(out) as beside:
-        yield beside
-
-
 def _vocabulary(original: Original) -> int:
     config: Any = original.base.config.get_text_config()
     return int(config.vocab_size)
@@ -124,10 +115,10 @@ def _vocabulary(original: Original) -> int:
 
 def _main_type(plan: FilePlan, matrices: MatrixType) -> str:
     """Return the type by which the file is known: Q4_0 if most of its weights are."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for tensor in plan.tensors:
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
-    return Q4_0 if sizes.get(Q4_0, 0) > sizes.get(matrices, 0) else matrices
+        sizes[tensor.type] += tensor.nbytes
+    return Q4_0 if sizes[Q4_0] > sizes[matrices] else matrices
 
 
 def _counts(original: Original, plan: FilePlan) -> tuple[int, int, int]:
@@ -178,12 +169,12 @@ def _write(writer: Any, gguf: Any, original: Original, plan: FilePlan, progress:
 
 def _write_tensor(tensor: FileTensor, original: Original, rows: Any, stored: TensorReader, file: Any) -> int:
     if tensor.type == Q4_0:
-        found = codes_of(tensor, dict(original.weights.coded), original.stored, stored)
+        bands = codes_of(tensor, dict(original.weights.coded), original.stored, stored)
     else:
-        found = rows_of(tensor, rows)
+        bands = rows_of(tensor, rows)
     written = 0
-    for each in found:
-        file.write(each.data if each.flags.c_contiguous else each.tobytes())
-        written += each.nbytes
+    for band in bands:
+        file.write(band.data if band.flags.c_contiguous else band.tobytes())
+        written += band.nbytes
     assert written == tensor.nbytes, f"{tensor.name}: {written} bytes, not {tensor.nbytes}"
     return written

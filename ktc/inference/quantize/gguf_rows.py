@@ -20,9 +20,8 @@ from ktc.inference.quantize.gguf_tensors import Q4_0, FileTensor, Piece
 from ktc.model.checkpoint.index import CheckpointIndex
 from ktc.model.checkpoint.int4 import unpacked
 from ktc.model.checkpoint.quantised import StoredWeight
-from ktc.model.checkpoint.reader import RowReader, TensorReader
+from ktc.model.checkpoint.reader import RowReader, TensorReader, bands
 
-_BAND: Final = 1 << 22  # weights that are held at once
 _FLOATS: Final = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _BLOCK: Final = 32
 
@@ -45,7 +44,7 @@ def codes_of(
         scales = index.tensors[weight.quantised.scale.key]
         per_group = weight.quantised.block[1] // _BLOCK
         rows, columns = weight.quantised.shape
-        for run in _runs(rows, columns):
+        for run in bands(rows, columns):
             codes = unpacked(reader.read(weight.entry, run), columns)
             blocks = q4_0_blocks(codes, reader.read(scales, run).repeat_interleave(per_group, 1))
             if blocks is None:
@@ -73,12 +72,13 @@ def q4_0_blocks(codes: Tensor, scales: Tensor) -> Tensor | None:
 def _weights(piece: Piece, reader: RowReader) -> Iterator[Tensor]:
     entry = piece.entry
     if not piece.is_plain:
-        whole = reader.read(entry) if piece.expert is None else reader.read(entry, _one(piece.expert))[0]
-        yield _laid_out(whole, piece)
+        expert = piece.expert
+        matrix = reader.read(entry) if expert is None else reader.read(entry, slice(expert, expert + 1))[0]
+        yield _laid_out(matrix, piece)
     elif len(entry.shape) < 2:
         yield reader.read(entry).reshape(1, -1)
     else:
-        for run in _runs(*entry.shape):
+        for run in bands(*entry.shape):
             yield reader.read(entry, run)
 
 
@@ -113,13 +113,3 @@ def _stored(weights: Tensor, kind: str, name: str) -> np.ndarray[Any, Any]:
     from gguf.quants import quantize
 
     return cast("Any", quantize)(values.contiguous().numpy(), GGMLQuantizationType[kind.upper()])
-
-
-def _runs(rows: int, columns: int) -> Iterator[slice]:
-    band = max(1, _BAND // max(1, columns))
-    for first in range(0, rows, band):
-        yield slice(first, min(first + band, rows))
-
-
-def _one(number: int) -> slice:
-    return slice(number, number + 1)

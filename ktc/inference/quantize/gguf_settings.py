@@ -55,10 +55,10 @@ def add_settings(writer: Any, base: BaseModel, architecture: str) -> tuple[str, 
 
 def _require_same_model(config: Any, architecture: str) -> None:
     normalises = _NORMALISES.get(architecture)
-    found = bool(getattr(config, "norm_topk_prob", normalises))
-    if normalises is not None and found != normalises:
+    wanted = bool(getattr(config, "norm_topk_prob", normalises))
+    if normalises is not None and wanted != normalises:
         message = (
-            f"config.json has `norm_topk_prob` = {found}, and llama.cpp computes `{architecture}` with {normalises}"
+            f"config.json has `norm_topk_prob` = {wanted}, and llama.cpp computes `{architecture}` with {normalises}"
         )
         raise InputRefused(Diagnostic("Q510", message, hint="the model has no GGUF form; use it with ktc"))
 

@@ -10,6 +10,7 @@ form that only the model's code converts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -65,10 +66,8 @@ class FileTensor:
     @property
     def nbytes(self) -> int:
         """The bytes of its data, without padding."""
-        block, numbers = block_of(self.type), 1
-        for size in self.shape:
-            numbers *= size
-        return numbers // block.weights * block.bytes
+        block = block_of(self.type)
+        return math.prod(self.shape) // block.weights * block.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +88,18 @@ def plan_file(original: Original, architecture: str, matrices: str) -> FilePlan:
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
     tensors: list[FileTensor] = []
     for name, tensor in targets.items():
-        found = places.get(name, {})
-        if not found:
+        stored = places.get(name, {})
+        if not stored:
             if name not in pairs:
                 problems.append(_problem(f"the checkpoint has no tensor of `{name}`", why))
             continue
         try:
-            tensors += _tensors(base, name, tuple(tensor.shape), found, architecture, name_of, original.weights.coded)
+            tensors += _tensors(base, name, tuple(tensor.shape), stored, architecture, name_of, original.weights.coded)
         except _Refused as error:
             problems.append(_problem(str(error), "merge or convert it with the tools of its own format"))
     if problems:
         raise InputRefused(*problems[:10])
-    typed = (replace(each, type=_type(each, original, matrices)) for each in tensors)
+    typed = (replace(untyped, type=_type(untyped, original, matrices)) for untyped in tensors)
     return FilePlan(tuple(typed), tuple(left_out))
 
 
@@ -129,9 +128,9 @@ def _places(
             part = spot.part if spot.expert is not None and spot.part in ("gate", "up") else ""
             places.setdefault(spot.target, {})[spot.expert, part] = entry
     for copy, kept in pairs.items():
-        found = places.pop(copy, None)
-        if found is not None:
-            places.setdefault(kept, found)
+        stored = places.pop(copy, None)
+        if stored is not None:
+            places.setdefault(kept, stored)
     return places, problems, left_out
 
 
@@ -140,17 +139,17 @@ def _problem(message: str, hint: str) -> Diagnostic:
 
 
 def _tensors(
-    base: BaseModel, name: str, shape: tuple[int, ...], found: _Stored, architecture: str,
+    base: BaseModel, name: str, shape: tuple[int, ...], stored: _Stored, architecture: str,
     name_of: Callable[[str], str | None], coded: Container[str],
 ) -> Iterator[FileTensor]:  # fmt: skip
     target = base.targets.get(name)
     if target is not None and target.experts:
-        yield from _stacks(target, found, coded)
+        yield from _stacks(target, stored, coded)
         return
-    entry = found.get((None, ""))
+    entry = stored.get((None, ""))
     leaf = name.removesuffix(".weight").rpartition(".")[2]
     if entry is None or entry.shape != shape:
-        raise _Refused(f"`{name}` is stored as {listing(sorted(each.name for each in found.values()), 2)}")
+        raise _Refused(f"`{name}` is stored as {listing(sorted(part.name for part in stored.values()), 2)}")
     stack = base.targets.get(name.removesuffix("_bias"))
     if stack is not None and stack.experts and name.endswith("_bias"):
         yield from _biases(stack, entry)
@@ -165,53 +164,53 @@ def _tensors(
     yield FileTensor(called, shape, "", (Piece(entry, heads=heads),))
 
 
-def _stacks(target: Target, found: _Stored, coded: Container[str]) -> Iterator[FileTensor]:
+def _stacks(target: Target, stored: _Stored, coded: Container[str]) -> Iterator[FileTensor]:
     """Yield the stacks of gate and up, or of one matrix per expert, from matrices or from one stack.
 
-    Codes of a stack are (experts, out, in) also where the model holds it transposed.
+    Codes of a stack are (experts, out, in) also where the model has it transposed.
     """
-    layer = next(part for part in target.name.split(".") if part.isdigit())
-    parts = ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),)
-    rows = target.out_features // len(parts)
-    for number, part in enumerate(parts):
-        whole = found.get((None, ""))
+    whole = stored.get((None, ""))
+    for part, rows, span in _parts(target):
         if whole is not None:
             transposed = target.transposed and whole.name not in coded
-            span = _span(target, number, len(parts))
             pieces = tuple(Piece(whole, expert, transposed, span) for expert in range(target.experts))
         else:
-            key = part if len(parts) > 1 else ""
-            entries = [found.get((expert, key)) for expert in range(target.experts)]
-            pieces = tuple(Piece(each) for each in entries if each is not None)
+            entries = [stored.get((expert, part if span else "")) for expert in range(target.experts)]
+            pieces = tuple(Piece(matrix) for matrix in entries if matrix is not None)
             if len(pieces) != target.experts:
                 raise _Refused(f"the checkpoint has {len(pieces)} of {target.experts} matrices of `{target.name}`")
-        yield FileTensor(f"blk.{layer}.ffn_{part}_exps.weight", (target.experts, rows, target.in_features), "", pieces)
+        yield FileTensor(f"{_expert_stem(target, part)}.weight", (target.experts, rows, target.in_features), "", pieces)
 
 
-def _span(target: Target, number: int, parts: int) -> tuple[int, int, int] | None:
-    """Return the first row, the step and the count of one of the `parts` of a stack's outputs."""
-    rows = target.out_features // parts
-    if parts == 1:
-        return None
-    return (number, parts, rows) if target.interleaved else (number * rows, 1, rows)
+def _parts(target: Target) -> Iterator[tuple[str, int, tuple[int, int, int] | None]]:
+    """Yield the parts of a stack's outputs: name, rows, and (first, step, count) of the rows, None for all of them."""
+    names = ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),)
+    rows = target.out_features // len(names)
+    for number, name in enumerate(names):
+        span = (number, len(names), rows) if target.interleaved else (number * rows, 1, rows)
+        yield name, rows, span if len(names) > 1 else None
+
+
+def _expert_stem(target: Target, part: str) -> str:
+    return f"blk.{_layer_of(target.name)}.ffn_{part}_exps"
+
+
+def _layer_of(name: str) -> str:
+    return next(part for part in name.split(".") if part.isdigit())
 
 
 def _biases(target: Target, entry: TensorEntry) -> Iterator[FileTensor]:
     """Yield the biases (experts, out) of a stack's matrices, gate and up apart."""
-    layer = next(part for part in target.name.split(".") if part.isdigit())
-    parts = ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),)
-    rows = target.out_features // len(parts)
-    for number, part in enumerate(parts):
-        span = _span(target, number, len(parts))
+    for part, rows, span in _parts(target):
         pieces = tuple(Piece(entry, expert, rows=span) for expert in range(target.experts))
-        yield FileTensor(f"blk.{layer}.ffn_{part}_exps.bias", (target.experts, rows), "", pieces)
+        yield FileTensor(f"{_expert_stem(target, part)}.bias", (target.experts, rows), "", pieces)
 
 
 def _latent(base: BaseModel, name: str, entry: TensorEntry) -> Iterator[FileTensor]:
     config: Any = base.config.get_text_config()
-    layer = next(part for part in name.split(".") if part.isdigit())
+    layer = _layer_of(name)
     heads, keys, values, latent = (
-        int(getattr(config, each)) for each in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
+        int(getattr(config, size)) for size in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
     )
     of_keys = Piece(entry, latent=(heads, 0, keys), turned=True)
     yield FileTensor(f"blk.{layer}.attn_k_b.weight", (heads, latent, keys), "", (of_keys,))
@@ -233,19 +232,15 @@ def _is_q4_0(piece: Piece, original: Original) -> bool:
     coded = original.weights.coded.get(piece.entry.name)
     if coded is None or coded.quantised is None or piece.entry.name in original.additions:
         return False
-    found = coded.quantised
+    quantised = coded.quantised
     plain = piece.expert is None and not piece.transposed and piece.latent is None
-    whole = found.block[0] == 1 and found.block[1] % 32 == 0 and found.shape[-1] % found.block[1] == 0
-    return plain and whole and found.method == "int4" and found.zero_point is None
+    whole = quantised.block[0] == 1 and quantised.block[1] % 32 == 0 and quantised.shape[-1] % quantised.block[1] == 0
+    return plain and whole and quantised.method == "int4" and quantised.zero_point is None
 
 
 def parameters(tensors: Iterable[FileTensor]) -> tuple[int, int]:
     """Return the numbers of weights outside of routed experts, and in them."""
-    shared = experts = 0
+    counts = {True: 0, False: 0}
     for tensor in tensors:
-        count = tensor.nbytes // block_of(tensor.type).bytes * block_of(tensor.type).weights
-        if "_exps." in tensor.name:
-            experts += count
-        else:
-            shared += count
-    return shared, experts
+        counts["_exps." in tensor.name] += math.prod(tensor.shape)
+    return counts[False], counts[True]

@@ -16,7 +16,7 @@ from ktc.foundation.regular_files import read_regular
 
 NONE: Final = "none"
 _BPE, _SENTENCE_PIECE = "gpt2", "llama"
-# The splitting of text before BPE, by the model's type. Tokenizers that split as GPT-2 does are told by their file.
+# The splitting of text before BPE, by the model's type. The file shows whether a tokenizer splits as GPT-2 does.
 _SPLITTING: Final[Mapping[str, str]] = {
     "qwen2_moe": "qwen2",
     "qwen3_moe": "qwen2",
@@ -72,10 +72,10 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[bytes], list[in
     by_number: dict[int, tuple[str, int]] = {
         number: (text, _BYTE if _is_byte(text) else _NORMAL) for text, number in content["model"]["vocab"].items()
     }
-    for each in content.get("added_tokens") or ():
-        by_number[each["id"]] = (each["content"], _CONTROL if each.get("special") else _USER_DEFINED)
-    found = [by_number.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(size)]
-    return [text.encode() for text, _ in found], [kind for _, kind in found]
+    for token in content.get("added_tokens") or ():
+        by_number[token["id"]] = (token["content"], _CONTROL if token.get("special") else _USER_DEFINED)
+    tokens = [by_number.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(size)]
+    return [text.encode() for text, _ in tokens], [kind for _, kind in tokens]
 
 
 def _is_byte(text: str) -> bool:

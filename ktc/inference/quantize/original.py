@@ -1,9 +1,9 @@
 """The weights that a quantised checkpoint is made of: those of a checkpoint, with a merged adapter added to them.
 
 In: a checkpoint or a compiled model of one, and an adapter. Out: an `Original`: an index of weights in full precision,
-and a reader of their rows. What an adapter was trained beside decides what merging it means (`trained_grids`).
-Refused: weights that are quantised already (Q501), a merge that rounds them again and was not asked for (Q505), and
-what `plan_additions` refuses.
+and a reader of their rows. The weights that training saw decide what merging an adapter means (`trained_grids`).
+Refused: weights that are quantised already (Q501), a merge that rounds them again without a request for it (Q505), and
+the refusals of `plan_additions`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.index import CheckpointIndex, open_index
 from ktc.model.checkpoint.int4 import Int4Grid
 from ktc.model.checkpoint.reader import RowReader, TensorReader
+from ktc.model.hf.stock_model import quantization_config_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def open_original(model: Path, adapter: Path | None) -> Original:
     index = open_index(base.folder)
     if index.gguf is not None:
         raise InputRefused(_quantised(base, "a GGUF file"))
-    config = _quantisation(base)
+    config = quantization_config_of(base.config)
     weights = FullPrecision(index, config)
     added = plan_additions(place(opened, base), weights.index) if opened else dict[str, Addition]()
     return Original(base, index, weights.index, config, weights, opened, added)
@@ -89,12 +90,6 @@ def require_one_rounding(original: Original, requantise: bool) -> None:
         raise InputRefused(_quantised(original.base, "quantised already"))
     if original.config is not None and not requantise:
         raise InputRefused(rounds_again(f"the quantised weights of `{original.base.name}`"))
-
-
-def _quantisation(base: BaseModel) -> Mapping[str, Any] | None:
-    configs = (base.config, base.config.get_text_config())
-    found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
-    return cast("Mapping[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
 def _quantised(base: BaseModel, what: str) -> Diagnostic:
@@ -110,5 +105,5 @@ class _RoundedReader:
 
     def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
         """Return the tensor, or the `rows` of its first dimension (no step), in the dtype of `entry`."""
-        found, grid = self._rows.read(entry, rows), self._grids.get(entry.name)
-        return found if grid is None or not found.numel() else grid.rounded(found)
+        weights, grid = self._rows.read(entry, rows), self._grids.get(entry.name)
+        return weights if grid is None or not weights.numel() else grid.rounded(weights)

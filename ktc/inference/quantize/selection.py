@@ -56,7 +56,7 @@ def select(
     find = placer(base.model, base.model.state_dict())
     linears = _linears(base)
     chosen: dict[str, TensorEntry] = {}
-    found: dict[str, str] = {}
+    owners: dict[str, str] = {}
     stacks: list[str] = []
     for entry in index.tensors.values():
         place = find(entry.name)
@@ -70,7 +70,7 @@ def select(
         elif len(entry.shape) != 2 or not entry.name.endswith(_WEIGHT) or entry.dtype not in _FLOATS:
             continue
         elif experts or place.target in linears:
-            found[entry.name] = module
+            owners[entry.name] = module
             if module in trained if modules == "trained" else experts or modules == "linears":
                 chosen[entry.name] = entry
     if stacks or not chosen:
@@ -78,7 +78,7 @@ def select(
     undivided = [entry for entry in chosen.values() if entry.shape[1] % _size(entry, scheme)]
     if undivided:
         raise InputRefused(_undivided(undivided, scheme))
-    return Selection(chosen, _ignored(index.tensors.values(), chosen), found)
+    return Selection(chosen, _ignored(index.tensors.values(), chosen), owners)
 
 
 def _size(entry: TensorEntry, scheme: Scheme) -> int:
@@ -140,7 +140,7 @@ def _nothing(base: BaseModel, stacks: list[str], modules: Modules) -> Diagnostic
 def _undivided(entries: Iterable[TensorEntry], scheme: Scheme) -> Diagnostic:
     """Name each kind of matrix once, with `*` for the numbers of layers and experts."""
     columns = {_NUMBER.sub("*", entry.name): entry.shape[1] for entry in entries}
-    told = ", ".join(f"the {count} columns of `{name}`" for name, count in list(columns.items())[:_SHOWN])
+    kinds = ", ".join(f"the {count} columns of `{name}`" for name, count in list(columns.items())[:_SHOWN])
     more = f", and those of {len(columns) - _SHOWN} other kinds" if len(columns) > _SHOWN else ""
-    message = f"groups of {scheme.group} do not divide {told}{more}"
+    message = f"groups of {scheme.group} do not divide {kinds}{more}"
     return Diagnostic("Q503", message, hint="`--scheme int4-channel` has one scale per row")

@@ -12,22 +12,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO
 
 import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.inference.quantize.scheme import Scheme
-from ktc.model.checkpoint.header import TensorEntry
+from ktc.model.checkpoint.header import STORED_DTYPES, TensorEntry
 from ktc.model.checkpoint.int4 import packed, quantised
-from ktc.model.checkpoint.reader import RowReader
-
-_BAND: Final = 1 << 22  # values that are held at once
-_NAMES: Final = {
-    "bf16": "BF16", "f16": "F16", "f32": "F32", "f64": "F64", "fp8": "F8_E4M3", "fp8_e5m2": "F8_E5M2",
-    "e8m0": "F8_E8M0", "i64": "I64", "i32": "I32", "i16": "I16", "i8": "I8", "u8": "U8", "bool": "BOOL",
-}  # fmt: skip
+from ktc.model.checkpoint.reader import RowReader, bands
 
 
 @dataclass(slots=True)
@@ -45,7 +39,7 @@ Parts = tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype as stor
 def stored_parts(entry: TensorEntry, scheme: Scheme | None) -> Parts:
     """Return the tensors that are written for one of the original, which is quantised where there is a scheme."""
     if scheme is None:
-        return ((entry.name, _NAMES[entry.dtype], entry.shape, entry.end - entry.begin),)
+        return ((entry.name, STORED_DTYPES[entry.dtype], entry.shape, entry.end - entry.begin),)
     rows, columns = entry.shape
     words, groups = -(-columns // 8), columns // (columns if scheme.group == -1 else scheme.group)
     scale = "F16" if entry.dtype == "f16" else "BF16"
@@ -90,18 +84,18 @@ def write_shard(
 def _quantise(entry: TensorEntry, scheme: Scheme, reader: RowReader, out: IO[bytes], rounding: Rounding) -> None:
     rows, columns = entry.shape
     scales: list[Tensor] = []
-    for run in _bands(rows, columns):
+    for run in bands(rows, columns):
         weight = reader.read(entry, run)
         try:
-            found = quantised(weight, scheme.group)
+            rounded = quantised(weight, scheme.group)
         except ValueError as error:
             hint = "find out how it was trained or saved; INT4 has no code for such a value"
             raise InputRefused(Diagnostic("Q504", f"`{entry.name}`: {error}", hint=hint)) from error
-        _put(packed(found.codes), out)
-        scales.append(found.scales)
+        _put(packed(rounded.codes), out)
+        scales.append(rounded.scales)
         exact = weight.to(torch.float32, copy=True)
         rounding.weights += float(exact.square().sum())
-        rounding.change += float(exact.sub_(found.weight(torch.float32)).square().sum())
+        rounding.change += float(exact.sub_(rounded.weight(torch.float32)).square().sum())
     _put(torch.cat(scales), out)
     _put(torch.tensor([rows, columns], dtype=torch.int64), out)
 
@@ -111,13 +105,8 @@ def _copy(entry: TensorEntry, reader: RowReader, out: IO[bytes]) -> None:
         _put(reader.read(entry), out)
         return
     of_row = max(1, (entry.end - entry.begin) // max(1, entry.shape[0]))
-    for run in _bands(entry.shape[0], of_row):
+    for run in bands(entry.shape[0], of_row):
         _put(reader.read(entry, run), out)
-
-
-def _bands(rows: int, width: int) -> list[slice]:
-    band = max(1, _BAND // max(1, width))
-    return [slice(first, min(first + band, rows)) for first in range(0, rows, band)]
 
 
 def _put(tensor: Tensor, out: IO[bytes]) -> None:

@@ -1,10 +1,10 @@
-"""What training rounded, and whether a merge may round it again.
+"""The weights that training rounded, and whether a merge may round them again.
 
-In: the record beside an adapter (`adapter_ktc.json`), or the recipe of a compiled model where an adapter has none.
-Out: by module, the grid, and whether a frozen base was rounded, beside which the adapter is exact, or the sums that a
-merge writes.
-Refused: a merge that rounds again and was not asked for (Q505), and a scheme or modules that are not those of training
-(Q506).
+In: the record of an adapter (`adapter_ktc.json`), or the recipe of a compiled model where an adapter has none. Out: by
+module, the grid, and what was rounded: a frozen base, to which the adapter is added exactly, or the sums that a merge
+writes.
+Refused: a merge that rounds again without a request for it (Q505), and another scheme or other modules than those of
+training (Q506).
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ def rounded_in_training(model: Path, adapter: Path | None) -> Mapping[str, Round
     recorded = None if adapter is None else rounded_modules(adapter)
     if adapter is None or recorded is None:
         return _of_program(model)
-    found: dict[str, Rounded] = {}
+    modules: dict[str, Rounded] = {}
     for path, words in recorded.items():
         if not words.endswith(STORED):
             grid = words.removesuffix(MERGED).removesuffix(TRAINED)
-            found[path] = Rounded(grid, grid == words, f"training with `{adapter.name}`")
-    return found
+            modules[path] = Rounded(grid, grid == words, f"training with `{adapter.name}`")
+    return modules
 
 
 def _of_program(model: Path) -> Mapping[str, Rounded]:
     rewrites = compiled.read_manifest(model).rewrites if (model / compiled.FILE).is_file() else ()
     return {
-        each.fqn: Rounded(grid, not (each.args.get("merged") or each.args.get("masters")), f"`{each.rule}`")
-        for each in rewrites
-        if (grid := str(each.args.get("grid") or ""))
+        rewrite.fqn: Rounded(grid, not (rewrite.args.get("merged") or rewrite.args.get("masters")), f"`{rewrite.rule}`")
+        for rewrite in rewrites
+        if (grid := str(rewrite.args.get("grid") or ""))
     }
 
 
 def merged_grid(rounded: Mapping[str, Rounded], hint: str = _BESIDE) -> str:
     """Return the grid of the sums or trained weights that a merge writes, "" for none.
 
-    Raises InputRefused (Q505) where a frozen base was rounded, beside which the adapter is exact.
+    Raises InputRefused (Q505) where a frozen base was rounded, to which the adapter is added exactly.
     """
-    frozen = next(((path, each) for path, each in rounded.items() if each.is_frozen), None)
+    frozen = next(((path, module) for path, module in rounded.items() if module.is_frozen), None)
     if frozen is not None:
         raise InputRefused(rounds_again(f"weights that {frozen[1].by} rounded at `{frozen[0]}`", hint))
-    return " and ".join(dict.fromkeys(each.grid for each in rounded.values()))
+    return " and ".join(dict.fromkeys(module.grid for module in rounded.values()))
 
 
 def require_trained_grid(rounded: Mapping[str, Rounded], taken: Collection[str], scheme: Scheme, modules: str) -> None:
@@ -71,8 +71,8 @@ def require_trained_grid(rounded: Mapping[str, Rounded], taken: Collection[str],
         raise InputRefused(Diagnostic("Q506", message, hint="use the scheme of the program, or `ktc merge` alone"))
     if not rounded:
         return
-    more = [path for path in taken if not any(_within(path, each) for each in rounded)]
-    less = [path for path in rounded if not any(_within(each, path) for each in taken)]
+    more = [path for path in taken if not any(_within(path, module) for module in rounded)]
+    less = [path for path in rounded if not any(_within(module, path) for module in taken)]
     if more or less:
         what = f"did not round {listing(more, 2)}" if more else f"rounded {listing(less, 2)} too"
         message = f"training {what}, and `--modules {modules}` {'does' if more else 'does not'}"
@@ -83,7 +83,7 @@ def _within(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
 
 
-def rounds_again(beside: str, hint: str = _BESIDE) -> Diagnostic:
+def rounds_again(weights: str, hint: str = _BESIDE) -> Diagnostic:
     """Return the refusal (Q505) of a merge with weights that were rounded before."""
-    message = f"the adapter was trained beside {beside}, and a merge rounds the sum of both again"
+    message = f"the adapter was trained beside {weights}, and a merge rounds the sum of both again"
     return Diagnostic("Q505", message, hint=hint)

@@ -1,7 +1,7 @@
 """Verification of converted checkpoints: merged, INT4 and GGUF folders.
 
 In: a folder with the record of its conversion. Out: a `Finding` per file of weights: its digest, and with `source` also
-whether converting the original again gives the same bytes. That writes the files once more, beside the folder, and
+whether converting the original again gives the same bytes. That writes the files once more, next to the folder, and
 removes them.
 """
 
@@ -32,24 +32,24 @@ def verify_conversion(
     `model` names the original if it has moved. Raises InputRefused (Q513, and what the conversion refuses).
     """
     made = read_record(folder)
-    found = [_compared("weights", folder / file, expected) for file, expected in made.files.items()]
-    return (*found, *(_against_source(folder, made, model or Path(made.model), progress) if source else ()))
+    recorded = [_compared("weights", folder / file, expected) for file, expected in made.files.items()]
+    return (*recorded, *(_against_source(folder, made, model or Path(made.model), progress) if source else ()))
 
 
 def _compared(name: str, path: Path, expected: str) -> Finding:
     if not path.is_file():
         return Finding(name, "missing", f"no `{path.name}`", _AGAIN)
-    found = file_digest(path)
-    if found == expected:
-        return Finding(name, "good", f"{path.name}, sha256 {found[:12]}")
-    return Finding(name, "altered", f"{path.name}: expected sha256 {expected[:12]}, found {found[:12]}", _AGAIN)
+    digest = file_digest(path)
+    if digest == expected:
+        return Finding(name, "good", f"{path.name}, sha256 {digest[:12]}")
+    return Finding(name, "altered", f"{path.name}: expected sha256 {expected[:12]}, found {digest[:12]}", _AGAIN)
 
 
 def _against_source(folder: Path, made: Conversion, model: Path, progress: Progress | None) -> Iterator[Finding]:
-    with refusing(folder), folder_beside(folder.absolute()) as beside:
-        _convert(made, model, beside / "again", progress)
+    with refusing(folder), folder_beside(folder.absolute()) as scratch:
+        _convert(made, model, scratch / "again", progress)
         for file, expected in made.files.items():
-            yield _compared("converted again", beside / "again" / file, expected)
+            yield _compared("converted again", scratch / "again" / file, expected)
 
 
 def _convert(made: Conversion, model: Path, out: Path, progress: Progress | None) -> None:

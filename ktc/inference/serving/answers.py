@@ -74,11 +74,11 @@ class Answers(GenerateManager):
         port: Any = _Port(whole.future)
         self._start(request, whole)
         try:
-            found: Any = await super().generate_non_streaming(port, processor, inputs, gen_config, *more, **named)
+            answer: Any = await super().generate_non_streaming(port, processor, inputs, gen_config, *more, **named)
         except asyncio.CancelledError:
             self.cancel(request.name)
             raise
-        text, *rest = found
+        text, *rest = answer
         return HeldText(request.stop).add(text, complete=True), *rest
 
     def cancel(self, name: str) -> None:
@@ -254,8 +254,8 @@ class _UntilStop:
 
 
 def _stop_texts(config: Any) -> tuple[str, ...]:
-    found: Any = config.stop_strings
-    return () if not found else (found,) if isinstance(found, str) else tuple(found)
+    texts: Any = config.stop_strings
+    return () if not texts else (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def _plain(error: str) -> str:

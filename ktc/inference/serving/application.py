@@ -130,11 +130,11 @@ class _Models(ModelManager):
         return model_id
 
     def load_model_and_processor(self, model_id: str, *_: Any, **__: Any) -> Any:
-        found = self._models.names.get(model_id)
-        if found is None:
+        served = self._models.names.get(model_id)
+        if served is None:
             message = f"there is no model `{model_id[:60]}`; /v1/models lists {', '.join(self._models.names)}"
             raise RequestRefused(404, message, "model_not_found", "model")
-        return found.opened.model, found.opened.tokenizer
+        return served.opened.model, served.opened.tokenizer
 
     @staticmethod
     def get_model_modality(*_: Any, **__: Any) -> Modality:

@@ -75,7 +75,7 @@ class RowBatch:
 
     def step(self) -> Tensor:
         """Read the last token of every sequence; return the logits of the next."""
-        ids = torch.tensor([[each.tokens[-1]] for each in self.running], device=self._runner.device)
+        ids = torch.tensor([[generation.tokens[-1]] for generation in self.running], device=self._runner.device)
         self._rows.begin_step()
         native = None if self._native is None else self._native.logits(self._rows, ids)
         logits = self._eager(ids) if native is None else native
@@ -125,8 +125,8 @@ class UnbatchedSequences:
         """Read the last token of every sequence; return the logits of the next."""
         device = self._runner.device
         return torch.cat([
-            self._runner.logits(torch.tensor([each.tokens[-1:]], device=device), cache, None, None)
-            for each, cache in zip(self.running, self._caches, strict=True)
+            self._runner.logits(torch.tensor([generation.tokens[-1:]], device=device), cache, None, None)
+            for generation, cache in zip(self.running, self._caches, strict=True)
         ])  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.models import LoadedAdapters
 from ktc.inference.serving.request import End, Event, Limits, Refused, Request
-from ktc.inference.serving.worker import Adapters, Emit, Worker, failed
+from ktc.inference.serving.worker import Emit, Worker, failed
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -33,7 +34,7 @@ class _Change(NamedTuple):
 class Engine:
     """`emit` is called on the engine's thread and must return soon."""
 
-    def __init__(self, runner: ModelRunner, limits: Limits, emit: Emit, adapters: Adapters | None = None) -> None:
+    def __init__(self, runner: ModelRunner, limits: Limits, emit: Emit, adapters: LoadedAdapters | None = None) -> None:
         self.limits = limits
         self.max_length = _max_length(runner, limits)
         """The longest sequence that the cache has room for; None without a limit."""

@@ -7,25 +7,19 @@ missing here are refused, never ignored; fields for the caller's own records (`u
 from __future__ import annotations
 
 import inspect
-import json
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Final, Literal, Required, cast
 
+from pydantic import AfterValidator, Discriminator, Field, Json, Tag, TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
 from ktc.inference.generate.prompts import ROLES
 from ktc.inference.serving.refusals import RequestRefused
 
-MOST_MESSAGES: Final = 2048
-MOST_TOOLS: Final = 128
-MOST_STOPS: Final = 4
-LONGEST_STOP: Final = 256  # characters
-MOST_BIASES: Final = 300
-MOST_VARIABLES: Final = 32  # of a chat template
-COLDEST: Final = 1e-3  # the smallest temperature above 0: scores divided by less are infinite in fp32
-_LARGEST_COUNT: Final = 2**31 - 1
-_TEXT_PARTS: Final = ("text", "input_text", "output_text")
+COLDEST: Final = 1e-3  # the smallest temperature above 0: logits divided by less are infinite in fp32
+_MAX_TURNS: Final = 2048
 # Arguments of rendering and of the tokenizer; what a template's own variables may be called is open.
 _TOKENIZER: Final[Any] = PreTrainedTokenizerBase
 _RESERVED: Final = frozenset({
@@ -33,179 +27,227 @@ _RESERVED: Final = frozenset({
     *inspect.signature(_TOKENIZER.__call__).parameters,
     "messages", "load_audio_from_video", "num_frames", "raise_exception", "strftime_now",
 })  # fmt: skip
-
-Check = Callable[[Any], bool]
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(cast("float", value))
-
-
-def _is_within(low: float, high: float) -> Check:
-    return lambda value: _is_number(value) and low <= value <= high
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 < value <= _LARGEST_COUNT
-
-
-def _is_exactly(wanted: object) -> Check:
-    return lambda value: type(value) is type(wanted) and value == wanted
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _anything(_: object) -> bool:
-    return True
-
-
-def _are_stops(value: object) -> bool:
-    texts = [value] if isinstance(value, str) else value
-    return (
-        isinstance(texts, list)
-        and 0 < len(cast("list[Any]", texts)) <= MOST_STOPS
-        and all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in cast("list[Any]", texts))
-    )
-
-
-def _are_biases(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(cast("dict[str, Any]", value)) <= MOST_BIASES
-        and all(
-            len(token) < 10 and token.isascii() and token.isdigit() and _is_within(-100, 100)(bias)
-            for token, bias in cast("dict[str, Any]", value).items()
-        )
-    )
-
-
-def _are_tools(value: object) -> bool:
-    tools = cast("list[Any]", value) if isinstance(value, list) else [None]
-    return len(tools) <= MOST_TOOLS and all(_is_tool(tool) for tool in tools)
-
-
-def _is_tool(tool: Any) -> bool:
-    if not (isinstance(tool, dict) and cast("dict[str, Any]", tool).get("type") == "function"):
-        return False
-    function: Any = cast("dict[str, Any]", tool).get("function", tool)  # the Responses API has it flat
-    return isinstance(function, dict) and isinstance(cast("dict[str, Any]", function).get("name"), str)
-
-
-def _are_variables(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(cast("dict[str, Any]", value)) <= MOST_VARIABLES
-        and all(
-            name.isidentifier() and name not in _RESERVED and not name.endswith("_token")
-            and (held is None or type(held) in (str, bool, int, float))
-            for name, held in cast("dict[str, Any]", value).items()
-        )
-    )  # fmt: skip
-
-
-_OF_ALL: Final[Mapping[str, Check]] = {
-    "model": _is_text,
-    "temperature": lambda v: _is_exactly(0)(v) or _is_exactly(0.0)(v) or _is_within(COLDEST, 2)(v),
-    "top_p": lambda v: _is_within(0, 1)(v) and v > 0,
-    "stream": lambda v: isinstance(v, bool),
-    "user": _is_text,
-    "metadata": _is_object,
-    "store": lambda v: isinstance(v, bool),
-    "service_tier": _is_text,
-    "safety_identifier": _is_text,
-    "prompt_cache_key": _is_text,
-    "stream_options": _is_object,  # the last part of a stream always has the usage
-}
-_OF_TEXT: Final[Mapping[str, Check]] = {
-    **_OF_ALL,
-    "max_tokens": _is_count,
-    "seed": lambda v: type(v) is int and 0 <= v < 2**32,
-    "frequency_penalty": _is_within(-0.9, 2),
-    "presence_penalty": lambda v: _is_number(v) and v == 0,
-    "stop": _are_stops,
-    "n": _is_exactly(1),
-    "logprobs": _is_exactly(False),
-}
-_OF_TOOLS: Final[Mapping[str, Check]] = {
-    "tools": _are_tools,
-    "tool_choice": _is_exactly("auto"),
-    "parallel_tool_calls": lambda v: isinstance(v, bool),
-}
-COMPLETION: Final[Mapping[str, Check]] = {
-    **_OF_TEXT,
-    "prompt": lambda v: isinstance(v, str) and v != "",
-    "suffix": _is_text,
-    "best_of": _is_exactly(1),
-    "echo": _is_exactly(False),
-}
-CHAT: Final[Mapping[str, Check]] = {
-    **_OF_TEXT,
-    **_OF_TOOLS,
-    "messages": _anything,  # `require_messages` says what is wrong with which
-    "max_completion_tokens": _is_count,
-    "logit_bias": _are_biases,
-    "response_format": _is_exactly({"type": "text"}),
-    "chat_template_kwargs": _are_variables,
-}
-RESPONSE: Final[Mapping[str, Check]] = {
-    **_OF_ALL,
-    **_OF_TOOLS,
-    "input": _anything,
-    "instructions": _is_text,
-    "max_output_tokens": _is_count,
-    "background": _is_exactly(False),
-    "truncation": _is_exactly("disabled"),
-}
 # Fields that say something to the caller alone.
 _WITHOUT_EFFECT: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                           "stream_options", "parallel_tool_calls", "tool_choice")  # fmt: skip
+_OF_CALL: Final = "a call has a `name`, and `arguments` that are a JSON object"
+_FAULTS: Final = {
+    "role": f"a turn has a `role` of {', '.join(ROLES)}",
+    "content": "`content` is a text, or a list of parts of type `text`; the model reads nothing else",
+    "tool_calls": _OF_CALL,
+    "function_call": _OF_CALL,
+    "function_call_output": "an output of a call has texts `call_id` and `output`",
+    "part": "unknown type",
+}
 
 
-def require_fields(body: dict[str, Any], checks: Mapping[str, Check]) -> None:
+def _require_off(value: bool) -> bool:
+    if value:
+        raise ValueError("it is not supported")
+    return value
+
+
+def _require_free_name(name: str) -> str:
+    if not name.isidentifier() or name in _RESERVED or name.endswith("_token"):
+        raise ValueError("a template has no such variable")
+    return name
+
+
+def _has(name: str) -> Discriminator:
+    """Distinguish objects with a key from those without."""
+    return Discriminator(lambda value: name if isinstance(value, dict) and name in value else "flat")
+
+
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_One = Annotated[int, Field(ge=1, le=1)]
+_Off = Annotated[bool, AfterValidator(_require_off)]
+_Count = Annotated[int, Field(gt=0, lt=2**31)]
+_Text = Annotated[str, Field(min_length=1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
+_Token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Variable = Annotated[str, AfterValidator(_require_free_name)]
+
+
+# The turns of a conversation. Other keys of their objects are the caller's own. ----------------------------------
+class _Part(TypedDict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class _Function(TypedDict):
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]]
+
+
+class _NestedFunction(TypedDict):
+    function: _Function
+
+
+_Call = Annotated[Annotated[_NestedFunction, Tag("function")] | Annotated[_Function, Tag("flat")], _has("function")]
+
+
+class _Turn(TypedDict, total=False):
+    role: Required[Literal["system", "user", "assistant", "tool"]]
+    content: str | list[_Part] | None
+    tool_calls: list[_Call]
+    tool_call_id: str
+    name: str
+
+
+def _require_content(turn: _Turn) -> _Turn:
+    may_lack = "tool_calls" in turn or (turn["role"] == "assistant" and "content" in turn)
+    if turn.get("content") is None and not may_lack:
+        raise ValueError("a turn has `content`")
+    return turn
+
+
+_ATurn = Annotated[_Turn, AfterValidator(_require_content)]
+
+
+# The items of a Responses request: turns, or parts of one, or calls. ---------------------------------------------
+class _FunctionCall(_Function):
+    call_id: str
+
+
+class _CallOutput(TypedDict):
+    call_id: str
+    output: str
+
+
+def _kind_of(item: Any) -> str:
+    kind: Any = cast("dict[str, Any]", item).get("type", "message") if isinstance(item, dict) else "message"
+    return kind if kind in ("message", "function_call", "function_call_output") else "part"
+
+
+def _require_one_form(items: list[Any]) -> list[Any]:
+    if "role" in items[0] and any(_kind_of(item) == "part" for item in items):
+        raise ValueError("parts and turns are not in one list")
+    return items
+
+
+_Item = Annotated[
+    Annotated[_ATurn, Tag("message")]
+    | Annotated[_FunctionCall, Tag("function_call")]
+    | Annotated[_CallOutput, Tag("function_call_output")]
+    | Annotated[_Part, Tag("part")],
+    Discriminator(_kind_of),
+]
+_Items = Annotated[list[_Item], Field(min_length=1, max_length=_MAX_TURNS), AfterValidator(_require_one_form)]
+
+
+# The functions that a model may call. ----------------------------------------------------------------------------
+class _Named(TypedDict):
+    name: str
+
+
+class _FlatTool(_Named):  # as the Responses API has it
+    type: Literal["function"]
+
+
+class _NestedTool(TypedDict):
+    type: Literal["function"]
+    function: _Named
+
+
+_Tool = Annotated[Annotated[_NestedTool, Tag("function")] | Annotated[_FlatTool, Tag("flat")], _has("function")]
+
+
+# The bodies ------------------------------------------------------------------------------------------------------
+class _Common(TypedDict, total=False):
+    model: str
+    temperature: Annotated[float, Field(ge=COLDEST, le=2)] | _Zero
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    stream: bool
+    user: str
+    metadata: dict[str, Any]
+    store: bool
+    service_tier: str
+    safety_identifier: str
+    prompt_cache_key: str
+    stream_options: dict[str, Any]  # the last part of a stream always has the usage
+
+
+class _Generated(_Common, total=False):
+    max_tokens: _Count
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    frequency_penalty: Annotated[float, Field(ge=-0.9, le=2)]
+    presence_penalty: _Zero
+    stop: _StopText | Annotated[list[_StopText], Field(min_length=1, max_length=4)]
+    n: _One
+    logprobs: _Off
+
+
+class _WithTools(TypedDict, total=False):
+    tools: Annotated[list[_Tool], Field(max_length=128)]
+    tool_choice: Literal["auto"]
+    parallel_tool_calls: bool
+
+
+class CompletionFields(_Generated, total=False):
+    prompt: Required[_Text]
+    suffix: str
+    best_of: _One
+    echo: _Off
+
+
+class _TextFormat(TypedDict):
+    type: Literal["text"]
+
+
+class ChatFields(_Generated, _WithTools, total=False):
+    messages: Required[Annotated[list[_ATurn], Field(min_length=1, max_length=_MAX_TURNS)]]
+    max_completion_tokens: _Count
+    logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)]
+    response_format: _TextFormat
+    chat_template_kwargs: Annotated[dict[_Variable, str | bool | int | float | None], Field(max_length=32)]
+
+
+class ResponseFields(_Common, _WithTools, total=False):
+    input: Required[
+        Annotated[
+            Annotated[_Text, Tag("text")] | Annotated[_Items, Tag("items")],
+            Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
+        ]
+    ]
+    instructions: str
+    max_output_tokens: _Count
+    background: _Off
+    truncation: Literal["disabled"]
+
+
+Fields = type[CompletionFields] | type[ChatFields] | type[ResponseFields]
+_checker = cache(TypeAdapter[Any])
+
+
+def require_fields(body: dict[str, Any], fields: Fields) -> None:
     """Check every field of a body, and remove those that are null or without effect. Raises RequestRefused (400)."""
-    for name, value in list(body.items()):
-        if name not in checks:
-            raise RequestRefused(400, f"the field `{_shown(name)}` is not supported", "unknown_parameter", _shown(name))
-        if value is not None and not checks[name](value):
-            raise RequestRefused(400, f"the field `{name}` has an unsupported value", "invalid_value", name)
-        if value is None or name in _WITHOUT_EFFECT or value in ({}, []):
-            del body[name]
+    for name in body:
+        if name not in fields.__annotations__:
+            shown = name[:60].encode("ascii", "backslashreplace").decode()
+            raise RequestRefused(400, f"the field `{shown}` is not supported", "unknown_parameter", shown)
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        _checker(fields).validate_python(given, strict=True)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    for name in body.keys() - given.keys() | {name for name, value in given.items() if value in ({}, [])}:
+        del body[name]
+    for name in _WITHOUT_EFFECT:
+        body.pop(name, None)
 
 
-def require_messages(turns: object, field: str) -> None:
-    """Check a conversation: known roles, contents of text, calls of tools with names. Raises RequestRefused (400)."""
-    if not (isinstance(turns, list) and 0 < len(cast("list[Any]", turns)) <= MOST_MESSAGES):
-        raise RequestRefused(400, f"`{field}` is a list of 1 to {MOST_MESSAGES} turns", "invalid_value", field)
-    for number, turn in enumerate(cast("list[Any]", turns)):
-        fault = _fault_of_turn(turn)
-        if fault:
-            raise RequestRefused(400, f"`{field}[{number}]`: {fault}", "invalid_value", f"{field}[{number}]")
-
-
-def require_items(items: list[Any]) -> None:
-    """Check the items of a Responses request: messages, or parts of one, or calls. Raises RequestRefused (400)."""
-    if len(items) > MOST_MESSAGES:
-        raise RequestRefused(400, f"`input` has more than {MOST_MESSAGES} items", "invalid_value", "input")
-    for number, item in enumerate(items):
-        of: dict[str, Any] = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
-        kind: Any = of.get("type", "message")
-        if kind == "message":
-            fault = _fault_of_turn(of)
-        elif kind == "function_call":
-            fault = _fault_of_call(of) or ("" if _is_text(of.get("call_id")) else "a call has a `call_id`")
-        elif kind == "function_call_output":
-            texts = _is_text(of.get("call_id")) and _is_text(of.get("output"))
-            fault = "" if texts else "an output of a call has texts `call_id` and `output`"
-        else:
-            fault = _fault_of_content([of]) if "role" not in cast("dict[str, Any]", items[0]) else "unknown type"
-        if fault:
-            raise RequestRefused(400, f"`input[{number}]`: {fault}", "invalid_value", f"input[{number}]")
+def _refusal(error: ValidationError) -> RequestRefused:
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name, *place = fault["loc"]
+    if fault["type"] == "missing" and not place:
+        return RequestRefused(400, f"`{name}` is missing", "missing_required_parameter", str(name))
+    if name not in ("messages", "input"):
+        return RequestRefused(400, f"the field `{name}` has an unsupported value", "invalid_value", str(name))
+    where = next((f"{name}[{part}]" for part in place if isinstance(part, int)), str(name))
+    words = next(
+        (_FAULTS[part] for part in reversed(place) if part in _FAULTS), fault["msg"].removeprefix("Value error, ")
+    )
+    return RequestRefused(400, f"`{where}`: {words}", "invalid_value", where)
 
 
 def require_biases(body: Mapping[str, Any], vocabulary: int) -> None:
@@ -213,49 +255,3 @@ def require_biases(body: Mapping[str, Any], vocabulary: int) -> None:
     if any(int(token) >= vocabulary for token in cast("Mapping[str, float]", body.get("logit_bias") or {})):
         message = f"`logit_bias` has a token beyond the {vocabulary} of the model"
         raise RequestRefused(400, message, "invalid_value", "logit_bias")
-
-
-def _fault_of_turn(turn: Any) -> str:
-    of: dict[str, Any] = cast("dict[str, Any]", turn) if isinstance(turn, dict) else {}
-    role, calls, content = of.get("role"), of.get("tool_calls"), of.get("content")
-    if role not in ROLES:
-        return f"a turn has a `role` of {', '.join(ROLES)}"
-    if "tool_calls" in of:
-        of_list = cast("list[Any]", calls) if isinstance(calls, list) else [None]
-        return next((fault for call in of_list if (fault := _fault_of_call(call))), "")
-    if not isinstance(of.get("tool_call_id", ""), str) or not isinstance(of.get("name", ""), str):
-        return "`tool_call_id` and `name` are texts"
-    if content is None and (role != "assistant" or "content" not in of):
-        return "a turn has `content`"
-    return _fault_of_content(content)
-
-
-def _fault_of_content(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return ""
-    parts = cast("list[Any]", content) if isinstance(content, list) else [None]
-    texts = all(
-        isinstance(part, dict)
-        and cast("dict[str, Any]", part).get("type") in _TEXT_PARTS
-        and isinstance(cast("dict[str, Any]", part).get("text"), str)
-        for part in parts
-    )
-    return "" if texts else "`content` is a text, or a list of parts of type `text`; the model reads nothing else"
-
-
-def _fault_of_call(call: Any) -> str:
-    of: dict[str, Any] = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
-    function: Any = of.get("function", of)
-    named: dict[str, Any] = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
-    arguments: Any = named.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    fits = isinstance(named.get("name"), str) and isinstance(arguments, dict)
-    return "" if fits else "a call has a `name`, and `arguments` that are a JSON object"
-
-
-def _shown(name: str) -> str:
-    return name[:60].encode("ascii", "backslashreplace").decode()

@@ -67,8 +67,8 @@ def choose_tokens(generations: Sequence[Generation], logits: Tensor) -> list[int
     """Return the next token of every sequence from logits (rows, V), or the exception of its own processors."""
     greedy = cast("list[int]", logits.argmax(-1).tolist())
     return [
-        token if each.is_greedy else _chosen(each, logits[at : at + 1])
-        for at, (each, token) in enumerate(zip(generations, greedy, strict=True))
+        token if generation.is_greedy else _chosen(generation, logits[at : at + 1])
+        for at, (generation, token) in enumerate(zip(generations, greedy, strict=True))
     ]
 
 
@@ -129,5 +129,5 @@ def _config(request: Request) -> Any:
 
 
 def _ids(config: Any) -> frozenset[int]:
-    found: Any = config.eos_token_id
-    return frozenset(() if found is None else [found] if isinstance(found, int) else found)
+    ids: Any = config.eos_token_id
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -61,13 +61,13 @@ class Guard:
             started = started or message["type"] == "http.response.start"
             await send(message)
 
-        held = 0
+        reserved = 0
         try:
             headers = _headers(scope)
             _require_head(scope)
             self._require_caller(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
-                held = self._reserve(headers)
+                reserved = self._reserve(headers)
                 body = _json_object(await self._body(headers, receive))
                 receive = _replayed(json.dumps(body, ensure_ascii=False).encode(), receive)
             await self._app(scope, receive, sending)
@@ -78,7 +78,7 @@ class Guard:
             if not started:
                 await _refuse(RequestRefused(500, "the request failed; the log of the server says more"), None, send)
         finally:
-            self._held -= held
+            self._held -= reserved
 
     def _require_caller(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise RequestRefused for another host or origin (403), and for a missing key (401)."""
@@ -142,38 +142,38 @@ def _require_head(scope: Any) -> None:
 
 def _headers(scope: Any) -> dict[str, str]:
     """Return the headers by their names, several of a name joined, and drop an invalid request id."""
-    found = dict[str, str]()
+    headers = dict[str, str]()
     for name, value in scope["headers"]:
         key = name.decode("latin-1")
-        found[key] = f"{found[key]}, {value.decode('latin-1')}" if key in found else value.decode("latin-1")
+        headers[key] = f"{headers[key]}, {value.decode('latin-1')}" if key in headers else value.decode("latin-1")
     scope["headers"] = [
         (name, value) for name, value in scope["headers"] if name != b"x-request-id" or _REQUEST_ID.fullmatch(value)
     ]
-    return found
+    return headers
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body, of finite numbers and of names that differ. Raises RequestRefused (400)."""
     try:
-        found: Any = json.loads(
+        value: Any = json.loads(
             body.decode(), object_pairs_hook=_unique, parse_constant=_not_json, parse_int=_whole, parse_float=_finite
         )
-        json.dumps(found, ensure_ascii=False).encode()  # no lone surrogates
+        json.dumps(value, ensure_ascii=False).encode()  # no lone surrogates
     except (ValueError, RecursionError) as error:
         words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise RequestRefused(400, f"the body is not JSON: {words}", "invalid_json") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise RequestRefused(400, "the body must be a JSON object", "invalid_json")
-    if _depth(cast("Any", found)) > _DEEPEST:
+    if _depth(cast("Any", value)) > _DEEPEST:
         raise RequestRefused(400, f"the body has more than {_DEEPEST} levels", "invalid_json")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", value)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("an object has a name twice")
-    return found
+    return fields
 
 
 def _not_json(constant: str) -> Any:
@@ -187,16 +187,16 @@ def _whole(digits: str) -> int:
 
 
 def _finite(digits: str) -> float:
-    found = float(digits)
-    if found in (float("inf"), float("-inf")):
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
         raise ValueError("a number is too large")
-    return found
+    return number
 
 
 def _depth(value: Any) -> int:
     """Return the levels of a JSON value, without recursion."""
     levels, these = 0, list[Any]([value])
-    while these := [_inner(each) for each in these if isinstance(each, (dict, list))]:
+    while these := [_inner(inner) for inner in these if isinstance(inner, (dict, list))]:
         levels += 1
         these = list(itertools.chain.from_iterable(these))
     return levels

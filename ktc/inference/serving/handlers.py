@@ -7,7 +7,7 @@ or 422, never ignored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
@@ -20,7 +20,6 @@ from transformers.cli.serving.utils import Modality
 
 from ktc.foundation import versions
 from ktc.inference.serving import fields
-from ktc.inference.serving.fields import Check, require_fields
 from ktc.inference.serving.private_api import HandlerHooks, messages_of_input
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
@@ -35,7 +34,7 @@ class _Checked(HandlerHooks):
 
     model_manager: Any
     generation_state: Any
-    checks: Mapping[str, Check]
+    body_fields: fields.Fields
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
@@ -74,7 +73,7 @@ class _Checked(HandlerHooks):
         )
 
     def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
-        require_fields(body, self.checks)
+        fields.require_fields(body, self.body_fields)
         stock()
 
     def configure(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], Any]) -> Any:
@@ -109,11 +108,10 @@ class _Checked(HandlerHooks):
 
 
 class Chat(_Checked, ChatCompletionHandler):
-    checks = fields.CHAT
+    body_fields = fields.ChatFields
 
     def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
         super().validate(body, stock)
-        fields.require_messages(body.get("messages"), "messages")
         self._require_template(body)
         _, model, _ = self.resolve(body)
         fields.require_biases(body, vocabulary_of(model))
@@ -125,28 +123,18 @@ class Chat(_Checked, ChatCompletionHandler):
 
 
 class Completion(_Checked, CompletionHandler):
-    checks = fields.COMPLETION
-
-    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
-        super().validate(body, stock)
-        if "prompt" not in body:
-            raise RequestRefused(400, "`prompt` is missing", "missing_required_parameter", "prompt")
+    body_fields = fields.CompletionFields
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return body["prompt"]
 
 
 class Response(_Checked, ResponseHandler):
-    checks = fields.RESPONSE
+    body_fields = fields.ResponseFields
 
     def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
         _require_usage()
         super().validate(body, stock)
-        given = body.get("input")
-        if not (isinstance(given, (str, list)) and given):
-            raise RequestRefused(400, "`input` must be a text or a list, and not empty", "invalid_value", "input")
-        if isinstance(given, list):
-            fields.require_items(cast("list[Any]", given))
         self._require_template(body)
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
 

@@ -40,11 +40,11 @@ class ServedModels:
         return next(name for name, served in self.names.items() if served.adapter == adapter)
 
     def put(self, name: str, served: ServedModel) -> None:
-        """Answer a name, known or new, with another adapter from now on."""
+        """Register a model name, known or new, for another adapter."""
         self.names = {**self.names, name: served}
 
     def drop(self, name: str) -> None:
-        """Answer a name no more."""
+        """Unregister a model name."""
         self.names = {known: served for known, served in self.names.items() if known != name}
 
 
@@ -119,12 +119,12 @@ class LoadedAdapters:
 def named_adapters(given: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
     """Return the plain adapter and those by name of `A` and `NAME=FOLDER`. Raises InputRefused (G723)."""
     plain, named = list[Path](), dict[str, Path]()
-    for each in given:
-        name, equals, folder = each.partition("=")
-        if not equals or Path(each).is_dir():
-            plain.append(Path(each))
+    for option in given:
+        name, equals, folder = option.partition("=")
+        if not equals or Path(option).is_dir():
+            plain.append(Path(option))
         elif not name or not folder or name in named:
-            message = f"`--adapter {each}` has no name, no folder, or a name that is taken"
+            message = f"`--adapter {option}` has no name, no folder, or a name that is taken"
             raise InputRefused(Diagnostic("G723", message, hint="write `--adapter NAME=FOLDER`"))
         else:
             named[name] = Path(folder)
@@ -155,9 +155,9 @@ def open_served_models(
     model: Any = opened.model
     if folders:
         model = attach_several(model, folders, alone=plain is not None and not updates).eval()
-    found = {opened.name: ServedModel(with_adapter(opened, model, plain), PLAIN if plain is not None else "")}
-    found |= {name: ServedModel(with_adapter(opened, model, folder), keys[name]) for name, folder in named.items()}
-    return ServedModels(found)
+    served = {opened.name: ServedModel(with_adapter(opened, model, plain), PLAIN if plain is not None else "")}
+    served |= {name: ServedModel(with_adapter(opened, model, folder), keys[name]) for name, folder in named.items()}
+    return ServedModels(served)
 
 
 def with_adapter(opened: LanguageModel, model: Any, adapter: Path | None) -> LanguageModel:

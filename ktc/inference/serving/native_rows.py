@@ -44,7 +44,7 @@ class _Places:
         assert rows.pool is not None
         columns = rows.table.columns
         position = torch.tensor([columns - 1])
-        layers = [PagedStepLayer(each, rows.table, position, columns) for each in rows.pool.layers.values()]
+        layers = [PagedStepLayer(memories, rows.table, position, columns) for memories in rows.pool.layers.values()]
         return cls(position, Cache(layers=cast("Any", layers)), rows.memory)
 
 

@@ -8,7 +8,7 @@ positions into pages of its own. A page is free when nothing refers to it any mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,96 +41,62 @@ class Page:
 
 
 class PageMemory:
-    """Numbers of all pages, (pages, heads, PAGE, width)."""
+    """Keys or values of all pages: numbers (pages, heads, PAGE, width), or two such tensors of codes and of scales."""
 
-    def __init__(self, like: Tensor) -> None:
-        """Make memory without pages for rows such as `like` (heads, any length, width)."""
-        self.memory = like.new_zeros((0, like.shape[0], PAGE, like.shape[2]))
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The memory of all pages."""
-        return (self.memory,)
+    def __init__(self, like: Tensor, decode: DecodeAttention) -> None:
+        """Make memory without pages for rows such as `like` (heads, any length, width), which `decode` reads."""
+        self.tensors = [part.new_zeros((0, part.shape[0], PAGE, part.shape[2])) for part in _parts(like)]
+        self._kernel: Kernel | None = None
+        self._dtype = like.dtype
+        if isinstance(like, Int8Tensor):
+            assert isinstance(decode, Int8DecodeAttention), "codes have a kernel that reads them"
+            self._kernel = decode.kernel
 
     def resize(self, pages: int) -> None:
         """Move the pages to memory for this many."""
-        held, heads, _, width = self.memory.shape
-        if pages != held:
-            memory = zeros_on_huge_pages((pages, heads, PAGE, width), self.memory)
-            kept = min(held, pages)
-            memory[:kept] = self.memory[:kept]
-            self.memory = memory
+        for at, old in enumerate(self.tensors):
+            if pages != old.shape[0]:
+                new = zeros_on_huge_pages((pages, *old.shape[1:]), old)
+                kept = min(old.shape[0], pages)
+                new[:kept] = old[:kept]
+                self.tensors[at] = new
 
     def move(self, old: Tensor, new: Tensor) -> None:
         """Copy pages to the places of others."""
-        self.memory[new] = self.memory[old]
+        for tensor in self.tensors:
+            tensor[new] = tensor[old]
 
     def write(self, row: Tensor, pages: Sequence[int]) -> None:
         """Write (heads, length, width) into pages, from the first position of the first."""
-        for at, page in enumerate(pages):
-            part = row[:, at * PAGE : (at + 1) * PAGE]
-            self.memory[page, :, : part.shape[1]] = part
+        for tensor, part in zip(self.tensors, _parts(row), strict=True):
+            for at, page in enumerate(pages):
+                positions = part[:, at * PAGE : (at + 1) * PAGE]
+                tensor[page, :, : positions.shape[1]] = positions
 
     def append(self, new: Tensor, places: Tensor) -> None:
-        """Write a token of every row (rows, heads, 1, width): `places` are those of `RowTable.places`."""
-        width = self.memory.shape[3]
-        self.memory.view(-1, width).index_copy_(0, places, new.reshape(-1, width))
+        """Write a token of every row (rows, heads, 1, width): `places` are those of `RowTable.places`.
+
+        Where there are codes, the kernel that reads them makes them.
+        """
+        parts = _parts(new if self._kernel is None else quantised(self._kernel, new))
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            width = tensor.shape[3]
+            tensor.view(-1, width).index_copy_(0, places, part.reshape(-1, width))
 
     def read(self, pages: Sequence[int], length: int) -> Tensor:
         """Return a copy (heads, length, width) of the first positions in pages."""
-        return self.memory[list(pages)].transpose(0, 1).flatten(1, 2)[:, :length]
+        return self._joined([tensor[list(pages)].transpose(0, 1).flatten(1, 2)[:, :length] for tensor in self.tensors])
 
-    def tensor(self, table: PageTable, columns: int) -> PagedTensor:
+    def rows(self, table: PageTable, columns: int) -> Tensor:
         """Return the rows of a table, (rows, heads, columns, width)."""
-        return PagedTensor(self.memory, table, columns)
+        return self._joined([PagedTensor(tensor, table, columns) for tensor in self.tensors])
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0] if self._kernel is None else Int8Tensor(parts[0], parts[1], self._dtype)
 
 
-class CodeMemory:
-    """int8 codes of all pages, and their scales; new tokens become codes by the kernel that reads them."""
-
-    def __init__(self, like: Int8Tensor, kernel: Kernel) -> None:
-        """Make memory without pages for rows such as `like` (heads, any length, width)."""
-        self._codes, self._scales, self._dtype = PageMemory(like.codes), PageMemory(like.scales), like.dtype
-        self._kernel = kernel
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The memory of all pages."""
-        return *self._codes.tensors, *self._scales.tensors
-
-    def resize(self, pages: int) -> None:
-        """Move the pages to memory for this many."""
-        self._codes.resize(pages)
-        self._scales.resize(pages)
-
-    def move(self, old: Tensor, new: Tensor) -> None:
-        """Copy pages to the places of others."""
-        self._codes.move(old, new)
-        self._scales.move(old, new)
-
-    def write(self, row: Tensor, pages: Sequence[int]) -> None:
-        """Write codes (heads, length, width) into pages, from the first position of the first."""
-        held = cast("Int8Tensor", row)
-        self._codes.write(held.codes, pages)
-        self._scales.write(held.scales, pages)
-
-    def append(self, new: Tensor, places: Tensor) -> None:
-        """Write the codes of a token of every row (rows, heads, 1, width)."""
-        added = quantised(self._kernel, new)
-        self._codes.append(added.codes, places)
-        self._scales.append(added.scales, places)
-
-    def read(self, pages: Sequence[int], length: int) -> Int8Tensor:
-        """Return a copy (heads, length, width) of the first positions in pages."""
-        return Int8Tensor(self._codes.read(pages, length), self._scales.read(pages, length), self._dtype)
-
-    def tensor(self, table: PageTable, columns: int) -> Int8Tensor:
-        """Return the rows of a table, (rows, heads, columns, width)."""
-        codes, scales = self._codes.tensor(table, columns), self._scales.tensor(table, columns)
-        return Int8Tensor(codes, scales, self._dtype)
-
-
-Memory = PageMemory | CodeMemory
+def _parts(row: Tensor) -> tuple[Tensor, ...]:
+    return (row.codes, row.scales) if isinstance(row, Int8Tensor) else (row,)
 
 
 class PagePool:
@@ -139,7 +105,7 @@ class PagePool:
     def __init__(self, like: Mapping[int, LayerRow], kernels: Mapping[int, DecodeAttention]) -> None:
         """Make a pool without pages, for rows such as `like` of layers by their numbers."""
         self.layers: Final = {
-            number: (_memory_for(row.keys, kernels[number]), _memory_for(row.values, kernels[number]))
+            number: (PageMemory(row.keys, kernels[number]), PageMemory(row.values, kernels[number]))
             for number, row in like.items()
         }
         self._capacity = 0
@@ -175,14 +141,14 @@ class PagePool:
         return tuple(tensor for memory in self._memories for tensor in memory.tensors)
 
     @property
-    def _memories(self) -> tuple[Memory, ...]:
+    def _memories(self) -> tuple[PageMemory, ...]:
         return tuple(memory for pair in self.layers.values() for memory in pair)
 
     def take(self, count: int) -> list[Page]:
         """Return pages that nothing refers to."""
         if len(self._free) < count:
-            held = set(self._pages.keys())  # a page may lose its last reference at any time
-            self._free = [number for number in reversed(range(self._capacity)) if number not in held]
+            used = set(self._pages.keys())  # a page may lose its last reference at any time
+            self._free = [number for number in reversed(range(self._capacity)) if number not in used]
         if len(self._free) < count:
             self._reserve(self._capacity - len(self._free) + count)
         taken = [Page(self._free.pop()) for _ in range(count)]
@@ -192,12 +158,12 @@ class PagePool:
     def store(self, layers: Mapping[int, LayerRow], length: int, shared: Sequence[Page] = ()) -> tuple[Page, ...]:
         """Write a sequence; `shared` are full pages that hold its beginning. Return all of its pages."""
         begun = len(shared) * PAGE
-        own = self.take(-(-(length - begun) // PAGE))
-        numbers = [page.number for page in own]
+        new = self.take(-(-(length - begun) // PAGE))
+        numbers = [page.number for page in new]
         for index, row in layers.items():
             for memory, part in zip(self.layers[index], row, strict=True):
                 memory.write(part[:, begun:], numbers)
-        return *shared, *own
+        return *shared, *new
 
     def read(self, layer: int, pages: Sequence[Page], length: int) -> LayerRow:
         """Return a copy of the first positions in pages, of one layer."""
@@ -210,7 +176,7 @@ class PagePool:
         pages = sorted(self._pages.values(), key=lambda page: page.number)
         holes = sorted(set(range(len(pages))) - {page.number for page in pages})
         moved = pages[len(pages) - len(holes) :]
-        old, new = (torch.tensor(each, dtype=torch.long) for each in ([page.number for page in moved], holes))
+        old, new = (torch.tensor(numbers, dtype=torch.long) for numbers in ([page.number for page in moved], holes))
         for memory in self._memories:
             memory.move(old, new)
         for page, number in zip(moved, holes, strict=True):
@@ -232,10 +198,3 @@ class PagePool:
 
 def _capacity_for(pages: int) -> int:
     return max(_FEWEST, 1 << (pages - 1).bit_length())
-
-
-def _memory_for(like: Tensor, decode: DecodeAttention) -> Memory:
-    if isinstance(like, Int8Tensor):
-        assert isinstance(decode, Int8DecodeAttention), "codes have a kernel that reads them"
-        return CodeMemory(like, decode.kernel)
-    return PageMemory(like)

@@ -29,7 +29,7 @@ class PrefillBatch:
         self.beginnings = list(beginnings) or [None] * len(self.generations)
         self._runner, self._done = runner, 0
         lengths = [0 if row is None else row.length for row in self.beginnings]
-        rests = [each.tokens[length:] for each, length in zip(self.generations, lengths, strict=True)]
+        rests = [generation.tokens[length:] for generation, length in zip(self.generations, lengths, strict=True)]
         before, width = self._before, self._width = max(lengths), max(map(len, rests))
         ids = torch.zeros((len(rests), width), dtype=torch.long)
         mask = torch.zeros((len(rests), before + width), dtype=torch.long)

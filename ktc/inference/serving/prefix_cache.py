@@ -1,6 +1,6 @@
 """`PrefixCache`: keys and values of earlier sequences, for prompts that begin as they do.
 
-In: sequences with their keys and values. Out: the longest beginning of a prompt that is held, of the same adapter. The
+In: sequences with their keys and values. Out: the longest cached beginning of a prompt, of the same adapter. The
 least recently used ones are dropped beyond a number of bytes, in which a page of several sequences counts once.
 """
 
@@ -29,7 +29,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Holds at most `limit` bytes; 0 holds nothing.
+    """Caches at most `limit` bytes; 0 caches nothing.
 
     A beginning that is returned has at least `_LEAST` tokens. So a prompt is compared with the sequences of the same
     first tokens only.
@@ -37,7 +37,7 @@ class PrefixCache:
 
     def __init__(self, limit: int) -> None:
         self._limit, self.nbytes = limit, 0
-        self._entries: dict[_Entry, None] = {}  # the last one was used last
+        self._entries: dict[_Entry, None] = {}  # least recently used first
         self._alike: dict[_Beginning, list[_Entry]] = {}
         self._pages = Counter[Page]()  # how many sequences each belongs to
 
@@ -46,7 +46,7 @@ class PrefixCache:
         return self._longest(adapter, tokens)[0]
 
     def find(self, adapter: str, tokens: Sequence[int]) -> CachedRow | None:
-        """Return the longest beginning of a prompt that is held, without its last token; None if it is short."""
+        """Return the longest cached beginning of a prompt, without its last token; None if it is short."""
         length, entry = self._longest(adapter, tokens)
         if entry is None:
             return None
@@ -54,7 +54,7 @@ class PrefixCache:
         return entry.row.first(length)
 
     def add(self, adapter: str, tokens: Sequence[int], row: CachedRow) -> None:
-        """Hold a sequence, whose tensors must be its own. It replaces those that it begins with."""
+        """Cache a sequence, whose tensors no other may share. It replaces those that it begins with."""
         if not len(tokens) >= _LEAST or row.tensor_bytes + len(row.pages) * row.page_bytes > self._limit:
             return
         new = _Entry(_beginning(adapter, tokens), torch.tensor(tokens), row)
@@ -75,7 +75,7 @@ class PrefixCache:
 
     def clear(self, adapter: str | None = None) -> None:
         """Drop the sequences of an adapter, or all."""
-        for entry in [each for each in self._entries if adapter in (None, each.beginning[0])]:
+        for entry in [entry for entry in self._entries if adapter in (None, entry.beginning[0])]:
             self._drop(entry)
 
     def _use(self, entry: _Entry) -> None:
@@ -96,7 +96,7 @@ class PrefixCache:
             del self._alike[entry.beginning]
 
     def _longest(self, adapter: str, tokens: Sequence[int]) -> tuple[int, _Entry | None]:
-        best, found = 0, None
+        best, longest = 0, None
         alike = self._alike.get(_beginning(adapter, tokens), [])
         prompt = torch.tensor(tokens) if alike else None
         for entry in alike:
@@ -106,8 +106,8 @@ class PrefixCache:
             common = min(_common(entry.tokens, prompt), len(tokens) - 1)
             whole = common == len(entry.tokens) or entry.row.is_whole
             if whole and common >= max(best + 1, _LEAST):
-                best, found = common, entry
-        return best, found
+                best, longest = common, entry
+        return best, longest
 
 
 def _beginning(adapter: str, tokens: Sequence[int]) -> _Beginning:

@@ -33,8 +33,8 @@ def least_tokens(tokenizer: Any, text: str, enough: int) -> int:
     encode = tokenizer.backend_tokenizer.encode  # a call of the tokenizer itself may change its settings
     count = 0
     for begin in range(0, len(text), _PIECE):
-        found = encode(text[begin : begin + _PIECE], add_special_tokens=False)
-        count += max(len(found) - _CUT, 0)
+        tokens = encode(text[begin : begin + _PIECE], add_special_tokens=False)
+        count += max(len(tokens) - _CUT, 0)
         if count >= enough:
             break
     return count

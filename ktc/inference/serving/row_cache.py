@@ -25,7 +25,7 @@ from ktc.model.attention.paged_tensor import PAGE
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPages:
+class PooledPages:
     """The pages of a sequence in a pool."""
 
     pool: PagePool
@@ -34,12 +34,12 @@ class HeldPages:
 
 @dataclass(frozen=True, slots=True)
 class CachedRow:
-    """One sequence of `length` tokens in all layers; None for a layer that shares another's keys, or is in `held`."""
+    """One sequence of `length` tokens in all layers; None for a layer that shares another's keys, or is in `pooled`."""
 
     length: int
     layers: tuple[LayerRow | None, ...]
     windows: tuple[int | None, ...]  # of each layer; None keeps every token
-    held: HeldPages | None = None
+    pooled: PooledPages | None = None
 
     @property
     def tensor_bytes(self) -> int:
@@ -49,12 +49,12 @@ class CachedRow:
     @property
     def pages(self) -> tuple[Page, ...]:
         """The pages that hold the row, if any."""
-        return () if self.held is None else self.held.pages
+        return () if self.pooled is None else self.pooled.pages
 
     @property
     def page_bytes(self) -> int:
         """The bytes of one of its pages."""
-        return 0 if self.held is None else self.held.pool.page_bytes
+        return 0 if self.pooled is None else self.pooled.pool.page_bytes
 
     @property
     def is_whole(self) -> bool:
@@ -63,22 +63,22 @@ class CachedRow:
 
     def layer(self, index: int) -> LayerRow | None:
         """Return the keys and values of a layer; those in pages are copied."""
-        if self.held is not None and index in self.held.pool.layers:
-            return self.held.pool.read(index, self.held.pages, self.length)
+        if self.pooled is not None and index in self.pooled.pool.layers:
+            return self.pooled.pool.read(index, self.pooled.pages, self.length)
         return self.layers[index]
 
     def first(self, length: int) -> CachedRow:
         """Return the first `length` tokens, as views. The row must be whole, or the length its own."""
         if length == self.length:
             return self
-        layers = tuple(layer and LayerRow(*(each[:, :length] for each in layer)) for layer in self.layers)
-        held = self.held and replace(self.held, pages=self.held.pages[: -(-length // PAGE)])
-        return CachedRow(length, layers, self.windows, held)
+        layers = tuple(layer and LayerRow(*(tensor[:, :length] for tensor in layer)) for layer in self.layers)
+        in_pool = self.pooled and replace(self.pooled, pages=self.pooled.pages[: -(-length // PAGE)])
+        return CachedRow(length, layers, self.windows, in_pool)
 
     def clone(self) -> CachedRow:
         """Return a copy that holds no other sequence's memory; pages stay the same ones."""
-        layers = tuple(layer and LayerRow(*(each.clone() for each in layer)) for layer in self.layers)
-        return CachedRow(self.length, layers, self.windows, self.held)
+        layers = tuple(layer and LayerRow(*(tensor.clone() for tensor in layer)) for layer in self.layers)
+        return CachedRow(self.length, layers, self.windows, self.pooled)
 
 
 def window_of(layer: Any) -> int | None:
@@ -90,7 +90,7 @@ def cached_row(cache: DynamicCache, at: int, kept: Tensor | None, length: int) -
     """Return one sequence of a cache of transformers. `kept` are its columns, None for the last `length`."""
     layers = cast("list[Any]", cache.layers)
     return CachedRow(
-        length, tuple(_layer_row(each, at, kept, length) for each in layers), tuple(map(window_of, layers))
+        length, tuple(_layer_row(layer, at, kept, length) for layer in layers), tuple(map(window_of, layers))
     )
 
 
@@ -123,7 +123,7 @@ class RowCache:
 
     @property
     def nbytes(self) -> int:
-        """The memory of the rows, with the room that bands have."""
+        """The memory of the rows, with the room that contiguous layers have."""
         pages = {page for row in self.table.rows for page in row}
         in_pages = 0 if self.pool is None else len(pages) * self.pool.page_bytes
         return in_pages + sum(layer.nbytes for layer in self._layers)
@@ -157,19 +157,19 @@ class RowCache:
             return row.clone()
         if self.pool is None:
             self.pool = PagePool(in_pages, self._paged)
-            self.table = RowTable([each.shape[0] for layer in in_pages.values() for each in layer])
+            self.table = RowTable([tensor.shape[0] for layer in in_pages.values() for tensor in layer])
         shared: tuple[Page, ...] = ()
-        if beginning is not None and beginning.held is not None and beginning.held.pool is self.pool:
+        if beginning is not None and beginning.pooled is not None and beginning.pooled.pool is self.pool:
             shared = beginning.pages[: beginning.length // PAGE]
         pages = self.pool.store(in_pages, row.length, shared)
         others = tuple(None if index in in_pages else layer for index, layer in enumerate(row.layers))
-        return replace(CachedRow(row.length, others, row.windows).clone(), held=HeldPages(self.pool, pages))
+        return replace(CachedRow(row.length, others, row.windows).clone(), pooled=PooledPages(self.pool, pages))
 
     def join(self, row: CachedRow) -> None:
         """Add a sequence after the others. Where it fails, as for missing memory, the others stay as they are."""
-        if row.held is None and self._paged:
+        if row.pooled is None and self._paged:
             row = self.hold(row)
-        if row.length % PAGE and row.held is not None:
+        if row.length % PAGE and row.pooled is not None:
             assert row.pages[-1] not in self._begun, "two sequences would write into one page"
             self._begun.add(row.pages[-1])
         if not self._layers:
@@ -188,8 +188,8 @@ class RowCache:
             layer.set_columns(self.columns)
 
     def _add(self, row: CachedRow) -> None:
-        if row.held is not None:
-            self.table.join(row.held.pages)
+        if row.pooled is not None:
+            self.table.join(row.pooled.pages)
         for layer, content in zip(self._layers, row.layers, strict=True):
             if content is not None:
                 assert not isinstance(layer, PagedLayer)
@@ -217,9 +217,9 @@ class RowCache:
     def row(self, at: int) -> CachedRow:
         """Return a sequence: a copy, or its pages, into which no other row may write."""
         length = self.lengths[at]
-        rows = tuple(None if isinstance(each, PagedLayer) else each.row(at, length) for each in self._layers)
-        held = None if self.pool is None else HeldPages(self.pool, tuple(self.table.rows[at]))
-        return CachedRow(length, rows, tuple(map(window_of, self._layers)), held).clone()
+        rows = tuple(None if isinstance(layer, PagedLayer) else layer.row(at, length) for layer in self._layers)
+        in_pool = None if self.pool is None else PooledPages(self.pool, tuple(self.table.rows[at]))
+        return CachedRow(length, rows, tuple(map(window_of, self._layers)), in_pool).clone()
 
     def begin_step(self) -> None:
         """Make room in pages for the next token of every sequence."""

@@ -1,4 +1,4 @@
-"""The layers of a `RowCache`: rows in pages, rows side by side in a band, and the last tokens of rows in a window.
+"""The layers of a `RowCache`: rows in pages, rows side by side, and the last tokens of rows in a window.
 
 In: rows that join and leave, and (rows, heads, 1, width) of a step. Out: keys and values of all rows, aligned at their
 last token.
@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from ktc.inference.serving.contiguous_kv import ContiguousKV
-from ktc.inference.serving.pages import LayerRow, Memory
+from ktc.inference.serving.pages import LayerRow, PageMemory
 from ktc.inference.serving.row_table import RowTable
 from ktc.model.attention.row_indices import RowIndices
+
+KeysValues = tuple[PageMemory, PageMemory]
 
 
 class PagedLayer(DynamicLayer):
@@ -22,7 +24,7 @@ class PagedLayer(DynamicLayer):
 
     nbytes = 0  # pages are counted by their pool
 
-    def __init__(self, memories: tuple[Memory, Memory], table: RowTable) -> None:
+    def __init__(self, memories: KeysValues, table: RowTable) -> None:
         super().__init__()
         self._memories, self._table, self._columns = memories, table, 0
         self.is_initialized = True
@@ -44,20 +46,20 @@ class PagedLayer(DynamicLayer):
 
 
 def written(
-    memories: tuple[Memory, Memory], table: RowTable, keys: Tensor, values: Tensor, columns: int
+    memories: KeysValues, table: RowTable, keys: Tensor, values: Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write a token of every row where the table says, and return the rows with it, (rows, heads, columns, width)."""
     rows = keys.shape[0]
     for memory, new in zip(memories, (keys, values), strict=True):
         memory.append(new, table.places(new.shape[1], rows))
     of_rows = table.of(rows)
-    return memories[0].tensor(of_rows, columns), memories[1].tensor(of_rows, columns)
+    return memories[0].rows(of_rows, columns), memories[1].rows(of_rows, columns)
 
 
 class PagedStepLayer(StaticLayer):
     """The same for a step that is recorded: rows of the table end in the last of `columns`, which is `position`."""
 
-    def __init__(self, memories: tuple[Memory, Memory], table: RowTable, position: Tensor, columns: int) -> None:
+    def __init__(self, memories: KeysValues, table: RowTable, position: Tensor, columns: int) -> None:
         super().__init__(columns)
         self._memories, self._table, self._position = memories, table, position
         self.is_initialized = True
@@ -76,48 +78,42 @@ class PagedStepLayer(StaticLayer):
 
 
 class _Rows:
-    """The bands of a layer; empty until a row with content joins."""
+    """Keys and values of rows side by side: `kv` is empty until a row with content joins."""
 
-    _keys: ContiguousKV | None
-    _values: ContiguousKV | None
+    kv: tuple[ContiguousKV, ...] = ()
     _room: int
     is_initialized: bool
 
     @property
     def nbytes(self) -> int:
         """The bytes of all rows, with the room that they have."""
-        return sum(band.nbytes for band in self.bands)
-
-    @property
-    def bands(self) -> tuple[ContiguousKV, ...]:
-        """Keys and values, nothing before a row with content."""
-        return () if self._keys is None or self._values is None else (self._keys, self._values)
+        return sum(side.nbytes for side in self.kv)
 
     def join(self, row: LayerRow) -> None:
         """Add a row after the others."""
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (ContiguousKV(each, self._room) for each in row)
+        if not self.kv:
+            self.kv = tuple(ContiguousKV(tensor, self._room) for tensor in row)
             self.is_initialized = True
-        self._keys.join(row.keys)
-        self._values.join(row.values)
+        for side, tensor in zip(self.kv, row, strict=True):
+            side.join(tensor)
 
     def leave(self, at: int) -> None:
         """Remove a row; the last one takes its place."""
-        for band in self.bands:
-            band.leave(at)
+        for side in self.kv:
+            side.leave(at)
 
     def keep(self, rows: int) -> None:
         """Remove what a failed `join` has added behind this many rows."""
-        for band in self.bands:
-            if band.rows > rows:
-                band.leave(rows)
+        for side in self.kv:
+            if side.rows > rows:
+                side.leave(rows)
 
     def row(self, at: int, length: int) -> LayerRow | None:
         """Return a row, as views."""
-        if self._keys is None or self._values is None:
-            return None
-        kept = min(length, self._keys.width)
-        return LayerRow(self._keys.row(at, kept), self._values.row(at, kept))
+        return LayerRow(*(side.row(at, min(length, side.width)) for side in self.kv)) if self.kv else None
+
+    def _appended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kv[0].append(keys), self.kv[1].append(values)
 
 
 class RowLayer(_Rows, DynamicLayer):
@@ -125,9 +121,7 @@ class RowLayer(_Rows, DynamicLayer):
 
     def __init__(self, room: int) -> None:
         DynamicLayer.__init__(self)
-        self._keys = self._values = None
-        self._room = room
-        self._columns = 0
+        self._room, self._columns = room, 0
         self.row_indices = RowIndices()
 
     @property
@@ -150,20 +144,19 @@ class RowLayer(_Rows, DynamicLayer):
     def set_columns(self, columns: int) -> None:
         """Keep the columns that a row still has."""
         self._columns = columns
-        self.keys = self.values = None  # they would keep memory that the bands have left
-        for band in self.bands:
-            band.trim(columns)
-            if not band.rows:
-                band.clear()
+        self.keys = self.values = None  # they would keep memory that the rows have left
+        for side in self.kv:
+            side.trim(columns)
+            if not side.rows:
+                side.clear()
 
     def get_seq_length(self) -> int:
         return self._columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (rows, heads, T, width), and return all keys and values."""
-        assert self._keys is not None and self._values is not None
         self._columns += key_states.shape[2]
-        self.keys, self.values = self._keys.append(key_states), self._values.append(value_states)
+        self.keys, self.values = self._appended(key_states, value_states)
         return self.keys, self.values
 
 
@@ -172,20 +165,18 @@ class SlidingRowLayer(_Rows, DynamicSlidingWindowLayer):
 
     def __init__(self, window: int, room: int) -> None:
         DynamicSlidingWindowLayer.__init__(self, sliding_window=window)
-        self._keys = self._values = None
         self._room = room
 
     def set_columns(self, columns: int) -> None:
         """Keep the columns that a row still has."""
         self.cumulative_length = columns
-        for band in self.bands:
-            band.trim(min(columns, self.sliding_window - 1))
+        for side in self.kv:
+            side.trim(min(columns, self.sliding_window - 1))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (rows, heads, T, width), and return the keys and values before and in it."""
-        assert self._keys is not None and self._values is not None
         self.cumulative_length += key_states.shape[2]
-        found = self._keys.append(key_states), self._values.append(value_states)
-        for band in self.bands:
-            band.trim(self.sliding_window - 1)
-        return found
+        both = self._appended(key_states, value_states)
+        for side in self.kv:
+            side.trim(self.sliding_window - 1)
+        return both

@@ -218,7 +218,7 @@ class Scheduler:
         if self._limits.cache_bytes is None or self._size is None:
             return True
         lengths = defaultdict[str, list[int]](list)
-        for request in (*(each for rows in self.running.values() for each in rows.values()), *admitted):
+        for request in (*(request for rows in self.running.values() for request in rows.values()), *admitted):
             lengths[request.adapter].append(request.max_cached_tokens)
         return sum(map(self._size.batch_nbytes, lengths.values())) <= self._limits.cache_bytes
 

@@ -43,8 +43,8 @@ def _missing() -> Iterator[Diagnostic]:
         named = ", ".join(f"`{name}`" for name in missing)
         yield Diagnostic("H230", f"`ktc serve` requires {named}, not installed here", hint="`pip install 'ktc[serve]'`")
     if importlib.util.find_spec("transformers.cli.serving") is None:
-        found = versions.installed("transformers")
-        message = f"`ktc serve` needs the server of transformers 5.6 to 5.23; the installed {found} does not have it"
+        release = versions.installed("transformers")
+        message = f"`ktc serve` needs the server of transformers 5.6 to 5.23; the installed {release} does not have it"
         yield Diagnostic("H230", message, hint="`pip install 'transformers~=5.23'`")
 
 

@@ -14,13 +14,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, to_json
-from ktc.foundation.decode import Undecodable, decode, read_json
 from ktc.inference.serving.keys import admits, read_key
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request import Refused
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 PATHS: Final = frozenset({"/updates/weights", "/updates/adapters", "/updates/adapters/remove"})
 _LARGEST_BODY: Final = 16384
 _HINT: Final = "`(umask 077; openssl rand -hex 32 > key)`, then `--updates FOLDER --update-key key`"
-_LONGEST_PATIENCE: Final = 86400.0  # seconds
-Body = TypeVar("Body")
+Body = TypeVar("Body", bound="_Body")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +45,21 @@ class UpdateAccess:
         return admits(header, self.key_sha256)
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class _Weights(_Body):
     folder: str
-    patience: int
+    patience: Annotated[int, Field(ge=0, le=86400)] = 600  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapter:
+class _Name(_Body):
     name: str
+
+
+class _Adapter(_Name):
     folder: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    name: str
 
 
 def read_access(root: Path | None, key_file: Path | None) -> UpdateAccess | None:
@@ -83,9 +82,7 @@ def add_routes(app: Any, access: UpdateAccess, updates: Updates) -> None:
 
     @app.post("/updates/weights")
     async def weights(request: Request) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
-        asked = await _asked(request, access, _Weights, patience=600)
-        if not 0 <= asked.patience <= _LONGEST_PATIENCE:
-            raise RequestRefused(400, "`patience` is a number of seconds, a day at most")
+        asked = await _asked(request, access, _Weights)
         return await _applied(lambda: updates.weights(asked.folder, float(asked.patience)))
 
     @app.post("/updates/adapters")
@@ -99,7 +96,7 @@ def add_routes(app: Any, access: UpdateAccess, updates: Updates) -> None:
         return await _applied(lambda: updates.remove(asked.name))
 
 
-async def _asked(request: Request, access: UpdateAccess, wanted: type[Body], **defaults: object) -> Body:
+async def _asked(request: Request, access: UpdateAccess, wanted: type[Body]) -> Body:
     host = request.client.host if request.client is not None else ""
     if not (host == "::1" or host.startswith("127.")):
         raise RequestRefused(403, "updates are taken from this machine only")
@@ -111,10 +108,11 @@ async def _asked(request: Request, access: UpdateAccess, wanted: type[Body], **d
         if len(body) > _LARGEST_BODY:
             raise RequestRefused(413, f"the body has more than {_LARGEST_BODY} bytes")
     try:
-        content = read_json(body)
-        return decode({**defaults, **content} if isinstance(content, dict) else content, wanted)
-    except (ValueError, Undecodable) as error:
-        raise RequestRefused(400, f"the body is not what this path takes: {error}"[:300]) from error
+        return wanted.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = "".join(f"`{part}`: " for part in fault["loc"])
+        raise RequestRefused(400, f"the body is not what this path takes: {place}{fault['msg']}"[:300]) from error
 
 
 async def _applied(update: Callable[[], Applied]) -> JSONResponse:
@@ -128,7 +126,7 @@ async def _applied(update: Callable[[], Applied]) -> JSONResponse:
         raise RequestRefused(503, str(error)) from error
     except KtcError as error:
         status = 507 if isinstance(error, HostLacks) else 400
-        return JSONResponse({"refused": [to_json(found) for found in error.diagnostics]}, status)
+        return JSONResponse({"refused": [to_json(diagnostic) for diagnostic in error.diagnostics]}, status)
     except Exception as error:
         log.exception("an update failed")
         raise RequestRefused(500, f"the update failed: {type(error).__name__}; the log says more") from error

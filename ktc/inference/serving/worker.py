@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.batch import RowBatch, UnbatchedSequences
 from ktc.inference.serving.generation import Generation, choose_tokens
 from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.models import LoadedAdapters
 from ktc.inference.serving.prefill import PrefillBatch
 from ktc.inference.serving.prefix_cache import PrefixCache
 from ktc.inference.serving.request import End, Event, Limits, Request
@@ -25,33 +26,11 @@ _MAX_IDLE_BYTES: Final = 1 << 30  # pages of empty batches that no sequence uses
 Emit = Callable[[Sequence[Event]], None]
 
 
-class Adapters(Protocol):
-    """The adapters of a model."""
-
-    def use(self, name: str) -> None:
-        """Make one active, or none for ""."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove one, which no request uses."""
-        ...
-
-
-class NoAdapters:
-    """No adapters, or one that is always active."""
-
-    def use(self, name: str) -> None:
-        """Do nothing."""
-
-    def remove(self, name: str) -> None:
-        """Do nothing."""
-
-
 class Worker:
     """The batches, prefills and cached prompts of a model, and the scheduler that decides about them."""
 
-    def __init__(self, runner: ModelRunner, limits: Limits, emit: Emit, adapters: Adapters | None = None) -> None:
-        self._runner, self._emit, self._adapters = runner, emit, adapters or NoAdapters()
+    def __init__(self, runner: ModelRunner, limits: Limits, emit: Emit, adapters: LoadedAdapters | None = None) -> None:
+        self._runner, self._emit, self._adapters = runner, emit, adapters or LoadedAdapters(runner.model)
         self.prefixes = PrefixCache(0 if runner.unbatched_reason else limits.prefix_bytes)
         size = None if runner.unbatched_reason else runner.size
         self.scheduler = Scheduler(limits, size, self.prefixes.length)
@@ -73,7 +52,7 @@ class Worker:
         """End requests without a token, wherever they are. Those that have ended before are ignored."""
         events = [Event(name, (), end) for name, end in ends.items() if self.scheduler.is_live(name)]
         for adapter, batch in tuple(self.batches.items()):
-            leaving = [at for at, each in enumerate(batch.running) if each.request.name in ends]
+            leaving = [at for at, generation in enumerate(batch.running) if generation.request.name in ends]
             for at in reversed(leaving):
                 batch.leave(at)
             if leaving:
@@ -81,7 +60,7 @@ class Worker:
         self._finish(events)
 
     def abort(self, end: End) -> None:
-        """End all requests, whatever state a fault has left."""
+        """End all requests, in any state that a fault has left."""
         self._prefills.clear()
         self.batches.clear()
         self._finish([Event(request.name, (), end) for request in self.scheduler.live])
@@ -139,13 +118,13 @@ class Worker:
         return prepared
 
     def _begin(self, generations: Sequence[Generation]) -> PrefillBatch:
-        beginnings = [self.prefixes.find(each.request.adapter, each.tokens) for each in generations]
+        beginnings = [self.prefixes.find(generation.request.adapter, generation.tokens) for generation in generations]
         self.num_cached_tokens += sum(row.length for row in beginnings if row is not None)
         return PrefillBatch(self._runner, generations, beginnings)
 
     def _join(self, prefill: PrefillBatch, tokens: Sequence[int | Exception]) -> None:
         """Add the first tokens of prompts; the sequences that have not ended join the batch of their adapter."""
-        adapter, prompts = prefill.adapter, [tuple(each.tokens) for each in prefill.generations]
+        adapter, prompts = prefill.adapter, [tuple(generation.tokens) for generation in prefill.generations]
         self._add_tokens(prefill.generations, tokens)
         if adapter not in self.batches:
             make = UnbatchedSequences if self._runner.unbatched_reason else RowBatch
@@ -166,8 +145,8 @@ class Worker:
     def _fail_prefill(self, generations: Sequence[Generation], error: Exception) -> None:
         """End the requests of a failed prefill; those that lacked memory wait again, each to be prefilled alone."""
         running = self.scheduler.running.get(generations[0].request.adapter, {})
-        left = [each for each in generations if each.request.name not in running]
-        hopeless = [each.request.name for each in left]
+        left = [generation for generation in generations if generation.request.name not in running]
+        hopeless = [generation.request.name for generation in left]
         if is_out_of_memory(error):
             log.error("memory was missing for %d prompts: %s", len(left), _words(error))
             self.forget()
@@ -205,7 +184,7 @@ class Worker:
         """
         generations = self.batches[adapter].clear()
         self._settle(adapter)
-        hopeless = [each.request.name for each in generations]
+        hopeless = [generation.request.name for generation in generations]
         if lacks_memory:
             log.error("memory was missing for a step of %d sequences: %s", len(generations), _words(error))
             self.forget()
@@ -217,13 +196,17 @@ class Worker:
     # Both --------------------------------------------------------------------------------------------------------
     def _preempt(self, generations: Sequence[Generation]) -> dict[str, Sequence[int]]:
         """Keep sequences for a prefill of all their tokens so far, and return these by name."""
-        live = {each.request.name: each for each in generations if self.scheduler.is_live(each.request.name)}
+        live = {
+            generation.request.name: generation
+            for generation in generations
+            if self.scheduler.is_live(generation.request.name)
+        }
         self._preempted.update(live)
-        return {name: each.tokens for name, each in live.items()}
+        return {name: generation.tokens for name, generation in live.items()}
 
     def _add_tokens(self, generations: Sequence[Generation], tokens: Sequence[int | Exception]) -> list[End | None]:
         """Add one token to each sequence, and emit them. A fault in the choice of a token ends its sequence alone."""
-        events = [_next_event(each, token) for each, token in zip(generations, tokens, strict=True)]
+        events = [_next_event(generation, token) for generation, token in zip(generations, tokens, strict=True)]
         self._finish([event for event in events if self.scheduler.is_live(event.name)])
         return [event.end for event in events]
 
@@ -236,7 +219,7 @@ class Worker:
         self._prefills = {
             name: batch
             for name, batch in self._prefills.items()
-            if any(self.scheduler.is_live(each.request.name) for each in batch.generations)
+            if any(self.scheduler.is_live(generation.request.name) for generation in batch.generations)
         }
         if events:
             self._emit(events)

@@ -6,7 +6,9 @@ Evaluation is total. A missing or undefined value (an absent capture, a division
 
 from __future__ import annotations
 
+import operator as op
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ktc.language.dsl import syntax
 from ktc.model.targets.settings import Value
@@ -85,52 +87,30 @@ class _Evaluation:
         return None if any(side is None for side in sides) else not decisive
 
 
-def _binary(operator: str, left: Result, right: Result) -> Value:
+def _binary(symbol: str, left: Result, right: Result) -> Value:
     if left is None or right is None:
         return None
-    if operator in ("==", "!="):
-        return (left == right) == (operator == "==")
-    if operator in ("in", "not in"):
-        return _holds(right, left) == (operator == "in") if isinstance(right, range | tuple) else None
+    if symbol in ("==", "!="):
+        return (left == right) == (symbol == "==")
+    if symbol in ("in", "not in"):
+        return _contains(right, left) == (symbol == "in") if isinstance(right, range | tuple) else None
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         return None
-    if operator in ("<", "<=", ">", ">="):
-        return _ordered(operator, left, right)
     try:
-        result = _arithmetic(operator, left, right)
+        result = _OPERATIONS[symbol](left, right)
     except (ZeroDivisionError, OverflowError):
         return None
     return result if -_LARGEST <= result <= _LARGEST else None
 
 
-def _holds(container: range | tuple[Value, ...], value: Result) -> bool:
+def _contains(container: range | tuple[Value, ...], value: Result) -> bool:
     """Test membership. `a..b` holds every number between its ends; Python's own test iterates for a float."""
     if isinstance(container, range) and isinstance(value, int | float):
         return container.start <= value <= container.stop - 1
     return value in container
 
 
-def _ordered(operator: str, left: float, right: float) -> bool:
-    match operator:
-        case "<":
-            return left < right
-        case "<=":
-            return left <= right
-        case ">":
-            return left > right
-        case _:
-            return left >= right
-
-
-def _arithmetic(operator: str, left: float, right: float) -> int | float:
-    match operator:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
-        case "/":
-            return left / right
-        case _:
-            return left % right
+_OPERATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "<": op.lt, "<=": op.le, ">": op.gt, ">=": op.ge, "+": op.add, "-": op.sub, "*": op.mul,
+    "/": lambda left, right: left / right, "%": lambda left, right: left % right,
+}  # fmt: skip

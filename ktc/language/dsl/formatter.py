@@ -22,12 +22,12 @@ def rule_files(paths: Iterable[Path]) -> list[Path]:
 
     Raises InputRefused (E011) for a path that does not exist.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise InputRefused(Diagnostic("E011", f"the rule file `{path}` does not exist"))
-        found += sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
-    return found
+        files += sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    return files
 
 
 def format_file(path: Path, *, write: bool) -> bool:

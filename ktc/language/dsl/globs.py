@@ -118,7 +118,6 @@ def matches(glob: str, path: str) -> bool:
 
 
 def is_glob(text: str) -> bool:
-    """Return whether the text is a valid glob."""
     try:
         compile_glob(text)
     except GlobError:

@@ -162,8 +162,8 @@ def _term(term: syntax.Term, level: int) -> str:
             choices = " | ".join(_term(choice, _ALTERNATIVES + 1) for choice in term.choices)
             return _enclose(choices, _ALTERNATIVES, level)
         case syntax.Call(callee=(name,), operands=(left, right), attributes=()) if name in INFIX:
-            own = _TERM_LEVELS[name]
-            return _enclose(f"{_term(left, own)} {INFIX[name]} {_term(right, own + 1)}", own, level)
+            binding = _TERM_LEVELS[name]
+            return _enclose(f"{_term(left, binding)} {INFIX[name]} {_term(right, binding + 1)}", binding, level)
         case syntax.Call():
             operands = [_term(operand, 0) for operand in term.operands]
             attributes = [_argument(attribute) for attribute in term.attributes]
@@ -195,10 +195,12 @@ def _expression(expression: syntax.Expression, level: int) -> str:
 
 
 def _binary(expression: syntax.Binary, level: int) -> str:
-    own = _BINARY_LEVELS.get(expression.operator, _COMPARISON)
-    left_level = own + 1 if own == _COMPARISON else own  # comparisons do not chain, other operators associate left
-    left, right = _expression(expression.left, left_level), _expression(expression.right, own + 1)
-    return _enclose(f"{left} {expression.operator} {right}", own, level)
+    binding = _BINARY_LEVELS.get(expression.operator, _COMPARISON)
+    left_level = (
+        binding + 1 if binding == _COMPARISON else binding
+    )  # comparisons do not chain, other operators associate left
+    left, right = _expression(expression.left, left_level), _expression(expression.right, binding + 1)
+    return _enclose(f"{left} {expression.operator} {right}", binding, level)
 
 
 def _literal(literal: syntax.Literal) -> str:
@@ -221,8 +223,8 @@ def _size(size: int) -> str:
 
 
 # Small parts ---------------------------------------------------------------------------------------------------------
-def _enclose(text: str, own: int, level: int) -> str:
-    return f"({text})" if own < level else text
+def _enclose(text: str, binding: int, level: int) -> str:
+    return f"({text})" if binding < level else text
 
 
 def _arguments(arguments: tuple[syntax.Argument, ...]) -> str:

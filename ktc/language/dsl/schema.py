@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ktc.foundation.formats import FORMATS, Codes, Dense
+from ktc.foundation.formats import FORMATS, Codes
 from ktc.foundation.isa import INSTRUCTION_SETS
 from ktc.language.dsl.settings import SettingSpec, settings_of, words_of
 from ktc.language.dsl.types import FLOAT, INT, SIZE, STRING, Type
@@ -19,8 +19,14 @@ DECLARATIONS = ("import", "param", "require", "pattern", "rule", "plan", "lora")
 _CLAUSES = ("as", "with", "in", "else", "is", "overrides", "match", "at", "except", "where", "expect", "on")
 KEYWORDS = frozenset((*DECLARATIONS, *_CLAUSES, "and", "or", "not", "has", "true", "false"))
 
+
+def _on_every_isa(dtype: str) -> bool:
+    """Return whether each instruction set has kernels for weights of a dtype, so that no program gets the oracle."""
+    return all(dtype in row.dtypes for row in INSTRUCTION_SETS.values())
+
+
 ENUMS: Mapping[str, tuple[str, ...]] = {
-    "format": ("stored", *(name for name, row in FORMATS.items() if not (isinstance(row, Dense) and row.oracle))),
+    "format": ("stored", *(name for name, row in FORMATS.items() if _on_every_isa(row.dtype))),
     "isa": ("auto", *INSTRUCTION_SETS),
     "dtype": ("f64", "f32", "f16", "bf16", "fp8", "int8", "int4"),
     "act": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"),
@@ -29,7 +35,6 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "auto": ("none", "intensity", "sequential", "balanced"),
     "mode": ("train", "infer"),
     "weights": ("safetensors", "gguf"),
-    "recompute": ("none", "experts", "layers"),
     "device": ("auto", "cpu"),  # besides the literals cuda:0, cuda:1
     **words_of(TARGETS.values()),  # those that only targets' settings have
 }
@@ -185,11 +190,11 @@ REQUANTISING: Mapping[str, str | None] = {
 # `plan` also takes a size under each device: its budget.
 BLOCKS: Mapping[str, Mapping[str, Type]] = {
     "plan": _types(
-        auto="auto", unplaced="device", grads="device", tokens="int", mode="mode", cuda_graph="phase",
+        auto="auto", unplaced="device", tokens="int", mode="mode", cuda_graph="phase",
         native_step="phase",
-        weights="weights", layerwise_prefill="int", stream_buffer="size", recompute="recompute",
+        weights="weights", layerwise_prefill="int", stream_buffer="size",
     ),
-    "lora": _types(rank="int", alpha="float", dropout="float", dtype="dtype", targets="list[string]"),
+    "lora": _types(rank="int", alpha="float", dropout="float", targets="list[string]"),
 }  # fmt: skip
 FACTS: Mapping[str, Mapping[str, Type]] = {
     "host": {"isa": type_of("set[isa]"), "cores": INT, "numa": INT, "memory": SIZE},

@@ -58,12 +58,12 @@ def _default(field: Field[Any]) -> Value:
 
 def words_of(targets: Iterable[type[Target]]) -> dict[str, tuple[str, ...]]:
     """Return the enums whose words the annotations of targets list, by name."""
-    found: dict[str, tuple[str, ...]] = {}
+    enums: dict[str, tuple[str, ...]] = {}
     for read in (read for target in targets for read in _annotations(target).values()):
         if read.words is not None and get_origin(read.base) is Literal:
-            listed = found.setdefault(read.words.name, get_args(read.base))
+            listed = enums.setdefault(read.words.name, get_args(read.base))
             assert listed == get_args(read.base), f"two targets list different words for `{read.words.name}`"
-    return found
+    return enums
 
 
 def _annotations(target: type[Target]) -> dict[str, _Annotation]:

@@ -132,7 +132,7 @@ def _words(globs: Iterable[Glob], budget: Budget) -> list[str]:
     patterns = tuple(frozenset(segment.spellings) for segment in segments.values())
     letters = sorted({letter for spellings in patterns for text in spellings for letter in text} - {"*"})
     spare = _SPARE if _SPARE not in letters else next(c for c in "yzwvuzabcdefghijklmnopq_" if c not in letters)
-    found: dict[tuple[bool, ...], str] = {}
+    representatives: dict[tuple[bool, ...], str] = {}
     seen, waiting = {patterns}, deque([(patterns, "")])
     while waiting:
         rests, word = waiting.popleft()
@@ -141,12 +141,14 @@ def _words(globs: Iterable[Glob], budget: Budget) -> list[str]:
             following = tuple(_after(letter, rest) for rest in rests)
             text = word + letter
             if not text.isdigit():
-                found.setdefault(tuple(any(not rest.strip("*") for rest in texts) for texts in following), text)
+                representatives.setdefault(
+                    tuple(any(not rest.strip("*") for rest in texts) for texts in following), text
+                )
             key = following if not text.isdigit() else (*following, frozenset[str]())
             if key not in seen and any(following):
                 seen.add(key)
                 waiting.append((following, text))
-    return list(found.values())
+    return list(representatives.values())
 
 
 def _after(letter: str, rests: frozenset[str]) -> frozenset[str]:

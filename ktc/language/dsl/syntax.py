@@ -5,6 +5,7 @@ Spans are excluded from equality, so that `parse(print(module)) == module` can b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal as OneOf
 
@@ -118,6 +119,13 @@ def operands(expression: Expression) -> tuple[Expression, ...]:
             return (expression.subject,)
         case _:
             return ()
+
+
+def walk(expression: Expression) -> Iterator[Expression]:
+    """Yield an expression and everything in it, in the order of the text."""
+    yield expression
+    for operand in operands(expression):
+        yield from walk(operand)
 
 
 @dataclass(frozen=True, slots=True)

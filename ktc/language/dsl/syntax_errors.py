@@ -81,7 +81,7 @@ def _unexpected_token(error: UnexpectedToken, source: SourceText) -> Diagnostic:
         return _unclosed(brace, span, None if at_end else str(token))
     expected = set(error.accepts or error.expected or ())
     word = str(token)
-    found = "the end of the file" if at_end else f"`{word}`"
+    unexpected = "the end of the file" if at_end else f"`{word}`"
     keywords = [keyword for keyword in KEYWORDS if keyword.upper() in expected]
     if token.type == "NAME" and brace is None and "IMPORT" in expected:
         hint = suggest(word, DECLARATIONS) or f"a file is a list of {listing(DECLARATIONS)}"
@@ -91,7 +91,7 @@ def _unexpected_token(error: UnexpectedToken, source: SourceText) -> Diagnostic:
     if word == "=" and "CMP" in expected:
         return Diagnostic("E001", "`=` is not a comparison", span, hint="write `==`")
     hint = suggest(word, keywords) if token.type == "NAME" else ""
-    return Diagnostic("E001", f"unexpected {found}", span, hint=hint or _expectation(expected))
+    return Diagnostic("E001", f"unexpected {unexpected}", span, hint=hint or _expectation(expected))
 
 
 def _unclosed(brace: OpenBrace, span: Span, before: str | None) -> Diagnostic:

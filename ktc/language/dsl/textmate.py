@@ -21,7 +21,6 @@ _NUMBERS = "(?:bf|f|fp|u?int|i?q|mxfp|nvfp|tq)[0-9]+(?:_[a-z0-9]+)?"
 
 
 def grammar() -> str:
-    """Return the grammar as JSON text."""
     words = {word for words in ENUMS.values() for word in words} - KEYWORDS - OPERATORS.keys()
     constants = {word for word in words if not re.fullmatch(_NUMBERS, word)}
     clauses = KEYWORDS - {*DECLARATIONS, *_WORDS_OF_LOGIC, *_TRUTH}

@@ -18,12 +18,12 @@ from ktc.language.dsl.schema import INFIX, KEYWORDS
 
 Branch = Tree[Token] | Token | None
 
-_OPERATOR_NAMES = {symbol: name for name, symbol in INFIX.items()}
 _UNITS = {"B": 1} | {
     f"{prefix}{infix}B": base**power
     for infix, base in (("", 1000), ("i", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
+_OPERATOR_NAMES = {symbol: name for name, symbol in INFIX.items()}
 _MAX_DIGITS = 18  # of an integer: every value fits into 64 bits
 
 

@@ -22,7 +22,6 @@ class Line:
 
 
 def with_comments(lines: Sequence[Line], comments: Iterable[Comment]) -> list[str]:
-    """Return the lines with every comment inserted."""
     texts: list[str] = []
     ends = _ends(lines)
     waiting = deque(sorted(comments, key=lambda comment: comment.span.line))

@@ -34,16 +34,16 @@ UNKNOWN = Type("?")
 EMPTY_LIST = Type("nothing", "list")
 
 
-def fits(found: Type, wanted: Type) -> bool:
+def fits(given: Type, wanted: Type) -> bool:
     """Return whether a value of type `found` is accepted as `wanted`.
 
     An int is accepted as a float, and a single value as a list of one.
     """
-    if UNKNOWN in (found, wanted) or found == wanted:
+    if UNKNOWN in (given, wanted) or given == wanted:
         return True
     if wanted.container == "list":
-        return found == EMPTY_LIST or (found.container != "set" and fits(found.element, wanted.element))
-    return found == INT and wanted == FLOAT
+        return given == EMPTY_LIST or (given.container != "set" and fits(given.element, wanted.element))
+    return given == INT and wanted == FLOAT
 
 
 def convert(value: Value, wanted: Type) -> Value:

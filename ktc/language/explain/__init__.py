@@ -41,16 +41,16 @@ class Explanation:
 @cache
 def explanations() -> dict[str, Explanation]:
     """Return every code with its explanation, in the order of the texts."""
-    found: dict[str, Explanation] = {}
+    explained: dict[str, Explanation] = {}
     for path in sorted(_TEXTS.glob("*.md")):
         content = path.read_text(encoding="utf-8")
         heads = [*_SECTION.finditer(content)]
         ends = [*(head.start() for head in heads[1:]), len(content)]
         for head, end in zip(heads, ends, strict=True):
             for code in head[1].split():
-                assert code not in found, f"{code} is explained twice"
-                found[code] = _read(code, head[2], content[head.end() : end])
-    return found
+                assert code not in explained, f"{code} is explained twice"
+                explained[code] = _read(code, head[2], content[head.end() : end])
+    return explained
 
 
 def explain(code: str) -> Explanation:

@@ -20,25 +20,10 @@ from ktc.model.checkpoint.source import (
     read_sources,
     scale_shape,
     write_sources,
-)
+)  # fmt: skip
 
 __all__ = [
-    "BLOCK_TYPES",
-    "ITEM_SIZE",
-    "CheckpointIndex",
-    "Part",
-    "Quantised",
-    "Span",
-    "Step",
-    "Stored",
-    "StoredWeight",
-    "TensorEntry",
-    "Transform",
-    "WeightSource",
-    "has_weights",
-    "open_index",
-    "read_sources",
-    "scale_shape",
-    "stored_weights",
-    "write_sources",
-]
+    "BLOCK_TYPES", "ITEM_SIZE", "CheckpointIndex", "Part", "Quantised", "Span", "Step", "Stored", "StoredWeight",
+    "TensorEntry", "Transform", "WeightSource", "has_weights", "open_index", "read_sources", "scale_shape",
+    "stored_weights", "write_sources",
+]  # fmt: skip

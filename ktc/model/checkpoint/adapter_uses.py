@@ -1,4 +1,4 @@
-"""The uses of an adapter that the names of its weights and its original rule out.
+"""The later uses of an adapter that are impossible by the names of its weights or by its original.
 
 In: `AdapterFacts`, known before anything is trained. Out: a finding (A613) for each later command that will refuse the
 adapter, with its reason and the ways that remain. `ktc.adapters` refuses for the same reasons, by the same functions.
@@ -72,7 +72,7 @@ def stored_as(index: CheckpointIndex | None, *configs: object) -> Stored:
     if index is not None and index.gguf is not None:
         return "a GGUF file"
     plain = (cast("Mapping[str, object]", c if isinstance(c, Mapping) else vars(c)) for c in configs)
-    return "quantised" if any(each.get("quantization_config") for each in plain) else "floats"
+    return "quantised" if any(values.get("quantization_config") for values in plain) else "floats"
 
 
 def loses_additions(stored: Stored) -> str:
@@ -134,9 +134,9 @@ def _whole(facts: AdapterFacts) -> Iterator[Diagnostic]:
 
 
 def _tied(facts: AdapterFacts) -> Iterator[Diagnostic]:
-    found = [layer for layer in facts.layers if f"{layer.removesuffix('.weight')}.weight" in facts.tied]
-    if found:
-        message = f"`ktc merge` will refuse adapters of {listing(found, 3)}: the weight is tied to another"
+    tied = [layer for layer in facts.layers if f"{layer.removesuffix('.weight')}.weight" in facts.tied]
+    if tied:
+        message = f"`ktc merge` will refuse adapters of {listing(tied, 3)}: the weight is tied to another"
         yield _found(message, "train without it, or use the adapter beside the model")
 
 

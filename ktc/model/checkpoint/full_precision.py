@@ -34,8 +34,10 @@ class FullPrecision:
         if problems:
             raise InputRefused(*problems[:10])
         self._stored = stored
-        self.coded: Mapping[str, StoredWeight] = {each.name: each for each in weights if each.quantised is not None}
-        self.index = replace(stored, tensors={each.name: _entry(each) for each in weights})
+        self.coded: Mapping[str, StoredWeight] = {
+            weight.name: weight for weight in weights if weight.quantised is not None
+        }
+        self.index = replace(stored, tensors={weight.name: _entry(weight) for weight in weights})
 
     def reader(self, stored: TensorReader) -> FullPrecisionReader:
         """Return a reader of `index`'s entries over one of the stored tensors."""
@@ -57,8 +59,8 @@ class FullPrecisionReader:
         per_row = math.prod(entry.shape[1:-1])
         run = slice(first * per_row, stop * per_row)
         dtype = TORCH_DTYPE[entry.dtype]
-        found = read_rows(self._stored, self._index, weight.entry, weight.quantised, run, dtype)
-        return found.view(stop - first, *entry.shape[1:])
+        weights = read_rows(self._stored, self._index, weight.entry, weight.quantised, run, dtype)
+        return weights.view(stop - first, *entry.shape[1:])
 
 
 def _entry(weight: StoredWeight) -> TensorEntry:

@@ -43,15 +43,15 @@ def read_gguf(folder: Path) -> tuple[dict[str, TensorEntry], Mapping[str, Settin
 
 def _one_model(folder: Path, files: Sequence[str]) -> Sequence[str]:
     """Return the files of the one model in the folder, shards in order."""
-    shards = {file: found for file in files if (found := _SHARD.fullmatch(file))}
+    shards = {file: name for file in files if (name := _SHARD.fullmatch(file))}
     if len(files) == 1 and not shards:
         return files
-    sets = {(found[1], found[3]) for found in shards.values()}
+    sets = {(name[1], name[3]) for name in shards.values()}
     if len(sets) != 1 or len(shards) != len(files):
         message = f"`{folder}` holds GGUF files of several models: {listing(files, 6)}"
         raise InputRefused(Diagnostic("I120", message, hint="keep one file, or the shards of one, in a folder"))
     ((base, total),) = sets
-    numbers = {int(found[2]) for found in shards.values()}
+    numbers = {int(name[2]) for name in shards.values()}
     missing = [number for number in range(1, int(total) + 1) if number not in numbers]
     if numbers - set(range(1, int(total) + 1)):
         raise InputRefused(_foreign(files[-1], f"has a number beyond the {int(total)} shards of its name"))
@@ -86,9 +86,9 @@ def _checked_settings(files: Sequence[str], headers: Mapping[str, GgufHeader]) -
     for number, file in enumerate(files):
         expected["split.no"] = number
         for name, value in expected.items():
-            found = headers[file].settings.get(name, value)
-            if found != value and not (name == "split.count" and found == 0 and len(files) == 1):
-                problems.append(_foreign(file, f"has `{name}` = {found!s:.40}, expected {value}"))
+            stored = headers[file].settings.get(name, value)
+            if stored != value and not (name == "split.count" and stored == 0 and len(files) == 1):
+                problems.append(_foreign(file, f"has `{name}` = {stored!s:.40}, expected {value}"))
         kind = headers[file].settings.get("general.architecture", first.get("general.architecture"))
         if kind != first.get("general.architecture"):
             problems.append(_foreign(file, f"is of architecture `{kind!s:.64}`, the first shard is not"))

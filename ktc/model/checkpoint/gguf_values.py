@@ -18,7 +18,7 @@ from torch import Tensor
 from ktc.foundation.formats import BLOCKS, Exponent, Halves, ScaleAndZero
 from ktc.model.checkpoint.gguf_types import BLOCK_TYPES
 from ktc.model.checkpoint.header import TensorEntry
-from ktc.model.checkpoint.reader import TensorReader
+from ktc.model.checkpoint.reader import TensorReader, bands
 from ktc.model.checkpoint.uint4 import scales_and_minima
 
 _BAND: Final = 1 << 20  # weights dequantised per step: some types use forty bytes of temporary memory for each
@@ -48,7 +48,7 @@ def dequantised(blocks: Tensor, type_name: str) -> Tensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    with np.errstate(all="ignore"):  # scales that are no numbers make weights that are none, which the loader tells
+    with np.errstate(all="ignore"):  # NaN scales yield NaN weights, which the loader reports
         values = cast("Callable[..., Any]", dequantize)(blocks.numpy(), GGMLQuantizationType[type_name.upper()])
     return torch.from_numpy(values)
 
@@ -68,27 +68,26 @@ def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
 def are_finite(blocks: Tensor, type_name: str) -> bool:
     """Return whether no weight is infinite or NaN, determined from the scales of the types that kernels multiply."""
     row = BLOCKS.get(type_name)
-    each = blocks.view(-1, row.block_bytes if row else BLOCK_TYPES[type_name].bytes)
+    split = blocks.view(-1, row.block_bytes if row else BLOCK_TYPES[type_name].bytes)
     match row.scales if row else None:
         case Halves(scale=scale, minimum=minimum):
             places = (scale,) if minimum is None else (scale, minimum)
-            halves = (each[:, place : place + 2].contiguous().view(torch.float16) for place in places)
+            halves = (split[:, place : place + 2].contiguous().view(torch.float16) for place in places)
             return all(bool(half.isfinite().all()) for half in halves)
         case Exponent(at=at):
-            each = each[each[:, at] >= _LARGE_EXPONENT]
+            split = split[split[:, at] >= _LARGE_EXPONENT]
         case ScaleAndZero(at=at):
-            return bool(scales_and_minima(each[:, at : at + 4])[0].isfinite().all())
+            return bool(scales_and_minima(split[:, at : at + 4])[0].isfinite().all())
         case None:
             pass
-    return not len(each) or bool(dequantised(each, type_name).isfinite().all())
+    return not len(split) or bool(dequantised(split, type_name).isfinite().all())
 
 
 def _bands(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Iterator[Tensor]:
     whole = _as_bytes(entry)
     rows = _rows_of(entry, whole, expert)
-    band = max(1, _BAND // entry.shape[-1])
-    for first in range(rows.start, rows.stop, band):
-        yield reader.read(whole, slice(first, min(rows.stop, first + band)))
+    for band in bands(rows.stop - rows.start, entry.shape[-1], _BAND):
+        yield reader.read(whole, slice(rows.start + band.start, rows.start + band.stop))
 
 
 def _as_bytes(entry: TensorEntry) -> TensorEntry:

@@ -34,6 +34,8 @@ _DTYPES = {
     "U8": "u8",
     "BOOL": "bool",
 }
+STORED_DTYPES = {name: stored for stored, name in _DTYPES.items()}
+"""What safetensors files call the dtypes."""
 ITEM_SIZE = {
     **dict.fromkeys(("f64", "i64"), 8),
     **dict.fromkeys(("f32", "i32"), 4),
@@ -92,12 +94,12 @@ def _diagnostic(path: Path, what: str) -> Diagnostic:
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in members:
                 raise ValueError(f"`{key}` appears twice")
-            found[key] = value
-        return found
+            members[key] = value
+        return members
 
     try:
         header = read_json(text, unique)

@@ -56,9 +56,9 @@ def has_weights(folder: Path) -> bool:
 def open_index(folder: Path) -> CheckpointIndex:
     """Return the index of the checkpoint in `folder`. Raises `InputRefused` with every problem found."""
     weight_map = _read_weight_map(folder) if (folder / INDEX_FILE).is_file() else None
-    beside = gguf_files(folder)
+    gguf = gguf_files(folder)
     if weight_map is None and not (folder / SINGLE_FILE).is_file():
-        if beside:
+        if gguf:
             return CheckpointIndex(folder, *read_gguf(folder))
         raise InputRefused(_nothing_to_read(folder))
     files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
@@ -67,7 +67,7 @@ def open_index(folder: Path) -> CheckpointIndex:
         problems += _missing_tensors(weight_map, by_file)
     if problems:
         raise InputRefused(*problems)
-    return CheckpointIndex(folder, _merge(weight_map or {}, by_file), unread=beside)
+    return CheckpointIndex(folder, _merge(weight_map or {}, by_file), unread=gguf)
 
 
 def _nothing_to_read(folder: Path) -> Diagnostic:
@@ -78,8 +78,8 @@ def _nothing_to_read(folder: Path) -> Diagnostic:
             f"`{folder}` holds pickled weights (`{pickled[0]}`), which run code when they are read",
             hint="write it again as safetensors: load it with transformers where you trust it, then `save_pretrained`",
         )
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    hint = f"`{INDEX_FILE}` is missing for `{found[0]}`" if found else "name a folder that holds the whole checkpoint"
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    hint = f"`{INDEX_FILE}` is missing for `{shards[0]}`" if shards else "name a folder that holds the whole checkpoint"
     message = f"`{folder}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}` nor a GGUF file"
     return Diagnostic("I111", message, hint=hint)
 
@@ -134,7 +134,7 @@ def _read_headers(folder: Path, files: list[str]) -> tuple[dict[str, tuple[Tenso
 
 
 def _missing_tensors(weight_map: Mapping[str, str], by_file: Mapping[str, tuple[TensorEntry, ...]]) -> list[Diagnostic]:
-    held = {file: {entry.name for entry in entries} for file, entries in by_file.items()}
+    present = {file: {entry.name for entry in entries} for file, entries in by_file.items()}
     return [
         Diagnostic(
             "I115",
@@ -142,7 +142,7 @@ def _missing_tensors(weight_map: Mapping[str, str], by_file: Mapping[str, tuple[
             hint=f"download or copy `{file}` again",
         )
         for name, file in weight_map.items()
-        if file in held and name not in held[file]
+        if file in present and name not in present[file]
     ]
 
 

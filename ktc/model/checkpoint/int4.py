@@ -52,12 +52,12 @@ class Int4Grid:
         return f"int4 {self.group} {self.scale_mode}"
 
     @classmethod
-    def parse(cls, text: str) -> Int4Grid | None:
-        """Return the grid that `str` writes, `None` for "". Raises `ValueError` for another text."""
+    def parse(cls, text: str | None) -> Int4Grid | None:
+        """Return the grid that `str` writes, `None` for "" or None. Raises `ValueError` for another text."""
         if not text:
             return None
         name, group, mode = (*text.split(), "", "")[:3]
-        scale_mode: ScaleMode | None = next((each for each in SCALE_MODES if each == mode), None)
+        scale_mode: ScaleMode | None = next((known for known in SCALE_MODES if known == mode), None)
         if name != "int4" or scale_mode is None or str(cls(int(group), scale_mode)) != text:
             raise ValueError(f"`{text}` names no grid of INT4")
         return cls(int(group), scale_mode)
@@ -67,7 +67,6 @@ class Int4Grid:
         return fake_quantised(weight.reshape(-1, weight.shape[-1]), self.group, self.scale_mode).view(weight.shape)
 
     def coded(self, matrix: Tensor) -> Int4:
-        """Return the codes and scales of a matrix (rows, K)."""
         return quantised(matrix, self.group, self.scale_mode)
 
 

@@ -70,16 +70,16 @@ def _pieces(pattern: str) -> Iterator[_Piece]:
         )
     place = 0
     while place < len(pattern):
-        found = _PIECE.match(pattern, place)
-        if found is None:
+        piece = _PIECE.match(pattern, place)
+        if piece is None:
             allowed = r"literals, `.`, `.*`, `\d+`, `^`, `$`, `\.` and `(one|other)`"
             raise UnreadablePattern(
                 f"pattern `{pattern}` cannot be read from `{pattern[place:]}` on, expected {allowed}"
             )
-        kind = cast("_Kind", found.lastgroup)
-        words = found[kind].replace("\\.", ".").split("|") if kind in ("choice", "word") else ()
+        kind = cast("_Kind", piece.lastgroup)
+        words = piece[kind].replace("\\.", ".").split("|") if kind in ("choice", "word") else ()
         yield _Piece(kind, tuple(words))
-        place = found.end()
+        place = piece.end()
 
 
 def _begins(pieces: Iterable[_Piece], name: str) -> bool:

@@ -95,17 +95,17 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
             _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(METHODS)}"),
         )
     problems: list[str] = []
-    found = _fields(config, _Fields, _ROOT, problems)
-    _check_sizes(found.weight_block_size, f"{_ROOT}.weight_block_size", problems)
+    fields = _fields(config, _Fields, _ROOT, problems)
+    _check_sizes(fields.weight_block_size, f"{_ROOT}.weight_block_size", problems)
     groups = [
         group
-        for name, value in (found.config_groups or {}).items()
+        for name, value in (fields.config_groups or {}).items()
         if (group := _group(value, f"{_ROOT}.config_groups.{name!s:.40}", problems)) is not None
     ]
-    ignored = _names(found.ignore or (), f"{_ROOT}.ignore", problems)
+    ignored = _names(fields.ignore or (), f"{_ROOT}.ignore", problems)
     if max(len(groups), sum(len(names.patterns) for names in (ignored, *(group.names for group in groups)))) > _MOST:
         problems.append(f"`{_ROOT}` in config.json has more than {_MOST} groups or patterns")
-    read = QuantisationConfig(str(method), found.weight_block_size, tuple(groups), ignored)
+    read = QuantisationConfig(str(method), fields.weight_block_size, tuple(groups), ignored)
     return read, tuple(_problem(problem) for problem in problems)
 
 
@@ -120,7 +120,7 @@ def _fields(raw: object, wanted: type[_Settings], place: str, problems: list[str
         problems.append(f"`{place}` in config.json is not an object but {type(raw).__name__}")
         return read
     values = cast("Mapping[str, Any]", raw)
-    names = [each.name for each in fields(wanted)]
+    names = [field.name for field in fields(wanted)]
     defaults = {name: getattr(wanted(), name) for name in names}
     for name in names:
         if name not in values:
@@ -135,33 +135,33 @@ def _fields(raw: object, wanted: type[_Settings], place: str, problems: list[str
 
 def _group(raw: object, place: str, problems: list[str]) -> WeightGroup | None:
     before = len(problems)
-    found = _fields(raw, _GroupFields, place, problems)
+    fields = _fields(raw, _GroupFields, place, problems)
     if len(problems) > before:
         return None
-    targets = found.targets or ()
+    targets = fields.targets or ()
     classes = any(target[:1].isupper() and "." not in target for target in targets)  # `Linear`, and not `lm_head`
-    weights = None if found.weights is None else _weight_settings(found.weights, f"{place}.weights", problems)
+    weights = None if fields.weights is None else _weight_settings(fields.weights, f"{place}.weights", problems)
     return WeightGroup(_names(targets, f"{place}.targets", problems), classes, weights)
 
 
 def _weight_settings(raw: Mapping[str, Any], place: str, problems: list[str]) -> WeightSettings:
     before = len(problems)
-    found = _fields(raw, WeightSettings, place, problems)
+    settings = _fields(raw, WeightSettings, place, problems)
     if len(problems) > before:
-        return found
-    size, strategy = found.group_size, found.strategy
-    _check_sizes(found.block_structure, f"{place}.block_structure", problems)
+        return settings
+    size, strategy = settings.group_size, settings.strategy
+    _check_sizes(settings.block_structure, f"{place}.block_structure", problems)
     if size is not None and size != -1:
         _check_sizes((size,), f"{place}.group_size", problems)
         if strategy not in (None, "group", "tensor_group"):
             problems.append(f"`{place}.group_size` in config.json is {size}, but `strategy` is `{strategy}`")
     elif strategy == "group":
         problems.append(f"`{place}.group_size` in config.json is missing, and `strategy` is `group`")
-    if (found.block_structure is not None and strategy not in (None, "block")) or (
-        found.block_structure is None and strategy == "block"
+    if (settings.block_structure is not None and strategy not in (None, "block")) or (
+        settings.block_structure is None and strategy == "block"
     ):
         problems.append(f"`{place}.block_structure` in config.json does not fit `strategy`, which is `{strategy}`")
-    return found
+    return settings
 
 
 def _check_sizes(sizes: Iterable[int] | None, place: str, problems: list[str]) -> None:

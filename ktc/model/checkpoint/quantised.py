@@ -99,13 +99,13 @@ def _fp8(entry: TensorEntry, tensors: Mapping[str, TensorEntry], config: Quantis
     return Quantised("fp8", entry.shape, block, scale)
 
 
-def _fits(found: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+def _fits(stored: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int]) -> bool:
     """Return whether scales fit; those of one block per row or per matrix may omit dimensions of size 1."""
     expected = scale_shape(shape, block)
-    return found == expected or (
+    return stored == expected or (
         expected[-1] == 1
-        and math.prod(found) == math.prod(expected)
-        and _without_ones(found) == _without_ones(expected)
+        and math.prod(stored) == math.prod(expected)
+        and _without_ones(stored) == _without_ones(expected)
     )
 
 
@@ -168,10 +168,10 @@ def _mxfp4(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> Quantised:
 
 
 def _companion(tensors: Mapping[str, TensorEntry], *names: str) -> Stored:
-    found = next((tensors[name] for name in names if name in tensors), None)
-    if found is None:
+    tensor = next((tensors[name] for name in names if name in tensors), None)
+    if tensor is None:
         raise _Refused(f"has no scales: the checkpoint lacks `{names[0]}`")
-    return Stored(found.name, found.dtype, found.shape)
+    return Stored(tensor.name, tensor.dtype, tensor.shape)
 
 
 def _settings_of(module: str, config: QuantisationConfig) -> WeightSettings:

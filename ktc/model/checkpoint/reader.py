@@ -34,6 +34,7 @@ TORCH_DTYPE: Mapping[str, torch.dtype] = {
     "u8": torch.uint8,
     "bool": torch.bool,
 }
+_BAND = 1 << 22  # weights that are in memory at once
 _LARGEST_READ = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -43,6 +44,12 @@ class RowReader(Protocol):
     def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
         """Return the tensor, or the `rows` of its first dimension (no step), in the dtype of `entry`."""
         ...
+
+
+def bands(rows: int, columns: int, weights: int = 0) -> list[slice]:
+    """Return runs of rows that have at most so many `weights` each (0: `_BAND`), and at least a row."""
+    band = max(1, (weights or _BAND) // max(1, columns))
+    return [slice(first, min(first + band, rows)) for first in range(0, rows, band)]
 
 
 class TensorReader:

@@ -14,11 +14,11 @@ def absent_shards(files: Iterable[str]) -> tuple[str, ...]:
     """Return the names that the numbering of `files` demands and that are not among them, in order."""
     present = set(files)
     absent = set[str]()
-    for found in filter(None, map(_SHARD.fullmatch, present)):
-        digits, total = len(found["number"]), int(found["total"])
+    for name in filter(None, map(_SHARD.fullmatch, present)):
+        digits, total = len(name["number"]), int(name["total"])
         if total <= _MOST:
             absent |= {
-                f"{found['stem']}-{number:0{digits}d}-of-{found['total']}{found['ending']}"
+                f"{name['stem']}-{number:0{digits}d}-of-{name['total']}{name['ending']}"
                 for number in range(1, total + 1)
             } - present
     return tuple(sorted(absent))

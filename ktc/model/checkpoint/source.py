@@ -129,11 +129,11 @@ class WeightSource:
     @property
     def parts(self) -> tuple[Stored, ...]:
         """The stored tensors that this row reads."""
-        own = Stored(self.source_key, self.dtype, self.shape)
+        codes = Stored(self.source_key, self.dtype, self.shape)
         if self.quantised is None:
-            return (own,)
+            return (codes,)
         zero = self.quantised.zero_point
-        return (own, self.quantised.scale) if zero is None else (own, self.quantised.scale, zero)
+        return (codes, self.quantised.scale) if zero is None else (codes, self.quantised.scale, zero)
 
     @property
     def plain_codes(self) -> tuple[Method, int] | None:
@@ -141,15 +141,17 @@ class WeightSource:
 
         A range of several groups that kernels multiply, such as a whole row, becomes groups with one scale.
         """
-        found = self.quantised
-        if found is None or found.zero_point is not None or self.steps or self.span is not None:
+        quantised = self.quantised
+        if quantised is None or quantised.zero_point is not None or self.steps or self.span is not None:
             return None
-        if found.method == "fp8":
-            return ("fp8", found.block[1]) if self.dtype == "fp8" else None
-        whole = found.block[0] == 1 and found.shape[-1] % found.block[1] == 0
-        if found.method != "int4" or not whole or found.scale.dtype != "bf16":
+        if quantised.method == "fp8":
+            return ("fp8", quantised.block[1]) if self.dtype == "fp8" else None
+        whole = quantised.block[0] == 1 and quantised.shape[-1] % quantised.block[1] == 0
+        if quantised.method != "int4" or not whole or quantised.scale.dtype != "bf16":
             return None
-        return "int4", max((size for size in _INT4_GROUPS if found.block[1] % size == 0), default=found.block[1])
+        return "int4", max(
+            (size for size in _INT4_GROUPS if quantised.block[1] % size == 0), default=quantised.block[1]
+        )
 
     @property
     def plain_blocks(self) -> str | None:
@@ -165,8 +167,8 @@ class WeightSource:
             return None
         if self.block is not None:
             return self.dtype
-        found = self.quantised
-        return "mxfp4" if found is not None and found.method == "mxfp4" and found.block == (1, 32) else None
+        quantised = self.quantised
+        return "mxfp4" if quantised is not None and quantised.method == "mxfp4" and quantised.block == (1, 32) else None
 
     @property
     def plain_rows(self) -> str | None:
@@ -182,11 +184,11 @@ class WeightSource:
         Codes that are kept as such, with bf16 scales, stand for their products in bf16. In blocks they would not be
         rounded, and what was trained on the rounded ones would not be what serves.
         """
-        found = self.quantised
-        if found is None or found.method != "int4" or self.plain_codes or self.steps or self.span is not None:
+        quantised = self.quantised
+        if quantised is None or quantised.method != "int4" or self.plain_codes or self.steps or self.span is not None:
             return 0
-        rows, size = found.block
-        fits = rows == 1 and found.shape[-1] % size == 0 and found.scale.dtype in ("bf16", "f16")
+        rows, size = quantised.block
+        fits = rows == 1 and quantised.shape[-1] % size == 0 and quantised.scale.dtype in ("bf16", "f16")
         return max((group for group in _INT4_GROUPS if fits and size % group == 0), default=0)
 
     @property

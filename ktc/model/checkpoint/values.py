@@ -41,7 +41,12 @@ def read_weight(
         entry = index.tensors[source.source_key]
         tensor = _read_expert(reader, entry, source, expert) if stacked and expert is not None else reader.read(entry)
     else:
-        tensor = _dequantised(reader, index, source, source.quantised, expert if stacked else None, dtype)
+        *stack, rows, _ = source.quantised.shape
+        run = slice(expert * rows, (expert + 1) * rows) if stacked and expert is not None else None
+        whole = slice(0, math.prod(stack) * rows)
+        codes = index.tensors[source.source_key]
+        tensor = read_rows(reader, index, codes, source.quantised, run or whole, dtype)
+        tensor = tensor if run else tensor.view(source.quantised.shape)
     steps = source.steps[1:] if stacked and source.is_flat else source.steps
     return _laid_out(tensor, steps, 1 if stacked else 0)
 
@@ -104,39 +109,9 @@ def _int4_blocks(
     scales = reader.read(index.tensors[quantised.scale.key]).float()
     zeros = _zero_points(reader, index, quantised)
     of_groups = torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.int()
-    of_groups, scales = (each.repeat_interleave(quantised.block[1] // group, 1) for each in (of_groups + 8, scales))
+    repeats = quantised.block[1] // group
+    of_groups, scales = (t.repeat_interleave(repeats, 1) for t in (of_groups + 8, scales))
     return blocks_of(codes.view(torch.uint8), scales, of_groups, group)
-
-
-def _dequantised(
-    reader: TensorReader,
-    index: CheckpointIndex,
-    source: WeightSource,
-    quantised: Quantised,
-    expert: int | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the whole weight, or (rows, columns) of one expert."""
-    *stack, rows, columns = quantised.shape
-    scale_rows = -(-rows // quantised.block[0])
-    codes = _as_rows(index.tensors[source.source_key], math.prod(stack) * rows)
-    scales = _as_rows(index.tensors[quantised.scale.key], math.prod(stack) * scale_rows)
-    zeros = _zero_points(reader, index, quantised)
-    matrices = range(math.prod(stack)) if expert is None else (expert,)
-    out = torch.empty((len(matrices), rows, columns), dtype=dtype)
-    band = max(1, _BAND // (columns * quantised.block[0])) * quantised.block[0]
-    for matrix, result in zip(matrices, out, strict=True):
-        for first in range(0, rows, band):
-            run = slice(first, min(rows, first + band))
-            run_of_scales = slice(first // quantised.block[0], -(-run.stop // quantised.block[0]))
-            result[run] = _METHODS[quantised.method](
-                reader.read(codes, _shifted(run, matrix * rows)),
-                reader.read(scales, _shifted(run_of_scales, matrix * scale_rows)),
-                None if zeros is None else zeros[run_of_scales],
-                quantised.block,
-                columns,
-            )
-    return out.view(quantised.shape) if expert is None else out[0]
 
 
 def read_rows(
@@ -154,21 +129,22 @@ def read_rows(
     all_scales = _as_rows(index.tensors[quantised.scale.key], matrices * per_matrix)
     zeros = _zero_points(reader, index, quantised)
     out = torch.empty((run.stop - run.start, columns), dtype=dtype)
+    band = max(1, _BAND // (columns * per_scale)) * per_scale
     done = 0
-    while done < len(out):  # up to the end of a matrix, from the beginning of a row of scales
+    while done < len(out):  # up to the end of a matrix or a band, from the beginning of a row of scales
         matrix, row = divmod(run.start + done, rows)
         first = row // per_scale * per_scale
-        stop = min(rows, row + len(out) - done)
+        stop = min(rows, row + len(out) - done, first + band)
         of_scales = slice(first // per_scale, -(-stop // per_scale))
-        found = _METHODS[quantised.method](
+        weights = _METHODS[quantised.method](
             reader.read(all_codes, _shifted(slice(first, stop), matrix * rows)),
             reader.read(all_scales, _shifted(of_scales, matrix * per_matrix)),
             None if zeros is None else zeros[of_scales],
             quantised.block,
             columns,
         )[row - first :]
-        out[done : done + len(found)] = found
-        done += len(found)
+        out[done : done + len(weights)] = weights
+        done += len(weights)
     return out
 
 

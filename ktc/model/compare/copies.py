@@ -25,7 +25,7 @@ def copied(model: M) -> M:
 
 def _not_copied(model: nn.Module) -> list[object]:
     """Return the attributes of the modules that Python does not copy."""
-    found: list[object] = []
+    shared: list[object] = []
     for module in model.modules():
         for name, value in vars(module).items():
             if name in ("_modules", "_parameters", "_buffers") or isinstance(value, nn.Module | Tensor):
@@ -33,5 +33,5 @@ def _not_copied(model: nn.Module) -> list[object]:
             try:
                 copy.deepcopy(value)
             except Exception:  # noqa: BLE001 - as above
-                found.append(value)
-    return found
+                shared.append(value)
+    return shared

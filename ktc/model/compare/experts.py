@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.own_module import Called, Role, parse_called, parse_inputs
-from ktc.model.manifest.manifest import Manifest, Rewrite
+from ktc.model.experts.own_module import Called, Role
+from ktc.model.manifest.manifest import Manifest, Rewrite, config_of
 
 _UNCHOSEN = -1
 
@@ -39,16 +39,17 @@ class Experts:
 
 def own_step(step: Rewrite, manifest: Manifest) -> Rewrite | None:
     """Return the step that reads the model's own module before `step` replaces it; `None` for other experts."""
-    return next((each for each in manifest.rewrites if each.module == "own_experts" and each.fqn == step.fqn), None)
+    return next((s for s in manifest.rewrites if s.module == "own_experts" and s.fqn == step.fqn), None)
 
 
 def experts_of(step: Rewrite, manifest: Manifest, path: str) -> Experts:
     """Return the experts that `step` puts in place, at `path` in their layer."""
     about = (path, int(step.args["num_experts"]), int(step.args["top_k"]))
-    own = own_step(step, manifest)
-    if own is None:
+    reading = own_step(step, manifest)
+    if reading is None:
         return Experts(*about)
-    return Experts(*about, tuple(parse_inputs(str(own.args["inputs"])).items()), parse_called(str(own.args["called"])))
+    config = config_of(reading)
+    return Experts(*about, tuple(config.inputs.items()), config.called)
 
 
 def roles_of(experts: Experts, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Role, Any]:

@@ -60,8 +60,8 @@ def tensors_of(model: nn.Module, layers: str, group: str) -> Iterator[tuple[str,
         prefix = ".".join(part for part in (group, path) if part)
         if isinstance(module, FusedMoe):
             continue
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for leaf in [leaf for leaf, _ in own]:
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for leaf in [leaf for leaf, _ in tensors]:
             name = f"{prefix}.{leaf}" if prefix else leaf
             if group_of(name, layers) == group:
                 yield name, module, leaf

@@ -91,5 +91,5 @@ def _in_their_own_loop(model: PreTrainedModel, manifest: Manifest) -> None:
 
 def _config(opened: Opened) -> PreTrainedConfig:
     """Return the checkpoint's own config, and not the copy in OUT."""
-    own = remote_code.config_class_of(opened.stock_class)
-    return cast("PreTrainedConfig", (own or AutoConfig).from_pretrained(opened.index.folder))
+    of_model = remote_code.config_class_of(opened.stock_class)
+    return cast("PreTrainedConfig", (of_model or AutoConfig).from_pretrained(opened.index.folder))

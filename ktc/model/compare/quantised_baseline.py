@@ -25,11 +25,10 @@ from ktc.model.checkpoint import WeightSource
 from ktc.model.compare.experts import Experts, experts_of, own_step
 from ktc.model.compare.groups import inside
 from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks
-from ktc.model.experts.own_module import TensorLayout, parse_layouts
+from ktc.model.experts.own_layout import TensorLayout
 from ktc.model.experts.quantised_reference import dequantise, int8_product, quantise
 from ktc.model.kernels.form import parse_form
-from ktc.model.loading.graph_block import parse_parts
-from ktc.model.manifest.manifest import Manifest, Rewrite
+from ktc.model.manifest.manifest import Manifest, Rewrite, config_of
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -78,12 +77,12 @@ def format_of(step: Rewrite, manifest: Manifest, rows: Sequence[WeightSource]) -
     group = int(kernel.spec.get("group_size") or 0)
     tensors = _tensors_of(step, manifest)
     formats = {tensor: down if part == "down" else gate_up for tensor, part in tensors.items()}
-    own = [row for row in rows if row.target.startswith(f"{step.fqn}.")]
+    filled = [row for row in rows if row.target.startswith(f"{step.fqn}.")]
     return ExpertsFormat(
         {
             tensor: (name, _group(name, group))
             for tensor, name in formats.items()
-            if FORMATS[name].coded and not _kept(own, tensors[tensor], name)  # pyright: ignore[reportArgumentType]
+            if FORMATS[name].coded and not _kept(filled, tensors[tensor], name)  # pyright: ignore[reportArgumentType]
         },
         num_experts,
         FORMATS[down].integer_products,  # pyright: ignore[reportArgumentType]
@@ -96,9 +95,9 @@ def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[TensorLayout, str]:
     block = next((s for s in manifest.rewrites if s.module == "graph_block" and _holds(s, step.fqn)), None)
     own = own_step(step, manifest)
     if own is not None:
-        parts = parse_layouts(str(own.args["parts"]))
+        parts = dict(config_of(own).parts)
     elif block is not None:
-        parts = {part: TensorLayout(name) for part, name in parse_parts(str(block.args["parts"])).items()}
+        parts = {part: TensorLayout(name) for part, name in config_of(block).parts.items()}
     else:
         form = parse_form(str(step.args["form"]))
         gate_up = "gate_up_proj" if form.gated else "up_proj"
@@ -106,7 +105,7 @@ def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[TensorLayout, str]:
             "gate_up": TensorLayout(gate_up, turned=form.transposed),
             "down": TensorLayout("down_proj", turned=form.transposed),
         }
-    return {held: "down" if part == "down" else "gate_up" for part, held in parts.items() if "bias" not in part}
+    return {tensor: "down" if part == "down" else "gate_up" for part, tensor in parts.items() if "bias" not in part}
 
 
 def _holds(step: Rewrite, fqn: str) -> bool:
@@ -122,8 +121,8 @@ def _group(name: str, group: int) -> int:
 
 def _kept(rows: Sequence[WeightSource], part: str, name: str) -> bool:
     """Return whether the checkpoint stores the part in the kernel's format already."""
-    own = [row for row in rows if (row.part is not None and row.part.startswith("down")) == (part == "down")]
-    weights = [row for row in own if row.part is not None and not row.part.endswith("bias")]
+    of_part = [row for row in rows if (row.part is not None and row.part.startswith("down")) == (part == "down")]
+    weights = [row for row in of_part if row.part is not None and not row.part.endswith("bias")]
     return bool(weights) and all(row.kept_as is not None and row.kept_as[0] == name for row in weights)
 
 

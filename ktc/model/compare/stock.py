@@ -24,6 +24,7 @@ from ktc.model.checkpoint.reader import TORCH_DTYPE, TensorReader
 from ktc.model.checkpoint.values import read_weight
 from ktc.model.compare.groups import OUTSIDE, group_of, put, tensors_of
 from ktc.model.hf.stock_loading import load_tensors, targets_of
+from ktc.model.hf.stock_model import quantization_config_of
 from ktc.model.loading.buffers import compute_buffers
 from ktc.model.packed_store import weight_store
 
@@ -85,8 +86,8 @@ class StockModel:
         """Convert a loaded group to the model's own dtype, or to a `coarser` one that a kernel computes in."""
         with torch.no_grad():
             for name, owner, leaf in tensors_of(self.model, self.layers, group):
-                own = self._dtypes.get(name)
-                wanted = coarser if coarser is not None and own == self.dtype else own
+                stored = self._dtypes.get(name)
+                wanted = coarser if coarser is not None and stored == self.dtype else stored
                 tensor = _of(owner, leaf)
                 if wanted is not None and tensor.is_floating_point() and tensor.dtype != wanted:
                     put(owner, leaf, tensor.to(wanted))
@@ -131,7 +132,7 @@ class StockModel:
                 self._cast(target, dtype)
             wrong = load_tensors(self.model, tensors)
         if wrong:
-            raise InputRefused(*(_unfilled(f"transformers cannot use {each}") for each in wrong[:10]))
+            raise InputRefused(*(_unfilled(f"transformers cannot use {what}") for what in wrong[:10]))
         for target in targets:
             self._cast(target, torch.float32)
 
@@ -165,12 +166,12 @@ def _as_stored(parts: Sequence[_Part]) -> dict[str, torch.dtype]:
         stored.setdefault(part.target, set()).add("codes" if quantised else part.weight.entry.dtype)
     halves = {name: TORCH_DTYPE[name] for name in ("bf16", "f16")}
     return {
-        target: halves[next(iter(found))] for target, found in stored.items() if found <= {*halves} and len(found) == 1
+        target: halves[next(iter(kinds))] for target, kinds in stored.items() if kinds <= {*halves} and len(kinds) == 1
     }
 
 
 def _grouped(model: PreTrainedModel, layers: str, index: CheckpointIndex) -> dict[str, list[_Part]]:
-    weights, broken = stored_weights(index.tensors, quantisation_of(model))
+    weights, broken = stored_weights(index.tensors, quantization_config_of(model.config))
     if broken:
         raise InputRefused(*broken[:10])
     targets = targets_of(model, [weight.name for weight in weights])
@@ -180,15 +181,6 @@ def _grouped(model: PreTrainedModel, layers: str, index: CheckpointIndex) -> dic
         if target is not None:
             groups.setdefault(group_of(target, layers), []).append(_Part(weight, target))
     return groups
-
-
-def quantisation_of(model: PreTrainedModel) -> Mapping[str, Any] | None:
-    """Return `quantization_config` of the model's config as plain values, `None` without one."""
-    for config in (model.config, model.config.get_text_config()):
-        found: Any = getattr(config, "quantization_config", None)
-        if found:
-            return cast("Mapping[str, Any]", found if isinstance(found, dict) else found.to_dict())
-    return None
 
 
 def own_dtypes(model: nn.Module, model_dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -9,36 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ktc.model.experts.own_layout import Called, Role, TensorLayout
 from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.model.kernels.form import ExpertsForm
 
-Role = Literal["hidden", "index", "weights"]
-# routed: hidden states, indices, weights. identity: indices beyond the last expert return the hidden states. by_expert:
-# rows (E N, H) that are sorted by expert, N for each, without indices or weights.
-Called = Literal["routed", "identity", "by_expert"]
 # Of rows (T, H), indices (T, K) and weights (T, K).
 RoutedCall = Callable[[Tensor, Tensor, Tensor], Tensor]
-_FLAGS: Final = ("flat", "turned")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """The tensor that holds one part of all experts: (E, rows, columns), by its name in the module.
-
-    `flat`: the experts are concatenated along the first dimension. `turned`: each matrix is (inputs, outputs).
-    """
-
-    name: str
-    flat: bool = False
-    turned: bool = False
-
-    def __str__(self) -> str:
-        return ":".join([self.name, *(flag for flag in _FLAGS if getattr(self, flag))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,49 +39,6 @@ class OwnExperts:
     def without_sizes(self) -> OwnExperts:
         """Return the same for experts of any number and width."""
         return replace(self, sizes=(0, 0, 0))
-
-    def words(self) -> dict[str, int | str]:
-        """Return the plain values that a manifest holds."""
-        return {
-            **dict(zip(("num_experts", "hidden", "intermediate"), self.sizes, strict=True)),
-            "form": str(self.form),
-            "parts": " ".join(f"{part}={held}" for part, held in self.parts.items()),
-            "inputs": " ".join(f"{name}={role}" for name, role in self.inputs.items()),
-            "called": self.called,
-        }
-
-
-def parse_layouts(text: str) -> dict[str, TensorLayout]:
-    """Read the field `parts` of `OwnExperts.words`. Raise `ValueError` for any other text."""
-    found: dict[str, TensorLayout] = {}
-    for part, value in _pairs(text).items():
-        name, *flags = value.split(":")
-        if not set(flags) <= set(_FLAGS):
-            raise ValueError(f"`{text}` names no parts of experts")
-        found[part] = TensorLayout(name, **dict.fromkeys(flags, True))
-    return found
-
-
-def parse_inputs(text: str) -> dict[str, Role]:
-    """Read the field `inputs` of `OwnExperts.words`. Raise `ValueError` for any other text."""
-    found = _pairs(text)
-    if not set(found.values()) <= set(get_args(Role)):
-        raise ValueError(f"`{text}` names no inputs of experts")
-    return cast("dict[str, Role]", found)
-
-
-def parse_called(text: str) -> Called:
-    """Read the field `called` of `OwnExperts.words`. Raise `ValueError` for any other text."""
-    if text not in get_args(Called):
-        raise ValueError(f"`{text}` is not a way to call experts")
-    return cast("Called", text)
-
-
-def _pairs(text: str) -> dict[str, str]:
-    pairs = [pair.split("=") for pair in text.split(" ")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"`{text}` is not a list of names")
-    return dict(pairs)
 
 
 class StockExperts(nn.Module):

@@ -53,11 +53,11 @@ class WeightTraining:
         return self.trains or self.merged
 
     @classmethod
-    def parse(cls, grid: str, masters: str, merged: str) -> WeightTraining:
+    def parse(cls, grid: str | None, masters: str | None, *, merged: bool = False) -> WeightTraining:
         """Return the value of the words in a recipe. Raises `ValueError` for others."""
-        if masters not in ("", *MASTERS) or merged not in ("", "merged"):
-            raise ValueError(f"`{masters} {merged}` names no training of weights")
-        return cls(Int4Grid.parse(grid), MASTERS.get(masters), bool(merged))
+        if masters is not None and masters not in MASTERS:
+            raise ValueError(f"`{masters}` names no dtype of masters")
+        return cls(Int4Grid.parse(grid), MASTERS[masters] if masters else None, merged)
 
 
 def not_rounded(fqn: str, why: str) -> Diagnostic:

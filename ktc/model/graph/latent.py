@@ -59,8 +59,8 @@ def is_latent(core: fx.Node) -> bool:
     keys = behind(input_of(core, 1))
     if ops.operator(keys) != "cat":
         return False
-    found = [_projection(node) for node in (nodes_in(keys.args[0])[0], input_of(core, 2))]
-    return found[0] is found[1] and ops.operator(found[0]) in LINEARS
+    projections = [_projection(node) for node in (nodes_in(keys.args[0])[0], input_of(core, 2))]
+    return projections[0] is projections[1] and ops.operator(projections[0]) in LINEARS
 
 
 def _projection(node: fx.Node) -> fx.Node:

@@ -158,8 +158,8 @@ def name_of(node: fx.Node) -> str:
 
 def operator(node: fx.Node) -> str:
     """Return the normal-form operator of `node`."""
-    found = node.meta.get("op")
-    return found if isinstance(found, str) else name_of(node)
+    recorded = node.meta.get("op")
+    return recorded if isinstance(recorded, str) else name_of(node)
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
@@ -188,11 +188,11 @@ def operands(node: fx.Node) -> tuple[Operand, ...]:
     if name == "embedding":
         return (input_of(node, 1),)
     arithmetic = name in ("add", "sub", "mul", "div", "pow", "clamp_min", "clamp_max")
-    found: list[Operand] = [
+    values: list[Operand] = [
         a for a in node.args
         if isinstance(a, fx.Node) or (arithmetic and isinstance(a, int | float) and not isinstance(a, bool))
     ]  # fmt: skip
-    return tuple(found[: _OPERANDS.get(name)])
+    return tuple(values[: _OPERANDS.get(name)])
 
 
 def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
@@ -208,8 +208,8 @@ def attributes(node: fx.Node) -> dict[str, int | float | bool | str]:
 
 def shape_of(value: object) -> tuple[Any, ...]:
     """Return the (possibly symbolic) shape of a node's meta tensor, () if it has none."""
-    held = tensor_of(value) if isinstance(value, fx.Node) else None
-    return () if held is None else tuple(held.shape)
+    tensor = tensor_of(value) if isinstance(value, fx.Node) else None
+    return () if tensor is None else tuple(tensor.shape)
 
 
 def works_along(node: fx.Node, wanted: object) -> bool:

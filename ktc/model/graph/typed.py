@@ -6,8 +6,9 @@ Input: torch.fx graphs and modules. Output: plain lists and values. An input tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 
 
@@ -22,7 +23,6 @@ def nodes_by_name(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def input_names(graph_module: fx.GraphModule) -> list[str]:
-    """Return the names of the graph's placeholders, in order."""
     return [node.name for node in nodes_of(graph_module) if node.op == "placeholder"]
 
 
@@ -41,8 +41,8 @@ def nodes_in(argument: object) -> list[fx.Node]:
 
 def tensor_of(node: fx.Node) -> Tensor | None:
     """Return the fake tensor that a node was captured with, None if its value is not a tensor."""
-    held = node.meta.get("val")
-    return held if isinstance(held, Tensor) else None
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
 
 
 def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -54,3 +54,22 @@ def owner_of(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     """Return the module below `root` that owns the tensor `fqn`, and the tensor's name there."""
     owner, _, leaf = fqn.rpartition(".")
     return root.get_submodule(owner), leaf
+
+
+def attach_tensor(root: nn.Module, fqn: str, tensor: Tensor) -> None:
+    """Register a parameter or a buffer at `fqn` below `root`, and the modules that are missing on the way."""
+    module = root
+    *owners, leaf = fqn.split(".")
+    for owner in owners:
+        if not hasattr(module, owner):
+            module.add_module(owner, nn.Module())
+        module = module.get_submodule(owner)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor)
+
+
+def traced_size(size: int | torch.SymInt) -> int:
+    """Return a size, of a symbolic one the value that it was traced with, without a guard on it."""
+    return int(cast("Any", size.node).hint) if isinstance(size, torch.SymInt) else int(size)

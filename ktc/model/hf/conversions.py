@@ -62,11 +62,16 @@ class Unmappable:
     reason: str
 
 
-def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str], Place | Unmappable]:
-    """Return a function from a checkpoint name to its place among `targets`, the model's state dict."""
+def renamings_and_converters(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Return both kinds of steps of transformers' conversion mapping."""
     mapping = get_model_conversion_mapping(model)
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
-    converters = [step for step in mapping if isinstance(step, WeightConverter)]
+    return renamings, [step for step in mapping if isinstance(step, WeightConverter)]
+
+
+def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str], Place | Unmappable]:
+    """Return a function from a checkpoint name to its place among `targets`, the model's state dict."""
+    renamings, converters = renamings_and_converters(model)
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     prefix = model.base_model_prefix
 
@@ -79,11 +84,11 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str]
         converter = by_pattern[pattern]
         renamed, _ = rename_source_key(name, renamings, [], prefix, None)
         number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
-        found = _converted(converter, converter.source_patterns.index(pattern), target, number and int(number[1]))
-        if found is None:
-            chain = ", ".join(spelled(operation) for operation in converter.operations)
-            return Unmappable(f"needs a conversion that ktc does not do: {chain}")
-        return found
+        which = converter.source_patterns.index(pattern)
+        chain = ", ".join(spelled(operation) for operation in converter.operations)
+        return _converted(converter, which, target, number and int(number[1])) or Unmappable(
+            f"needs a conversion that ktc does not do: {chain}"
+        )
 
     return place
 
@@ -126,9 +131,9 @@ def spelled(operation: ConversionOps) -> str:
 
 def names_one_by_one(model: PreTrainedModel) -> Mapping[str, str]:
     """Return what checkpoints call gate, up and down of one expert, or nothing if they keep experts stacked."""
-    found: dict[str, str] = {}
-    for step in get_model_conversion_mapping(model):
-        if isinstance(step, WeightConverter) and "MergeModulelist" in [type(each).__name__ for each in step.operations]:
+    names: dict[str, str] = {}
+    for step in renamings_and_converters(model)[1]:
+        if "MergeModulelist" in [type(operation).__name__ for operation in step.operations]:
             leaves = (pattern.removesuffix(".weight").rpartition(".")[2] for pattern in step.source_patterns)
-            found |= {EXPERT_LAYERS[leaf]: leaf for leaf in leaves if leaf in EXPERT_LAYERS}
-    return found if found.keys() == {"gate", "up", "down"} else {}
+            names |= {EXPERT_LAYERS[leaf]: leaf for leaf in leaves if leaf in EXPERT_LAYERS}
+    return names if names.keys() == {"gate", "up", "down"} else {}

@@ -18,8 +18,14 @@ _ELSEWHERE: Final = (str(Path(torch.__file__).parent) + os.sep, OURS)
 
 def raising_line(error: BaseException) -> str:
     """Return the last line outside of torch and ktc, as `line` (file:number); empty if there is none."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_ELSEWHERE)]
-    return f"`{own[-1].line}` ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(_ELSEWHERE)), None)
+    return f"`{last.line}` ({Path(last.filename).name}:{last.lineno})" if last else ""
+
+
+def first_line(error: BaseException | None) -> str:
+    """Return the first line of a foreign exception's message, at most 200 characters."""
+    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def raised_by(error: BaseException) -> str:

@@ -46,8 +46,8 @@ def patterns_of(config: Mapping[str, Any]) -> list[str]:
     layers: object = config.get("layers_pattern")
     of_layers = cast("list[str]", layers) if isinstance(layers, list) else [layers]
     by_name = (value for name, value in config.items() if name.endswith("_pattern"))
-    keys = (key for each in by_name if isinstance(each, dict) for key in cast("dict[str, Any]", each))
-    return [each for each in (*single, *of_layers, *keys) if isinstance(each, str)]
+    keys = (key for entry in by_name if isinstance(entry, dict) for key in cast("dict[str, Any]", entry))
+    return [entry for entry in (*single, *of_layers, *keys) if isinstance(entry, str)]
 
 
 def is_factor(name: str) -> bool:
@@ -89,7 +89,7 @@ def _is_name(value: object) -> bool:
 
 
 def _are(value: object, test: _Test) -> bool:
-    return isinstance(value, list) and all(test(each) for each in cast("Sequence[object]", value))
+    return isinstance(value, list) and all(test(item) for item in cast("Sequence[object]", value))
 
 
 def _pattern(test: _Test) -> _Test:
@@ -97,7 +97,7 @@ def _pattern(test: _Test) -> _Test:
         if value is None:
             return True
         return isinstance(value, dict) and all(
-            _is_name(key) and test(each) for key, each in cast("dict[object, object]", value).items()
+            _is_name(key) and test(item) for key, item in cast("dict[object, object]", value).items()
         )
 
     return fits
@@ -120,7 +120,7 @@ def _rank(value: object) -> bool:
 
 
 def _layers(value: object) -> bool:
-    return value is None or _is_whole(value, 0, 1 << 20) or _are(value, lambda each: _is_whole(each, 0, 1 << 20))
+    return value is None or _is_whole(value, 0, 1 << 20) or _are(value, lambda item: _is_whole(item, 0, 1 << 20))
 
 
 def _optional_name(value: object) -> bool:

@@ -40,5 +40,5 @@ def _own_causal_lm(config: PreTrainedConfig) -> str:
 
 
 def _has_parts(config: PreTrainedConfig) -> bool:
-    """Return whether the config has one of its own for the text, beside those of other modalities."""
+    """Return whether the config has one of its own for the text, besides those of other modalities."""
     return config.get_text_config() is not config

@@ -20,7 +20,7 @@ from transformers.models.auto import auto_factory
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import read_json
 from ktc.foundation.regular_files import read_regular
-from ktc.model.hf.foreign_errors import raised_by
+from ktc.model.hf.foreign_errors import first_line, raised_by
 from ktc.model.hf.patching import Patch
 
 _MODEL = "AutoModelForCausalLM"
@@ -31,17 +31,17 @@ def code_files(folder: Path) -> dict[str, str]:
 
     Linked folders are not entered. Raises `InputRefused` (I109) for a file that cannot be read.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)
         if any((folder / around).is_symlink() for around in name.parents):
             continue
         try:
-            found[name.as_posix()] = hashlib.sha256(read_regular(path)).hexdigest()
+            digests[name.as_posix()] = hashlib.sha256(read_regular(path)).hexdigest()
         except OSError as error:
             message = f"`{path}` is code of the model and cannot be read: {error.strerror or error}"
             raise InputRefused(Diagnostic("I109", message, hint="permit or remove it")) from error
-    return found
+    return digests
 
 
 def model_file(folder: Path) -> str | None:
@@ -59,8 +59,8 @@ def _auto_map(folder: Path) -> Mapping[str, Any]:
         content: object = read_json(read_regular(folder / "config.json"))
     except (OSError, ValueError):
         return {}
-    found = cast("dict[str, Any]", content).get("auto_map") if isinstance(content, dict) else None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    auto_map = cast("dict[str, Any]", content).get("auto_map") if isinstance(content, dict) else None
+    return cast("dict[str, Any]", auto_map) if isinstance(auto_map, dict) else {}
 
 
 def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
@@ -90,8 +90,7 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
         model_class.config_class = type(config)
         AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)
     except Exception as error:  # foreign code raises anything
-        words = (str(error).strip().splitlines() or [""])[0][:200]
-        message = f"the code of `{folder.name}` cannot be used: {type(error).__name__}: {words}"
+        message = f"the code of `{folder.name}` cannot be used: {type(error).__name__}: {first_line(error)}"
         raise InputRefused(Diagnostic("I109", message, hint=raised_by(error))) from error
     return config, model_class
 
@@ -107,10 +106,10 @@ def is_own_code(model_class: type[PreTrainedModel]) -> bool:
 
 
 def _class(reference: str, folder: Path, wanted: type[Any]) -> Any:
-    found = cast("object", get_class_from_dynamic_module(reference, str(folder), local_files_only=True))
-    if not (isinstance(found, type) and issubclass(found, wanted)):
+    named = cast("object", get_class_from_dynamic_module(reference, str(folder), local_files_only=True))
+    if not (isinstance(named, type) and issubclass(named, wanted)):
         raise TypeError(f"`{reference}` is not a `{wanted.__name__}`")
-    return found
+    return named
 
 
 def _as_auto_model_does(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
     convert_and_load_state_dict_in_model,  # pyright: ignore[reportUnknownVariableType]
     rename_source_key,  # pyright: ignore[reportUnknownVariableType]
 )
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
+
+from ktc.model.hf.conversions import renamings_and_converters
 
 
 def targets_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
@@ -30,18 +30,16 @@ def targets_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
     Names without a place in the model are left out.
     """
-    held: dict[str, Any] = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
-    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
-    converters = [step for step in mapping if isinstance(step, WeightConverter)]
-    found: dict[str, str] = {}
+    state: dict[str, Any] = model.state_dict()
+    renamings, converters = renamings_and_converters(model)
+    targets: dict[str, str] = {}
     for name in names:
-        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, held)
-        if target not in held and name in held:  # a renaming for the names of other files
+        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:  # a renaming for the names of other files
             target = name
-        if target in held:
-            found[name] = target
-    return found
+        if target in state:
+            targets[name] = target
+    return targets
 
 
 def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -54,15 +52,16 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> tuple
     )
     load = cast("Any", convert_and_load_state_dict_in_model)
     older = {"tp_plan": None} if "tp_plan" in inspect.signature(load).parameters else {}  # a parameter up to 5.2x
-    with _no_progress_bars():
+    with no_progress_bars():
         info, _ = load(model=model, state_dict=dict(tensors), load_config=settings, **older)
-    wrong = [f"`{name}` is {list(found)}, expected {list(wanted)}" for name, found, wanted in info.mismatched_keys]
+    wrong = [f"`{name}` is {list(stored)}, expected {list(wanted)}" for name, stored, wanted in info.mismatched_keys]
     wrong += [f"`{name}`: {str(error).strip().splitlines()[-1]}" for name, error in info.conversion_errors.items()]
     return tuple(sorted(wrong))
 
 
 @contextmanager
-def _no_progress_bars() -> Generator[None]:
+def no_progress_bars() -> Generator[None]:
+    """Let transformers show no progress bars inside the context."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -6,6 +6,7 @@ meta tensors. Compiling and loading build it here, so both have the same modules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -45,7 +46,14 @@ def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     return part
 
 
+def quantization_config_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """Return `quantization_config` of config.json, or of its part for text, as plain values; `None` if missing."""
+    values = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    settings = next(filter(None, values), None)
+    return cast("Mapping[str, Any] | None", settings if isinstance(settings, dict | None) else settings.to_dict())
+
+
 def vocabulary_of(model: PreTrainedModel) -> int:
     """Return the number of tokens: of the config, or of the embedding where the config has a part of another name."""
-    told = getattr(model.config.get_text_config(), "vocab_size", None)
-    return told if isinstance(told, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else int(cast("Any", model.get_input_embeddings()).weight.shape[0])

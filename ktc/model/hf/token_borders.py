@@ -18,7 +18,7 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """`at` tokens come before the part. `alone` are the tokens of the text before it that the whole text has not."""
+    """`at` tokens come before the part. `alone` are tokens that only the text before it has, and the whole does not."""
 
     at: int
     alone: tuple[int, ...] = ()
@@ -48,8 +48,8 @@ class TextTokens:
         """
         if not getattr(self.tokenizer, "is_fast", False):
             return self.ids(text), None
-        found = self.tokenizer(text, add_special_tokens=self._special, return_offsets_mapping=True)
-        return list(found["input_ids"]), [(first - (first == end), end) for first, end in found["offset_mapping"]]
+        encoded = self.tokenizer(text, add_special_tokens=self._special, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [(first - (first == end), end) for first, end in encoded["offset_mapping"]]
 
     def border(self, before: str, ids: Sequence[int]) -> Border:
         """Return where the part after `before` begins in `ids`, the tokens of a text that begins with `before`."""

@@ -1,7 +1,4 @@
-"""`AttentionSpec`, `Int8AttentionSpec` and `SparseAttentionSpec`: kernels for attention of few new tokens over a cache.
-
-They hold everything that their templates may ask.
-"""
+"""`AttentionSpec`: kernels for attention of few new tokens over a cache, everything that their templates read."""
 
 from __future__ import annotations
 
@@ -18,6 +15,9 @@ ISAS: Final[dict[Dtype, tuple[Isa, ...]]] = {
     for dtype in ("bf16", "fp16", "fp32")
 }
 """The instruction sets of kernels over a cache of numbers, by their dtype. Tiles multiply bf16."""
+_ENTRIES: Final = {
+    "attention": "Attention", "int8_attention": "Int8Attention", "sparse_attention": "SparseAttention",
+}  # fmt: skip
 
 
 def attention_isa(dtype: Dtype, host: Host) -> Isa:
@@ -27,54 +27,20 @@ def attention_isa(dtype: Dtype, host: Host) -> Isa:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One kernel, for any sizes. `dtype` is that of queries, cache and outputs; sums are fp32."""
+    """One kernel, for any sizes. `dtype` is that of queries, new keys and outputs; sums are fp32.
 
-    op: Literal["attention"]
+    `attention` reads a cache of that dtype, `int8_attention` one of int8 codes. `sparse_attention` keeps an index of
+    keys, chooses positions, and attends to these or to all.
+    """
+
+    op: Literal["attention", "int8_attention", "sparse_attention"]
     dtype: Dtype
     isa: Isa
 
     @property
     def entry(self) -> str:
         """The name under which the kernel library exposes it."""
-        return f"Attention_{self.dtype}_{self.isa}"
-
-    @property
-    def summary(self) -> tuple[str, ...]:
-        """Describe the computation and the weight format, for a table of kernels."""
-        return f"{self.op} (decode)", "any", "any", "", "", self.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Int8AttentionSpec:
-    """One kernel, for any sizes, over a cache of int8 codes. `dtype` is that of queries, new keys and outputs."""
-
-    op: Literal["int8_attention"]
-    dtype: Dtype
-    isa: Isa
-
-    @property
-    def entry(self) -> str:
-        """The name under which the kernel library exposes it."""
-        return f"Int8Attention_{self.dtype}_{self.isa}"
-
-    @property
-    def summary(self) -> tuple[str, ...]:
-        """Describe the computation and the weight format, for a table of kernels."""
-        return f"{self.op} (decode)", "any", "any", "", "", self.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class SparseAttentionSpec:
-    """One kernel, for any sizes: an index of keys, the choice of positions, and attention over these or over all."""
-
-    op: Literal["sparse_attention"]
-    dtype: Dtype
-    isa: Isa
-
-    @property
-    def entry(self) -> str:
-        """The name under which the kernel library exposes it."""
-        return f"SparseAttention_{self.dtype}_{self.isa}"
+        return f"{_ENTRIES[self.op]}_{self.dtype}_{self.isa}"
 
     @property
     def summary(self) -> tuple[str, ...]:

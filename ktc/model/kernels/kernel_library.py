@@ -176,7 +176,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class KernelLibrary:
-    """A built library: where it is, the sha256 of its bytes, and its entries (`KernelSpec.entry`) with their dtype."""
+    """A built library: where it is, the sha256 of its bytes, and its entries (`Spec.entry`) with their dtype."""
 
     path: Path
     digest: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from ktc.foundation.formats import BLOCKS, FORMATS, Blocks, Codes, Dense, WeightFormat
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 
 PANEL: Final = 32  # kernels pad every width to whole panels
@@ -19,7 +19,7 @@ def padded(size: int) -> int:
     return -(-size // PANEL) * PANEL
 
 
-def packed_bytes(spec: KernelSpec) -> int:
+def packed_bytes(spec: FusedMoeSpec) -> int:
     """Bytes of one layer's packed weights; biases stay in fp32."""
     experts, hidden, inter = (size or 0 for size in (spec.num_experts, spec.hidden, spec.intermediate))
     first = (1 + spec.gated) * padded(inter) * _row_bytes(spec, spec.format_gate_up, padded(hidden))
@@ -38,7 +38,7 @@ def _block_row_bytes(row: Blocks, columns: int) -> int:
     return -(-columns // in_span) * row.span * row.block_bytes
 
 
-def _row_bytes(spec: KernelSpec, weight_format: WeightFormat, columns: int) -> int:
+def _row_bytes(spec: FusedMoeSpec, weight_format: WeightFormat, columns: int) -> int:
     """Return the bytes of one output's weights, with the scales of their groups."""
     match FORMATS[weight_format]:
         case Blocks() as row:

@@ -1,14 +1,39 @@
-"""`Spec`: what one kernel is generated from, of any kind.
-
-Every spec is hashable and has `op`, the name of its kind; `entry`, the kernel's name in a library; `dtype` and `isa`,
-what the kernel computes in and with which instructions; and `summary`, for people.
-"""
+"""`Spec`: what one kernel is generated from, of any kind."""
 
 from __future__ import annotations
 
-from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
-from ktc.model.kernels.kernel_spec import KernelSpec
-from ktc.model.kernels.linear_spec import LinearSpec, PackedLinearSpec
-from ktc.model.kernels.step_spec import StepSpec
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol
 
-Spec = KernelSpec | LinearSpec | PackedLinearSpec | AttentionSpec | Int8AttentionSpec | SparseAttentionSpec | StepSpec
+from ktc.foundation.isa import Isa
+
+
+class Spec(Protocol):
+    """What one kernel is generated from, of any kind: a hashable dataclass with all that the kind's template reads."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def op(self) -> str:
+        """The name of its kind."""
+        ...
+
+    @property
+    def entry(self) -> str:
+        """The name under which the kernel library exposes it."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that it computes in."""
+        ...
+
+    @property
+    def isa(self) -> Isa:
+        """The instruction set that it is built for."""
+        ...
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The computation, its sizes H, I, E and k, and the weight format, for a table of kernels."""
+        ...

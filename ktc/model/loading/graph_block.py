@@ -22,6 +22,7 @@ from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
 from ktc.model.hf.patching import Patch
 from ktc.model.kernels.form import ExpertsForm, parse_form
 from ktc.model.loading.python_files import module_of
+from ktc.model.manifest.configs import GraphBlockConfig
 
 Forward = Callable[..., Any]
 _PREFIX = "ktc_block_"  # of the names of blocks' modules
@@ -36,31 +37,23 @@ class ExpertStack(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-def graph_block(block: nn.Module, args: Mapping[str, Any], folder: Path) -> nn.Module:
+def graph_block(block: nn.Module, config: GraphBlockConfig, folder: Path) -> nn.Module:
     """Return `block` itself, patched with its graph.
 
-    Raises `ValueError` where the arguments are those of another block.
+    Raises `ValueError` where the config is that of another block.
     """
-    experts = block.get_submodule(args["experts"])
+    experts = block.get_submodule(config.experts)
     if not isinstance(experts, nn.ModuleList):
-        raise ValueError(f"`{args['experts']}` is a `{type(experts).__name__}`")
-    form, names = parse_form(args["form"]), parse_parts(args["parts"])
-    stack = ExpertStack(stacked_experts(experts, form, names))
-    sizes = (args["num_experts"], args["hidden"], args["intermediate"])
+        raise ValueError(f"`{config.experts}` is a `{type(experts).__name__}`")
+    form = parse_form(config.form)
+    stack = ExpertStack(stacked_experts(experts, form, config.parts))
+    sizes = (config.num_experts, config.hidden, config.intermediate)
     for name in stock_names(form):
         if tuple(getattr(stack, name).shape) != stock_shape(form, name, *sizes):
             raise ValueError(f"its experts are of other sizes: `{name}` {list(getattr(stack, name).shape)}")
-    block.set_submodule(args["experts"], stack)
-    graph: type[Patch] = type("GraphBlock", (Patch,), {"forward": read_forward(folder / args["file"])})
+    block.set_submodule(config.experts, stack)
+    graph: type[Patch] = type("GraphBlock", (Patch,), {"forward": read_forward(folder / config.file)})
     return graph.put_on(block)
-
-
-def parse_parts(text: str) -> dict[str, str]:
-    """`gate=w1.weight up=w3.weight down=w2.weight`: where each part is in an expert. Raises `ValueError`."""
-    pairs = [pair.split("=") for pair in text.split(" ")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"`{text}` names no parts of an expert")
-    return dict(pairs)
 
 
 def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[str, str]) -> dict[StockTensor, Tensor]:

@@ -6,16 +6,15 @@ modules. Refused: a step for a module that is not there or of another kind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.own_module import StockExperts, parse_called, parse_inputs, parse_layouts, stock_experts
+from ktc.model.experts.own_module import StockExperts, stock_experts
 from ktc.model.kernels.form import parse_form
 from ktc.model.kernels.kernel_library import Kernel, KernelLibrary
 from ktc.model.linears.lora_linear import FusedLinear
@@ -24,9 +23,10 @@ from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.linears.trained_linear import TrainedLinear
 from ktc.model.loading.graph_block import graph_block
-from ktc.model.manifest.manifest import Rewrite
+from ktc.model.manifest.configs import GraphBlockConfig, OwnExpertsConfig, StreamedLinearConfig
+from ktc.model.manifest.manifest import Rewrite, config_of
 from ktc.model.targets import MODULES
-from ktc.model.targets.kt_linear import STORED_LINEAR
+from ktc.model.targets.kt_linear import StoredLinearConfig
 from ktc.model.targets.module_target import WrongModule
 
 
@@ -46,18 +46,7 @@ def realise(
             raise InputRefused(_no_such_module(step, "no module")) from error
         kernel = kernels.kernel(step.kernel) if kernels is not None and step.kernel is not None else None
         try:
-            if step.module == "graph_block":
-                assert folder is not None, "a recipe with code of blocks comes from a folder"
-                graph_block(old, step.args, folder)
-                continue
-            if step.module == "own_experts":
-                made = own_experts(old, step.args)
-            elif step.module == "streamed_linear":
-                made = streamed_linear(old, step)
-            elif step.module == STORED_LINEAR:
-                made = stored_linear(old, step, kernel)
-            else:
-                made = MODULES[step.module].realise(old, step.args, kernel)
+            made = _made(old, step, kernel, folder)
         except WrongModule as error:
             raise InputRefused(_no_such_module(step, str(error))) from error
         except ValueError as error:  # the sizes of another model, or no activation of ours
@@ -66,34 +55,41 @@ def realise(
             made.weights.fqn = step.fqn
         if isinstance(made, TrainedLinear):
             made.fqn = step.fqn
-        setattr(model.get_submodule(parent), name, made)
+        if made is not old:
+            setattr(model.get_submodule(parent), name, made)
 
 
-def own_experts(module: nn.Module, args: Mapping[str, Any]) -> StockExperts:
+def _made(old: nn.Module, step: Rewrite, kernel: Kernel | None, folder: Path | None) -> nn.Module:
+    """Return the module of a step; a block that runs its graph is `old` itself."""
+    match config_of(step):
+        case GraphBlockConfig() as config:
+            assert folder is not None, "a recipe with code of blocks comes from a folder"
+            return graph_block(old, config, folder)
+        case OwnExpertsConfig() as config:
+            return own_experts(old, config)
+        case StreamedLinearConfig() as config:
+            return StreamedLinear.from_linear(_linear(old), torch.device(step.device), config.stream_buffer)
+        case StoredLinearConfig() as config:
+            linear = _linear(old, plain=True)
+            if kernel is None:
+                return FusedLinear.from_linear(linear)
+            return StoredLinear.from_linear(linear, kernel, config.format, config.threads)
+        case config:
+            return MODULES[step.module].realise(old, config, kernel)
+
+
+def own_experts(module: nn.Module, config: OwnExpertsConfig) -> StockExperts:
     """Return the tensors of an experts module of the model's own, for the step that follows. Raises `ValueError`."""
-    form, parts = parse_form(args["form"]), parse_layouts(args["parts"])
-    sizes = (args["num_experts"], args["hidden"], args["intermediate"])
-    inputs, called = parse_inputs(args["inputs"]), parse_called(args["called"])
-    return StockExperts(stock_experts(module, form, parts, sizes), inputs, called)
+    sizes = (config.num_experts, config.hidden, config.intermediate)
+    stacked = stock_experts(module, parse_form(config.form), config.parts, sizes)
+    return StockExperts(stacked, config.inputs, config.called)
 
 
-def streamed_linear(module: nn.Module, step: Rewrite) -> StreamedLinear:
-    """Return the layer that streams the weights of `module`, from `begin` on. Raises `WrongModule`."""
-    if not isinstance(module, nn.Linear):
-        raise WrongModule(f"a `{type(module).__name__}`")
-    return StreamedLinear.from_linear(module, torch.device(step.device), step.args["stream_buffer"])
-
-
-def stored_linear(module: nn.Module, step: Rewrite, kernel: Kernel | None) -> nn.Linear:
-    """Return the layer that takes the blocks of a file, without `kernel` one with PyTorch's weight and product.
-
-    Raises `WrongModule`.
-    """
-    if not isinstance(module, nn.Linear) or not is_plain_linear(module):
+def _linear(module: nn.Module, *, plain: bool = False) -> nn.Linear:
+    """Return a layer that keeps its weights elsewhere; `plain` without code of its own. Raises `WrongModule`."""
+    if not isinstance(module, nn.Linear) or (plain and not is_plain_linear(module)):
         raise WrongModule(f"a `{type(module).__name__}`" + " with code of its own" * isinstance(module, nn.Linear))
-    if kernel is None:
-        return FusedLinear.from_linear(module)
-    return StoredLinear.from_linear(module, kernel, step.args["format"], step.args["threads"])
+    return module
 
 
 def _no_such_module(step: Rewrite, found: str) -> Diagnostic:

@@ -23,27 +23,14 @@ from ktc.foundation.decode import Undecodable, decode, read_json, schema_fault
 from ktc.foundation.isa import isa_of
 from ktc.foundation.regular_files import read_regular
 from ktc.model.manifest.assumptions import Assumptions
-from ktc.model.targets import MODULES
-from ktc.model.targets.kt_linear import STORED_LINEAR
+from ktc.model.manifest.configs import CONFIGS, GRAPH_BLOCK
+from ktc.model.targets.config import read_config
 
 FILE = "ktc.json"
-SCHEMA = 11
+SCHEMA = 12
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_ARGUMENTS: Mapping[str, Mapping[str, type]] = {
-    **{name: target.arguments for name, target in MODULES.items()},
-    "graph_block": {
-        **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
-        **dict.fromkeys(("file", "experts", "form", "parts"), str),
-    },
-    "own_experts": {
-        **dict.fromkeys(("num_experts", "hidden", "intermediate"), int),
-        **dict.fromkeys(("form", "parts", "inputs", "called"), str),
-    },
-    "streamed_linear": {"stream_buffer": int},
-    STORED_LINEAR: {"threads": int, "format": str},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +100,10 @@ class LibraryRecord:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """One module to be put in place at `fqn`: a step of the realisation recipe. `kernel` is an entry of the library."""
+    """One module to be put in place at `fqn`: a step of the realisation recipe.
+
+    `kernel` is an entry of the library, `args` the plain values of the module's config.
+    """
 
     fqn: str
     module: str
@@ -231,19 +221,22 @@ def _faults(manifest: Manifest) -> Iterator[str]:
             yield f"the spec of kernel `{kernel.entry}` has no dtype"
     for step in manifest.rewrites:
         yield from _step_faults(step, {kernel.entry for kernel in manifest.kernels})
-        if step.module == "graph_block" and step.args.get("file") not in manifest.files:
+        if step.module == GRAPH_BLOCK and step.args.get("file") not in manifest.files:
             yield f"the code of `{step.fqn}` is not sealed"
 
 
 def _step_faults(step: Rewrite, kernels: set[str]) -> Iterator[str]:
-    if step.module not in _ARGUMENTS:
+    if step.module not in CONFIGS:
         yield f"the rewrite of `{step.fqn}` puts an unknown module `{step.module}` there"
         return
     if step.kernel is not None and step.kernel not in kernels:
         yield f"the rewrite of `{step.fqn}` uses a kernel `{step.kernel}` that does not exist"
-    for name, wanted in _ARGUMENTS[step.module].items():
-        value = step.args.get(name)
-        target = MODULES.get(step.module)
-        least = 0 if target is not None and name in target.may_be_zero else 1
-        if type(value) is not wanted or (wanted is int and cast("int", value) < least):
-            yield f"the rewrite of `{step.fqn}` has no proper `{name}`"
+    try:
+        config_of(step)
+    except Undecodable as error:
+        yield f"the rewrite of `{step.fqn}` has no proper config: {error}"
+
+
+def config_of(step: Rewrite) -> Any:
+    """Return the config of the module that a step puts, of its class in `CONFIGS`. Raises `Undecodable`."""
+    return read_config(CONFIGS[step.module], step.args)

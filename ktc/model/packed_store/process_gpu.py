@@ -87,15 +87,14 @@ def _places(manifest: Manifest) -> Iterator[tuple[str, str]]:
 def _own_step(step: Rewrite, rank: int, *, stay: bool) -> Rewrite:
     args = dict(step.args)
     if devices := _prefill(args):
-        args["prefill"] = ",".join(dict.fromkeys(_own(device, rank) for device in devices))
-        args["streamed"] = args["streamed"] if stay else "each pass"
+        args["prefill"] = list(dict.fromkeys(_own(device, rank) for device in devices))
+        args["resident"] = stay and args["resident"]
     return replace(step, device=_own(step.device, rank), args=args)
 
 
 def _prefill(args: Mapping[str, Any]) -> list[str]:
     """Return the devices of calls with many tokens, of a row `fused_moe`."""
-    devices = args.get("prefill")
-    return [device for device in devices.split(",") if device] if isinstance(devices, str) else []
+    return list(args.get("prefill", ()))
 
 
 def _own(device: str, rank: int) -> str:

@@ -14,7 +14,7 @@ from ktc.model.targets.fused import Fused
 from ktc.model.targets.fused_attention import FusedAttention
 from ktc.model.targets.gpu_moe import GpuMoe
 from ktc.model.targets.keep import Keep
-from ktc.model.targets.kt_linear import KtLinear
+from ktc.model.targets.kt_linear import LinearTarget
 from ktc.model.targets.lora_experts import LoraExperts
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.mla_absorbed import MlaAbsorbed
@@ -30,7 +30,7 @@ ROWS: Final[tuple[type[Target], ...]] = (
     LoraLinear,
     LoraExperts,
     Train,
-    KtLinear,
+    LinearTarget,
     CpuMoe,
     GpuMoe,
     MlaAbsorbed,
@@ -49,7 +49,7 @@ MODULES: Final[Mapping[str, type[ModuleTarget]]] = {
 }
 
 __all__ = [
-    "MODULES", "ROWS", "TARGETS", "CpuMoe", "FakeQuant", "Fused", "FusedAttention", "GpuMoe", "Keep", "KtLinear",
+    "MODULES", "ROWS", "TARGETS", "CpuMoe", "FakeQuant", "Fused", "FusedAttention", "GpuMoe", "Keep", "LinearTarget",
     "LoraExperts", "LoraLinear", "MlaAbsorbed", "ModuleTarget", "Place", "Quantize", "SparseAttention", "Target",
     "Train",
 ]  # fmt: skip

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
+from ktc.diagnostics import listing
 from ktc.model.targets.fake_quant import FakeQuant
 from ktc.model.targets.lora_experts import LoraExperts
-from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
+from ktc.model.targets.module_target import ModuleTarget, WrongModule
 from ktc.model.targets.quantize import Quantize
-from ktc.model.targets.settings import EnumName, Format, Isa, Threads
-from ktc.model.targets.target import NodeAction, Spec
+from ktc.model.targets.settings import EnumName, Format, Isa, PositiveInt, Threads
+from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
 from ktc.model.targets.train import Train
 
 if TYPE_CHECKING:
@@ -24,50 +25,104 @@ if TYPE_CHECKING:
     from ktc.foundation.host import Host
     from ktc.model.experts.module import FusedMoe
     from ktc.model.experts.stock_layout import StockTensor
+    from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.spec import Spec
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 
-class ExpertsSpec(Spec, Protocol):
-    """The fields of a kernel's spec that the recipe records."""
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """What `FusedMoe` is built with. `form` is an `ExpertsForm`, `grid` an `Int4Grid` as text, None for plain weights.
 
-    @property
-    def format_gate_up(self) -> str: ...
-    @property
-    def format_down(self) -> str: ...
+    Calls of at least `prefill_tokens` tokens run on the devices `prefill`, through `stream_buffer` bytes on each, or
+    from weights that stay there (`resident`). `masters` is the dtype of weights that train; `merged` adds an adapter
+    to them before they are rounded.
+    """
+
+    num_experts: PositiveInt
+    hidden: PositiveInt
+    intermediate: PositiveInt
+    top_k: PositiveInt
+    threads: PositiveInt
+    form: str
+    activations: Literal["keep", "recompute"]
+    numa: Literal["none", "shard"]
+    prefill: tuple[str, ...] = ()
+    prefill_tokens: PositiveInt = 1
+    stream_buffer: PositiveInt = 1
+    resident: bool = False
+    grid: str | None = None
+    masters: str | None = None
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CpuMoe(ModuleTarget):
-    """`activations` says whether backward finds gate and up as forward left them, or computes them again."""
+    """`activations`: `keep` saves gate and up for backward, `recompute` recomputes them."""
 
     format: Format = "stored"
     isa: Isa = "auto"
-    numa: Annotated[Literal["none", "shard", "replicate"], EnumName("numa")] = "shard"
+    numa: Annotated[Literal["none", "shard"], EnumName("numa")] = "shard"
     activations: Annotated[Literal["keep", "recompute"], EnumName("activations")] = "keep"
     threads: Threads | None = None
 
     name: ClassVar = "cpu_moe"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("moe", "experts")
-    absorbs: ClassVar = ("experts",)
-    pins: ClassVar = {"experts": "cpu"}
-    hosts: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
-    available: ClassVar = True
-    built: ClassVar = {"numa": ("none", "shard")}  # no copies of the weights for each node
+    consumes: ClassVar = ("experts",)
+    required_devices: ClassVar = {"experts": "cpu"}
+    fuses: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
     module: ClassVar = "fused_moe"
-    arguments: ClassVar = {
-        **dict.fromkeys(
-            ("num_experts", "hidden", "intermediate", "top_k", "threads", "prefill_tokens", "stream_buffer"), int
-        ),
-        **dict.fromkeys(("form", "activations", "numa", "prefill", "streamed", "grid", "masters", "merged"), str),
-    }
+    config: ClassVar = ExpertsConfig
     operands: ClassVar = 3
 
     def num_threads(self, host: Host) -> int:
         """Return the rule's number, or one thread per core that this process may use."""
         return self.threads or host.workers
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
+        """Return the kernel for the experts' sizes and stored weights."""
+        from ktc.model.targets.experts_kernel import choose_fused_moe
+
+        return choose_fused_moe(plan, seen, self.format, self.isa)
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return the weights and the kernel; with LoRA in the program also what waits for backward."""
+        from ktc.model.kernels.working_memory import slots_of
+
+        spec, host, prefill = cast("FusedMoeSpec", plan.spec), seen.host, plan.prefill
+        better = host.isas[: host.isas.index(spec.isa)] if spec.isa in host.isas else ()
+        passed_over = f"; {', '.join(better)}: no kernel in this version" if better else ""
+        chosen = f"the best this host can run{passed_over}" if self.isa == "auto" else "requested"
+        moved = "" if plan.device == "cpu" else f", hidden states move {plan.device} -> cpu -> {plan.device}"
+        if prefill is not None:
+            sent = "where the weights stay" if prefill.resident else "where the weights are sent"
+            moved += f"; from {prefill.tokens} tokens on {listing(prefill.devices)}, {sent}"
+        how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
+        computed = f"routed experts as one node on cpu ({how}){moved}"
+        if lora is None:
+            return (computed,)
+        keeps = self.activations == "keep"
+        saved, instead = (slots_of(spec, keep=keep, ranks=lora.ranks).saved for keep in (keeps, not keeps))
+        done, other = ("kept", "recompute") if keeps else ("computed again", "keep")
+        waiting = f"{saved:,} bytes per token and layer wait for backward: gate and up are {done}"
+        return computed, f"{waiting} (`activations = {other}`: {instead:,})"
+
+    def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
+        """Return what a layer keeps for backward, and the workspace of its kernel."""
+        from ktc.model.kernels.working_memory import slots_of
+
+        slots = slots_of(
+            cast("FusedMoeSpec", plan.spec),
+            keep=self.activations == "keep",
+            ranks=lora.ranks if lora else (0, 0),
+            threads=self.num_threads(seen.host),
+            weights_train=bool(plan.weights.masters) or plan.weights.merged,
+        )
+        return NodeMemory(slots=slots)
+
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `FusedMoe` without weights and kernel: its PyTorch reference, which proofs run."""
         import torch
 
@@ -82,31 +137,29 @@ class CpuMoe(ModuleTarget):
         with torch.device("meta"):
             return FusedMoe(ExpertsWeights(parse_form(str(about["form"])), sizes, node.meta["val"].dtype, None))
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
-        """Return the arguments of `FusedMoe` in the loaded model."""
-        from ktc.model.graph import ops
-
-        about, kernel = ops.attributes(node), cast("ExpertsSpec", action.kernel)
-        return {
-            "num_experts": int(about["num_experts"]),
-            "hidden": int(about["hidden"]),
-            "intermediate": int(about["inter"]),
-            "top_k": int(ops.shape_of(node.args[1])[-1]),
-            "form": str(about["form"]),
-            "activations": self.activations,
-            "threads": self.num_threads(host),
-            "numa": self.numa,
-            "prefill": ",".join(action.prefill.devices) if action.prefill else "",
-            "prefill_tokens": max(1, action.prefill.tokens) if action.prefill else 1,
-            "stream_buffer": action.prefill.buffer if action.prefill else 1,
-            "streamed": "resident" if action.prefill and action.prefill.resident else "each pass",
-            "format_gate_up": kernel.format_gate_up,
-            "format_down": kernel.format_down,
-            **action.weights.arguments,
-        }
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> ExpertsConfig:
+        """Return the config of `FusedMoe` in the loaded model."""
+        kernel, weights, prefill = cast("FusedMoeSpec", action.kernel), action.weights, action.prefill
+        return ExpertsConfig(
+            num_experts=int(about["num_experts"]),
+            hidden=int(about["hidden"]),
+            intermediate=int(about["inter"]),
+            top_k=int(kernel.top_k or 0),
+            threads=self.num_threads(host),
+            form=str(about["form"]),
+            activations=self.activations,
+            numa=self.numa,
+            prefill=prefill.devices if prefill else (),
+            prefill_tokens=max(1, prefill.tokens) if prefill else 1,
+            stream_buffer=prefill.buffer if prefill else 1,
+            resident=prefill is not None and prefill.resident,
+            grid=weights.grid or None,
+            masters=weights.masters or None,
+            merged=weights.merged,
+        )
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: ExpertsConfig, kernel: Kernel | None) -> nn.Module:
         """Return `FusedMoe` with the experts of `old`. On meta tensors the kernel allocates nothing."""
         import torch
 
@@ -120,9 +173,9 @@ class CpuMoe(ModuleTarget):
         from ktc.model.experts.weights import ExpertsWeights
         from ktc.model.kernels.form import ExpertsSizes, parse_form
 
-        training = WeightTraining.parse(arguments["grid"], arguments["masters"], arguments["merged"])
-        form = parse_form(arguments["form"])
-        sizes = ExpertsSizes(*(arguments[name] for name in ("num_experts", "hidden", "intermediate", "top_k")))
+        training = WeightTraining.parse(config.grid, config.masters, merged=config.merged)
+        form = parse_form(config.form)
+        sizes = ExpertsSizes(config.num_experts, config.hidden, config.intermediate, config.top_k)
         stacked: dict[StockTensor, Tensor] = {}
         for name in stock_names(form):
             tensor, wanted = getattr(old, name, None), stock_shape(form, name, *sizes[:3])
@@ -132,19 +185,13 @@ class CpuMoe(ModuleTarget):
                 found = f"`{name}` {list(tensor.shape)} instead of {list(wanted)}"
                 raise WrongModule(f"experts of other sizes: {found}")
             stacked[name] = tensor
-        devices = tuple(torch.device(name) for name in arguments["prefill"].split(",") if name)
-        tokens, resident = arguments["prefill_tokens"], arguments["streamed"] == "resident"
-        packed = None
-        if kernel is not None:
-            packed = PackedExperts(kernel, arguments["threads"], sizes, arguments["numa"])
+        devices = tuple(map(torch.device, config.prefill))
+        offload = Offload(devices, config.prefill_tokens, config.stream_buffer, config.resident) if devices else None
+        packed = None if kernel is None else PackedExperts(kernel, config.threads, sizes, config.numa)
         weights = ExpertsWeights(form, sizes, stacked["down_proj"].dtype, packed, training)
         own = isinstance(old, StockExperts)
         make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if own else FusedMoe
-        made = make(
-            weights,
-            activations=arguments["activations"],
-            offload=Offload(devices, tokens, arguments["stream_buffer"], resident) if devices else None,
-        )
+        made = make(weights, activations=config.activations, offload=offload)
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)
         return made.train(old.training)

@@ -1,22 +1,30 @@
-"""`fused`: a router, a norm, an MLP or any other module runs as one kernel that is looked up by name.
+"""`fused`: a router runs as one kernel, from the logits to the chosen experts and their weights.
 
-It is not built: `compile` refuses it by name.
+No kernel of it is built yet, so each plan with it is refused (M066).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.targets.target import Target
+
+if TYPE_CHECKING:
+    from ktc.model.kernels.spec import Spec
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 
 @dataclass(frozen=True, slots=True)
 class Fused(Target):
-    """`impl` names the kernel; `auto` takes the best one for the machine."""
-
-    impl: str = "auto"
+    """The kernel follows from the router's own routing: it has no settings."""
 
     name: ClassVar = "fused"
-    fills: ClassVar = "kernel"
-    accepts: ClassVar = ("router", "norm", "mlp", "module")
+    fixed_facet: ClassVar = "kernel"
+    accepts: ClassVar = ("router",)
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
+        """Raise InputRefused (M066)."""
+        message = f"`{self.name}` on `{plan.claim.path}` is not available in this version"
+        raise InputRefused(Diagnostic("M066", message, plan.claim.span, hint="leave it out of the rule"))

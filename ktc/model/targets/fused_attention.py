@@ -7,18 +7,28 @@ that it calls for the core.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.model.targets.settings import ATTENTION_WITHOUT_BACKWARD, FLASH_DECODE, AttentionKernel, KvFormat
-from ktc.model.targets.target import NodeAction
+from ktc.model.targets.module_target import ModuleTarget, WrongModule
+from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, PositiveInt
+from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.spec import Spec
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingConfig:
+    """The threads of the kernel, and what the cache holds."""
+
+    threads: PositiveInt
+    kv: KvFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +39,50 @@ class FusedAttention(ModuleTarget):
     kv: KvFormat = "auto"
 
     name: ClassVar = "fused_attention"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("attention", "mla")
-    absorbs: ClassVar = ("core",)
-    available: ClassVar = True
-    built: ClassVar = {"kernel": (FLASH_DECODE,)}
-    without_backward: ClassVar = ATTENTION_WITHOUT_BACKWARD
+    consumes: ClassVar = ("core",)
     module: ClassVar = "decoding_attention"
-    arguments: ClassVar = {"threads": int, "kv": str}
+    config: ClassVar = DecodingConfig
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    @property
+    def int8_cache(self) -> bool:
+        """Whether keys and values are int8 codes."""
+        return self.kv == INT8
+
+    @property
+    def without_codes(self) -> FusedAttention:
+        """The target with keys and values in the model's dtype."""
+        return replace(self, kv="auto")
+
+    def cached(self, seen: CapturedNode, per_position: int) -> int:
+        """Return the bytes of a position in the layer's cache."""
+        from ktc.model.targets.attention_kernel import code_bytes
+
+        return code_bytes(seen) if self.int8_cache else per_position
+
+    def unsuited(self, seen: CapturedNode) -> Unsuited | None:
+        """Return why the core keeps its own code (M092): it is a function that ktc does not know."""
+        from ktc.model.targets.attention_kernel import unknown_core
+
+        return unknown_core(seen)
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel for the model's dtype and the layer's cache. Raises InputRefused (M077)."""
+        from ktc.model.targets.attention_kernel import choose_attention
+
+        return choose_attention(plan, seen) if self.kernel == FLASH_DECODE else None
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return which calls are the kernel's."""
+        from ktc.model.targets.attention_kernel import explained_codes
+
+        if plan.spec is None:
+            return (f"is run by PyTorch, on {plan.device}",)
+        codes = explained_codes(seen) if self.int8_cache else ""
+        return (f"few new tokens without gradients by the {plan.spec.isa} kernel, all others by sdpa{codes}, on cpu",)
+
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the core with the settings of the node."""
         from ktc.model.graph.sdpa_core import SdpaCore
 
@@ -55,17 +99,17 @@ class FusedAttention(ModuleTarget):
             more = more[:-1]
         return query, keys, values, *more
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> DecodingConfig:
         """Return the number of threads, which is the host's, and what the cache holds."""
-        return {"threads": host.workers, "kv": self.kv}
+        return DecodingConfig(host.workers, self.kv)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: DecodingConfig, kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that decodes by the kernel."""
         from ktc.model.attention.decoding import decoding
         from ktc.model.attention.int8_decode import decoder
 
         try:
-            return decoding(old, None if kernel is None else decoder(kernel, arguments["threads"], arguments["kv"]))
+            return decoding(old, None if kernel is None else decoder(kernel, config.threads, config.kv))
         except ValueError as error:
             raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

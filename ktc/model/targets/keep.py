@@ -16,9 +16,9 @@ class Keep(Target):
     facet: Annotated[Facet, EnumName("facet")]
 
     name: ClassVar = "keep"
-    fills: ClassVar = None
+    fixed_facet: ClassVar = None
     accepts: ClassVar = ("*",)
-    available: ClassVar = True
+    keeps: ClassVar = True
 
     @property
     def claimed_facet(self) -> Facet:

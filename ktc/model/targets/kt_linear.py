@@ -9,44 +9,101 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
 
-from ktc.model.targets.module_target import Arguments, ModuleTarget
-from ktc.model.targets.settings import EnumName
-from ktc.model.targets.target import NodeAction
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.targets.module_target import ModuleTarget
+from ktc.model.targets.settings import EnumName, PositiveInt
+from ktc.model.targets.target import NodeAction, NodeLora, NodeMemory
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.linear_spec import PackedLinearSpec
+    from ktc.model.kernels.spec import Spec
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
-LinearKernel = Annotated[Literal["torch", "gemv", "fp8", "q8", "w8a8"], EnumName("kernel")]
-ManyRowsKernel = Annotated[
-    Literal["torch", "gemv", "fp8", "q8", "w8a8", "packed", "auto"], EnumName("many_rows")
-]  # `gemv` to `w8a8` are planned
 
+LinearKernel = Annotated[Literal["torch", "gemv"], EnumName("kernel")]
+ManyRowsKernel = Annotated[Literal["torch", "packed", "auto"], EnumName("many_rows")]
 
 STORED_LINEAR: Final = "stored_linear"  # the module of a layer whose weight stays in blocks
 
 
 @dataclass(frozen=True, slots=True)
-class KtLinear(ModuleTarget):
+class LinearConfig:
+    """The kernels of few and of many rows. `grid` is an `Int4Grid` as text, None for weights that are not rounded."""
+
+    threads: PositiveInt
+    decode_kernel: LinearKernel
+    prefill_kernel: ManyRowsKernel
+    grid: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinearConfig:
+    """The threads of the kernel, and the format of the blocks."""
+
+    threads: PositiveInt
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTarget(ModuleTarget):
     """`prefill` is the kernel for many rows, of prompts and in training."""
 
     kernel: LinearKernel
     prefill: ManyRowsKernel | None = None
 
     name: ClassVar = "kt_linear"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("linear",)
-    available: ClassVar = True
-    built: ClassVar = {"kernel": ("torch", "gemv"), "prefill": (None, "torch", "packed", "auto")}
-    without_backward: ClassVar = frozenset({"fp8", "q8", "w8a8"})
+    fixed_weights: ClassVar = True
+    replaces_modules: ClassVar = True
     module: ClassVar = "kt_linear"
-    arguments: ClassVar = {"threads": int, "few": str, "many": str, "grid": str}
+    config: ClassVar = LinearConfig
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel for the layer's dtype, or for the blocks that a GGUF file stores. Raises (M077).
+
+        A layer outside the captured blocks must have no code of its own around the product.
+        """
+        from ktc.model.linears.plain import is_plain_linear
+        from ktc.model.targets.linear_kernel import choose_linear
+
+        spec = choose_linear(plan, seen, self.kernel, self.prefill)
+        if seen.node is None and not is_plain_linear(seen.stock):
+            stock = type(seen.stock).__name__
+            message = f"`{self.name}` on `{plan.claim.path}`: it is a `{stock}` with code of its own"
+            raise InputRefused(Diagnostic("M077", message, plan.claim.span, hint="narrow the rule"))
+        return spec
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return the rows that each kernel computes."""
+        spec = plan.spec
+        if spec is None:
+            return (f"is run by PyTorch, on {plan.device}",)
+        if spec.op == "packed_linear":
+            stored = cast("PackedLinearSpec", spec).weight_format
+            return (f"{stored} weights, {spec.isa} kernel for few and for many rows, on {plan.device}",)
+        by = f"by the {spec.isa} kernel for {spec.dtype}"
+        few = [f"few rows without gradients {by}"] * (self.kernel == "gemv")
+        faster = ", or by PyTorch if that is faster on this processor" * (self.prefill == "auto")
+        many = [f"many rows {by}{faster}"] * (self.prefill in ("packed", "auto"))
+        return (f"{', '.join((*few, *many, 'all others by PyTorch'))}, on {plan.device}",)
+
+    def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
+        """Return the workspace of the product with many rows, where a kernel computes it."""
+        from ktc.model.kernels.working_memory import ProductRows
+
+        spec = plan.spec
+        if spec is None or (spec.op == "linear" and self.prefill not in ("packed", "auto")):
+            return NodeMemory()
+        return NodeMemory(product=ProductRows(max(seen.linear_sizes), seen.host.workers))
+
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `FusedLinear` with the weights of the graph."""
         from ktc.model.targets.linear_module import linear_in_graph
 
@@ -56,31 +113,22 @@ class KtLinear(ModuleTarget):
         """Return the library's entry, or the word of the rule where PyTorch is the kernel."""
         return action.kernel.entry if action.kernel else self.kernel
 
-    def placed(self, action: NodeAction) -> str:
+    def module_name(self, action: NodeAction) -> str:
         """Return `stored_linear` where the weight stays in the blocks of its file."""
         return STORED_LINEAR if stored_format(action) else self.module
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
-        """Return the same arguments for every layer with this kernel."""
-        return self.module_arguments(action, host)
-
-    def module_arguments(self, action: NodeAction, host: Host) -> Arguments:
-        """Return the number of threads, which is the host's, and the format or the kernels for few and many rows."""
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> LinearConfig | StoredLinearConfig:
+        """Return the number of threads, which is the host's, and the format or the kernels."""
         if weight_format := stored_format(action):
-            return {"threads": host.workers, "format": weight_format}
-        return {
-            "threads": host.workers,
-            "few": self.kernel,
-            "many": self.prefill or "torch",
-            "grid": action.weights.grid,
-        }
+            return StoredLinearConfig(host.workers, weight_format)
+        return LinearConfig(host.workers, self.kernel, self.prefill or "torch", action.weights.grid or None)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: LinearConfig, kernel: Kernel | None) -> nn.Module:
         """Return `FusedLinear` with the layer's own weights, and the kernels where the plan chose one."""
         from ktc.model.targets.linear_module import linear_of_model
 
-        return linear_of_model(old, arguments, kernel)
+        return linear_of_model(old, config, kernel)
 
 
 def stored_format(action: NodeAction) -> str:

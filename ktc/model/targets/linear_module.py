@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
@@ -22,6 +21,9 @@ from ktc.model.linears.plain import is_plain_linear
 from ktc.model.linears.trained_linear import TrainedLinear
 from ktc.model.targets.module_target import WrongModule
 
+if TYPE_CHECKING:
+    from ktc.model.targets.kt_linear import LinearConfig
+
 
 def linear_in_graph(graph: fx.GraphModule, node: fx.Node, fqn: str) -> FusedLinear:
     """Return the module for a linear node, with the weights of the graph."""
@@ -34,29 +36,31 @@ def linear_in_graph(graph: fx.GraphModule, node: fx.Node, fqn: str) -> FusedLine
     return linear
 
 
-def linear_of_model(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> FusedLinear:
+def linear_of_model(old: nn.Module, config: LinearConfig, kernel: Kernel | None) -> FusedLinear:
     """Return the module for a stock layer. Raises `WrongModule` for a module that is not an `nn.Linear` alone."""
-    if not isinstance(old, nn.Linear) or not is_plain_linear(old):
-        raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
-    grid = Int4Grid.parse(str(arguments.get("grid", "")))
+    layer, grid = _plain(old), Int4Grid.parse(config.grid)
     if kernel is None:
-        return FusedLinear.from_linear(old, grid=grid)
-    threads, few, many = arguments["threads"], arguments["few"], arguments["many"]
-    decode = Gemv(kernel, threads) if few == "gemv" else None
+        return FusedLinear.from_linear(layer, grid=grid)
+    threads, many = config.threads, config.prefill_kernel
+    decode = Gemv(kernel, threads) if config.decode_kernel == "gemv" else None
     # The kernel of many rows multiplies bf16; without bf16 weights the product is PyTorch's.
     product = None
     if many != "torch" and kernel.dtype == "bf16":
         product = ManyRows(kernel, permitted_threads(threads), many)
-    return FusedLinear.from_linear(old, decode, product, grid)
+    return FusedLinear.from_linear(layer, decode, product, grid)
 
 
-def linear_on_grid(old: nn.Module, grid: str) -> FusedLinear:
-    """Return the module for a stock layer whose frozen weight is rounded. Raises as `linear_of_model` does."""
-    return linear_of_model(old, {"grid": grid}, None)
+def linear_on_grid(old: nn.Module, grid: str | None = None) -> FusedLinear:
+    """Return the module for a stock layer whose frozen weight may be rounded. Raises as `linear_of_model`."""
+    return FusedLinear.from_linear(_plain(old), grid=Int4Grid.parse(grid))
 
 
-def trained_linear_of_model(old: nn.Module, grid: str, masters: str, merged: str) -> TrainedLinear:
-    """Return the module for a stock layer whose weight changes in training. Raises as `linear_of_model` does."""
+def trained_linear_of_model(old: nn.Module, training: WeightTraining) -> TrainedLinear:
+    """Return the module for a stock layer whose weight changes in training. Raises as `linear_of_model`."""
+    return TrainedLinear.from_linear(_plain(old), training)
+
+
+def _plain(old: nn.Module) -> nn.Linear:
     if not isinstance(old, nn.Linear) or not is_plain_linear(old):
         raise WrongModule(f"a `{type(old).__name__}`" + " with code of its own" * isinstance(old, nn.Linear))
-    return TrainedLinear.from_linear(old, WeightTraining.parse(grid, masters, merged))
+    return old

@@ -20,7 +20,7 @@ class LoraExperts(Target):
     alpha: Alpha | None = None
 
     name: ClassVar = "lora_experts"
-    fills: ClassVar = "adapter"
+    fixed_facet: ClassVar = "adapter"
+    adapts: ClassVar = "experts"
     accepts: ClassVar = ("moe", "experts")
-    inside: ClassVar = ("experts",)
-    available: ClassVar = True
+    default_captures: ClassVar = ("experts",)

@@ -5,18 +5,18 @@ Where another rule gives the layer a kernel, the adapter stands in that kernel's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ktc.model.targets.module_target import ModuleTarget
-from ktc.model.targets.settings import Alpha, Dropout, Dtype, Rank
-from ktc.model.targets.target import NodeAction
+from ktc.model.targets.settings import Alpha, Dropout, NoConfig, Rank
+from ktc.model.targets.target import LoraBytes, NodeAction, NodeLora, NodeMemory
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +26,33 @@ class LoraLinear(ModuleTarget):
     rank: Rank | None = None
     alpha: Alpha | None = None
     dropout: Dropout | None = None
-    dtype: Dtype | None = None
 
     name: ClassVar = "lora_linear"
-    fills: ClassVar = "adapter"
+    fixed_facet: ClassVar = "adapter"
     accepts: ClassVar = ("linear",)
-    available: ClassVar = True
-    built: ClassVar = {"dtype": (None,)}
+    adapts: ClassVar = "linear"
     module: ClassVar = "lora_linear"
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return that the layer takes LoRA."""
+        return (f"takes LoRA, on {plan.device}",)
+
+    def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
+        """Return the adapter. A GPU keeps a dropout mask as bytes, a CPU as numbers of the adapter's dtype."""
+        assert lora is not None, "a program with an adapter has the plan of it"
+        item = max(4, seen.dtype.itemsize)
+        mask = 0 if not lora.dropout else 1 if plan.device != "cpu" else item
+        return NodeMemory(lora=LoraBytes(lora.ranks[0], item, mask))
+
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `FusedLinear` without an adapter, which PEFT adds to the loaded model."""
         from ktc.model.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: NoConfig, kernel: Kernel | None) -> nn.Module:
         """Return `FusedLinear` with the layer's own weights."""
-        from ktc.model.targets.linear_module import linear_of_model
+        from ktc.model.targets.linear_module import linear_on_grid
 
-        return linear_of_model(old, arguments, kernel)
+        return linear_on_grid(old)

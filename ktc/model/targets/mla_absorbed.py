@@ -7,26 +7,39 @@ between the cache and the output projection.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
 from ktc.model.targets.lora_linear import LoraLinear
-from ktc.model.targets.module_target import Arguments, ModuleTarget, WrongModule
-from ktc.model.targets.settings import (
-    ATTENTION_WITHOUT_BACKWARD,
-    FLASH_DECODE,
-    AttentionKernel,
-    EnumName,
-    KvFormat,
-    Phase,
-)
-from ktc.model.targets.target import NodeAction
+from ktc.model.targets.module_target import ModuleTarget, WrongModule
+from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, Phase, PositiveInt
+from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.kernels.spec import Spec
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+_SHOWN: Final = (1_024, 16_384)  # positions for which the break-even is reported
+
+
+@dataclass(frozen=True, slots=True)
+class AbsorbedConfig:
+    """The sizes of latent attention, the name of the up-projection, and when attention is absorbed."""
+
+    heads: PositiveInt
+    nope: PositiveInt
+    rope: PositiveInt
+    value: PositiveInt
+    latent: PositiveInt
+    kv_b: str
+    absorb: Literal["never", "decode", "prefill", "always"]
+    move_elision: bool
+    kv: KvFormat
+    threads: PositiveInt
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +49,81 @@ class MlaAbsorbed(ModuleTarget):
     `kv` is what the cache holds.
     """
 
-    cache: Annotated[Literal["compressed", "expanded"], EnumName("cache")] = "compressed"
     absorb: Phase = "decode"
     move_elision: bool = True
     kernel: AttentionKernel = "sdpa"
     kv: KvFormat = "auto"
 
     name: ClassVar = "mla_absorbed"
-    fills: ClassVar = "kernel"
+    fixed_facet: ClassVar = "kernel"
     accepts: ClassVar = ("mla",)
-    absorbs: ClassVar = ("kv_b", "core")
-    hosts: ClassVar = (LoraLinear.name,)
-    available: ClassVar = True
-    built: ClassVar = {"cache": ("compressed",), "kernel": ("sdpa", FLASH_DECODE)}
-    without_backward: ClassVar = ATTENTION_WITHOUT_BACKWARD
+    consumes: ClassVar = ("kv_b", "core")
+    fuses: ClassVar = (LoraLinear.name,)
     module: ClassVar = "absorbed_attention"
-    may_be_zero: ClassVar = frozenset({"elide"})
-    arguments: ClassVar = {
-        **dict.fromkeys(("heads", "nope", "rope", "value", "latent", "elide", "threads"), int),
-        **dict.fromkeys(("kv_b", "absorb", "kv"), str),
-    }
+    config: ClassVar = AbsorbedConfig
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    @property
+    def int8_cache(self) -> bool:
+        """Whether keys and values are int8 codes."""
+        return self.kv == INT8
+
+    @property
+    def without_codes(self) -> MlaAbsorbed:
+        """The target with keys and values in the model's dtype."""
+        return replace(self, kv="auto")
+
+    def cached(self, seen: CapturedNode, per_position: int) -> int:
+        """Return the bytes of a position in the layer's cache."""
+        from ktc.model.targets.attention_kernel import code_bytes
+
+        return code_bytes(seen) if self.int8_cache else per_position
+
+    def unsuited(self, seen: CapturedNode) -> Unsuited | None:
+        """Return why attention keeps its own code: an unknown function (M092), or a cache of other values (M081)."""
+        from ktc.model.graph.latent import latent_operands
+        from ktc.model.hf.latent_cache import caches_latents
+        from ktc.model.targets.attention_kernel import unknown_core
+
+        stock = type(seen.stock)
+        if unknown := unknown_core(seen):
+            return unknown
+        reason = f"`{stock.__name__}` caches keys and values, and no latents"
+        if caches_latents(stock):
+            reason = latent_operands(seen.core).reason
+        own = "keep the model's own code", "the model's own code stays"
+        return Unsuited("M081", reason, *own) if reason else None
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel for the model's dtype and the layer's cache. Raises InputRefused (M077)."""
+        from ktc.model.targets.attention_kernel import choose_attention
+
+        return choose_attention(plan, seen) if self.kernel == FLASH_DECODE else None
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return when attention is absorbed."""
+        from ktc.model.targets.attention_kernel import explained_codes
+
+        by = f"; a few new tokens without gradients by the {plan.spec.isa} kernel" if plan.spec else ""
+        codes = explained_codes(seen) if self.int8_cache else ""
+        how = "scores are two products" if self.move_elision else "latents and rotary keys are concatenated"
+        if self.absorb in ("never", "always"):
+            when = f"{self.absorb} absorbed ({how})"
+        else:
+            when = self._break_even(seen, how)
+        return (f"attention on the compressed cache, {when}{by}{codes}, on {plan.device}",)
+
+    def _break_even(self, seen: CapturedNode, how: str) -> str:
+        from ktc.model.attention.latent_sizes import LatentSizes
+        from ktc.model.graph.latent import latent_operands
+
+        operands = latent_operands(seen.core)
+        sizes = LatentSizes(operands.heads, operands.nope, operands.rope, operands.value, operands.rank)
+        limits = " and ".join(f"{sizes.break_even(length):.0f} at {length:,}" for length in _SHOWN)
+        side = "fewer" if self.absorb == "decode" else "more"
+        than = f"for {side} new tokens than the break-even ({limits} positions)"
+        return f"absorbed ({how}) {than}, expanded for others"
+
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the core, with the weight of the up-projection."""
         from ktc.model.attention.core import LatentCore
         from ktc.model.graph import ops
@@ -88,34 +154,34 @@ class MlaAbsorbed(ModuleTarget):
         sizes = {"heads": found.heads, "nope": found.nope, "rope": found.rope, "value": found.value}
         return {**ops.attributes(node), **sizes, "latent": found.rank, "kv_b": str(found.kv_b.meta["fqn"])}
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> AbsorbedConfig:
         """Return the sizes, the name of the up-projection, and when attention is absorbed."""
-        from ktc.model.graph import ops
-
-        about = ops.attributes(node)
-        sizes: Arguments = {name: int(about[name]) for name in ("heads", "nope", "rope", "value", "latent")}
-        return {
-            **sizes,
-            "kv_b": str(about["kv_b"]),
-            "absorb": self.absorb,
-            "elide": int(self.move_elision),
-            "kv": self.kv,
-            "threads": host.workers,
-        }
+        return AbsorbedConfig(
+            heads=int(about["heads"]),
+            nope=int(about["nope"]),
+            rope=int(about["rope"]),
+            value=int(about["value"]),
+            latent=int(about["latent"]),
+            kv_b=str(about["kv_b"]),
+            absorb=cast("Any", self.absorb),
+            move_elision=self.move_elision,
+            kv=self.kv,
+            threads=host.workers,
+        )
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: AbsorbedConfig, kernel: Kernel | None) -> nn.Module:
         """Return the stock module, of a class that absorbs."""
         from ktc.model.attention.absorbed import Absorption, absorb
         from ktc.model.attention.int8_decode import decoder
         from ktc.model.attention.latent_sizes import LatentSizes
 
-        sizes = LatentSizes(**{name: arguments[name] for name in ("heads", "nope", "rope", "value", "latent")})
-        absorption = Absorption(sizes, arguments["kv_b"], arguments["absorb"], bool(arguments["elide"]))
+        sizes = LatentSizes(config.heads, config.nope, config.rope, config.value, config.latent)
+        absorption = Absorption(sizes, config.kv_b, config.absorb, config.move_elision)
         try:
-            decode = None if kernel is None else decoder(kernel, arguments["threads"], arguments["kv"])
+            decode = None if kernel is None else decoder(kernel, config.threads, config.kv)
             return absorb(old, absorption, decode)
         except AttributeError as error:
-            raise WrongModule(f"a `{type(old).__name__}` without `{arguments['kv_b']}`") from error
+            raise WrongModule(f"a `{type(old).__name__}` without `{config.kv_b}`") from error
         except ValueError as error:
             raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from ktc.model.targets.settings import Facet
+from ktc.model.targets.settings import Facet, NoConfig
 from ktc.model.targets.target import Block, NodeAction, Target
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import fx, nn
 
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
 
-Arguments = dict[str, int | str]
 _CARRYING: Final[tuple[Facet, ...]] = ("kernel", "quant", "adapter")  # of two on a node, the earlier makes its module
 ITSELF = "itself"  # in the graph of a block that is replaced as a whole, the module that replaces it
 
@@ -30,32 +30,33 @@ class WrongModule(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModuleTarget(Target):
-    """`module` is the name of the module in `ktc.json`, `arguments` the types of what it is built with.
+    """`module` is the name of the module in `ktc.json`, `config` the class of what it is built with.
 
-    Numbers are at least 1, except for those in `may_be_zero`. `operands` is how many operands of the node the module
-    takes.
+    `operands` is how many operands of the node the module takes.
     """
 
     module: ClassVar[str]
-    arguments: ClassVar[Mapping[str, type]] = {}
-    may_be_zero: ClassVar[frozenset[str]] = frozenset()
+    config: ClassVar[type[Any]] = NoConfig
     operands: ClassVar[int] = 1
     changes_graphs: ClassVar = True
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the module that replaces `node` in the graph. It runs without a kernel: proofs need no compiler."""
         raise NotImplementedError
 
-    def placed(self, action: NodeAction) -> str:
+    def module_name(self, action: NodeAction) -> str:
         """Return the name in `ktc.json` of the module that this action puts."""
         return self.module
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
-        """Return the arguments of the module in the loaded model, as `arguments` declares them. `node` is its call."""
-        return {}
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> DataclassInstance:
+        """Return the config of the module in the loaded model.
+
+        `about` has the attributes of the module's call, none outside the captured blocks.
+        """
+        return NoConfig()
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: Any, kernel: Kernel | None) -> nn.Module:
         """Return the module for the model, with the weights of the stock module. Without `kernel` it runs in PyTorch.
 
         Raises ValueError where `old` is not what was compiled.
@@ -82,16 +83,16 @@ class ModuleTarget(Target):
         from ktc.model.graph.typed import nodes_by_name
 
         nodes = nodes_by_name(graph)
-        for action in carriers(block.actions):
+        for action in primary_actions(block.actions):
             if isinstance(action.target, cls):
                 others = tuple(other for other in block.actions if other.node == action.node and other is not action)
                 action.target.replace(graph, nodes[action.node], action, others)
 
     def replace(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction, others: Sequence[NodeAction]) -> None:
         """Put a call of the module in the place of `node`; the call names the rules of all actions on the node."""
-        graph.set_submodule(place_of(action), self.put(graph, node, action))
+        graph.set_submodule(graph_target(action), self.build_reference(graph, node, action))
         with graph.graph.inserting_before(node):
-            call = graph.graph.call_module(place_of(action), self.inputs(node))
+            call = graph.graph.call_module(graph_target(action), self.inputs(node))
         together = (action, *others)
         call.meta = {**node.meta, "op": self.name, "attributes": self.described(node), "fqn": action.fqn}
         call.meta |= {
@@ -104,7 +105,13 @@ class ModuleTarget(Target):
         graph.graph.erase_node(node)
 
 
-def place_of(action: NodeAction) -> str:
+def module_target(action: NodeAction) -> ModuleTarget:
+    """Return the target of an action that puts a module."""
+    assert isinstance(action.target, ModuleTarget), f"`{action.target.name}` puts no module"
+    return action.target
+
+
+def graph_target(action: NodeAction) -> str:
     """Return the name of the action's module in the rewritten graph, which cannot put a module at itself."""
     return action.fqn or ITSELF
 
@@ -114,7 +121,7 @@ def replaced(block: nn.Module, place: str) -> nn.Module:
     return block if place == ITSELF else block.get_submodule(place)
 
 
-def carriers(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
+def primary_actions(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
     """Yield one action per node, whose target makes the module: that of a kernel, a quantisation or an adapter."""
     for facet in _CARRYING:
         held = {action.node for before in _CARRYING[: _CARRYING.index(facet)] for action in _of(actions, before)}
@@ -122,4 +129,4 @@ def carriers(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
 
 
 def _of(actions: Sequence[NodeAction], facet: Facet) -> list[NodeAction]:
-    return [action for action in actions if action.target.fills == facet]
+    return [action for action in actions if action.target.fixed_facet == facet]

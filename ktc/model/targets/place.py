@@ -25,12 +25,15 @@ class Place(Target):
     stream: Device | None = None
 
     name: ClassVar = "place"
-    fills: ClassVar = "place"
+    fixed_facet: ClassVar = "place"
     accepts: ClassVar = ("*",)
-    available: ClassVar = True
     changes_graphs: ClassVar = True
-    built: ClassVar = {"prefill": (None,)}
     one_of: ClassVar = ("device", "stream")
+
+    @property
+    def placement(self) -> Place:
+        """The devices that the rule gives the module."""
+        return self
 
     @property
     def computes_on(self) -> Device:

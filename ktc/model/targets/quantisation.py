@@ -10,15 +10,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from ktc.model.targets.module_target import Arguments, ModuleTarget
-from ktc.model.targets.settings import Bounds, Dtype, EnumName
-from ktc.model.targets.target import NodeAction
+from ktc.model.targets.module_target import ModuleTarget
+from ktc.model.targets.settings import Bounds, EnumName
+from ktc.model.targets.target import NodeAction, NodeLora
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
     from ktc.foundation.host import Host
     from ktc.model.kernels.kernel_library import Kernel
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedConfig:
+    """`grid` is an `Int4Grid` as text, `masters` the dtype of weights that train.
+
+    `merged` adds an adapter to the weights before they are rounded.
+    """
+
+    grid: str
+    masters: str | None
+    merged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +42,16 @@ class Quantisation(ModuleTarget):
     for the codes and the product, as the trainer of that name does.
     """
 
-    format: Annotated[Literal["int4", "int8", "fp8"], EnumName("quant")]
+    format: Annotated[Literal["int4"], EnumName("quant")]
     group: Annotated[int, Bounds(-1, 4096)] = 32
-    symmetric: bool = True
-    scale: Dtype = "bf16"
-    pack: Annotated[Literal["none", "int32x8", "gguf_q4_k"], EnumName("pack")] = "none"
+    pack: Annotated[Literal["none", "int32x8"], EnumName("pack")] = "none"
     scale_mode: Annotated[Literal["scale_first", "slime"], EnumName("scale_mode")] = "scale_first"
 
-    fills: ClassVar = "quant"
+    fixed_facet: ClassVar = "quant"
     accepts: ClassVar = ("linear", "experts", "moe", "mlp")
-    inside: ClassVar = ("experts",)
-    available: ClassVar = True
-    built: ClassVar = {
-        "format": ("int4",),
-        "group": (32, 64, 128, -1),
-        "symmetric": (True,),
-        "scale": ("bf16",),
-        "pack": ("none", "int32x8"),
-    }
-    arguments: ClassVar = {"grid": str, "masters": str, "merged": str}
-    # Layouts of packed weights that hold one format only.
-    packs: ClassVar[Mapping[str, str]] = {"int32x8": "int4", "gguf_q4_k": "int4"}
+    default_captures: ClassVar = ("experts",)
+    group_sizes: ClassVar = (32, 64, 128, -1)  # that kernels have, and codes in files
+    config: ClassVar = RoundedConfig
 
     @property
     def grid(self) -> str:
@@ -57,30 +59,37 @@ class Quantisation(ModuleTarget):
         return f"{self.format} {self.group} {self.scale_mode}"
 
     @property
-    def is_built(self) -> bool:
-        """Whether this version carries out all of its settings."""
-        return all(self.settings[name] in values for name, values in self.built.items())
+    def rounding(self) -> Quantisation:
+        """The grid that weights are rounded to."""
+        return self
 
     @property
     def merges(self) -> bool:
         """Whether the adapter is added to the weights before they are rounded."""
         return False
 
-    def put(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return nothing: the plan explains all weights that are rounded or train together."""
+        return ()
+
+    def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return `FusedLinear` with the weights of the graph: rounding changes values, and no computation."""
         from ktc.model.targets.linear_module import linear_in_graph
 
         return linear_in_graph(graph, node, action.fqn)
 
-    def recipe(self, action: NodeAction, node: fx.Node, host: Host) -> Arguments:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> RoundedConfig:
         """Return the grid, and how its weights train."""
-        return action.weights.arguments
+        weights = action.weights
+        return RoundedConfig(weights.grid, weights.masters or None, weights.merged)
 
     @staticmethod
-    def realise(old: nn.Module, arguments: Mapping[str, Any], kernel: Kernel | None) -> nn.Module:
+    def realise(old: nn.Module, config: RoundedConfig, kernel: Kernel | None) -> nn.Module:
         """Return the layer with its own weights, which the loader rounds once it has filled them."""
+        from ktc.model.experts.weight_training import WeightTraining
         from ktc.model.targets.linear_module import linear_on_grid, trained_linear_of_model
 
-        if arguments["masters"] or arguments["merged"]:
-            return trained_linear_of_model(old, arguments["grid"], arguments["masters"], arguments["merged"])
-        return linear_on_grid(old, arguments["grid"])
+        if config.masters or config.merged:
+            training = WeightTraining.parse(config.grid, config.masters, merged=config.merged)
+            return trained_linear_of_model(old, training)
+        return linear_on_grid(old, config.grid)

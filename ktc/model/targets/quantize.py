@@ -14,3 +14,4 @@ class Quantize(Quantisation):
 
     name: ClassVar = "quantize"
     module: ClassVar = "quantized_linear"
+    packs_weights: ClassVar = True

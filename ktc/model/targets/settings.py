@@ -29,12 +29,19 @@ class Bounds:
     high: float
 
 
+@dataclass(frozen=True, slots=True)
+class NoConfig:
+    """The config of a module that follows from the stock module alone."""
+
+
 Rank = Annotated[int, Bounds(1, 1024)]
 Alpha = Annotated[float, Bounds(0, 2**20)]
 Dropout = Annotated[float, Bounds(0, 1)]
 Threads = Annotated[int, Bounds(1, MOST_THREADS)]
 Count = Annotated[int, Bounds(0, 2**24)]
 Positive = Annotated[int, Bounds(1, 2**20)]
+PositiveInt = Annotated[int, Bounds(1, 2**62)]  # of a config
+NaturalInt = Annotated[int, Bounds(0, 2**62)]
 
 # Their words are those of the whole language (`ktc/language/dsl/schema.py`).
 Format = Annotated[str, EnumName("format")]
@@ -44,9 +51,8 @@ Device = Annotated[str, EnumName("device")]
 Phase = Annotated[str, EnumName("phase")]
 
 # `flash_decode` computes few new tokens without gradients, `sdpa` all other calls.
-AttentionKernel = Annotated[Literal["sdpa", "flash", "flashinfer", "eager", "flash_decode"], EnumName("attn")]
+AttentionKernel = Annotated[Literal["sdpa", "flash_decode"], EnumName("attn")]
 FLASH_DECODE = "flash_decode"
 # The numbers that a cache of keys and values holds: the model's dtype, or codes that `flash_decode` reads.
 KvFormat = Annotated[Literal["auto", "int8"], EnumName("kv_format")]
 INT8 = "int8"
-ATTENTION_WITHOUT_BACKWARD = frozenset({"flashinfer"})

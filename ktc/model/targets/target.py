@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ktc.diagnostics import Span
 from ktc.model.targets.settings import Facet, Value
@@ -16,35 +16,43 @@ if TYPE_CHECKING:
     from torch import fx
 
     from ktc.foundation.host import Host
+    from ktc.model.kernels.spec import Spec
+    from ktc.model.kernels.working_memory import ProductRows, Slots
+    from ktc.model.targets.node_plan import CapturedNode, NodePlan
+    from ktc.model.targets.place import Place
+    from ktc.model.targets.quantisation import Quantisation
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """The fields of a subclass are its settings: a field without a default must be given, the first may be positional.
 
-    `fills` is the facet of a node that it takes, None where its setting `facet` names it. `accepts` lists roles and
-    kinds (`*` any), `absorbs` the captures that stop being nodes of their own, `pins` the captures that it forces onto
-    a device. `hosts` are the targets that it carries out itself on what it absorbs, `inside` the captures that it
-    claims where a rule names none. `changes_graphs` says that it has a pass. Of the settings in `one_of`, a rule gives
-    at least one.
+    `fixed_facet` is the facet of a node that it takes, None where its setting `facet` names it. `accepts` lists roles
+    and kinds (`*` any). `consumes` lists the captures that stop being nodes of their own, `required_devices` those that
+    it forces onto a device. `fuses` are the targets that it carries out itself on what it consumes. `default_captures`
+    are the captures that it claims where a rule names none. Of the settings in `one_of`, a rule gives at least one.
+    `changes_graphs` tells whether it has a pass.
 
-    `available` is false for a target that is designed and not built: programs with it are checked and planned like any
-    other, and `compile` refuses it by name. `built` has the values that this version carries out, for settings of which
-    it does not carry out all. `without_backward` are the kernels of its settings that cannot be trained through.
+    A target chooses its kernel, explains itself and counts its bytes: `choose`, `explain`, `memory`.
     """
 
     name: ClassVar[str]
-    fills: ClassVar[Facet | None]
+    fixed_facet: ClassVar[Facet | None]
     accepts: ClassVar[tuple[str, ...]]
-    absorbs: ClassVar[tuple[str, ...]] = ()
-    pins: ClassVar[Mapping[str, str]] = {}
-    hosts: ClassVar[tuple[str, ...]] = ()
-    inside: ClassVar[tuple[str, ...]] = ()
-    available: ClassVar[bool] = False
+    consumes: ClassVar[tuple[str, ...]] = ()
+    required_devices: ClassVar[Mapping[str, str]] = {}
+    fuses: ClassVar[tuple[str, ...]] = ()
+    default_captures: ClassVar[tuple[str, ...]] = ()
     changes_graphs: ClassVar[bool] = False
     one_of: ClassVar[tuple[str, ...]] = ()
-    built: ClassVar[Mapping[str, tuple[Value, ...]]] = {}
-    without_backward: ClassVar[frozenset[str]] = frozenset()
+    adapts: ClassVar[Literal["", "linear", "experts"]] = ""  # what takes LoRA
+    keeps: ClassVar[bool] = False  # its node stays as it is
+    trains_weights: ClassVar[bool] = False  # the node's own weights train
+    fixed_weights: ClassVar[bool] = False  # its kernel multiplies a weight that does not change
+    packs_weights: ClassVar[bool] = False  # no adapter trains on its weights
+    replaces_modules: ClassVar[bool] = False  # modules outside the captured blocks too
+    varies_by_step: ClassVar[bool] = False  # decoding steps differ, so that none is recorded
+    module: ClassVar[str] = ""  # the name in `ktc.json` of the module that it puts
 
     @property
     def settings(self) -> dict[str, Value]:
@@ -54,13 +62,8 @@ class Target:
     @property
     def claimed_facet(self) -> Facet:
         """The facet of a node that it takes."""
-        assert self.fills is not None, f"`{self.name}` says by a setting what it takes"
-        return self.fills
-
-    @property
-    def untrainable(self) -> str:
-        """The kernel without a backward pass that a setting names, "" for none."""
-        return next((str(value) for value in self.settings.values() if value in self.without_backward), "")
+        assert self.fixed_facet is not None, f"`{self.name}` says by a setting what it takes"
+        return self.fixed_facet
 
     @property
     def as_proven(self) -> Target:
@@ -68,36 +71,108 @@ class Target:
         return self
 
     @property
-    def pinned(self) -> str | None:
+    def required_device(self) -> str | None:
         """The fixed device of its node; None where the node is on the device of its block."""
-        return next(iter(self.pins.values()), None)
+        return next(iter(self.required_devices.values()), None)
 
     @property
     def takes_experts(self) -> bool:
         """Whether its node computes the routed experts of a layer."""
-        return "experts" in self.absorbs
+        return "experts" in self.consumes
+
+    @property
+    def placement(self) -> Place | None:
+        """The devices that a rule gives a module; None for other targets."""
+        return None
+
+    @property
+    def rounding(self) -> Quantisation | None:
+        """The grid that weights are rounded to; None for other targets."""
+        return None
+
+    @property
+    def int8_cache(self) -> bool:
+        """Whether the cache of its attention holds int8 codes."""
+        return False
+
+    @property
+    def without_codes(self) -> Target:
+        """The target with keys and values in the model's dtype."""
+        return self
 
     def num_threads(self, host: Host) -> int:
         """Return the number of threads of its kernel on `host`."""
         return 1
+
+    def unsuited(self, seen: CapturedNode) -> Unsuited | None:
+        """Return why the node cannot be rewritten by this target, None if it can."""
+        return None
+
+    def at_layer(self, layer: int, seen: CapturedNode, device: str) -> Target | None:
+        """Return the rewrite of the node at a layer of the model on `device`, None where it keeps its own code."""
+        return self
+
+    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
+        """Return the kernel of a node, None where PyTorch computes it.
+
+        Raises InputRefused for a node without the kernel that the rule names, HostLacks for a missing instruction set.
+        """
+        return None
+
+    def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
+        """Return what becomes of the node: a sentence, and further ones that no rule gives. Empty if told elsewhere."""
+        return (f"is run by PyTorch, on {plan.device}",)
+
+    def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
+        """Return the bytes of the node beside its weights."""
+        return NodeMemory()
+
+    def cached(self, seen: CapturedNode, per_position: int) -> int:
+        """Return the bytes of a position in the layer's cache, which takes `per_position` in the stock model."""
+        return per_position
 
     @classmethod
     def apply(cls, graph: fx.GraphModule, block: Block) -> None:
         """Run the target's pass over a copy of a block's graph."""
 
 
-class Spec(Protocol):
-    """A kernel that the plan chose for a target."""
+@dataclass(frozen=True, slots=True)
+class Unsuited:
+    """Why a target is impossible on a node: the code of a finding and the reason.
 
-    @property
-    def entry(self) -> str:
-        """The name under which the kernel library exposes it."""
-        ...
+    In words, `instead` is what its modules do, and `remains` what stays if the rule allows it.
+    """
 
-    @property
-    def isa(self) -> str:
-        """The instruction set that it is built for."""
-        ...
+    code: str
+    reason: str
+    instead: str
+    remains: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLora:
+    """The LoRA of a node: the ranks on its first and its second product (0: none), and whether it has dropout."""
+
+    ranks: tuple[int, int]
+    dropout: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoraBytes:
+    """A LoRA on a linear node: its rank, bytes of an element of its weights, and of a dropout mask (0: no dropout)."""
+
+    rank: int
+    item: int
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """The bytes of a node beside its weights: of routed experts, of a product with many rows, of an adapter."""
+
+    slots: Slots | None = None
+    product: ProductRows | None = None
+    lora: LoraBytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +198,6 @@ class NodeWeights:
     grid: str = ""
     masters: str = ""
     merged: bool = False
-
-    @property
-    def arguments(self) -> dict[str, int | str]:
-        """The words of a recipe."""
-        return {"grid": self.grid, "masters": self.masters, "merged": "merged" if self.merged else ""}
 
 
 AS_STORED = NodeWeights()

@@ -1,4 +1,4 @@
-"""Small twins of a model family: a config shrunk to witness size, the model built from it, and its checkpoint.
+"""Small twins of a model family: a config shrunk to the size of a twin, the model built from it, and its checkpoint.
 
 With `capture`, the only place that knows Hugging Face model classes and names.
 """

@@ -7,18 +7,17 @@ LM family.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, suggest
 from ktc.foundation.files import new_folder
+from ktc.model.hf.stock_loading import no_progress_bars
 from ktc.model.twin.build import build
 from ktc.model.twin.families import default_config
 from ktc.model.twin.shrink import shrink
@@ -86,8 +85,8 @@ def write(name: str, cache_dir: Path) -> Path:
     if folder.is_dir():
         return folder
     try:
-        with new_folder(folder) as beside:
-            _write_checkpoint(name, beside)
+        with new_folder(folder) as unfinished:
+            _write_checkpoint(name, unfinished)
     except OSError as error:
         if folder.is_dir():  # another process was first, with the same content
             return folder
@@ -110,27 +109,13 @@ def _write_checkpoint(name: str, folder: Path) -> None:
     config = shrink(default_config(name) if settings is None else AutoConfig.for_model(name, **settings))
     for setting in [name for name in config.to_dict() if name.startswith("vocab_size")]:
         setattr(config, setting, len(tokenizer))  # a model may have a second table, such as one for its layers
-    config.pad_token_id, config.bos_token_id, config.eos_token_id = (
-        tokenizer.pad_token_id,
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-    )
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, token, getattr(tokenizer, token))
     model = build(config, seed=0, dtype=torch.bfloat16)
     model.generation_config.do_sample = False
-    with _no_progress_bars():
+    with no_progress_bars():
         model.save_pretrained(folder, max_shard_size="250KB")
     tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _no_progress_bars() -> Generator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,8 +1,8 @@
-"""The layers that a witness keeps: one of every kind, two with experts if the model has two; or the first of a model.
+"""The layers that a twin keeps: one of every kind, two with experts if the model has two; or the first of a model.
 
 Input: the settings of a config. Output: the small settings, changed in place: per-layer lists cut to the kept layers,
 lists of layer numbers and counts of first or last layers renumbered. Layers defined by a period cannot be cut freely;
-then the witness keeps the shortest prefix of the stack that has every kind.
+then the twin keeps the shortest prefix of the stack that has every kind.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _counted(name: str, count: int, old: Settings, depth: int) -> Iterator[_Colu
     elif name == _SHARING_LAST:
         yield _column(name, "sharing", [i >= depth - count for i in range(depth)], {})
     elif name in _PERIODS and count > 1:
-        told = _PERIODS[name]
-        phase = int(old.get(told) or 0) if isinstance(told, str) else told % count
+        offset = _PERIODS[name]
+        phase = int(old.get(offset) or 0) if isinstance(offset, str) else offset % count
         meaning = {True: True, False: False} if name in _SPARSE_PERIODS else {}
         yield _column(name, "period", [i % count == phase for i in range(depth)], meaning)
 
@@ -146,7 +146,7 @@ def _are_numbers(name: str, values: list[Any], depth: int) -> bool:
 
 
 def _kept(columns: Sequence[_Column], depth: int) -> list[int]:
-    """Return the numbers of the layers that a witness keeps, in order."""
+    """Return the numbers of the layers that a twin keeps, in order."""
     rows = _rows(columns, depth)
     sparse = _sparse(columns, depth)
     wanted = min(2, len(sparse))
@@ -168,9 +168,9 @@ def _rows(columns: Sequence[_Column], depth: int) -> list[str]:
 
 def _sparse(columns: Sequence[_Column], depth: int) -> list[int]:
     """Return the layers with experts, as far as the settings show; all layers of a model without experts."""
-    said = [[column.experts[index] for column in columns] for index in range(depth)]
-    told = any(True in layer for layer in said)
-    sparse = [i for i, layer in enumerate(said) if False not in layer and (True in layer or not told)]
+    flags = [[column.experts[index] for column in columns] for index in range(depth)]
+    known = any(True in layer for layer in flags)
+    sparse = [i for i, layer in enumerate(flags) if False not in layer and (True in layer or not known)]
     return sparse or list(range(depth))
 
 

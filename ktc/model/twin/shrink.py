@@ -1,4 +1,4 @@
-"""A config shrunk to witness size: the same class and flags, small dimensions, every kind of layer.
+"""A config shrunk to the size of a twin: the same class and flags, small dimensions, every kind of layer.
 
 Input: any causal-LM config of transformers. Output: a copy. The meaning of an attribute is read from its name
 (`sizes`, `layers`), never from the model's name. An attribute that is missing or None is unchanged. Refused: a config
@@ -11,6 +11,7 @@ import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.hf.foreign_errors import first_line
 from ktc.model.twin.layers import shrink_layers
 from ktc.model.twin.sizes import Settings, parts_of, shrink_sizes, with_other_sizes
 
@@ -26,7 +27,7 @@ _FIRST_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Config:
-    """Return a witness-sized copy of `config`: the same class and flags with small dimensions, `whole` in depth.
+    """Return a small copy of `config`: the same class and flags with small dimensions, `whole` in depth.
 
     Flags that select another computation keep their meaning: no groups stay no groups, no query compression stays none,
     equal head counts stay equal, a model that begins with dense layers keeps one, and every kind of layer is kept.
@@ -37,7 +38,7 @@ def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Conf
     try:
         return type(config).from_dict(_shrunk(settings, {}, whole, second))
     except Exception as error:  # foreign config classes raise anything on sizes that do not fit together
-        words = (str(error.__cause__ or error).strip().splitlines() or [""])[0][:200]
+        words = first_line(error.__cause__ or error)
         message = f"no small witness of this `{config.model_type}` config can be made: {words}"
         raise InputRefused(Diagnostic("I103", message, hint=_PLEASE_REPORT)) from error
 

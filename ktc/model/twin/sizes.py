@@ -1,4 +1,4 @@
-"""The size of each dimension of a witness, by the attribute's name, and the relations between sizes.
+"""The size of each dimension of a twin, by the attribute's name, and the relations between sizes.
 
 Input: the settings of a config as plain values. Output: the small ones, changed in place. Head counts keep their
 ratios, rotary dimensions their share of a head, state-space heads their product, groups of experts their number of
@@ -39,7 +39,7 @@ _SHARED_WIDTHS = (
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 _WINDOWS = ("sliding_window", "sliding_window_size", "rel_extent")
-_CHUNKS = ("mamba_chunk_size", "chunk_size", "block_size")  # below the witness's sequences: several chunks in each
+_CHUNKS = ("mamba_chunk_size", "chunk_size", "block_size")  # below the twin's sequences: several chunks in each
 # The shrunk size of each attribute. An attribute that is missing, None or 0 is unchanged.
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(EXPERT_COUNTS, NUM_EXPERTS),
@@ -54,7 +54,7 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(_CHUNKS, 16),
     "head_dim": HEAD_DIM,
     "kv_channels": HEAD_DIM,
-    "attention_chunk_size": 128,  # beyond the witness's sequences: the model's mask, not its attention, cuts the chunks
+    "attention_chunk_size": 128,  # beyond the twin's sequences: the model's mask, not its attention, cuts the chunks
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "o_lora_rank": 24,
@@ -96,7 +96,7 @@ _SIZES: Mapping[str, int] = {
     "split_ngram_parts": 8,
     "ple_embed_dim": 64,
 }
-# The sizes of a second witness, which shares none of these with the first.
+# The sizes of a second twin, which shares none of these with the first.
 _OTHERS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(EXPERT_COUNTS, (NUM_EXPERTS, 12)),
     **dict.fromkeys(TOP_KS, (TOP_K, 3)),
@@ -141,7 +141,7 @@ def shrink_sizes(small: dict[str, Any], old: Settings) -> None:
 
 
 def with_other_sizes(small: dict[str, Any]) -> None:
-    """Give shrunk settings the sizes of a second witness, in place."""
+    """Give shrunk settings the sizes of a second twin, in place."""
     for name, (first, second) in _OTHERS.items():
         if is_size(small.get(name)) and small[name] == first:
             small[name] = second

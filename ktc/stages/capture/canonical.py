@@ -1,14 +1,16 @@
-"""Replace a loop over experts by one `experts` node in the graph of a block that ran under `routed_anyhow`.
+"""Replace a loop over experts by one `experts` node in the graph of a block that ran under `all_experts_routed`.
 
-The loop's spelling does not matter. The pass finds four values: the sum of the experts' results, and the hidden states,
-expert indices and weights that it depends on exclusively. The three inputs are the loop's entry; the nodes between
-them and the result are replaced by one `experts` node. The proof checks that the loop computes the same, on the block's
-own code and data.
+The pass works for any way to write the loop. It finds four values: the sum of the experts' results, and the hidden
+states, expert indices and weights on which alone the sum depends. One `experts` node replaces the nodes between these
+three inputs and the sum. The proof checks on data that the block's own code computes the same.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, fx, nn
 from ktc.model.experts.stock_layout import stock_names, stock_shape
 from ktc.model.graph import ops
 from ktc.model.graph.fold import tensor_inputs
-from ktc.model.graph.typed import nodes_of, tensor_of
+from ktc.model.graph.typed import attach_tensor, nodes_of, tensor_of
 from ktc.model.kernels.form import parse_form
 from ktc.stages.capture.types import ExpertList
 
@@ -43,7 +45,7 @@ def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
     graph, root = graph_module.graph, graph_module
     stacked = _stacks(experts, next(root.parameters()).dtype)
     for name, tensor in stacked.items():
-        _attach(root, f"{experts.fqn}.{name}", tensor)
+        attach_tensor(root, f"{experts.fqn}.{name}", tensor)
     with graph.inserting_before(region.result):
         weights = [graph.get_attr(f"{experts.fqn}.{name}") for name in stacked]
         for node, tensor in zip(weights, stacked.values(), strict=True):
@@ -59,17 +61,20 @@ def canonicalise(graph_module: fx.GraphModule, experts: ExpertList) -> None:
     graph.eliminate_dead_code()
     left = next((node for node in nodes_of(root) if "ktc_unrolled" in str(node.target)), None)
     if left is not None:
-        found = _OF_DATA.get(ops.name_of(left), f"`{ops.name_of(left)}`")
-        raise NoExperts(f"it computes with {found}, which depends on data, outside of its loop over experts")
+        data = _OF_DATA.get(ops.name_of(left), f"`{ops.name_of(left)}`")
+        raise NoExperts(f"it computes with {data}, which depends on data, outside of its loop over experts")
     graph_module.delete_all_unused_submodules()
     graph.lint()
 
 
+@dataclass(frozen=True, slots=True)
 class _Region:
     """The four values; the first three do not depend on the experts' results."""
 
-    def __init__(self, hidden: fx.Node, indices: fx.Node, weights: fx.Node, result: fx.Node) -> None:
-        self.hidden, self.indices, self.weights, self.result = hidden, indices, weights, result
+    hidden: fx.Node
+    indices: fx.Node
+    weights: fx.Node
+    result: fx.Node
 
 
 def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
@@ -83,8 +88,8 @@ def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
     through = [node for node in results if _all_pass(markers, node, nodes[-1])]
     if not through:
         raise NoExperts(f"the results of the modules of `{experts.fqn}` are not added up to hidden states")
-    found = (_cut(node, [n for n in nodes if n not in inside], tokens, experts) for node in through)
-    region = next((region for region in found if region is not None), None)
+    regions = (_cut(node, [n for n in nodes if n not in inside], tokens, experts) for node in through)
+    region = next((region for region in regions if region is not None), None)
     if region is None:
         raise NoExperts(f"the code around `{experts.fqn}` does more with hidden states than routing and weighting")
     cut = frozenset({region.hidden, region.indices, region.weights})
@@ -98,8 +103,8 @@ def _region(graph_module: fx.GraphModule, experts: ExpertList) -> _Region:
 def _require_sums(result: fx.Node, cut: frozenset[fx.Node]) -> None:
     """Require that what is replaced moves, weights and adds the experts' results and does nothing else to them."""
     for node in _behind(result, cut) - cut:
-        held = tensor_of(node)
-        if held is None or not held.is_floating_point() or node.op != "call_function":
+        tensor = tensor_of(node)
+        if tensor is None or not tensor.is_floating_point() or node.op != "call_function":
             continue
         name = ops.name_of(node)
         neutral = {"add": 0, "mul": 1}.get(name)  # Python's `sum` begins with 0
@@ -112,8 +117,8 @@ def _require_sums(result: fx.Node, cut: frozenset[fx.Node]) -> None:
 def _require_unread(result: fx.Node, cut: frozenset[fx.Node], results: set[fx.Node]) -> None:
     """Require that no condition depends on the experts' results: `nan_to_num` is a `where` of such conditions."""
     for node in _behind(result, cut) & results:
-        held = tensor_of(node)
-        if held is not None and not held.is_floating_point():
+        tensor = tensor_of(node)
+        if tensor is not None and not tensor.is_floating_point():
             raise NoExperts(f"its loop over experts reads the values of their results: `{ops.name_of(node)}`")
 
 
@@ -180,33 +185,31 @@ def _all_pass(markers: Sequence[fx.Node], through: fx.Node, output: fx.Node) -> 
 
 
 def _tensor(node: fx.Node) -> Tensor:
-    held = tensor_of(node)
-    assert held is not None, f"`{node.name}` has no tensor"
-    return held
+    tensor = tensor_of(node)
+    assert tensor is not None, f"`{node.name}` has no tensor"
+    return tensor
 
 
 def _is_hidden(node: fx.Node, tokens: Sequence[Any], width: int) -> bool:
     """Test for hidden states: (T, H) or the shape of the block's input, floating."""
-    held = tensor_of(node)
-    if held is None or not held.is_floating_point() or held.shape[-1:] != (width,):
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.is_floating_point() or tensor.shape[-1:] != (width,):
         return False
-    return _same(held.shape[:-1], [_product(tokens)]) or _same(held.shape[:-1], tokens)
+    return _same(tensor.shape[:-1], [_product(tokens)]) or _same(tensor.shape[:-1], tokens)
 
 
 def _is_choice(node: fx.Node, tokens: Sequence[Any], count: int, *, floating: bool) -> bool:
     """Test for routing: (T, K) with K at most the number of experts, of indices or of weights; (T,) for one expert."""
-    held = tensor_of(node)
-    if held is None or held.dim() not in (1, 2) or held.is_floating_point() != floating or held.dtype == torch.bool:
+    tensor = tensor_of(node)
+    if tensor is None or tensor.dim() not in (1, 2) or tensor.dtype == torch.bool:
         return False
-    columns: Any = held.shape[1] if held.dim() == 2 else 1
-    return isinstance(columns, int) and columns <= count and _same(held.shape[:1], [_product(tokens)])
+    columns: Any = tensor.shape[1] if tensor.dim() == 2 else 1
+    fits = tensor.is_floating_point() == floating and isinstance(columns, int) and columns <= count
+    return fits and _same(tensor.shape[:1], [_product(tokens)])
 
 
 def _product(sizes: Sequence[Any]) -> Any:
-    product = sizes[0]
-    for size in sizes[1:]:
-        product = product * size
-    return product
+    return reduce(operator.mul, sizes)
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -220,14 +223,14 @@ def _spelled(size: Any) -> str:
 
 # new nodes -----------------------------------------------------------------------------------------------------------
 def _as_rows(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    held = _tensor(node)
-    return node if held.dim() == 2 else _reshaped(graph, node, [-1, held.shape[-1]], held.reshape(-1, held.shape[-1]))
+    rows = _tensor(node).flatten(0, -2)
+    return node if _tensor(node).dim() == 2 else _reshaped(graph, node, [-1, rows.shape[-1]], rows)
 
 
 def _as_columns(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Return (T, 1) of the index or the weight of one expert for each token."""
-    held = _tensor(node)
-    return node if held.dim() == 2 else _reshaped(graph, node, [-1, 1], held.reshape(-1, 1))
+    tensor = _tensor(node)
+    return node if tensor.dim() == 2 else _reshaped(graph, node, [-1, 1], tensor.reshape(-1, 1))
 
 
 def _shaped_as(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
@@ -254,11 +257,10 @@ def _reshaped(graph: fx.Graph, node: fx.Node, sizes: Sequence[fx.Node | int], va
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    held = _tensor(node)
-    if held.dtype == dtype:
+    if _tensor(node).dtype == dtype:
         return node
     cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
-    cast.meta["val"] = held.to(dtype)
+    cast.meta["val"] = _tensor(node).to(dtype)
     return cast
 
 
@@ -269,16 +271,6 @@ def _stacks(experts: ExpertList, dtype: torch.dtype) -> dict[str, nn.Parameter]:
         name: nn.Parameter(torch.empty(stock_shape(form, name, *sizes), dtype=dtype, device="meta"))
         for name in stock_names(form)
     }
-
-
-def _attach(root: nn.Module, fqn: str, tensor: nn.Parameter) -> None:
-    module = root
-    owner, _, leaf = fqn.rpartition(".")
-    for part in owner.split("."):
-        if not hasattr(module, part):
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.register_parameter(leaf, tensor)
 
 
 def same_computation(one: fx.GraphModule, other: fx.GraphModule) -> bool:

@@ -1,10 +1,11 @@
-"""The one list of what code may ask beside its inputs, and whether it then computes something else.
+"""Circumstances that a model's code can test besides its inputs, and whether its computation depends on one.
 
-In: a module on meta tensors, and a function that runs its code. Out: the reason in words, "" if there is none. A row of
-`CIRCUMSTANCES` has the names by which code asks. Code that mentions one runs again in each state of the row, alone and
-together with the first state of each row before it; where a row has none, asking is the reason. So it is for an
-attribute that its module lacks, and for a value outside of modules that may change. Code that raises in a state is not
-compared there, since stock raises too, unless it reads data there or needs a device that is only pretended.
+In: a module on meta tensors, and a function that runs its code. Out: the reason in words, "" if it depends on none. A
+row of `CIRCUMSTANCES` lists the names by which code tests a circumstance, and states in which to try it. Code that
+mentions a name runs again in each state of the row, alone and together with the first state of each earlier row. Where
+a row has no state, mentioning it is the reason; the same holds for an attribute that the module lacks, and for a
+mutable value outside of modules. A run that raises is not compared, since the stock model raises too. Exceptions: the
+run reads data, or it needs a device that is only simulated.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ktc.foundation.temporary_values import context_value
 from ktc.stages.capture import states
-from ktc.stages.capture.mentioned import Mentions, PassedOver, own_names
+from ktc.stages.capture.mentioned import Mentions, TorchCallsIgnored, own_names
 from ktc.stages.capture.observed_run import Ran, observed, unrecorded
 from ktc.stages.capture.reasons import reads_data
 from ktc.stages.capture.states import Given, State
+from ktc.stages.capture.trace import training_mode
 
 Inside = Callable[[], AbstractContextManager[object]]
 Run = Callable[[Given, Inside], object]  # runs the code on what the inputs become, inside a context entered last
@@ -32,9 +35,9 @@ Run = Callable[[Given, Inside], object]  # runs the code on what the inputs beco
 
 @dataclass(frozen=True, slots=True)
 class Circumstance:
-    """Something that code may ask about: `when` it is another, by which `names`, and the `states` to try.
+    """A circumstance: `when` completes the sentence, `names` test for it, `states` are tried.
 
-    `more` are the states that depend on the module.
+    `more` returns further states, which depend on the module.
     """
 
     when: str
@@ -156,30 +159,25 @@ CIRCUMSTANCES = (
 )
 
 
-_asked_before: ContextVar[bool] = ContextVar("asked_before", default=False)
+_circumstances_checked: ContextVar[bool] = ContextVar("circumstances_checked", default=False)
 
 
-@contextmanager
-def asked_before() -> Generator[None]:
-    """Ask nothing inside: the code is that of a model whose capture has asked it, with other sizes."""
-    token = _asked_before.set(True)
-    try:
-        yield
-    finally:
-        _asked_before.reset(token)
+def circumstances_checked() -> AbstractContextManager[object]:
+    """Return a context without these checks: a capture of the same code, with other sizes, has done them."""
+    return context_value(_circumstances_checked, True)
 
 
-def is_asked_before() -> bool:
-    """Return whether the capture of the model has asked already."""
-    return _asked_before.get()
+def are_circumstances_checked() -> bool:
+    """Return whether a capture of the same code has done these checks."""
+    return _circumstances_checked.get()
 
 
 def dependence(module: nn.Module, run: Run) -> str:
-    """Return in which circumstances the code of `module` computes something else, "" if in none.
+    """Return the circumstance in which the code of `module` computes something else, "" if there is none.
 
-    Raises what `run` raises with trained parameters and inputs.
+    Raises the exceptions of `run` with trained parameters and inputs.
     """
-    if is_asked_before():
+    if are_circumstances_checked():
         return ""
     runs, first, seen = _Runs(module, run), list[State](), set[Circumstance]()
     while rows := [row for row in CIRCUMSTANCES if row not in seen and row.names & runs.mentioned]:
@@ -196,15 +194,15 @@ def dependence(module: nn.Module, run: Run) -> str:
 
 
 def question(module: nn.Module, run: Run) -> str:
-    """Return what the code of a module that does not run without data asks, "" if nothing.
+    """Return which circumstance the code of a module tests, "" if none, for code that does not run without data.
 
-    Stock code reads dtypes, devices and classes too, of which no answer is known: these do not count.
+    Tests for dtypes, devices and classes do not count: stock code has them too.
     """
     mentions = Mentions()
     with suppress(Exception):
         _run(module, run, (), mentions, training=False)
-    asked = (row for row in CIRCUMSTANCES if row.names & mentions.names and not row.names & _OF_ANY_CODE)
-    row = next(asked, None)
+    tested = (row for row in CIRCUMSTANCES if row.names & mentions.names and not row.names & _OF_ANY_CODE)
+    row = next(tested, None)
     return _outside(mentions.missing, mentions.outside) if row is None else f"it reads {row.when}"
 
 
@@ -218,9 +216,9 @@ def _outside(missing: Collection[str], outside: Collection[str]) -> str:
 
 
 class _Runs:
-    """The runs of one module, and what was mentioned in any of them.
+    """The runs of one module, and the names that any of them mentioned.
 
-    They are in evaluation, and in training too once code mentions that.
+    Runs are in evaluation mode, and in training mode too once code mentions it.
     """
 
     def __init__(self, module: nn.Module, run: Run) -> None:
@@ -239,7 +237,7 @@ class _Runs:
         try:
             return not plain.computes_as(self._ran(training, together))
         except Exception as error:  # noqa: BLE001 - foreign code in a state for which it was not made
-            # On a device that is only pretended, the code has taken a way that needs it.
+            # On a simulated device, the code took a branch that needs the device.
             return reads_data(error) or (len(together) == 1 and together[0] in states.DEVICES)
 
     def _ran(self, training: bool, together: Sequence[State]) -> Ran:
@@ -255,7 +253,7 @@ class _Runs:
 
 def _run(module: nn.Module, run: Run, together: Sequence[State], mentions: Mentions, *, training: bool) -> Ran:
     with ExitStack() as stack:
-        stack.enter_context(_mode(module, training))
+        stack.enter_context(training_mode(module, training))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         changes = [stack.enter_context(state.around(module)) for state in together]
@@ -263,17 +261,17 @@ def _run(module: nn.Module, run: Run, together: Sequence[State], mentions: Menti
 
         @contextmanager
         def entered() -> Generator[None]:
-            with inside(), PassedOver():
+            with inside(), TorchCallsIgnored():
                 yield
 
         return observed(module, lambda: run(_all(changes), entered), mentions)
 
 
 def _partials(module: nn.Module) -> Iterator[str]:
-    """Yield the functions that `functools.partial` holds as attributes of modules: a call of one is not an event."""
+    """Yield the functions in `functools.partial` attributes of modules: calling one is not a profiler event."""
     for inner in module.modules():
-        for held in (vars(inner), *map(vars, type(inner).__mro__)):
-            parts = (cast("object", value) for value in held.values() if isinstance(value, partial))
+        for attributes in (vars(inner), *map(vars, type(inner).__mro__)):
+            parts = (cast("object", value) for value in attributes.values() if isinstance(value, partial))
             yield from (name for part in parts for name in own_names(part))
 
 
@@ -281,21 +279,10 @@ def _all(changes: Sequence[Given]) -> Given:
     def given(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        with unrecorded():  # these calls are not of the module
+        with unrecorded():  # calls of this function, not of the module
             result = tensor.detach().requires_grad_() * 1  # as hidden states are: no leaf
             for change in changes:
                 result = change(result)
             return result
 
     return given
-
-
-@contextmanager
-def _mode(module: nn.Module, training: bool) -> Generator[None]:
-    before = {inner: inner.training for inner in module.modules()}
-    module.train(training)
-    try:
-        yield
-    finally:
-        for inner, mode in before.items():
-            inner.training = mode

@@ -27,8 +27,8 @@ def require_compilable(captured: CapturedModel, *, needs_weights: bool = True) -
 def _is_dense(captured: CapturedModel) -> bool:
     """Return whether every block was captured and none has experts; the plan reports blocks that were not captured."""
     graphs = [block.graph for block in captured.blocks if block.graph is not None]
-    found = any(ops.operator(node) == "experts" for graph in graphs for node in nodes_of(graph))
-    return len(graphs) == len(captured.blocks) and not found
+    has_experts = any(ops.operator(node) == "experts" for graph in graphs for node in nodes_of(graph))
+    return len(graphs) == len(captured.blocks) and not has_experts
 
 
 def _unread(captured: CapturedModel) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Masks that depend on data: a child module that chooses keys in a loop over values becomes one node of the graph.
+"""Masks that depend on data: a child module that chooses keys by their values becomes one node of the graph.
 
 Input: a block and a call of it with an explicit mask. Output: a context in which every such child returns the operator
-`data_mask`, of the mask's shape. The node has no computation: the block keeps its own code, and patterns only need to
-see that it makes the mask. Refused by `check_masks`: a result that is used as anything but a mask of attention.
+`data_mask`, of the mask's shape. The node computes nothing: the block keeps its own code, and patterns only need to see
+where the mask comes from. Refused by `check_masks`: a result with another use than as a mask of attention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _makers(
 
     Without the data of these modules, the call must run.
     """
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     mask = kwargs.get("attention_mask")
 
     def trying(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def _makers(
                 place = next((i for i, leaf in enumerate(_tensors(given, named)) if leaf is mask), None)
                 if place is None or not any(words in str(error) for words in NO_DATA):
                     raise
-                found[name] = place
+                places[name] = place
                 return _data_mask(given, named, place)
 
         return forward
@@ -72,7 +72,7 @@ def _makers(
             run(*args, **kwargs)
         except Exception:  # noqa: BLE001 - it fails for another reason too, which `record` meets again and reports
             return {}
-    return found
+    return places
 
 
 def _tensors(given: tuple[Any, ...], named: Mapping[str, Any]) -> list[Tensor]:

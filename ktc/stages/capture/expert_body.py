@@ -7,7 +7,7 @@ that is not an MLP with one or two first layers, one that uses anything else tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -35,8 +35,8 @@ def is_copy(node: fx.Node) -> bool:
     """Return whether `node` has the numbers of its input, in any float dtype, and their gradients."""
     if ops.name_of(node) in _COPIES:
         return True
-    held = tensor_of(node)
-    return ops.name_of(node) == "cast" and held is not None and held.is_floating_point()
+    tensor = tensor_of(node)
+    return ops.name_of(node) == "cast" and tensor is not None and tensor.is_floating_point()
 
 
 def _keeps_columns(node: fx.Node) -> bool:
@@ -67,11 +67,11 @@ class Shared:
 class Layer:
     """A product with an expert's matrix. `number` is the expert, None where all are multiplied at once.
 
-    `count` is the number of experts in the tensor `held`.
+    `layout` says where its weights are, in a tensor of `count` experts.
     """
 
     source: fx.Node
-    held: TensorLayout
+    layout: TensorLayout
     bias: TensorLayout | None
     number: int | None
     count: int
@@ -130,8 +130,8 @@ def read_body(result: fx.Node, shared: Shared) -> Body:
     layers = (*first.values(), last)
     if len({(layer.number, layer.bias is None) for layer in layers}) != 1:
         raise NoExperts("an expert uses matrices of another expert, or some of its biases are missing")
-    held = [(layer.held, layer.bias, layer.count, layer.inputs, layer.outputs) for layer in layers]
-    return Body(first, last, f"{_spelled(last.source, list(first))} {held}")
+    matrices = [(layer.layout, layer.bias, layer.count, layer.inputs, layer.outputs) for layer in layers]
+    return Body(first, last, f"{_spelled(last.source, list(first))} {matrices}")
 
 
 def _spelled(node: fx.Node, first: list[fx.Node]) -> str:
@@ -151,18 +151,15 @@ def mlp_of(body: Body) -> Mlp:
     width = last.inputs * (2 if gated else 1)
     if sum(layer.outputs for _, layer in first) != width or {layer.inputs for _, layer in first} != {last.outputs}:
         raise NoExperts("the sizes of an expert's matrices do not fit together")
-    for order in [first] if len(first) == 1 else [first, first[::-1]]:
-        form = form_of_code(_between([node for node, _ in order], last), gated, width)
-        if form is not None:
-            break
-    else:
+    activation = read_activation(list(body.first), last.source, gated=gated, width=width, batched=last.number is None)
+    if activation is None:
         raise NoExperts("its experts have an activation that no kernel computes")
-    names = ("gate_up",) if gated and len(first) == 1 else ("gate", "up") if gated else ("up",)
-    layers = dict(zip((*names, "down"), (*(layer for _, layer in order), last), strict=True))
-    parts = {part: layer.held for part, layer in layers.items()}
-    transposed = len(first) == 1 and all(held.turned for held in parts.values())
+    form, order = activation
+    layers = {part: body.first[node] for part, node in order.items()} | {"down": last}
+    parts = {part: layer.layout for part, layer in layers.items()}
+    transposed = len(first) == 1 and all(layout.turned for layout in parts.values())
     parts |= {f"{part}_bias": layer.bias for part, layer in layers.items() if layer.bias is not None}
-    counts = {layer.count for layer in layers.values() if layer.held.flat}
+    counts = {layer.count for layer in layers.values() if layer.layout.flat}
     if len(counts) > 1:
         raise NoExperts("its matrices are of different numbers of experts")
     form = replace(form, biased=last.bias is not None, transposed=transposed)
@@ -171,27 +168,45 @@ def mlp_of(body: Body) -> Mlp:
     )
 
 
-def _between(first: list[fx.Node], last: Layer) -> Callable[[Tensor], Tensor]:
-    """Return the function from gate and up, concatenated, to the input of the last layer."""
+def read_activation(
+    first: Sequence[fx.Node], source: fx.Node, *, gated: bool, width: int, batched: bool = False
+) -> tuple[ExpertsForm, dict[str, fx.Node]] | None:
+    """Return the form of the code between the first layers of an MLP and `source`, the input of its last one.
+
+    The layers come by the part that they are: `gate` and `up`, `gate_up` in one, or `up`. None if no kernel computes
+    the code on `width` columns. `batched` code counts dimensions from an outer one.
+    """
+    names = ("gate_up",) if gated and len(first) == 1 else ("gate", "up") if gated else ("up",)
+    for order in dict.fromkeys((tuple(first), tuple(reversed(first)))):
+        if form := form_of_code(_between(order, source, batched), gated, width):
+            return form, dict(zip(names, order, strict=True))
+    return None
+
+
+def _between(first: Sequence[fx.Node], source: fx.Node, batched: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function from gate and up, concatenated, to `source`."""
 
     def code(sample: Tensor) -> Tensor:
-        batched = last.number is None  # then the code may count dimensions from an outer one
-        pieces = [sample] if len(first) == 1 else list(sample.chunk(2, -1))
+        pieces = sample.chunk(len(first), -1)
         values: dict[fx.Node, object] = {
             node: piece[None] if batched else piece for node, piece in zip(first, pieces, strict=True)
         }
-        result = cast("Tensor", _evaluated(last.source, values))
+        result = cast("Tensor", _evaluated(source, values, sample))
         return result[0] if batched else result
 
     return code
 
 
-def _evaluated(node: fx.Node, values: dict[fx.Node, object]) -> object:
+def _evaluated(node: fx.Node, values: dict[fx.Node, object], sample: Tensor) -> object:
+    """Return a node's value from the known values. Casts are skipped; sizes of inputs are those of the sample."""
     node = value(node)
     if node not in values:
-        args = fx.map_arg(node.args, lambda n: cast("Any", _evaluated(n, values)))
-        kwargs = fx.map_arg(node.kwargs, lambda n: cast("Any", _evaluated(n, values)))
-        values[node] = cast("Any", node.target)(*cast("tuple[object, ...]", args), **cast("dict[str, object]", kwargs))
+        if node.op == "placeholder":
+            return sample
+        assert callable(node.target), f"`{node.name}` is not a call"
+        args = fx.map_arg(node.args, lambda n: cast("Any", _evaluated(n, values, sample)))
+        kwargs = fx.map_arg(node.kwargs, lambda n: cast("Any", _evaluated(n, values, sample)))
+        values[node] = node.target(*cast("tuple[object, ...]", args), **cast("dict[str, object]", kwargs))
     return values[node]
 
 
@@ -214,7 +229,7 @@ def _layer(node: fx.Node, shared: Shared) -> Layer | None:
     if not isinstance(source, fx.Node) or weight is None or len(weight.shape) != 2:
         return None
     of_bias = _matrix(bias, shared)
-    swapped = weight.held.turned != turned
+    swapped = weight.layout.turned != turned
     outputs, inputs = weight.shape[::-1] if swapped else weight.shape
     if bias is not None and (of_bias is None or of_bias.number != weight.number or of_bias.shape != (outputs,)):
         raise NoExperts("an expert's bias is not one of its own")
@@ -223,15 +238,15 @@ def _layer(node: fx.Node, shared: Shared) -> Layer | None:
         return None
     if weight.number is None and rows.shape[0] != weight.count:
         return None
-    held = replace(weight.held, turned=swapped)
-    return Layer(source, held, of_bias.held if of_bias else None, weight.number, weight.count, inputs, outputs)
+    layout = replace(weight.layout, turned=swapped)
+    return Layer(source, layout, of_bias.layout if of_bias else None, weight.number, weight.count, inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """One expert's slice of a parameter; `shape` is that of the slice as it is held."""
+    """One expert's slice of a parameter; `shape` is that of the slice as it is stored."""
 
-    held: TensorLayout
+    layout: TensorLayout
     number: int | None
     count: int
     shape: tuple[int, ...]
@@ -251,10 +266,10 @@ def _matrix(node: object, shared: Shared) -> _Matrix | None:
         elif not is_copy(node):
             return None
         node = input_of(node, 0)
-    held = tensor_of(node) if isinstance(node, fx.Node) else None
-    if not isinstance(node, fx.Node) or held is None or held.dim() < 2 or (number is None) != batched:
+    tensor = tensor_of(node) if isinstance(node, fx.Node) else None
+    if not isinstance(node, fx.Node) or tensor is None or tensor.dim() < 2 or (number is None) != batched:
         return None
-    count, *shape = map(int, held.shape)
+    count, *shape = map(int, tensor.shape)
     return _Matrix(TensorLayout(shared.names[node], turned=turned), _number(number), count, tuple(shape))
 
 
@@ -265,23 +280,24 @@ def _number(number: object) -> int | None:
 def _flat(node: fx.Node, shared: Shared, number: object, turned: bool) -> _Matrix | None:
     """Return a slice of a parameter that holds the experts' rows one after another."""
     source, viewed = input_of(node, 0), tensor_of(node)
-    held = tensor_of(source)
-    if source not in shared.names or viewed is None or held is None or viewed.dim() != held.dim() + 1:
+    stored = tensor_of(source)
+    if source not in shared.names or viewed is None or stored is None or viewed.dim() != stored.dim() + 1:
         return None
     count, *shape = map(int, viewed.shape)
-    if int(held.shape[0]) != count * shape[0] or list(map(int, held.shape[1:])) != shape[1:]:
+    if int(stored.shape[0]) != count * shape[0] or list(map(int, stored.shape[1:])) != shape[1:]:
         return None
     return _Matrix(TensorLayout(shared.names[source], flat=True, turned=turned), _number(number), count, tuple(shape))
 
 
 def _swaps_the_last_two(node: fx.Node) -> bool:
-    held = tensor_of(input_of(node, 0))
-    if held is None or held.dim() < 2:
+    tensor = tensor_of(input_of(node, 0))
+    if tensor is None or tensor.dim() < 2:
         return False
+    rank = tensor.dim()
     aten = str(getattr(node.target, "overloadpacket", "")).rpartition(".")[2]
     if aten in ("t", "numpy_T", "mT"):
-        return held.dim() == 2 or aten == "mT"
-    last, dims = held.dim() - 1, cast("tuple[Any, ...]", node.args[1:])
+        return rank == 2 or aten == "mT"
+    dims = cast("tuple[Any, ...]", node.args[1:])
     if aten == "transpose":
-        return {dim % held.dim() for dim in dims} == {last, last - 1}
-    return aten == "permute" and [dim % held.dim() for dim in dims[0]] == [*range(last - 1), last, last - 1]
+        return {dim % rank for dim in dims} == {rank - 1, rank - 2}
+    return aten == "permute" and [dim % rank for dim in dims[0]] == [*range(rank - 2), rank - 1, rank - 2]

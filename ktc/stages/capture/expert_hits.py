@@ -1,9 +1,9 @@
-"""The answers that a loop over experts may read from data: which experts have tokens, and how many.
+"""The only data that a loop over experts may read: which experts have tokens, and how many.
 
-Input: every operation on tensors of a run on meta, as it happens, and a tensor that Python code reads. Output: whether
-this tensor says, for any choice of experts, exactly that an expert has tokens. The operations between the choice and
-the tensor are repeated on small samples of choices and compared with the answer. Everything else that code reads is
-refused (`DependsOnData`): on meta, only one side of such a branch would be seen.
+Input: every tensor operation of a run on meta, in order, and a tensor that Python code reads. Output: whether this
+tensor states, for any choice of experts, exactly that an expert has tokens. The operations between the choice and the
+tensor are repeated on small samples of choices, and their result is compared. Reading anything else is refused
+(`DependsOnData`), since a run on meta sees one side of such a branch only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ktc.model.experts.private_api import pytree
+from ktc.model.graph.typed import traced_size
 from ktc.stages.capture.private_api import base_of
 
 _T = TypeVar("_T")
@@ -98,18 +99,18 @@ class Hits:
                     return answers.pop()
             return None
 
-        found = _apart(answer)
-        if found is None:
+        hit = _apart(answer)
+        if hit is None:
             raise DependsOnData("it reads something else than whether an expert has tokens")
-        return found
+        return hit
 
     def require_hits(self, tensor: Tensor, count: int) -> None:
         """Require that the places of `tensor` that are not zero are the experts with tokens. Raises DependsOnData."""
-        self._require(tensor, count, lambda found, counts: torch.equal(found[:count] != 0, counts > 0))
+        self._require(tensor, count, lambda read, counts: torch.equal(read[:count] != 0, counts > 0))
 
     def require_counts(self, tensor: Tensor, count: int) -> None:
         """Require that `tensor` has the number of tokens of each expert. Raises DependsOnData."""
-        self._require(tensor, count, lambda found, counts: torch.equal(found[:count], counts.to(found.dtype)))
+        self._require(tensor, count, lambda read, counts: torch.equal(read[:count], counts.to(read.dtype)))
 
     def require_chosen(self, tensor: Tensor, count: int) -> None:
         """Require that `tensor` has the numbers of the experts with tokens and no other. Raises DependsOnData."""
@@ -131,11 +132,11 @@ class Hits:
         value = self._value_of(tensor)
         assert isinstance(value, _Value), "a tensor has a value"
         behind = list(_behind(value))
-        choices = [each for each in behind if each.choice]
+        choices = [source for source in behind if source.choice]
         if len(choices) != 1:
             raise DependsOnData("it reads data that is not the choice of experts")
         tokens = choices[0].shape[0] if choices[0].shape else 0
-        calls = (each.call for each in behind if each.call is not None)
+        calls = (source.call for source in behind if source.call is not None)
         if any(_plain(func) in _ARITHMETIC and _beyond(tokens, given) for func, *given in calls):
             raise DependsOnData("it compares with a number")
         return value, choices[0]
@@ -173,12 +174,7 @@ def _plain(func: Callable[..., Any]) -> str:
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(_hint(size) for size in tensor.shape)
-
-
-def _hint(size: Any) -> int:
-    """Return a size as a number without a guard on it."""
-    return int(cast("Any", size.node).hint) if isinstance(size, torch.SymInt) else int(size)
+    return tuple(traced_size(size) for size in tensor.shape)
 
 
 def _inputs(value: _Value) -> list[_Value]:
@@ -198,7 +194,7 @@ def _behind(value: _Value) -> Iterator[_Value]:
 
 def _numbers(value: _Value) -> set[int]:
     """Return the integers that the operations behind a value are given."""
-    calls = (each.call for each in _behind(value) if each.call is not None)
+    calls = (source.call for source in _behind(value) if source.call is not None)
     return {leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if type(leaf) is int}
 
 
@@ -206,8 +202,8 @@ def _beyond(tokens: int, given: object) -> bool:
     return any(isinstance(leaf, int | float) and abs(leaf) >= tokens for leaf in pytree.tree_leaves(given))
 
 
-def _lists(found: Tensor, counts: Tensor) -> bool:
-    numbers = torch.zeros_like(counts).index_fill(0, found.flatten().long(), 1)
+def _lists(read: Tensor, counts: Tensor) -> bool:
+    numbers = torch.zeros_like(counts).index_fill(0, read.flatten().long(), 1)
     return torch.equal(numbers, (counts > 0).long())
 
 
@@ -234,7 +230,7 @@ def _samples(shape: tuple[int, ...], count: int, number: int) -> Iterator[tuple[
     always[(always != number).all(-1), 0] = number
     samples = [anything, always.view(shape)]
     if columns < count:
-        others = [each for each in range(count) if each != number]
+        others = [expert for expert in range(count) if expert != number]
         samples += [rows(others), rows(others[:columns])]
         for place in (0, -1):
             once = rows(others).view(-1, columns)
@@ -249,13 +245,13 @@ def _computed(value: _Value, choice: _Value, sample: Tensor, level: float) -> Te
     todo = [value]
     try:
         while todo:
-            each = todo[-1]
-            if missing := [i for i in _inputs(each) if id(i) not in known]:
+            current = todo[-1]
+            if missing := [i for i in _inputs(current) if id(i) not in known]:
                 todo += missing
                 continue
             todo.pop()
-            if id(each) not in known:
-                known[id(each)] = _repeated(each, known, level)
+            if id(current) not in known:
+                known[id(current)] = _repeated(current, known, level)
     except Exception as error:  # an operation that runs on meta alone raises anything
         raise DependsOnData(f"it reads what cannot be repeated: {type(error).__name__}") from error
     return known[id(value)]
@@ -269,7 +265,7 @@ def _repeated(value: _Value, known: Mapping[int, Any], level: float) -> Tensor:
         if isinstance(leaf, _Value):
             return known[id(leaf)].clone() if value.changes else known[id(leaf)]
         if isinstance(leaf, torch.SymInt):
-            return _hint(leaf)
+            return traced_size(leaf)
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     func, args, kwargs = value.call

@@ -7,17 +7,16 @@ the graph; the activation is identified by its values. Lists of other modules ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ktc.model.graph import ops
+from ktc.model.graph.latent import behind
 from ktc.model.graph.typed import input_of, named_modules, nodes_in, nodes_of
+from ktc.stages.capture.expert_body import read_activation
 from ktc.stages.capture.export import BATCH, SEQUENCE, export_block
-from ktc.stages.capture.forms import form_of_code
 from ktc.stages.capture.types import ExpertList
 
 
@@ -53,80 +52,30 @@ def expert_list(fqn: str, modules: nn.ModuleList, hidden: int) -> ExpertList | N
         graph = export_block(child, (sample.to(first.dtype),), {}, whole=True)
     except Exception:  # noqa: BLE001 - a list may be of any modules (norms, convolutions), on which export raises
         return None  # not MLPs on hidden states: `model` reports the list if its block cannot be captured
-    mlp = _mlp(graph)
-    return None if mlp is None else _read(fqn, len(modules), mlp)
+    return _read(fqn, len(modules), graph)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mlp:
-    """The nodes of one MLP: the linear layers after its input, the one before its output, and all nodes."""
-
-    nodes: tuple[fx.Node, ...]
-    first: tuple[fx.Node, ...]
-    last: fx.Node
-
-
-def _mlp(graph: fx.GraphModule) -> _Mlp | None:
-    nodes = tuple(nodes_of(graph))
+def _read(fqn: str, count: int, graph: fx.GraphModule) -> ExpertList | None:
+    nodes = nodes_of(graph)
     linear = [node for node in nodes if ops.name_of(node) == "linear"]
-    first = tuple(node for node in linear if _behind(input_of(node, 0)).op == "placeholder")
+    first = [node for node in linear if behind(input_of(node, 0)).op == "placeholder"]
     results = nodes_in(nodes[-1].args[0]) or [input_of(nodes[-1], 0)]
-    last = _behind(results[0])
+    last = behind(results[0])
     if last not in linear or last in first or len(first) not in (1, 2) or len(linear) != len(first) + 1:
         return None
     weights = {node for layer in linear for node in layer.all_input_nodes[1:]}
-    others = {node for node in nodes if node.op == "get_attr"} - weights
-    return None if others else _Mlp(nodes, first, last)
-
-
-def _behind(node: fx.Node) -> fx.Node:
-    while ops.name_of(node) in ops.TRANSPARENT:
-        node = input_of(node, 0)
-    return node
-
-
-def _read(fqn: str, count: int, mlp: _Mlp) -> ExpertList | None:
-    wide, narrow = (ops.shape_of(node.args[1]) for node in (mlp.first[0], mlp.last))
-    fused = len(mlp.first) == 1 and wide[0] == 2 * narrow[1]
-    gated = fused or len(mlp.first) == 2
-    for order in [mlp.first] if len(mlp.first) == 1 else [mlp.first, mlp.first[::-1]]:
-        form = form_of_code(_between(mlp, order), gated, width=int(narrow[1]) * (2 if gated else 1))
-        if form is not None:
-            break
-    else:
+    if {node for node in nodes if node.op == "get_attr"} - weights:
+        return None  # it computes with more than its layers
+    hidden, intermediate = map(int, ops.shape_of(last.args[1]))
+    gated = len(first) == 2 or ops.shape_of(first[0].args[1])[0] == 2 * intermediate
+    activation = read_activation(first, input_of(last, 0), gated=gated, width=intermediate * (2 if gated else 1))
+    if activation is None:
         return None
-    names = ("gate_up",) if fused else ("gate", "up") if len(mlp.first) == 2 else ("up",)
-    layers = dict(zip((*names, "down"), (*order, mlp.last), strict=True))
+    form, layers = activation[0], {**activation[1], "down": last}
     biased = {ops.argument(node, "bias") is not None for node in layers.values()}
     if len(biased) > 1:
         return None
     parts = {part: str(input_of(node, 1).target) for part, node in layers.items()}
     if biased == {True}:
         parts |= {f"{part}_bias": str(input_of(node, 2).target) for part, node in layers.items()}
-    return ExpertList(fqn, count, int(narrow[0]), int(narrow[1]), str(replace(form, biased=biased == {True})), parts)
-
-
-def _between(mlp: _Mlp, order: tuple[fx.Node, ...]) -> Callable[[Tensor], Tensor]:
-    """Return the function from gate and up, concatenated, to the input of the last linear layer."""
-
-    def code(sample: Tensor) -> Tensor:
-        pieces = [sample] if len(order) == 1 else list(sample.chunk(2, -1))
-        values: dict[fx.Node, object] = dict(zip(order, pieces, strict=True))
-        return cast("Tensor", _value(input_of(mlp.last, 0), values, sample))
-
-    return code
-
-
-def _value(node: fx.Node, values: dict[fx.Node, object], sample: Tensor) -> object:
-    """Return a node's value from the known values; sizes come from the sample, casts are skipped."""
-    if node not in values:
-        if node.op == "placeholder":
-            values[node] = sample
-        elif ops.name_of(node) == "cast":
-            values[node] = _value(input_of(node, 0), values, sample)
-        else:
-            assert node.op == "call_function" and callable(node.target), f"`{node.name}` is not a call"
-            args = fx.map_arg(node.args, lambda n: cast("Any", _value(n, values, sample)))
-            kwargs = fx.map_arg(node.kwargs, lambda n: cast("Any", _value(n, values, sample)))
-            values[node] = node.target(*cast("tuple[object, ...]", args), **cast("Mapping[str, object]", kwargs))
-    return values[node]
+    return ExpertList(fqn, count, hidden, intermediate, str(replace(form, biased=biased == {True})), parts)

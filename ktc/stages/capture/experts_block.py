@@ -1,4 +1,4 @@
-"""Experts that a layer calls itself, beside their router: the block is the experts module.
+"""Experts that a layer calls itself, next to their router: the block is the experts module.
 
 The compiled model replaces the whole block, so it may compute nothing else. Input: the graph of such a block in normal
 form. Output: the reason why the block must stay as it is, empty if there is none.

@@ -6,8 +6,6 @@ are the block's tensor inputs, its parameters `get_attr` nodes at block-relative
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -18,10 +16,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from ktc.model.experts.private_api import pytree
-from ktc.model.graph.typed import nodes_in, owner_of
+from ktc.model.graph.typed import attach_tensor, nodes_in, owner_of
 from ktc.stages.capture.markers import semantic_function
 from ktc.stages.capture.own_markers import STOCK
 from ktc.stages.capture.size_guards import violated_guard
+from ktc.stages.capture.trace import silent_torch
 
 # Two sizes that differ from all model dimensions; their product is the number of tokens.
 BATCH, SEQUENCE = 3, 7
@@ -65,18 +64,12 @@ def export_block(
     dynamic = tuple(
         {i: Dim.AUTO for i, size in enumerate(t.shape) if size in (BATCH, SEQUENCE, BATCH * SEQUENCE)} for t in tensors
     )
-    before = logging.getLogger("torch").level
-    logging.getLogger("torch").setLevel(logging.CRITICAL)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            wrapped = _TensorsOnly(block, rebuild, around, whole)
-            program = torch.export.export(wrapped, tensors, dynamic_shapes=(dynamic,), strict=False)
-            if whole and (guard := violated_guard(program)):
-                raise SizeBranch(f"it computes something else for calls of another length (unless {guard})")
-            program = program.run_decompositions(dict(_decompositions()))
-    finally:
-        logging.getLogger("torch").setLevel(before)
+    with silent_torch():
+        wrapped = _TensorsOnly(block, rebuild, around, whole)
+        program = torch.export.export(wrapped, tensors, dynamic_shapes=(dynamic,), strict=False)
+        if whole and (guard := violated_guard(program)):
+            raise SizeBranch(f"it computes something else for calls of another length (unless {guard})")
+        program = program.run_decompositions(dict(_decompositions()))
     return _lower(program, block, names)
 
 
@@ -94,7 +87,7 @@ def main_output(result: Tensor | tuple[Any, ...], given: Tensor | None = None) -
         return result
     if given is None:
         return result[0]
-    alike = (each for each in result if isinstance(each, Tensor) and _ranked(each) == _ranked(given))
+    alike = (part for part in result if isinstance(part, Tensor) and _ranked(part) == _ranked(given))
     return next(alike, result[0])
 
 
@@ -138,20 +131,20 @@ def _decompositions() -> Mapping[Any, Any]:
 def _lower(program: ExportedProgram, block: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
     """Convert an exported program: parameters become attributes, checks are removed, markers become functions."""
     signature = program.graph_signature
-    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    stored_names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     constants = dict(signature.inputs_to_lifted_tensor_constants)
     root, graph, copies, names = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node](), iter(input_names)
     for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in held:
-            stored = held[node.name].removeprefix("block.")
+        if node.op == "placeholder" and node.name in stored_names:
+            stored = stored_names[node.name].removeprefix("block.")
             fqn = stored.replace(f"{STOCK}.", "")  # in the graph, such a module has the tensors of its stock layout
-            _attach(root, fqn, getattr(*owner_of(block, stored)))
+            attach_tensor(root, fqn, getattr(*owner_of(block, stored)))
             copies[node] = graph.get_attr(fqn)
         elif node.op == "placeholder" and node.name in constants:
             fqn = f"constants.{node.name}"
             constant = program.constants[constants[node.name]]
             assert isinstance(constant, Tensor), f"the constant `{node.name}` is not a tensor"
-            _attach(root, fqn, constant)
+            attach_tensor(root, fqn, constant)
             copies[node] = graph.get_attr(fqn)
         elif node.op == "placeholder":
             copies[node] = graph.placeholder(next(names))
@@ -186,16 +179,3 @@ def _copy_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
     if str(copy.kwargs.get("device")) == "meta":
         copy.kwargs = {k: v for k, v in copy.kwargs.items() if k not in ("device", "pin_memory", "layout")}
     return copy
-
-
-def _attach(root: nn.Module, fqn: str, tensor: Tensor) -> None:
-    owner, _, leaf = fqn.rpartition(".")
-    module = root
-    for part in owner.split(".") if owner else ():
-        if not hasattr(module, part):
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(leaf, tensor)
-    else:
-        module.register_buffer(leaf, tensor)

@@ -8,13 +8,12 @@ an unsupported one is reliably reported. A module whose class does more than cal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
 from types import CodeType
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from ktc.stages.capture.circumstances import Inside, dependence
 from ktc.stages.capture.private_api import FakeTensorMode, source_of
 from ktc.stages.capture.side_effects import side_effect
 from ktc.stages.capture.states import Given
-from ktc.stages.capture.trace import LAYOUT, MODES, traced, without_sizes
+from ktc.stages.capture.trace import LAYOUT, MODES, traced, training_mode, without_sizes
 
 UNSUPPORTED = "unsupported: "  # begins the form of experts that no kernel computes; the reason follows
 _SAMPLES = 64
@@ -50,13 +49,13 @@ def form_of(module: nn.Module) -> str:
     try:
         if reason := _effect(module, code):
             return f"{UNSUPPORTED}the activation of `{name}` does more than compute: {reason}"
-        found = form_of_code(code, gated, trained=lambda: _training(module))
+        form = form_of_code(code, gated, trained=lambda: training_mode(module, True))
     except Exception as error:  # noqa: BLE001 - foreign code on a sample raises anything; the reason quotes it
         return f"{UNSUPPORTED}the activation of `{name}` does not run alone ({type(error).__name__})"
-    if found is None or _differs_by_call(code, module):
+    if form is None or _differs_by_call(code, module):
         return f"{UNSUPPORTED}`{name}` has an activation that no kernel computes"
     biased, transposed = bool(getattr(module, "has_bias", False)), bool(getattr(module, "is_transposed", False))
-    return str(replace(found, biased=biased, transposed=transposed))
+    return str(replace(form, biased=biased, transposed=transposed))
 
 
 def _gate(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -68,14 +67,18 @@ def gate_dependence(module: nn.Module) -> str:
     """Return in which circumstances the gate code of a module with a form computes something else, "" if in none."""
     code = _gate(module)
     assert code is not None, "a module with a form has gate code"
-    own = next(module.parameters())
-    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
+    sample = _rows_for(module)
 
     def run(given: Given, inside: Inside) -> object:
         with inside():
             return code(given(sample))
 
     return dependence(module, run)
+
+
+def _rows_for(module: nn.Module) -> Tensor:
+    """Return empty rows (2, columns) in the dtype and on the device of the module."""
+    return next(module.parameters()).new_empty(2, 2 * _SAMPLES)
 
 
 def _more_than_experts(module: nn.Module, first: str) -> str:
@@ -88,8 +91,8 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
     if getattr(module, "has_post_expert_norm", False):
         return "a norm after each expert"
     biases = (f"{first}_bias", "down_proj_bias") if getattr(module, "has_bias", False) else ()
-    own = dict(module.named_parameters(recurse=False))
-    if missing := [tensor for tensor in (first, "down_proj", *biases) if tensor not in own]:
+    parameters = dict(module.named_parameters(recurse=False))
+    if missing := [tensor for tensor in (first, "down_proj", *biases) if tensor not in parameters]:
         return f"`{name}` holds no `{missing[0]}`"
     matrices = {first, "down_proj", *biases}
     if more := [tensor for tensor in module.state_dict() if tensor not in matrices]:
@@ -99,22 +102,21 @@ def _more_than_experts(module: nn.Module, first: str) -> str:
 
 def _effect(module: nn.Module, code: Callable[[Tensor], Tensor]) -> str:
     """Return what gate code leaves behind in either mode, "" if only its result."""
-    own = next(module.parameters())
-    sample = torch.empty(2, 2 * _SAMPLES, dtype=own.dtype, device=own.device)
-    for mode in (nullcontext, lambda: _training(module)):
-        with mode():
+    sample = _rows_for(module)
+    for training in (module.training, True):
+        with training_mode(module, training):
             if reason := side_effect(module, lambda: code(sample)):
                 return reason
     return ""
 
 
 def _differs_by_call(code: Callable[[Tensor], Tensor], module: nn.Module) -> bool:
-    """Return whether code computes something else in the module's own dtype than in fp32, casts aside.
+    """Return whether the computation depends on the dtype, on a mode of torch or on the number of rows.
 
-    The same is asked of the modes of torch, and of the number of rows.
+    The module's own dtype is compared with fp32, without casts.
     """
-    own = next(module.parameters()).dtype
-    samples = [torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in (own, torch.float32)]
+    dtypes = (next(module.parameters()).dtype, torch.float32)
+    samples = [torch.zeros(2, 2 * _SAMPLES, dtype=dtype) for dtype in dtypes]
     try:
         one, other = (without_sizes(traced(module, lambda x=sample: code(x))) for sample in samples)
         if one != other or reads_rows(code, samples[1]):
@@ -154,16 +156,6 @@ def interface_code() -> CodeType:
     return use_experts_implementation(Experts).forward.__code__
 
 
-@contextmanager
-def _training(module: nn.Module) -> Generator[None]:
-    before = module.training
-    module.train()
-    try:
-        yield
-    finally:
-        module.train(before)
-
-
 def form_of_code(
     code: Callable[[Tensor], Tensor], gated: bool, width: int = 2 * _SAMPLES,
     trained: Callable[[], Any] | None = None,
@@ -176,7 +168,7 @@ def form_of_code(
         code(_samples(_SPREAD, width)[: _SAMPLES // 2])
     if numbers.reads_values:
         return None  # a branch on values, of which a sample takes one side
-    constants = frozenset(numbers.found)
+    constants = frozenset(numbers.constants)
     sample = _samples(max([_SPREAD, *(1.5 * abs(number) for number in constants)]), width)  # exceeds every limit
     with torch.no_grad():
         expected = code(sample).double()
@@ -185,21 +177,23 @@ def form_of_code(
                 again = code(sample).double()
             if not torch.equal(again.nan_to_num(), expected.nan_to_num()):
                 return None
-    return _found(constants, gated, sample, expected)
+    of_sample, of_result = (_Bytes(tuple(t.shape), t.numpy().tobytes()) for t in (sample, expected))
+    return _search(constants, gated, of_sample, of_result)
 
 
-def _found(constants: frozenset[float], gated: bool, sample: Tensor, expected: Tensor) -> ExpertsForm | None:
-    shape = tuple(expected.shape)
-    return _search(constants, gated, tuple(sample.shape), sample.numpy().tobytes(), shape, expected.numpy().tobytes())
+class _Bytes(NamedTuple):
+    """An fp64 tensor as a key of a cache."""
+
+    shape: tuple[int, ...]
+    content: bytes
+
+    def tensor(self) -> Tensor:
+        return torch.frombuffer(bytearray(self.content), dtype=torch.float64).reshape(self.shape)
 
 
 @lru_cache(maxsize=64)  # a deep model has one module of experts per layer
-def _search(
-    constants: frozenset[float], gated: bool, of_sample: tuple[int, ...], sampled: bytes, shape: tuple[int, ...],
-    computed: bytes,
-) -> ExpertsForm | None:  # fmt: skip
-    sample = torch.frombuffer(bytearray(sampled), dtype=torch.float64).reshape(of_sample)
-    expected = torch.frombuffer(bytearray(computed), dtype=torch.float64).reshape(shape)
+def _search(constants: frozenset[float], gated: bool, of_sample: _Bytes, of_result: _Bytes) -> ExpertsForm | None:
+    sample, expected = of_sample.tensor(), of_result.tensor()
     for form in _candidates(constants, gated):
         actual = activated(form, sample)
         # Some gates compute in fp32 for every input dtype.
@@ -242,14 +236,12 @@ class _Numbers(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[float] = set()
+        self.constants: set[float] = set()
         self.reads_values = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads_values |= "_local_scalar_dense" in str(func)
         if not any(layout in str(func) for layout in LAYOUT):
             leaves = pytree.tree_leaves((args, dict(kwargs or {})))
-            self.found |= {float(leaf) for leaf in leaves if type(leaf) in (int, float) and math.isfinite(leaf)}
+            self.constants |= {float(leaf) for leaf in leaves if type(leaf) in (int, float) and math.isfinite(leaf)}
         return func(*args, **(kwargs or {}))

@@ -71,13 +71,15 @@ def map_gguf(model: PreTrainedModel, index: CheckpointIndex) -> GgufMap:
     unasked, left = _others(index, rows.keys() | copies | _COMPUTED, named, config.num_hidden_layers)
     problems += [_unknown(index, name, architecture) for name in unasked]
     ordered = tuple(rows[name] for name in index.tensors if name in rows)
-    return GgufMap(ordered, tuple(problems), (*warnings, *_told(left)))
+    return GgufMap(ordered, tuple(problems), (*warnings, *_not_loaded(left)))
 
 
 def _require_gguf() -> None:
-    found = versions.installed("gguf")
-    if found is None or versions.release(found) < _OLDEST_GGUF:
-        state = "is not installed" if found is None else f"is {found} here, {versions.dotted(_OLDEST_GGUF)} at least"
+    version = versions.installed("gguf")
+    if version is None or versions.release(version) < _OLDEST_GGUF:
+        state = (
+            "is not installed" if version is None else f"is {version} here, {versions.dotted(_OLDEST_GGUF)} at least"
+        )
         message = f"GGUF files are read with the package `gguf`, which {state}"
         raise HostLacks(Diagnostic("H230", message, hint="`pip install 'ktc[gguf]'`"))
 
@@ -105,11 +107,11 @@ def _contradictions(index: CheckpointIndex, architecture: str, config: PreTraine
     """Yield the contradictions between the file's settings and config.json."""
     for setting, field in _SETTINGS.items():
         name = f"{architecture}.{setting}"
-        found, expected = (index.gguf or {}).get(name), getattr(config, field, None)
-        if found is None or expected is None or (architecture == _LATENT and field == "num_key_value_heads"):
+        stored, expected = (index.gguf or {}).get(name), getattr(config, field, None)
+        if stored is None or expected is None or (architecture == _LATENT and field == "num_key_value_heads"):
             continue
-        if found != expected:
-            message = f"the GGUF file has `{name}` = {found!s:.40}, config.json has `{field}` = {expected}"
+        if stored != expected:
+            message = f"the GGUF file has `{name}` = {stored!s:.40}, config.json has `{field}` = {expected}"
             yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
 
 
@@ -137,11 +139,11 @@ def _misfits(row: WeightSource, target: Tensor) -> Iterator[Diagnostic]:
     if row.span is not None:
         expected[row.span.dim] = row.span.length
     try:
-        found: list[int] | None = list(row.loaded_shape)
+        yielded: list[int] | None = list(row.loaded_shape)
     except ValueError:  # an inapplicable step
-        found = None
-    if found != expected:
-        stored = f"which yields {found}, expected {expected}" if found and row.steps else f"expected {expected}"
+        yielded = None
+    if yielded != expected:
+        stored = f"which yields {yielded}, expected {expected}" if yielded and row.steps else f"expected {expected}"
         message = f"tensor `{row.source_key}` in `{row.file}` has shape {list(row.shape)}, {stored}"
         yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
     if row.dtype in UNREADABLE or (row.block is None and row.dtype not in _FLOATS):
@@ -160,19 +162,19 @@ def _missing(index: CheckpointIndex, target: str, tensor: Tensor, ways: Choices)
 
 def _named(index: CheckpointIndex) -> str:
     name = (index.gguf or {}).get("general.name")
-    told = f"the file calls its model `{name!s:.60}`; " if name else ""
-    return f"{told}use config.json of the model that was converted"
+    named = f"the file calls its model `{name!s:.60}`; " if name else ""
+    return f"{named}use config.json of the model that was converted"
 
 
 def _others(
-    index: CheckpointIndex, settled: Collection[str], named: Collection[str], layers: int
+    index: CheckpointIndex, used: Collection[str], named: Collection[str], layers: int
 ) -> tuple[list[str], list[str]]:
     """Return the remaining tensors: those not allowed in the model's own layers, and those to report."""
     unknown: list[str] = []
     left: list[str] = []
     for name in index.tensors:
         layer = _LAYER.match(name)
-        if name in settled:
+        if name in used:
             continue
         beyond = layer is not None and int(layer[1]) >= layers  # layers that predict further tokens
         (left if beyond or name in named else unknown).append(name)
@@ -184,7 +186,7 @@ def _unknown(index: CheckpointIndex, name: str, architecture: str) -> Diagnostic
     return Diagnostic("I122", message, hint="use config.json of the model that was converted, or its safetensors")
 
 
-def _told(left: Sequence[str]) -> Iterator[Diagnostic]:
+def _not_loaded(left: Sequence[str]) -> Iterator[Diagnostic]:
     if left:
         message = f"the model has no place for {listing(left, 3)}; {len(left)} tensors of the GGUF file are not loaded"
         yield Diagnostic("I118", message, severity="warning")

@@ -1,4 +1,4 @@
-"""Which sites of a model compute the same, so that one graph holds for all of them.
+"""A key that is equal for sites which compute the same, so that one graph is valid for all of them.
 
 Input: a block on meta tensors and its call. Output: a key. Two blocks have equal keys if their classes, tensors, plain
 attributes and call signatures agree, and if they run the same operators with the same constants: in evaluation, and in
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ktc.model.experts.private_api import pytree
 from ktc.model.graph.typed import named_modules
+from ktc.model.hf.foreign_errors import first_line
 from ktc.stages.capture.expert_list import candidates
 from ktc.stages.capture.export import BATCH, SEQUENCE
 from ktc.stages.capture.markers import masks_given
-from ktc.stages.capture.reasons import first_line
 from ktc.stages.capture.record import Call
 from ktc.stages.capture.trace import plain_settings, traced
-from ktc.stages.capture.unrolled import routed_anyhow
+from ktc.stages.capture.unrolled import all_experts_routed
 
 LONG = 1021  # tokens of a sequence in the second trace: more than limits on the length of a call that authors write
 
@@ -101,7 +101,7 @@ def _traces(block: nn.Module, run: Callable[[], object], call: Call) -> Iterator
             raise
     for _, modules in lists:
         try:
-            with routed_anyhow(modules):
+            with all_experts_routed(modules):
                 rows = traced(block, run)
         except Exception:  # noqa: BLE001 - another list may be the right one, as when the call was recorded
             continue

@@ -1,7 +1,7 @@
-"""Blocks too long for a graph: scans and recurrences that Python unrolls into a long sequence of operators.
+"""Blocks that are too long for a graph: scans and recurrences that Python unrolls into many operators.
 
 Input: a block and a call of it on meta tensors. Output: the reason to leave it unchanged, or "". Export takes tens of
-milliseconds per operation. Patterns match nothing in a block without experts and softmax attention.
+milliseconds per operation, and no pattern matches a block without experts and softmax attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def left_alone(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def reason_not_exported(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return why `block`, which runs on meta tensors, is not exported; "" if it is."""
     with torch.no_grad(), _Count() as count:
         block(*args, **kwargs)

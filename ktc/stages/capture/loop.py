@@ -9,8 +9,6 @@ are refused too.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -18,6 +16,7 @@ from torch import Tensor, fx, nn
 from ktc.model.experts.private_api import pytree
 from ktc.model.graph.typed import nodes_of
 from ktc.model.linears.plain import has_hooks
+from ktc.stages.capture import states
 from ktc.stages.capture.canonical import NoExperts, canonicalise, same_computation
 from ktc.stages.capture.circumstances import Inside, dependence
 from ktc.stages.capture.expert_list import candidates, expert_list
@@ -27,9 +26,9 @@ from ktc.stages.capture.normal_form import normalise
 from ktc.stages.capture.record import Call
 from ktc.stages.capture.side_effects import side_effect
 from ktc.stages.capture.states import Given
-from ktc.stages.capture.trace import MODES, traced, without_sizes
+from ktc.stages.capture.trace import MODES, traced, training_mode, without_sizes
 from ktc.stages.capture.types import ExpertList
-from ktc.stages.capture.unrolled import routed_anyhow
+from ktc.stages.capture.unrolled import all_experts_routed
 
 _SIZES = ((BATCH, SEQUENCE), (1, 1), (BATCH, LONG))  # of calls on which a block must run the same operators
 
@@ -45,8 +44,8 @@ def capture_loop(
     leaves = pytree.tree_leaves((args, kwargs))
     if not lists or not isinstance(leaves[0], Tensor):
         return None
-    found = [expert_list(fqn, modules, int(leaves[0].shape[-1])) for fqn, modules in lists.items()]
-    experts = [experts for experts in found if experts is not None]
+    read = (expert_list(fqn, modules, int(leaves[0].shape[-1])) for fqn, modules in lists.items())
+    experts = [experts for experts in read if experts is not None]
     if not experts:
         return None
     if len(experts) > 1:
@@ -58,7 +57,7 @@ def capture_loop(
     _require_equal(modules, (args, kwargs))
     _require_any_length(block, (args, kwargs), modules)
     graph = _captured(block, args, kwargs, modules, experts[0])
-    with _training(block):
+    with training_mode(block, True):
         trained = _captured(block, args, kwargs, modules, experts[0])
     if not same_computation(graph, trained):
         raise NoExperts("it computes something else in training mode")
@@ -77,7 +76,7 @@ def _require_no_more(modules: nn.ModuleList, experts: ExpertList) -> None:
 def _require_equal(modules: nn.ModuleList, call: Call) -> None:
     """Require that all experts compute the same function of their tensors, and the same in training."""
     plain = _behaviours(modules, call)
-    with _training(modules):
+    with training_mode(modules, True):
         trained = _behaviours(modules, call)
     if plain != trained:
         raise NoExperts("its experts compute something else in training mode")
@@ -95,19 +94,19 @@ def _require_any_length(block: nn.Module, call: Call, modules: nn.ModuleList) ->
     """
     for module in (block, modules):
         plain = _operators(block, modules, call, module is block)
-        with _frozen(block):
+        with states.frozen.around(block):
             if _operators(block, modules, call, module is block) != plain:
                 raise NoExperts("its code depends on which of its parameters are trained")
         what = "it computes" if module is block else "its experts compute"
-        for mode in (nullcontext, _training):
-            with mode(block):
-                found = [_operators(block, modules, resized(call, *sizes), module is block) for sizes in _SIZES]
-                if any(other != found[0] for other in found):
+        for training in (block.training, True):
+            with training_mode(block, training):
+                ran = [_operators(block, modules, resized(call, *sizes), module is block) for sizes in _SIZES]
+                if any(other != ran[0] for other in ran):
                     raise NoExperts(f"{what} something else for calls of another length")
                 for of_torch in MODES:
                     with of_torch():
                         again = _operators(block, modules, resized(call, *_SIZES[0]), module is block)
-                    if again != found[0]:
+                    if again != ran[0]:
                         raise NoExperts(f"{what} something else in inference mode or with autocast")
 
 
@@ -117,7 +116,7 @@ def _require_independent(block: nn.Module, call: Call, modules: nn.ModuleList) -
 
     def whole(given: Given, inside: Inside) -> object:
         args, kwargs = pytree.tree_map_only(Tensor, given, call)
-        with routed_anyhow(modules), inside():
+        with all_experts_routed(modules), inside():
             return block(*args, **kwargs)
 
     def alone(given: Given, inside: Inside) -> object:
@@ -132,7 +131,7 @@ def _require_independent(block: nn.Module, call: Call, modules: nn.ModuleList) -
 def _operators(block: nn.Module, modules: nn.ModuleList, call: Call, whole: bool) -> list[list[str]]:
     if not whole:
         return [without_sizes(trace) for trace in expert_traces(modules, call)][:1]
-    with routed_anyhow(modules):
+    with all_experts_routed(modules):
         return [without_sizes(traced(block, lambda: block(*call[0], **call[1])))]
 
 
@@ -144,38 +143,16 @@ def _captured(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: nn.ModuleList, experts: ExpertList
 ) -> fx.GraphModule:
     def run() -> object:
-        with routed_anyhow(modules):
+        with all_experts_routed(modules):
             return block(*args, **kwargs)
 
     if reason := side_effect(block, run):
         raise NoExperts(reason)
     try:
-        graph = export_block(block, args, kwargs, lambda: routed_anyhow(modules), whole=True)
+        graph = export_block(block, args, kwargs, lambda: all_experts_routed(modules), whole=True)
     except SizeBranch as error:
         raise NoExperts(str(error)) from error
     canonicalise(graph, experts)
     if any(str(node.target).startswith("constants.") for node in nodes_of(graph) if node.op == "get_attr"):
         raise NoExperts("it computes with a tensor that it creates itself")
     return normalise(graph)
-
-
-@contextmanager
-def _frozen(module: nn.Module) -> Generator[None]:
-    before = {parameter: parameter.requires_grad for parameter in module.parameters()}
-    module.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter, trained in before.items():
-            parameter.requires_grad_(trained)
-
-
-@contextmanager
-def _training(module: nn.Module) -> Generator[None]:
-    before = {child: child.training for child in module.modules()}
-    module.train()
-    try:
-        yield
-    finally:
-        for child, training in before.items():
-            child.training = training

@@ -60,12 +60,12 @@ def read_loop(graph: fx.Graph, inputs: Mapping[Role, fx.Node], names: Mapping[fx
     masks = _Masks(inputs["index"])
     bodies: dict[int, Body | None] = {}
     total = len(contributions)
-    for found in contributions:
-        rows = Shared(inputs["hidden"], names, found.token)
-        number = masks.expert(found.mask, found.dims, total)
+    for contribution in contributions:
+        rows = Shared(inputs["hidden"], names, contribution.token)
+        number = masks.expert(contribution.mask, contribution.dims, total)
         if number in bodies:
             raise NoExperts(f"expert {number} adds to the result twice")
-        bodies[number] = None if rows.is_input(plain_value(found.y)) else read_body(found.y, rows)
+        bodies[number] = None if rows.is_input(plain_value(contribution.y)) else read_body(contribution.y, rows)
     count = sum(body is not None for body in bodies.values())
     first = bodies.get(0)
     if first is None or any(bodies.get(number) is None for number in range(count)):
@@ -73,7 +73,7 @@ def read_loop(graph: fx.Graph, inputs: Mapping[Role, fx.Node], names: Mapping[fx
     if any(body is not None and (body.number, body.code) != (n, first.code) for n, body in bodies.items()):
         raise NoExperts("its experts do not all compute the same")
     mlp = mlp_of(first)
-    if any(held.flat for held in mlp.parts.values()) and mlp.count != count:
+    if any(layout.flat for layout in mlp.parts.values()) and mlp.count != count:
         raise NoExperts(f"its matrices are of {mlp.count} experts, of which {count} are used")
     return Loop((count, *mlp.sizes), mlp.form, mlp.parts, "identity" if count < total else "routed")
 
@@ -137,8 +137,8 @@ def _weight_of(node: object, weights: fx.Node) -> tuple[fx.Node, fx.Node] | None
     if ops.name_of(gathered) != "index" or _without_ones(input_of(gathered, 0)) is not weights:
         return None
     picks = nodes_in(gathered.args[1])
-    held = tensor_of(node)
-    is_column = held is not None and held.dim() == 2 and held.shape[1] == 1
+    column = tensor_of(node)
+    is_column = column is not None and column.dim() == 2 and column.shape[1] == 1
     return (picks[0], picks[1]) if len(picks) == 2 and is_column else None
 
 
@@ -178,13 +178,13 @@ class _Masks:
         if self._total != total:
             sample = torch.arange(max(_TOKENS, total))[:, None] + torch.arange(_CHOSEN)[None] * 3
             self._values, self._total = {self._index: sample % total}, total
-        found = self._evaluated(mask)
-        if found.dim() == 2:
-            found = found.bool().permute(dims)
+        picked = self._evaluated(mask)
+        if picked.dim() == 2:
+            picked = picked.bool().permute(dims)
             sample = self._values[self._index]
-            chosen = cast("Tensor", sample[found].unique()) if found.shape == sample.shape else sample[:0]
+            chosen = cast("Tensor", sample[picked].unique()) if picked.shape == sample.shape else sample[:0]
             numbers = cast("list[int]", chosen.tolist())
-            if len(numbers) == 1 and torch.equal(found, sample == numbers[0]):
+            if len(numbers) == 1 and torch.equal(picked, sample == numbers[0]):
                 return numbers[0]
         raise NoExperts("a mask picks other tokens than those of its expert")
 

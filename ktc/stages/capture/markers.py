@@ -7,7 +7,7 @@ export. They are registered without a mask function, so that no data-dependent m
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from inspect import signature
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ktc.foundation.temporary_values import attributes, context_value
 from ktc.model.graph import ops
 from ktc.model.hf.private_api import ATTENTION, EXPERTS
 from ktc.stages.capture.forms import UNSUPPORTED, form_of, gate_dependence, is_interface
@@ -149,14 +150,13 @@ def masks_given() -> Generator[None]:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    token, stock = _masks_are_given.set(True), cast("Callable[..., Any]", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    stock = cast("Callable[..., Any]", ALL_ATTENTION_FUNCTIONS["sdpa"])
     AttentionInterface.register("sdpa", _capture_attention)
     try:
-        with _chosen(_marked_configs.get(), {ATTENTION: "sdpa"}):
+        with context_value(_masks_are_given, True), _chosen(_marked_configs.get(), {ATTENTION: "sdpa"}):
             yield
     finally:
         AttentionInterface.register("sdpa", stock)
-        _masks_are_given.reset(token)
 
 
 @contextmanager
@@ -168,15 +168,15 @@ def marked(model: PreTrainedModel) -> Generator[None]:
     _library()
     ExpertsInterface.register(_NAME, _CaptureExperts(model))
     AttentionInterface.register(_NAME, _capture_attention)
-    held = (value for module in model.modules() for value in vars(module).values())
-    found = (model.config.get_text_config(), *(value for value in held if isinstance(value, PreTrainedConfig)))
-    configs = tuple({id(config): config for config in found}.values())
-    token = _marked_configs.set(configs)
-    try:
-        with _chosen(configs, dict.fromkeys(_CHOICES, _NAME)), own_experts_marked(model, _stock_marker):
-            yield
-    finally:
-        _marked_configs.reset(token)
+    values = (value for module in model.modules() for value in vars(module).values())
+    of_modules = (value for value in values if isinstance(value, PreTrainedConfig))
+    configs = tuple({id(config): config for config in (model.config.get_text_config(), *of_modules)}.values())
+    with (
+        context_value(_marked_configs, configs),
+        _chosen(configs, dict.fromkeys(_CHOICES, _NAME)),
+        own_experts_marked(model, _stock_marker),
+    ):
+        yield
 
 
 def _stock_marker(hidden: Tensor, index: Tensor, weights: Tensor, stock: nn.Module, form: str) -> Tensor:
@@ -187,11 +187,7 @@ def _stock_marker(hidden: Tensor, index: Tensor, weights: Tensor, stock: nn.Modu
 @contextmanager
 def _chosen(configs: Sequence[PreTrainedConfig], choices: Mapping[str, str]) -> Generator[None]:
     """Set the configs to other implementations inside the context."""
-    before = [(config, choice, getattr(config, choice)) for config in configs for choice in choices]
-    try:
-        for config, choice, _ in before:
-            setattr(config, choice, choices[choice])
+    with ExitStack() as stack:
+        for config in configs:
+            stack.enter_context(attributes(config, **choices))
         yield
-    finally:
-        for config, choice, chosen in before:
-            setattr(config, choice, chosen)

@@ -1,8 +1,7 @@
-"""Mentions of code of models while it runs: names, attributes that its modules lack, values outside of modules.
+"""The names that a model's code mentions, attributes that its modules lack, and mutable values outside of modules.
 
-In: code that runs inside `Mentions`. Names are read from the code objects that ran, so those of branches that were not
-taken are among them, and from the functions that they called. Code of torch, of Python, of transformers' configs and of
-ktc is not read.
+In: code that runs inside `Mentions`. Names are read from the code objects that ran, including branches that were not
+taken, and from the functions that they called. Code of torch, Python, transformers' configs and ktc is not read.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from collections.abc import (
     MutableMapping,
     MutableSequence,
     MutableSet,
-    Sequence,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from pathlib import Path
@@ -39,6 +37,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import configuration_utils
+
+from ktc.foundation.temporary_values import attributes
 
 _PYTHON, _PACKAGES = (sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib"))
 _NOT_OF_MODELS = (
@@ -63,12 +63,12 @@ class Mentions:
         self.names: set[str] = set()
         self.missing: dict[str, None] = {}
         self.outside: dict[str, None] = {}
-        self._own: dict[str, bool] = {}  # of files
+        self._of_a_model: dict[str, bool] = {}  # by file
         self._read: dict[int, CodeType] = {}  # an id is unique only as long as its code lives
 
     @contextmanager
     def collected(self) -> Generator[None]:
-        """Collect inside the context. Torch functions are passed over inside `PassedOver`, as they take most events."""
+        """Collect inside the context. `TorchCallsIgnored` leaves out torch's functions, which cause most events."""
         before = sys.getprofile()
         with _missing_attributes(self.missing):
             sys.setprofile(self._event)
@@ -78,17 +78,17 @@ class Mentions:
                 sys.setprofile(before)
 
     def _event(self, frame: FrameType, kind: str, called: Any) -> None:
-        code, own = frame.f_code, self._own
+        code, of_a_model = frame.f_code, self._of_a_model
         file = code.co_filename
-        if file not in own:
-            own[file] = is_of_a_model(file)
-        if own[file]:
+        if file not in of_a_model:
+            of_a_model[file] = is_of_a_model(file)
+        if of_a_model[file]:
             if id(code) not in self._read:
                 self._read[id(code)] = code
                 self._read_frame(frame)
             if kind == "c_call":
                 self.names.add(str(called.__name__))
-        elif kind == "call" and frame.f_back is not None and own.get(frame.f_back.f_code.co_filename):
+        elif kind == "call" and frame.f_back is not None and of_a_model.get(frame.f_back.f_code.co_filename):
             self.names.add(code.co_name)
 
     def _read_frame(self, frame: FrameType) -> None:
@@ -105,12 +105,10 @@ class Mentions:
                 self.outside[name] = None
 
 
-class PassedOver(TorchFunctionMode):
-    """Collects no names while torch computes. It is entered last, so that it comes before every other mode."""
+class TorchCallsIgnored(TorchFunctionMode):
+    """Collects no names while torch computes. It is entered last, so that it runs before every other mode."""
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         collecting = sys.getprofile()
         sys.setprofile(None)
         try:
@@ -140,33 +138,28 @@ def own_names(value: object) -> Iterator[str]:
     if isinstance(value, partial):
         yield from own_names(cast("partial[object]", value).func)
     elif isinstance(value, dict | list | tuple | set | frozenset):
-        held = cast("Iterable[object]", value.values() if isinstance(value, dict) else value)
-        yield from (name for each in held if callable(each) for name in own_names(each))
+        items = cast("Iterable[object]", value.values() if isinstance(value, dict) else value)
+        yield from (name for item in items if callable(item) for name in own_names(item))
     else:
         name = getattr(value, "__name__", None)
         yield from (name,) if isinstance(name, str) else ()
 
 
-@contextmanager
-def _missing_attributes(found: dict[str, None]) -> Generator[None]:
-    """Collect the attributes that the code of models asks of modules without them."""
+def _missing_attributes(names: dict[str, None]) -> AbstractContextManager[None]:
+    """Return a context that collects the attributes which the code of models asks of modules without them."""
     stock = nn.Module.__getattr__
 
-    def asked(self: nn.Module, name: str) -> Any:
+    def noting(self: nn.Module, name: str) -> Any:
         try:
             return stock(self, name)
         except AttributeError:
             frame = inspect.currentframe()
             caller = None if frame is None else frame.f_back
             if caller is not None and is_of_a_model(caller.f_code.co_filename):
-                found[name] = None
+                names[name] = None
             raise
 
-    cast("Any", nn.Module).__getattr__ = asked
-    try:
-        yield
-    finally:
-        cast("Any", nn.Module).__getattr__ = stock
+    return attributes(nn.Module, __getattr__=noting)
 
 
 # Values outside of modules --------------------------------------------------------------------------------------------
@@ -181,9 +174,9 @@ def _loaded(code: CodeType) -> frozenset[tuple[str, str]]:
     )
 
 
-def _changes(held: Mapping[str, Any], file: str, name: str, attribute: str) -> bool:
+def _changes(file_globals: Mapping[str, Any], file: str, name: str, attribute: str) -> bool:
     """Return whether a global of a file, or the attribute that is read of it, may be another value in a later call."""
-    value, rebound = held[name], _rebound(file)
+    value, rebound = file_globals[name], _rebound(file)
     if name in rebound or (attribute and f"{name}.{attribute}" in rebound):
         return True
     if isinstance(value, ModuleType):
@@ -197,14 +190,14 @@ def _changes(held: Mapping[str, Any], file: str, name: str, attribute: str) -> b
 def _rebound(file: str) -> frozenset[str]:
     """Return the names that functions of a file rebind by `global`, and `name.attribute` for those they set."""
     text = "".join(linecache.getlines(file))
-    names = (name.strip() for found in _GLOBAL.findall(text) for name in found.split(","))
+    names = (name.strip() for names in _GLOBAL.findall(text) for name in names.split(","))
     return frozenset(names) | {f"{name}.{attribute}" for name, attribute in _STORED.findall(text) if name != "self"}
 
 
 def _may_change(value: object) -> bool:
-    """Return whether a value is made to be changed: a container, a variable of a context or a thread, an object.
+    """Return whether a value is mutable by purpose: a container, a context or thread variable, an object.
 
-    A table of functions or classes is not, and objects of torch and transformers are not.
+    Exceptions are tables of functions or classes, and objects of torch and transformers.
     """
     if isinstance(value, ContextVar | threading.local | SimpleNamespace | argparse.Namespace):
         return True
@@ -213,8 +206,8 @@ def _may_change(value: object) -> bool:
     if type(value).__module__.partition(".")[0] in _LIBRARIES:
         return False
     if isinstance(value, MutableMapping | MutableSequence | MutableSet):
-        kept = cast("Any", value.values() if isinstance(value, MutableMapping) else value)
-        return not value or not all(callable(each) or isinstance(each, ModuleType) for each in kept)
+        items = cast("Any", value.values() if isinstance(value, MutableMapping) else value)
+        return not value or not all(callable(item) or isinstance(item, ModuleType) for item in items)
     frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
     return bool(getattr(value, "__dict__", None)) and not frozen and not callable(value) and is_of_a_model(file)

@@ -19,7 +19,7 @@ from ktc.foundation.stage_progress import counted
 from ktc.model.graph import ops
 from ktc.model.graph.typed import named_modules, nodes_of
 from ktc.model.hf import stock_model
-from ktc.model.hf.foreign_errors import of_another_version, raised_by
+from ktc.model.hf.foreign_errors import first_line, of_another_version, raised_by
 from ktc.model.hf.named_class import not_a_causal_lm
 from ktc.model.linears.plain import is_plain_linear
 from ktc.stages.capture.cache import measure_cache
@@ -30,12 +30,12 @@ from ktc.stages.capture.experts_block import more_than_experts
 from ktc.stages.capture.export import export_block
 from ktc.stages.capture.forms import UNSUPPORTED
 from ktc.stages.capture.identity import identity_of
-from ktc.stages.capture.length import left_alone
+from ktc.stages.capture.length import reason_not_exported
 from ktc.stages.capture.loop import capture_loop
 from ktc.stages.capture.markers import marked, masks_given
 from ktc.stages.capture.normal_form import normalise
 from ktc.stages.capture.own_markers import not_recognised, recognised
-from ktc.stages.capture.reasons import first_line, reason_of
+from ktc.stages.capture.reasons import reason_of
 from ktc.stages.capture.record import Call, record
 from ktc.stages.capture.shared_weights import shared_names, sharing
 from ktc.stages.capture.trace import recording_reads
@@ -110,18 +110,19 @@ def _own_masks(block: nn.Module, call: Call) -> Generator[None]:
         yield
 
 
-def _check_class(source: ModelSource, found: type[PreTrainedModel]) -> None:
+def _check_class(source: ModelSource, model_class: type[PreTrainedModel]) -> None:
     """Check that transformers has no other class of that name, since a compiled model finds its class by name.
 
     Code that a class runs after its weights are read is not run for a compiled model, so it is refused.
     """
-    named = getattr(transformers, found.__name__, found)
-    if source.folder is not None and not source.own_code and named is not found:
-        message = f"`{found.__name__}` is of `{found.__module__}`, and transformers has another class of that name"
+    name = model_class.__name__
+    named = getattr(transformers, name, model_class)
+    if source.folder is not None and not source.own_code and named is not model_class:
+        message = f"`{name}` is of `{model_class.__module__}`, and transformers has another class of that name"
         hint = "give the folder that its code came from, with `--trust-remote-code`"
         raise InputRefused(Diagnostic("I109", message, hint=hint))
-    if not found.from_pretrained.__module__.startswith("transformers."):
-        message = f"`{found.__name__}` has a `from_pretrained` of its own, which a compiled model would not run"
+    if not model_class.from_pretrained.__module__.startswith("transformers."):
+        message = f"`{name}` has a `from_pretrained` of its own, which a compiled model would not run"
         raise InputRefused(Diagnostic("I109", message, hint="move what it does to `__init__`"))
 
 
@@ -130,27 +131,18 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return stock_model.build_on_meta(config, getattr(config, "dtype", None) or torch.float32)
     except Exception as error:  # foreign model classes raise anything on an unsuitable config
-        raise InputRefused(
-            Diagnostic(
-                "I103",
-                f"transformers cannot build a causal LM from this config (`model_type` = `{config.model_type}`): "
-                f"{first_line(error)}",
-                hint=not_a_causal_lm(config) or of_another_version(config) or raised_by(error),
-            )
-        ) from error
+        named = f"(`model_type` = `{config.model_type}`)"
+        message = f"transformers cannot build a causal LM from this config {named}: {first_line(error)}"
+        hint = not_a_causal_lm(config) or of_another_version(config) or raised_by(error)
+        raise InputRefused(Diagnostic("I103", message, hint=hint)) from error
 
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the ModuleList with the most parameters: the stack of decoder layers under any name."""
     lists = [(fqn, m) for fqn, m in named_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
     if not lists:
-        raise InputRefused(
-            Diagnostic(
-                "I104",
-                f"`{type(model).__name__}` has no stack of decoder layers",
-                hint="ktc compiles decoder-only causal LMs",
-            )
-        )
+        message = f"`{type(model).__name__}` has no stack of decoder layers"
+        raise InputRefused(Diagnostic("I104", message, hint="ktc compiles decoder-only causal LMs"))
     return max(lists, key=lambda item: (sum(p.numel() for p in item[1].parameters()), -len(item[0])))
 
 
@@ -175,19 +167,25 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     except Exception as error:  # noqa: BLE001 - as below; a list of modules is not always a loop over experts
         no_experts = str(error) if isinstance(error, NoExperts) else reason_of(error)
     try:
-        if long := left_alone(block, *call):
+        if long := reason_not_exported(block, *call):
             return BlockGraph(key, name, None, long)
         graph = _with_own_linears(normalise(export_block(block, *call)), block)
         check_masks(graph)
     except Exception as error:  # noqa: BLE001 - export raises anything; the block stays opaque and keeps the reason
         return BlockGraph(key, name, None, no_experts or _not_experts(block) + reason_of(error))
     experts = [node for node in nodes_of(graph) if node.target is ops.experts]
-    own = recognised(block)
-    if any(node.meta.get("fqn") == "" for node in experts) and (more := more_than_experts(graph, named=bool(own))):
+    own_experts = recognised(block)
+    if any(node.meta.get("fqn") == "" for node in experts) and (
+        more := more_than_experts(graph, named=bool(own_experts))
+    ):
         return BlockGraph(key, name, None, more)
     forms = [str(node.args[5]) for node in experts]
     unsupported = next((form for form in forms if form.startswith(UNSUPPORTED)), None)
-    return BlockGraph(key, name, None, unsupported) if unsupported else BlockGraph(key, name, graph, own=own)
+    return (
+        BlockGraph(key, name, None, unsupported)
+        if unsupported
+        else BlockGraph(key, name, graph, own_experts=own_experts)
+    )
 
 
 def _not_experts(block: nn.Module) -> str:

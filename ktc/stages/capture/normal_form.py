@@ -93,10 +93,10 @@ def _copied(node: fx.Node) -> fx.Node:
 def _fold_rms_norm(graph_module: fx.GraphModule) -> None:
     """Fold x * rsqrt(mean(x^2) + eps), the casts around it, and the multiplication by the weight."""
     for rsqrt in [n for n in nodes_of(graph_module) if _is_reciprocal_root(n)]:
-        found = _rms_norm_region(rsqrt)
-        if found is None:
+        norm = _rms_norm_region(rsqrt)
+        if norm is None:
             continue
-        region, value, result, eps = found
+        region, value, result, eps = norm
         fold(graph_module, region, result, value, "rms_norm").meta["eps"] = eps
 
 
@@ -161,10 +161,10 @@ def _describe(graph_module: fx.GraphModule) -> None:
     symbols = _symbol_names(nodes_of(graph_module))
     for node in nodes_of(graph_module):
         node.meta.setdefault("op", ops.name_of(node))
-        held = tensor_of(node)
-        if held is not None:
-            node.meta["shape"] = tuple(_size(size, symbols) for size in held.shape)
-            node.meta["dtype"] = dtype_name(held.dtype)
+        tensor = tensor_of(node)
+        if tensor is not None:
+            node.meta["shape"] = tuple(_size(size, symbols) for size in tensor.shape)
+            node.meta["dtype"] = dtype_name(tensor.dtype)
         if node.op == "get_attr":
             node.meta["fqn"] = str(node.target)
         elif node.meta["op"] in ("linear", "experts", "rms_norm", "embedding"):

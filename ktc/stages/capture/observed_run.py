@@ -1,14 +1,14 @@
-"""The actions of code while it runs: the torch functions that it calls, and what it mentions.
+"""A recorded run of a module: the torch functions that its code calls, and the names that it mentions.
 
 In: a module, and a function that runs it. Out: `Ran`, whose calls are equal for two runs that compute the same.
-Functions are recorded as the author calls them: which operators they become depends on gradients.
+Functions are recorded as the author calls them, since the operators behind them depend on gradients.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ktc.foundation.temporary_values import context_value
 from ktc.stages.capture.mentioned import Mentions
 
 # Functions whose result has the numbers and the gradients of their first argument, in any dtype that holds them.
@@ -39,10 +40,7 @@ _unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One run.
-
-    `blocked` states of each call whether the code has switched gradients off for it.
-    """
+    """One run. `blocked` states for each call whether the code has disabled gradients."""
 
     calls: tuple[tuple[str, ...], ...]
     blocked: tuple[bool, ...]
@@ -56,9 +54,9 @@ class Ran:
 
 
 def observed(module: nn.Module, run: Callable[[], object], mentions: Mentions) -> Ran:
-    """Return what `run`, which runs the code of `module`, does. Raises what `run` raises.
+    """Return a record of `run`, which runs the code of `module`. Raises the exceptions of `run`.
 
-    What it mentions is added to `mentions`, which has a part of it after an exception.
+    The names that the code mentions are added to `mentions`, also before an exception.
     """
     graded = torch.is_grad_enabled()
     with _Calls(module) as calls, mentions.collected():
@@ -66,18 +64,13 @@ def observed(module: nn.Module, run: Callable[[], object], mentions: Mentions) -
     return Ran(tuple(calls.rows), tuple(calls.blocked), graded, frozenset(mentions.names | calls.asked))
 
 
-@contextmanager
-def unrecorded() -> Generator[None]:
-    """Record no call inside: those that prepare an input are not of the module."""
-    token = _unrecorded.set(True)
-    try:
-        yield
-    finally:
-        _unrecorded.reset(token)
+def unrecorded() -> AbstractContextManager[object]:
+    """Return a context in which no call is recorded: those that prepare an input are not of the module."""
+    return context_value(_unrecorded, True)
 
 
 class _Calls(TorchFunctionMode):
-    """Records each call that makes or changes a tensor, with its constants and connections; others are `asked`."""
+    """Records each call that makes or changes a tensor, with constants and connections. `asked` has other names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -86,13 +79,11 @@ class _Calls(TorchFunctionMode):
         self.asked: set[str] = set()
         self._num_given = 0
         self._main = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-        held = (*module.named_parameters(), *module.named_buffers())
-        self._names = {id(tensor): _WRAPPED.sub("", name) for name, tensor in held}
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        self._names = {id(tensor): _WRAPPED.sub("", name) for name, tensor in tensors}
         self._held: list[Tensor] = []  # an id is unique only as long as its tensor lives
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = dict(kwargs or {}), name_of(func)
         if _unrecorded.get():
             return func(*args, **given)
@@ -145,13 +136,12 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield what containers hold, in order. Four times as fast as pytree, which the runs would mostly wait for."""
+    """Yield the items of nested containers, in order. Four times as fast as pytree, which would dominate the runs."""
+    if isinstance(value, dict):
+        value = list(cast("Mapping[object, object]", value).values())
     if isinstance(value, tuple | list):
-        for each in cast("Sequence[object]", value):
-            yield from _leaves(each)
-    elif isinstance(value, dict):
-        for each in cast("Mapping[object, object]", value).values():
-            yield from _leaves(each)
+        for item in cast("Sequence[object]", value):
+            yield from _leaves(item)
     else:
         yield value
 

@@ -1,4 +1,4 @@
-"""Experts modules of the model's own, as markers: the call of each becomes one experts node of a block's graph.
+"""Markers for a model's own experts modules: the call of one becomes one experts node of a block's graph.
 
 Input: a model on meta tensors. Inside `own_experts_marked`, a candidate module is read at its first call
 (`own_experts`). One that computes only experts then calls the marker with tensors of the stock layout. All others run
@@ -31,15 +31,17 @@ Marker = Callable[[Tensor, Tensor, Tensor, StockExperts, str], Tensor]
 class View(StockExperts):
     """The stock tensors of a recognised module, and what it was recognised as."""
 
-    def __init__(self, module: nn.Module, own: OwnExperts) -> None:
-        super().__init__(stock_experts(module, own.form, own.parts, own.sizes), own.inputs, own.called)
-        self.own = own
+    def __init__(self, module: nn.Module, experts: OwnExperts) -> None:
+        super().__init__(
+            stock_experts(module, experts.form, experts.parts, experts.sizes), experts.inputs, experts.called
+        )
+        self.experts = experts
 
 
 class _Known:
-    """The modules of a model that were read, by their code, and the settings of the config that their code reads.
+    """The modules that were read, by their code, and the settings of the config that their code reads.
 
-    `reasons` says of code that was not recognised why. While one is read, those inside it run their own code.
+    `reasons` explains why code was not recognised. While a module is read, modules inside it run their own code.
     """
 
     def __init__(self) -> None:
@@ -73,20 +75,20 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._asked and not self._known.reading:
             self._asked = True
-            own = self._known.of(self._code, lambda: self._read(args, kwargs))
-            if own is not None:
-                self._module.add_module(STOCK, View(self._module, own))
+            experts = self._known.of(self._code, lambda: self._read(args, kwargs))
+            if experts is not None:
+                self._module.add_module(STOCK, View(self._module, experts))
         view = getattr(self._module, STOCK, None)
         if not isinstance(view, View):
             return self._forward(*args, **kwargs)
         self._known.note_settings(self._code)
         given = inspect.signature(self._forward).bind(*args, **kwargs).arguments
-        roles = {role: given[name] for name, role in view.own.inputs.items()}
+        roles = {role: given[name] for name, role in view.experts.inputs.items()}
 
         def compute(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            return self._marker(hidden, index, weights, view, str(view.own.form))
+            return self._marker(hidden, index, weights, view, str(view.experts.form))
 
-        count, called = view.own.sizes[0], view.own.called
+        count, called = view.experts.sizes[0], view.experts.called
         return call_routed(called, count, compute, roles["hidden"], roles.get("index"), roles.get("weights"))
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OwnExperts | None:
@@ -137,11 +139,11 @@ def own_experts_marked(model: PreTrainedModel, marker: Marker) -> Generator[None
 def recognised(block: nn.Module) -> tuple[OwnExperts, ...]:
     """Return the recognised modules in a block, with their FQNs there."""
     views = [(name, module) for name, module in named_modules(block) if isinstance(module, View)]
-    return tuple(replace(view.own, fqn=name.rpartition(STOCK)[0].rstrip(".")) for name, view in views)
+    return tuple(replace(view.experts, fqn=name.rpartition(STOCK)[0].rstrip(".")) for name, view in views)
 
 
 def not_recognised(block: nn.Module) -> str:
     """Return in words which module of a block was read and not recognised as experts, and why; "" if none was."""
     calls = ((name, vars(module).get("forward")) for name, module in named_modules(block))
-    found = ((name, call.reason) for name, call in calls if isinstance(call, _Call))
-    return next((f"`{name or type(block).__name__}` is not read as experts: {why}" for name, why in found if why), "")
+    reasons = ((name, call.reason) for name, call in calls if isinstance(call, _Call))
+    return next((f"`{name or type(block).__name__}` is not read as experts: {why}" for name, why in reasons if why), "")

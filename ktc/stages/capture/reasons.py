@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from ktc.model.hf.foreign_errors import OURS, raising_line
+from ktc.model.hf.foreign_errors import OURS, first_line, raising_line
 from ktc.stages.capture.expert_hits import DependsOnData
 
 # Messages of torch when code reads the values of a meta tensor.
@@ -14,11 +14,6 @@ NO_DATA = ("nonzero", "no data", "on meta tensors", "data-dependent")
 def reads_data(error: BaseException) -> bool:
     """Return whether code raises an exception because it reads data that a run on meta tensors does not have."""
     return isinstance(error, DependsOnData) or any(words in str(error) for words in NO_DATA)
-
-
-def first_line(error: BaseException | None) -> str:
-    """Return the first line of a foreign exception's message."""
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def reason_of(error: Exception) -> str:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.stage_progress import tell
 from ktc.model.experts.private_api import pytree
-from ktc.model.hf.foreign_errors import raised_by
+from ktc.model.hf.foreign_errors import first_line, raised_by
 from ktc.model.hf.private_api import takes_bool_masks
 from ktc.stages.capture.data_masks import masks_from_data
 from ktc.stages.capture.expert_hits import DependsOnData
@@ -24,8 +24,8 @@ from ktc.stages.capture.expert_list import candidates
 from ktc.stages.capture.export import BATCH, SEQUENCE
 from ktc.stages.capture.forwards import replaced_forwards
 from ktc.stages.capture.markers import masks_given
-from ktc.stages.capture.reasons import first_line, reason_of
-from ktc.stages.capture.unrolled import routed_anyhow
+from ktc.stages.capture.reasons import reason_of
+from ktc.stages.capture.unrolled import all_experts_routed
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -34,7 +34,10 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
     """Return the arguments of every block, and why some cannot run on meta. Raises InputRefused (I107)."""
     # The result of a block that cannot run is unknown: hidden states, or a tuple that begins with them.
     error: Exception | None = None
-    for returns_tuple in (_like_attention, _always, _never):
+    guesses: tuple[Callable[[str], bool], ...] = (
+        lambda fqn: "attn" in fqn.rpartition(".")[2], lambda _: True, lambda _: False
+    )  # fmt: skip
+    for returns_tuple in guesses:
         calls, failed = dict[str, Call](), dict[str, str]()
         try:
             _run(model, blocks, calls, failed, returns_tuple)
@@ -48,25 +51,12 @@ def record(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> tuple[dic
     raise InputRefused(Diagnostic("I107", message, hint=raised_by(error) if error else "")) from error
 
 
-def _like_attention(fqn: str) -> bool:
-    return "attn" in fqn.rpartition(".")[2]
-
-
-def _always(_: str) -> bool:
-    return True
-
-
-def _never(_: str) -> bool:
-    return False
-
-
 def _run(
-    model: PreTrainedModel,
-    blocks: Mapping[str, nn.Module],
-    calls: dict[str, Call],
-    failed: dict[str, str],
+    model: PreTrainedModel, blocks: Mapping[str, nn.Module], calls: dict[str, Call], failed: dict[str, str],
     returns_tuple: Callable[[str], bool],
-) -> None:
+) -> None:  # fmt: skip
+    """Run one forward, and fill `calls` and `failed`. The result of a block that fails is made up."""
+
     def recording(fqn: str, block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.setdefault(fqn, (args, kwargs))
@@ -118,7 +108,7 @@ def _run_block(block: nn.Module, original: Callable[..., Any], args: tuple[Any, 
         branch: DependsOnData | None = None
         for _, modules in candidates(block):
             try:
-                with routed_anyhow(modules):
+                with all_experts_routed(modules):
                     return original(*args, **kwargs)
             except DependsOnData as error:
                 branch = error

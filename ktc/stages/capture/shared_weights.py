@@ -1,8 +1,8 @@
-"""Weights that a block's experts share with another layer, or with each other: such a block keeps its own code.
+"""Experts whose weights are shared with another layer, or among each other: their block keeps its own code.
 
 In: a model on meta tensors. Out: for a block that shares weights, the reason. Stock code ties tensors, or has one
-module at two places. A kernel packs the weights of each layer's experts for itself, so training and refreshing would
-treat them as several.
+module at two places. Kernels pack the experts of every layer separately, so training and refreshing would treat a
+shared weight as several.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def shared_names(model: PreTrainedModel) -> Mapping[str, str]:
     groups = defaultdict[int, list[str]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups[id(parameter)].append(name)
-    found = {name: names[names[0] == name] for names in groups.values() if len(names) > 1 for name in names}
+    others = {name: names[names[0] == name] for names in groups.values() if len(names) > 1 for name in names}
     tied = cast("dict[str, str]", getattr(model, "all_tied_weights_keys", None) or {})
-    return {**tied, **{original: copy for copy, original in tied.items()}, **found}
+    return {**tied, **{original: copy for copy, original in tied.items()}, **others}
 
 
 def sharing(fqn: str, block: nn.Module, shared: Mapping[str, str], below: Collection[str] = ("",)) -> str:
@@ -31,6 +31,8 @@ def sharing(fqn: str, block: nn.Module, shared: Mapping[str, str], below: Collec
         place = f"{fqn}.{path}".rstrip(".")
         for name, _ in block.get_submodule(path).named_parameters(prefix=place, remove_duplicate=False):
             if name in shared:
-                own = name.removeprefix(f"{fqn}.")
-                return f"its `{own}` is also `{shared[name]}`, and kernels pack experts whose weights are theirs alone"
+                weight = name.removeprefix(f"{fqn}.")
+                return (
+                    f"its `{weight}` is also `{shared[name]}`, and kernels pack experts whose weights are theirs alone"
+                )
     return ""

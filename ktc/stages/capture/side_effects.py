@@ -1,4 +1,4 @@
-"""The side effects of a block: tensors that it keeps, tensors of others that it changes, settings.
+"""The side effects of a block: tensors that it keeps, tensors of callers that it changes, settings that it changes.
 
 Input: a block on meta tensors and a function that calls it. Output: the reason in words, "" if there is nothing. A
 block whose graph replaces its code at run time must have no such effect, since a graph has results alone.
@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -55,9 +55,7 @@ class _Produced(TorchDispatchMode):
         """Return whether a tensor that was made still exists."""
         return any(ref() is not None for ref in self.made)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         named = dict(zip((declared.name for declared in schema_of(func).arguments), args, strict=False)) | given
         for declared in schema_of(func).arguments:
@@ -79,23 +77,22 @@ class _Hooks(TorchFunctionMode):
         super().__init__()
         self.set = False
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.set |= getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook")
         return func(*args, **(kwargs or {}))
 
 
 def side_effect(block: nn.Module, run: Callable[[], object]) -> str:
-    """Return what `run()`, a call of `block` on meta tensors, leaves behind. With and without gradients.
+    """Return the first side effect of `run()`, a call of `block` on meta tensors, with or without gradients.
 
-    Raises what `run` raises."""
+    Raises the exceptions of `run`.
+    """
     return _left_behind(block, run, torch.no_grad()) or _left_behind(block, run, torch.enable_grad())
 
 
 def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractContextManager[None]) -> str:
     settings = _settings(block) | _globals(block)
-    held = _tensor_attributes(block)
+    before = _tensor_attributes(block)
     with mode, _Hooks() as hooks, _Produced() as produced:
         results = _tensors(run())
         own_backward = any(map(has_own_backward, results))
@@ -108,7 +105,7 @@ def _left_behind(block: nn.Module, run: Callable[[], object], mode: AbstractCont
     if produced.changes:
         return "it changes a tensor that it is given"
     after = _tensor_attributes(block)
-    if kept := [name for name, identity in after.items() if held.get(name) != identity]:
+    if kept := [name for name, identity in after.items() if before.get(name) != identity]:
         return f"it keeps a result as its attribute `{kept[0]}`"
     after_run = _settings(block) | _globals(block)
     if changed := [name for name, value in after_run.items() if settings.get(name) != value]:
@@ -133,26 +130,26 @@ def has_own_backward(result: Tensor) -> bool:
 
 
 def _settings(block: nn.Module) -> dict[str, str]:
-    found = _Held(block)
-    found.values |= {name: repr(state()) for name, state in _RANDOM.items()}
+    values = _ReachableValues(block)
+    values.values |= {name: repr(state()) for name, state in _RANDOM.items()}
     for path, module in named_modules(block):
-        found.add(path, module)
-    return found.values
+        values.add(path, module)
+    return values.values
 
 
 def _globals(block: nn.Module) -> dict[str, str]:
     """Return the plain values that the files of the block's classes keep, and the classes themselves."""
-    found = _Held(block)
-    for file in sorted(found.files):
+    values = _ReachableValues(block)
+    for file in sorted(values.files):
         if file in sys.modules:
-            found.add_names(file.rpartition(".")[2], vars(sys.modules[file]))
-    return found.values
+            values.add_names(file.rpartition(".")[2], vars(sys.modules[file]))
+    return values.values
 
 
-class _Held:
-    """The plain values within reach of modules or files: in containers, and in what the same package has made.
+class _ReachableValues:
+    """The plain values that modules or files can reach: in containers, and in objects of the same package.
 
-    An object that counts calls, a class or a function with a counter, is often the only trace of a side effect.
+    A counter in an object, class or function is often the only trace of a side effect.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -163,39 +160,39 @@ class _Held:
         self.values: dict[str, str] = {}
         self._seen: dict[int, object] = {}
 
-    def add(self, path: str, held: object) -> None:
-        """Record `held` under `path`, with everything that it holds."""
-        if is_plain(held):
-            self.values[path] = repr(held)
+    def add(self, path: str, value: object) -> None:
+        """Record `value` under `path`, with everything that it contains."""
+        if is_plain(value):
+            self.values[path] = repr(value)
             return
-        if id(held) in self._seen or isinstance(held, Tensor):
+        if id(value) in self._seen or isinstance(value, Tensor):
             return
-        self._seen[id(held)] = held
-        if isinstance(held, nn.Module):
-            self.add_names(path, plain_settings(held) | _objects_of(held))
-            self._add_parts(f"{path}.hooks", {str(place): hook for place, hook in enumerate(hooks_of(held))})
-        elif isinstance(held, Mapping):
-            self._add_parts(path, {str(key): v for key, v in cast("Mapping[object, object]", held).items()})
-        elif isinstance(held, list | tuple | set | frozenset | deque):
-            self._add_parts(path, {str(place): v for place, v in enumerate(cast("Iterable[object]", held))})
-        elif isinstance(held, PreTrainedConfig):
-            self.add_names(path, {name: v for name, v in vars(held).items() if name not in _OF_EVERY_CONFIG})
-        elif isinstance(held, SimpleNamespace):
-            self.add_names(path, vars(held))
-        elif isinstance(held, np.ndarray):
-            self.values[path] = repr(held.tolist())
-        elif isinstance(held, ContextVar):
-            self.add(path, cast("ContextVar[object]", held).get(None))
-        elif isinstance(held, MethodType):
-            self.add(path, held.__self__)
-        elif isinstance(held, partial):
-            self._add_parts(path, {"func": held.func, "args": held.args, "keywords": held.keywords})
-        elif self._is_own(held):
-            self.add_names(path, getattr(held, "__dict__", {}) | _slots_of(held))
-            self._add_parts(f"{path}()", _enclosed(held))
-        elif type(held).__module__ in _CONTAINERS:
-            self.add_names(path, getattr(held, "__dict__", {}))
-            self.values[path] = repr(held)  # such as `count(3)`
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self.add_names(path, plain_settings(value) | _objects_of(value))
+            self._add_parts(f"{path}.hooks", {str(place): hook for place, hook in enumerate(hooks_of(value))})
+        elif isinstance(value, Mapping):
+            self._add_parts(path, {str(key): v for key, v in cast("Mapping[object, object]", value).items()})
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            self._add_parts(path, {str(place): v for place, v in enumerate(cast("Iterable[object]", value))})
+        elif isinstance(value, PreTrainedConfig):
+            self.add_names(path, {name: v for name, v in vars(value).items() if name not in _OF_EVERY_CONFIG})
+        elif isinstance(value, SimpleNamespace):
+            self.add_names(path, vars(value))
+        elif isinstance(value, np.ndarray):
+            self.values[path] = repr(value.tolist())
+        elif isinstance(value, ContextVar):
+            self.add(path, cast("ContextVar[object]", value).get(None))
+        elif isinstance(value, MethodType):
+            self.add(path, value.__self__)
+        elif isinstance(value, partial):
+            self._add_parts(path, {"func": value.func, "args": value.args, "keywords": value.keywords})
+        elif self._is_own(value):
+            self.add_names(path, getattr(value, "__dict__", {}) | _slots_of(value))
+            self._add_parts(f"{path}()", _enclosed(value))
+        elif type(value).__module__ in _CONTAINERS:
+            self.add_names(path, getattr(value, "__dict__", {}))
+            self.values[path] = repr(value)  # such as `count(3)`
 
     def add_names(self, path: str, values: Mapping[str, object]) -> None:
         """Record values by their names below `path`."""
@@ -207,37 +204,37 @@ class _Held:
         self.values[path] = f"{len(values)} values"
         self.add_names(path, values)
 
-    def _is_own(self, held: object) -> bool:
+    def _is_own(self, value: object) -> bool:
         """Return whether an object, class, function or file is of the files of the block or of their package."""
-        name = getattr(held, "__name__" if isinstance(held, ModuleType) else "__module__", None)
+        name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
         return isinstance(name, str) and (name in self.files or name.startswith(self._packages))
 
 
-def _slots_of(held: object) -> dict[str, object]:
+def _slots_of(value: object) -> dict[str, object]:
     """Return the attributes that an object has without a dictionary."""
-    names = [name for base in type(held).__mro__ for name in _names_in(vars(base).get("__slots__", ()))]
-    return {name: getattr(held, name) for name in names if hasattr(held, name)}
+    names = [name for base in type(value).__mro__ for name in _names_in(vars(base).get("__slots__", ()))]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _names_in(slots: str | Iterable[str]) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
 
 
-def _enclosed(held: object) -> dict[str, object]:
+def _enclosed(function: object) -> dict[str, object]:
     """Return the values that a function holds from around its definition."""
-    if not isinstance(held, FunctionType):
+    if not isinstance(function, FunctionType):
         return {}
-    found: dict[str, object] = {"defaults": held.__defaults__, "keywords": held.__kwdefaults__}
-    for name, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=True):
+    enclosed: dict[str, object] = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a cell that is empty yet
-            found[name] = cell.cell_contents
-    return found
+            enclosed[name] = cell.cell_contents
+    return enclosed
 
 
 def _objects_of(module: nn.Module) -> dict[str, object]:
     """Return the attributes of a module that are objects: no plain values, tensors or modules."""
-    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-    return {name: value for name, value in own.items() if not isinstance(value, nn.Module | Tensor)}
+    attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in attributes.items() if not isinstance(value, nn.Module | Tensor)}
 
 
 def _tensor_attributes(block: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -42,8 +42,8 @@ def _products(numbers: Iterable[int], symbols: int, step: int) -> Iterator[tuple
     """
     if symbols != 2:
         return
-    found = {number // other for number in numbers for other in (1, *numbers) if number % other == 0}
-    for number in sorted(found - {1}):
+    quotients = {number // other for number in numbers for other in (1, *numbers) if number % other == 0}
+    for number in sorted(quotients - {1}):
         for one in range(1, min(number, _LARGEST_FACTOR) + 1):
             if number % one == 0:
                 yield from ((one * step, number // one * step), (number // one * step, one * step))

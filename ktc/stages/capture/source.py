@@ -19,6 +19,7 @@ from ktc.foundation.regular_files import read_regular
 from ktc.model import twin
 from ktc.model.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.model.hf import remote_code
+from ktc.model.hf.foreign_errors import first_line
 from ktc.stages.capture.types import ModelSource
 
 _MOST = {"layers": 10_000, "experts": 100_000}
@@ -36,9 +37,9 @@ def open_model(
     if isinstance(model, PreTrainedModel):
         name = str(model.name_or_path or "")
         here = Path(name).resolve() if name and (Path(name) / "config.json").is_file() else None
-        own = here is not None and remote_code.is_own_code(type(model))
-        code = remote_code.code_files(here) if here is not None and own else {}
-        return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here), own, code)
+        own_code = here is not None and remote_code.is_own_code(type(model))
+        code = remote_code.code_files(here) if here is not None and own_code else {}
+        return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here), own_code, code)
     name = str(model)
     if name.startswith("tiny:"):
         folder = twin.write(name.removeprefix("tiny:"), environment.cache_dir() / "models")
@@ -81,36 +82,24 @@ def _from_hub(name: str, fetch_weights: bool) -> Path:
     owner = Path(name.split("/")[0])
     looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not owner.exists()
     if not looks_like_id:
-        raise InputRefused(
-            Diagnostic(
-                "I100",
-                f"MODEL `{name}` is not a folder",
-                hint="put config.json and the tokenizer of the original next to the file, and give their folder"
-                if name.endswith(".gguf") and Path(name).is_file()
-                else "give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`",
-            )
-        )
+        hint = "give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`"
+        if name.endswith(".gguf") and Path(name).is_file():
+            hint = "put config.json and the tokenizer of the original next to the file, and give their folder"
+        raise InputRefused(Diagnostic("I100", f"MODEL `{name}` is not a folder", hint=hint))
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if fetch_weights else [])]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise InputRefused(
-            Diagnostic(
-                "I101",
-                f"MODEL `{name}` is not a local folder and could not be fetched from the hub ({type(error).__name__})",
-                hint="check the name and the network, or give the path of a downloaded folder",
-            )
-        ) from error
+        why = f"could not be fetched from the hub ({type(error).__name__})"
+        hint = "check the name and the network, or give the path of a downloaded folder"
+        raise InputRefused(Diagnostic("I101", f"MODEL `{name}` is not a local folder and {why}", hint=hint)) from error
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
-        raise InputRefused(
-            Diagnostic(
-                "I102", f"`{folder}` has no config.json", hint="a model folder is the output of `save_pretrained`"
-            )
-        )
+        hint = "a model folder is the output of `save_pretrained`"
+        raise InputRefused(Diagnostic("I102", f"`{folder}` has no config.json", hint=hint))
     try:
         content: object = read_json(read_regular(path))
         if not isinstance(content, dict):
@@ -118,21 +107,12 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         _check_sizes(folder.name, cast("dict[str, Any]", content))
         if known := _by_architecture(cast("dict[str, Any]", content)):
             return known
-        return cast(
-            "PreTrainedConfig",
-            AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
-        )
+        return cast("Any", AutoConfig).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except InputRefused:
         raise
     except Exception as error:  # foreign config classes raise anything on an invalid config
-        words = (str(error).strip().splitlines() or [""])[0][:200] or type(error).__name__
-        raise InputRefused(
-            Diagnostic(
-                "I102",
-                f"config.json of `{folder.name}` is not usable: {words}",
-                hint="check it against the model's own page",
-            )
-        ) from error
+        message = f"config.json of `{folder.name}` is not usable: {first_line(error) or type(error).__name__}"
+        raise InputRefused(Diagnostic("I102", message, hint="check it against the model's own page")) from error
 
 
 def _check_sizes(name: str, content: Mapping[str, Any]) -> None:

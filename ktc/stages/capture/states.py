@@ -1,6 +1,6 @@
-"""States in which code of a model may run: other gradients, modes of torch, dtypes, devices, wrapped layers.
+"""States in which a model's code may run: other gradients, modes of torch, dtypes, devices, wrapped layers.
 
-Each is a context around a run on meta tensors. It yields how the inputs change, and puts everything back.
+A state is a context around a run on meta tensors. It yields a function that changes the inputs, and undoes its changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Around = Callable[[nn.Module], AbstractContextManager[Given]]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A context around a run of a module. `inside` is entered by the run itself, after what lets it run on meta."""
+    """A context around a run of a module. The run itself enters `inside`, after the modes that let it run on meta."""
 
     around: Around
     inside: Callable[[], AbstractContextManager[object]] | None = None
@@ -42,17 +42,17 @@ def _state(around: Callable[[nn.Module], Generator[Given]]) -> State:
 
 # Gradients -----------------------------------------------------------------------------------------------------------
 def _frozen_where(chosen: Callable[[int], bool]) -> State:
-    """Freeze the parameters whose place among the names, members of lists taken together, is `chosen`."""
+    """Freeze the parameters whose position among the names is `chosen`; members of a list share one name."""
 
     def around(module: nn.Module) -> Generator[Given]:
         places = _places(module)
-        found = {p: p.requires_grad for p in module.parameters()}
+        before = {parameter: parameter.requires_grad for parameter in module.parameters()}
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(not chosen(places[_without_numbers(name)]))
         try:
             yield _as_given
         finally:
-            for parameter, trained in found.items():
+            for parameter, trained in before.items():
                 parameter.requires_grad_(trained)
 
     return _state(around)
@@ -72,7 +72,7 @@ _ALONE = 16  # names of which each is trained alone
 
 
 def partly_frozen(module: nn.Module) -> Sequence[State]:
-    """Return states of which one has any two parameters of different names differ, and those that train one alone."""
+    """Return states in which any two differently named parameters differ, and states that train one parameter alone."""
     count = len(_places(module))
     bits = [
         _frozen_where(lambda place, bit=bit, value=value: (place >> bit) % 2 == value)
@@ -105,14 +105,12 @@ def with_gradients(module: nn.Module) -> Generator[Given]:
 # Modes of torch -------------------------------------------------------------------------------------------------------
 @_state
 def without_gradients(_: nn.Module) -> Generator[Given]:
-    """Run without gradients."""
     with torch.no_grad():
         yield _as_given
 
 
 @_state
 def inference(_: nn.Module) -> Generator[Given]:
-    """Inference mode."""
     with torch.inference_mode():
         yield Tensor.clone
 
@@ -199,16 +197,16 @@ class _Wrapped(nn.Module):
 @_state
 def wrapped(module: nn.Module) -> Generator[Given]:
     """Linear layers that PEFT has wrapped."""
-    found = [
+    linears = [
         (parent, name, child)
         for parent in module.modules() for name, child in parent.named_children() if isinstance(child, nn.Linear)
     ]  # fmt: skip
-    for parent, name, child in found:
+    for parent, name, child in linears:
         setattr(parent, name, _Wrapped(child))
     try:
         yield _as_given
     finally:
-        for parent, name, child in found:
+        for parent, name, child in linears:
             setattr(parent, name, child)
 
 
@@ -220,20 +218,20 @@ class _Alias(nn.Module):
 @_state
 def parametrised(module: nn.Module) -> Generator[Given]:
     """Parameters that PEFT computes from others while a layer runs."""
-    found = [(inner, name) for inner in module.modules() for name, _ in inner.named_parameters(recurse=False)]
-    for inner, name in found:
+    parameters = [(inner, name) for inner in module.modules() for name, _ in inner.named_parameters(recurse=False)]
+    for inner, name in parameters:
         parametrize.register_parametrization(inner, name, _Alias(), unsafe=True)
     try:
         yield _as_given
     finally:
-        for inner, name in found:
+        for inner, name in parameters:
             parametrize.remove_parametrizations(inner, name, leave_parametrized=False)
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
 @contextmanager
 def _changed(module: nn.Module, change: Given) -> Generator[None]:
-    """Let the float parameters and buffers of a module be others."""
+    """Replace the float parameters and buffers of a module inside the context."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -285,15 +283,13 @@ DTYPES = tuple(map(_in_another_dtype, (0, 1)))
 
 
 class _Pretended(TorchFunctionMode):
-    """Lets code see its tensors on a device. They stay on meta, and so does everything that the code makes."""
+    """Simulates a device: code sees its tensors there. They stay on meta, and so do all results."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._device = torch.device(kind)
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = name_of(func)
         if name == "device":
             return self._device

@@ -1,13 +1,15 @@
-"""A trace of a block on meta tensors: its operators with their constants and connections, and the settings it reads.
+"""A trace of a block on meta tensors: its operators with constants and connections, and the settings that it reads.
 
-Input: a block and a call. Output: plain values that are equal for two blocks which compute the same, under any
-names of classes and attributes. Nothing is exported, so a trace takes milliseconds.
+Input: a block and a call. Output: plain values, equal for two blocks that compute the same whatever their classes and
+attributes are called. Nothing is exported, so a trace takes milliseconds.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ktc.foundation.temporary_values import attributes, context_value
 from ktc.model.experts.private_api import TorchDispatchMode, pytree
 
 # Operators that move values and compute nothing. Which of them run may depend on sizes.
@@ -43,9 +46,7 @@ class Trace(TorchDispatchMode):
         self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         self._held: list[Tensor] = []  # an id is unique only as long as its tensor lives
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
         self.rows.append(f"{func} {[self._spelled(leaf) for leaf in leaves]} {spec}")
@@ -70,13 +71,9 @@ def recording_reads() -> Generator[Reads]:
 
     Layers may have configs of their own, of one class.
     """
-    found: Reads = {}
-    with _reporting_configs():
-        token = _reads.set(found)
-        try:
-            yield found
-        finally:
-            _reads.reset(token)
+    with _reporting_configs(), context_value(_reads, Reads()) as reads:
+        assert reads is not None, "a context that collects has a table"
+        yield reads
 
 
 def note_reads(reads: Reads) -> None:
@@ -145,6 +142,19 @@ def traced(module: nn.Module, run: Callable[[], object]) -> list[str]:
     return trace.rows
 
 
+@contextmanager
+def silent_torch() -> Generator[None]:
+    """Compute without gradients, warnings and messages of torch inside the context."""
+    log = logging.getLogger("torch")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        log.setLevel(before)
+
+
 _DEVICES = ("cpu", "cuda")
 
 
@@ -161,16 +171,26 @@ def autocast() -> Generator[None]:
             torch.set_autocast_enabled(device, enabled)
 
 
+def inference() -> AbstractContextManager[None]:
+    """Return a context in which code sees that inference mode is on. The mode itself would name other operators."""
+    return attributes(torch, is_inference_mode_enabled=lambda: True)
+
+
 @contextmanager
-def inference() -> Generator[None]:
-    """Let code see that inference mode is on inside the context. The mode itself would name other operators."""
-    before = torch.is_inference_mode_enabled
+def training_mode(module: nn.Module, training: bool | None = None) -> Generator[None]:
+    """Put a module into training or evaluation inside the context; afterwards every module has its mode again.
+
+    Without `training` the block itself changes the mode.
+    """
+    before = {inner: inner.training for inner in module.modules()}
+    if training is not None:
+        module.train(training)
     try:
-        torch.is_inference_mode_enabled = lambda: True
         yield
     finally:
-        torch.is_inference_mode_enabled = before
+        for inner, mode in before.items():
+            inner.training = mode
 
 
-# The modes of torch in which code of a model may be called, beside evaluation and training.
+# The modes of torch in which a model's code may be called, besides evaluation and training.
 MODES: tuple[Callable[[], AbstractContextManager[object]], ...] = (nullcontext, inference, autocast)

@@ -82,7 +82,7 @@ class BlockGraph:
     graph: fx.GraphModule | None
     opaque: str = ""
     experts: ExpertList | None = None  # the list whose loop the graph replaces
-    own: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
+    own_experts: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
     refuted: str = ""
 
     @property
@@ -146,21 +146,17 @@ class CapturedModel:
     @property
     def stored_format(self) -> str:
         """The format of the experts in a checkpoint of this model, by the config alone: `fp8`, `int4`, or the dtype."""
-        found: object = getattr(self.source.config, "quantization_config", None)
-        method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
         asymmetric = f"uint4_g{self.stored_group}"
         if self._weight_settings.get("symmetric", True) is False and asymmetric in BLOCKS:
             return asymmetric
-        return METHODS.get(str(method), dtype_name(self.model.dtype))
+        return METHODS.get(str(self._quantization.get("quant_method")), dtype_name(self.model.dtype))
 
     @property
     def stored_group(self) -> int:
         """The weights of a row per scale in fp8, int4 or MXFP4, by the config alone; 0 if unknown."""
-        found: object = getattr(self.source.config, "quantization_config", None)
-        settings = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-        if settings.get("quant_method") == "mxfp4":
+        if self._quantization.get("quant_method") == "mxfp4":
             return 32  # the only size in this format
-        match settings.get("weight_block_size"):
+        match self._quantization.get("weight_block_size"):
             case [int(), int() as columns]:
                 return columns
             case _:
@@ -168,13 +164,15 @@ class CapturedModel:
         return size if isinstance(size, int) and size > 0 else 0
 
     @property
+    def _quantization(self) -> Mapping[str, Any]:
+        """`quantization_config` of config.json, empty if missing."""
+        return _object(getattr(self.source.config, "quantization_config", None))
+
+    @property
     def _weight_settings(self) -> Mapping[str, Any]:
         """The settings of compressed-tensors for weights, of the first group of modules that has them."""
-        found: object = getattr(self.source.config, "quantization_config", None)
-        groups = cast("dict[str, Any]", found).get("config_groups") if isinstance(found, dict) else None
-        first = next(iter(cast("dict[str, Any]", groups).values()), None) if isinstance(groups, dict) else None
-        settings = cast("dict[str, Any]", first).get("weights") if isinstance(first, dict) else None
-        return cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
+        groups = _object(self._quantization.get("config_groups"))
+        return _object(_object(next(iter(groups.values()), None)).get("weights"))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -209,6 +207,11 @@ _DTYPES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "fp8", "int64": "i64",
     "complex64": "c64",
 }  # fmt: skip
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    """Return a JSON object, empty for any other value."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def dtype_name(dtype: object) -> str:

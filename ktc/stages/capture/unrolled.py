@@ -1,4 +1,4 @@
-"""Loops over experts without data: inside `routed_anyhow` a block runs on meta tensors as if every expert were chosen.
+"""Loops over experts without data: inside `all_experts_routed`, a block runs on meta as if every expert were chosen.
 
 The tokens of an expert are data, and a Python loop over the experts reads them. Here each such read has a result that
 is independent of data: a mask picks as many rows as it has elements, every expert index occurs, and an expert of a list
@@ -9,7 +9,7 @@ followed only where it asks whether an expert has tokens (`expert_hits`). All ot
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
@@ -117,10 +117,7 @@ class _NoData(TorchFunctionMode):
         self._count = count
         self._hits = Hits()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = dict(kwargs or {}), getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None and first.is_meta:
@@ -205,7 +202,7 @@ def _is_mask(part: object) -> bool:
 
 
 @contextmanager
-def routed_anyhow(experts: nn.ModuleList) -> Generator[None]:
+def all_experts_routed(experts: nn.ModuleList) -> Generator[None]:
     """Run a loop over `experts` without data inside the context; each expert is one marker."""
     children = list(experts)
     with replaced_forwards([(child, _marker(number)) for number, child in enumerate(children)]), _NoData(len(children)):

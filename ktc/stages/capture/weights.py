@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -30,6 +30,7 @@ from ktc.model.checkpoint import (
 from ktc.model.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 from ktc.model.hf.missing import why_missing
 from ktc.model.hf.private_api import unexpected_keys
+from ktc.model.hf.stock_model import quantization_config_of
 from ktc.stages.capture.gguf_weights import map_gguf
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
@@ -51,13 +52,13 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     Raises `InputRefused` with every missing, misshapen or unconvertible tensor.
     """
     if index.gguf is not None:
-        found = map_gguf(model, index)
-        if found.problems:
-            raise InputRefused(*_shortened(found.problems))
-        return WeightMap(found.sources, found.warnings)
+        gguf = map_gguf(model, index)
+        if gguf.problems:
+            raise InputRefused(*_shortened(gguf.problems))
+        return WeightMap(gguf.sources, gguf.warnings)
     targets: dict[str, Tensor] = model.state_dict()
     place = placer(model, targets)
-    weights, broken = stored_weights(index.tensors, quantisation(model))
+    weights, broken = stored_weights(index.tensors, quantization_config_of(model.config))
     if broken:
         raise InputRefused(*_shortened(broken))
     places = {weight.name: place(weight.name) for weight in weights}
@@ -90,13 +91,6 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
-
-
-def quantisation(model: PreTrainedModel) -> Mapping[str, Any] | None:
-    """Return `quantization_config` of config.json as plain values, `None` if missing."""
-    configs = (model.config, model.config.get_text_config())
-    found = next((c.quantization_config for c in configs if getattr(c, "quantization_config", None)), None)
-    return cast("dict[str, Any] | None", found if found is None or isinstance(found, dict) else found.to_dict())
 
 
 def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | None]:
@@ -144,9 +138,9 @@ def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
 
 def _with_columns(quantised: Quantised, columns: int) -> Quantised:
     """Set the number of columns: eight packed codes share a word, and only the model defines how many are used."""
-    held = quantised.shape[-1]
-    per_row = quantised.method == "int4" and quantised.block[1] == held
-    if not per_row or not held - 8 < columns <= held:
+    stored = quantised.shape[-1]
+    per_row = quantised.method == "int4" and quantised.block[1] == stored
+    if not per_row or not stored - 8 < columns <= stored:
         return quantised
     return replace(quantised, shape=(*quantised.shape[:-1], columns), block=(1, columns))
 
@@ -159,8 +153,8 @@ def _misfits(source: WeightSource, place: Place, target: Tensor, earlier: Weight
     if source.expert is not None and source.expert >= target.shape[0]:
         message = f"tensor `{source.source_key}` is of expert {source.expert}; the config has {target.shape[0]} experts"
         yield Diagnostic("I116", message, hint=other)
-    elif (found := _comparable(source, place)) != (expected := _comparable_target(source, place, target)):
-        message = f"tensor `{source.source_key}` in `{source.file}` has shape {found}, expected {expected}"
+    elif (loaded := _comparable(source, place)) != (expected := _comparable_target(source, place, target)):
+        message = f"tensor `{source.source_key}` in `{source.file}` has shape {loaded}, expected {expected}"
         yield Diagnostic("I116", message, hint=other)
     if target.is_floating_point() and source.quantised is None and source.dtype not in _FLOATS:
         message = f"tensor `{source.source_key}` is stored as {source.dtype}, expected one of {', '.join(_FLOATS)}"
@@ -208,8 +202,8 @@ def _joined(
         lengths = [([*taken[place].loaded_shape, *[0] * len(shape)])[dim] for place in ordered]
         if len(ordered) != number or sum(lengths) != shape[dim]:
             message = f"`{target}` {list(shape)} is joined of {number} tensors along dimension {dim}"
-            found = f"the checkpoint has {len(ordered)}, of {sum(lengths)} together"
-            problems.append(Diagnostic("I116", f"{message}; {found}", hint=why))
+            together = f"the checkpoint has {len(ordered)}, of {sum(lengths)} together"
+            problems.append(Diagnostic("I116", f"{message}; {together}", hint=why))
             continue
         for place, start, length in zip(ordered, accumulate([0, *lengths]), lengths, strict=False):
             placed[place] = replace(taken[place], span=Span(dim, start, length))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ktc.foundation.isa import INSTRUCTION_SETS
-from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.stages.codegen.linear import ELEMENTS
 
 
-def choices(spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec) -> dict[str, object]:
+def choices(spec: AttentionSpec) -> dict[str, object]:
     """Return the template's variables. The scalar ISA computes in bf16, or has lanes of fp32 for other elements."""
     lanes = ELEMENTS["bf16" if spec.dtype == "bf16" else "fp32"]
     row = INSTRUCTION_SETS[spec.isa]

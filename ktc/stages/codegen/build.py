@@ -64,7 +64,9 @@ def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> Ke
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
-        raise HostLacks(_no_memory()) from error
+        message = "there is too little memory to build and test the kernels"
+        hint = "end other programs, or allow this process more memory"
+        raise HostLacks(Diagnostic("H228", message, hint=hint)) from error
     finally:
         lock.release()
 
@@ -79,14 +81,6 @@ def _written(cache: Path) -> Generator[None]:
         if error.errno == errno.ENOMEM:
             raise
         raise HostLacks(Diagnostic("H226", f"cannot write the kernel cache `{cache}`: {error}", hint=hint)) from error
-
-
-def _no_memory() -> Diagnostic:
-    return Diagnostic(
-        "H228",
-        "there is too little memory to build and test the kernels",
-        hint="end other programs, or allow this process more memory",
-    )
 
 
 def cache_key(source: KernelSource, tools: Toolchain) -> str:
@@ -131,11 +125,7 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
         with _written(folder.parent), folder_beside(folder) as work:
             built = _compile(source, tools, work, jobs)
             work.rename(folder)
-        library = KernelLibrary(
-            folder / built.name,
-            file_digest(folder / built.name),
-            source.entries,
-        )
+        library = KernelLibrary(folder / built.name, file_digest(folder / built.name), source.entries)
         for spec in source.specs:
             kind_of(spec).self_test(library.kernel(spec.entry), spec)
         with _written(folder.parent):
@@ -156,7 +146,8 @@ def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> P
         for unit, target in zip(source.units, objects, strict=True)
     )
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        for compiled in counted(as_completed([pool.submit(toolchain.run, each) for each in commands]), len(objects)):
+        compilations = [pool.submit(toolchain.run, command) for command in commands]
+        for compiled in counted(as_completed(compilations), len(objects)):
             compiled.result()
     library = work / f"ktc_kernels.{_abi()}.so"
     toolchain.run(tools.link_command(objects, library))

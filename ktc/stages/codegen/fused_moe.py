@@ -10,7 +10,7 @@ from ktc.diagnostics import Diagnostic
 from ktc.foundation.formats import CODES, FORMATS
 from ktc.foundation.isa import INSTRUCTION_SETS
 from ktc.model.kernels.form import Function
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 
 _ELEMENTS: Final = {"bf16": "ktc::bf16", "fp32": "float", "fp64": "double"}
 _FUNCTIONS: Final[Mapping[Function, str]] = {
@@ -18,7 +18,7 @@ _FUNCTIONS: Final[Mapping[Function, str]] = {
 }  # fmt: skip
 
 
-def choices(spec: KernelSpec) -> dict[str, object]:
+def choices(spec: FusedMoeSpec) -> dict[str, object]:
     """Return the template's variables."""
     panels = {name: panel for name in spec.formats if (panel := FORMATS[name].panel)}
     constants = (spec.hidden, spec.intermediate, spec.num_experts, spec.top_k)
@@ -33,7 +33,7 @@ def choices(spec: KernelSpec) -> dict[str, object]:
     }
 
 
-def unsupported(spec: KernelSpec) -> Diagnostic | None:
+def unsupported(spec: FusedMoeSpec) -> Diagnostic | None:
     """Return the reason (H220) why no kernel is written for `spec`, if there is one."""
     groups = (CODES[name].group_sizes for name in spec.formats if name in CODES)
     choice = max(groups, key=len, default=(0,))  # of the format that allows one: at most one of a kernel's formats does
@@ -53,7 +53,7 @@ def unsupported(spec: KernelSpec) -> Diagnostic | None:
     )
 
 
-def _constants(spec: KernelSpec) -> Iterator[tuple[str, float]]:
+def _constants(spec: FusedMoeSpec) -> Iterator[tuple[str, float]]:
     yield "kAlpha", spec.activation.alpha
     yield "kLimit", math.inf if spec.activation.limit is None else spec.activation.limit
     yield "kUpOffset", spec.activation.up_offset

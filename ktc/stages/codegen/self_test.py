@@ -22,8 +22,8 @@ from ktc.model.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, d
 from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.experts.stock_layout import ExpertPart, StockTensor, canonical_parts, stock_names, stock_shape
 from ktc.model.kernels.form import ExpertsForm, ExpertsSizes
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import Kernel
-from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.kernels.packed_size import PANEL
 from ktc.stages.codegen.wrong_kernel import relative_error, wrong
 
@@ -36,7 +36,7 @@ _MAX_EXPERTS: Final = 3
 _RESULTS: Final = ("output", "d hidden states", "d routing weights")
 
 
-def self_test(kernel: Kernel, spec: KernelSpec) -> None:
+def self_test(kernel: Kernel, spec: FusedMoeSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute what the reference computes, forward or backward."""
     sizes = {name: getattr(spec, name) or size for name, size in _odd_sizes(spec).items()}
     num_experts, hidden = sizes["num_experts"], sizes["hidden"]
@@ -74,7 +74,7 @@ def self_test(kernel: Kernel, spec: KernelSpec) -> None:
     _compare(spec, results)
 
 
-def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
+def _odd_sizes(spec: FusedMoeSpec) -> dict[str, int]:
     sizes = dict(_ODD_SIZES)
     products = (("hidden", spec.format_gate_up), ("intermediate", spec.format_down))
     for groups, (name, weight_format) in enumerate(products, 2):
@@ -87,7 +87,7 @@ def _odd_sizes(spec: KernelSpec) -> dict[str, int]:
 
 
 def _quantised(
-    spec: KernelSpec,
+    spec: FusedMoeSpec,
     experts: PackedExperts,
     expert: int,
     part: ExpertPart,
@@ -128,7 +128,7 @@ def _random(
 
 
 def _reference(
-    spec: KernelSpec,
+    spec: FusedMoeSpec,
     x: Tensor,
     place: Tensor,
     weights: Tensor,
@@ -147,7 +147,7 @@ def _reference(
     return (out.detach(), *gradients)
 
 
-def _compare(spec: KernelSpec, results: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]) -> None:
+def _compare(spec: FusedMoeSpec, results: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]) -> None:
     """Check the error over all token counts: the few gradients of one token's weights may cancel to rounding errors."""
     for place, name in enumerate(_RESULTS):
         ours, theirs = (torch.cat([result[side][place].double() for result in results]) for side in (0, 1))
@@ -159,13 +159,13 @@ def _compare(spec: KernelSpec, results: Sequence[tuple[tuple[Tensor, ...], tuple
 
 
 def _require_same_bits(
-    spec: KernelSpec, tokens: int, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], how: str
+    spec: FusedMoeSpec, tokens: int, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], how: str
 ) -> None:
     for name, ours, theirs in zip(_RESULTS, found, expected, strict=True):
         if not torch.equal(ours, theirs):
             raise _wrong(spec, str(tokens), f"{name} has other bits with {how}")
 
 
-def _wrong(spec: KernelSpec, tokens: str, what: str) -> KtcError:
+def _wrong(spec: FusedMoeSpec, tokens: str, what: str) -> KtcError:
     hint = "try another instruction set with `--isa`, or another compiler with `CXX`"
     return wrong(spec, f"at {tokens} tokens its {what}", hint)

@@ -20,7 +20,7 @@ from ktc.model.attention.key_codes import estimates
 from ktc.model.attention.key_index import KeyIndex
 from ktc.model.attention.selection import attend_chosen, choose, visible_positions
 from ktc.model.attention.sparsity import FORMATS, Sparsity
-from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.kernels.kernel_library import Kernel
 from ktc.model.linears.gemv import DTYPES
 from ktc.stages.codegen.self_test_linear import TOLERANCE
@@ -35,14 +35,14 @@ _SHAPES: Final = (
 )
 
 
-def self_test_attention(kernel: Kernel, spec: AttentionSpec | SparseAttentionSpec) -> None:
+def self_test_attention(kernel: Kernel, spec: AttentionSpec) -> None:
     """Raise `KtcError` (H225) if the kernel does not compute causal attention."""
     for query, heads, scale in _drawn(spec):
         _compare(spec, [DecodeAttention(kernel, threads)(query, heads, scale=scale) for threads in (1, 3)],
                  _attention(query, heads, scale))  # fmt: skip
 
 
-def self_test_int8_attention(kernel: Kernel, spec: Int8AttentionSpec) -> None:
+def self_test_int8_attention(kernel: Kernel, spec: AttentionSpec) -> None:
     """Raise `KtcError` (H225) if the kernel has other codes than the reference, or computes no attention over them."""
     for query, heads, scale in _drawn(spec):
         coded = [quantised(kernel, each) for each in heads if each is not None]
@@ -54,9 +54,7 @@ def self_test_int8_attention(kernel: Kernel, spec: Int8AttentionSpec) -> None:
                  _attention(query, decoded, scale))  # fmt: skip
 
 
-def _drawn(
-    spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec,
-) -> Iterator[tuple[Tensor, KVCacheView, float]]:
+def _drawn(spec: AttentionSpec) -> Iterator[tuple[Tensor, KVCacheView, float]]:
     """Yield queries, caches and scales of the shapes."""
     draw = torch.Generator().manual_seed(22)
     for batch, heads, key_heads, tokens, positions, width, rope, value_width in _SHAPES:
@@ -67,12 +65,10 @@ def _drawn(
         yield query, KVCacheView(keys, values, more if rope else None), 0.2
 
 
-def _compare(
-    spec: AttentionSpec | Int8AttentionSpec | SparseAttentionSpec, found: list[Tensor], expected: Tensor
-) -> None:
+def _compare(spec: AttentionSpec, found: list[Tensor], expected: Tensor) -> None:
     """Raise `KtcError` (H225) unless the outputs of one thread and of three are the expected one."""
     error, most = relative_error(found[0], expected), TOLERANCE[spec.dtype]
-    if isinstance(spec, Int8AttentionSpec):
+    if spec.op == "int8_attention":
         most = max(most, _INT8_TOLERANCE)
     if not error <= most:
         raise wrong_output(spec, f"differs from the reference by {error:.1e}, allowed are {most:.0e}")
@@ -80,7 +76,7 @@ def _compare(
         raise wrong_output(spec, "has other bits with three threads")
 
 
-def self_test_sparse_attention(kernel: Kernel, spec: SparseAttentionSpec) -> None:
+def self_test_sparse_attention(kernel: Kernel, spec: AttentionSpec) -> None:
     """Raise `KtcError` (H225) if the kernel is not attention over all positions, or over chosen ones."""
     self_test_attention(kernel, spec)
     draw = torch.Generator().manual_seed(23)

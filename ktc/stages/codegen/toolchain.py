@@ -70,56 +70,34 @@ class Toolchain:
 def find(host: Host) -> Toolchain:
     """Return the host's toolchain. Raises `HostLacks` (H221 no compiler, H222 no Python.h)."""
     if host.compiler is None:
-        raise HostLacks(
-            Diagnostic(
-                "H221",
-                "no C++ compiler found: looked for `$CXX`, `g++`, `c++` and `clang++`",
-                hint="install `g++` (Debian and Ubuntu: `apt install build-essential`; Fedora: `dnf install gcc-c++`)",
-            )
-        )
+        message = "no C++ compiler found: looked for `$CXX`, `g++`, `c++` and `clang++`"
+        hint = "install `g++` (Debian and Ubuntu: `apt install build-essential`; Fedora: `dnf install gcc-c++`)"
+        raise HostLacks(Diagnostic("H221", message, hint=hint))
     python = Path(sysconfig.get_path("include"))
     if not (python / "Python.h").is_file():
-        raise HostLacks(
-            Diagnostic(
-                "H222",
-                f"`Python.h` is not in `{python}`, and the kernels are a Python extension",
-                hint="install `python3-dev` (Fedora: `python3-devel`)",
-            )
-        )
+        message = f"`Python.h` is not in `{python}`, and the kernels are a Python extension"
+        raise HostLacks(Diagnostic("H222", message, hint="install `python3-dev` (Fedora: `python3-devel`)"))
     ours = (resources.runtime_include(), resources.runtime_bindings())
     return Toolchain(host.compiler, (*ours, Path(pybind11.get_include()), python))
 
 
 def require_isas(isas: Iterable[Isa], host: Host) -> None:
     """Raise `HostLacks` (H223) for each instruction set that this host cannot run."""
-    lacking = sorted(set(isas) - set(host.isas))
-    if not lacking:
-        return
     usable = ", ".join(f"`{isa}`" for isa in host.isas)
-    raise HostLacks(
-        *(
-            Diagnostic("H223", f"this machine cannot run `{isa}` kernels", hint=f"usable here: {usable}; see `--isa`")
-            for isa in lacking
-        )
-    )
+    _refuse_lacking(isas, host, "H223", "this machine cannot run `{}` kernels", f"usable here: {usable}; see `--isa`")
 
 
 def require_testable(isas: Iterable[Isa], here: Host) -> None:
     """Raise `HostLacks` (H227) for each instruction set that `here`, the machine that compiles, cannot run itself."""
-    lacking = sorted(set(isas) - set(here.isas))
-    if not lacking:
-        return
+    message = "this machine cannot run `{}` kernels itself, and no kernel is handed out that was not tested"
     hint = "compile on the machine that the host file describes; `ktc check` shows the plan for it anywhere"
-    raise HostLacks(
-        *(
-            Diagnostic(
-                "H227",
-                f"this machine cannot run `{isa}` kernels itself, and no kernel is handed out that was not tested",
-                hint=hint,
-            )
-            for isa in lacking
-        )
-    )
+    _refuse_lacking(isas, here, "H227", message, hint)
+
+
+def _refuse_lacking(isas: Iterable[Isa], host: Host, code: str, message: str, hint: str) -> None:
+    lacking = sorted(set(isas) - set(host.isas))
+    if lacking:
+        raise HostLacks(*(Diagnostic(code, message.format(isa), hint=hint) for isa in lacking))
 
 
 def run(command: tuple[str, ...]) -> None:
@@ -131,13 +109,9 @@ def run(command: tuple[str, ...]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
-        raise HostLacks(
-            Diagnostic(
-                "H221",
-                f"the C++ compiler `{command[0]}` cannot be run any more: {error.strerror}",
-                hint="install `g++`, or name another compiler with `CXX`",
-            )
-        ) from error
+        message = f"the C++ compiler `{command[0]}` cannot be run any more: {error.strerror}"
+        hint = "install `g++`, or name another compiler with `CXX`"
+        raise HostLacks(Diagnostic("H221", message, hint=hint)) from error
     if done.returncode == 0:
         return
     fault = fault_in_text(done.stderr) or (not_written_whole() if _UNWRITTEN.search(done.stderr) else None)

@@ -25,7 +25,7 @@ from ktc.stages.link.stages import STAGES, dump_stage
 from ktc.stages.pictures.dump import to_json
 from ktc.stages.plan.report import plan_json
 from ktc.stages.proof import Proof
-from ktc.stages.rewrite import block_files, outside_rows, recipe, stack_rows, stream_rows
+from ktc.stages.rewrite import block_files, recipe, stack_rows, stream_rows, uncaptured_rows
 
 
 def assemble(
@@ -39,7 +39,7 @@ def assemble(
     captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
-    steps = (*recipe(blocks, plan.host), *outside_rows(plan), *stream_rows(plan))
+    steps = (*recipe(blocks, plan.host), *uncaptured_rows(plan), *stream_rows(plan))
     return Package(
         name=captured.source.name,
         checkpoint=captured.source.folder,
@@ -57,8 +57,8 @@ def assemble(
         library=library.path if library is not None else None,
         rewrites=steps,
         assumptions=_assumptions(captured, steps),
-        placement={p.fqn: p.device for p in plan.placements} | {each.fqn: "cpu" for each in plan.streams},
-        memory={held.device: held.weights for held in plan.devices},
+        placement={p.fqn: p.device for p in plan.placements} | {stream.fqn: "cpu" for stream in plan.streams},
+        memory={device.device: device.weights for device in plan.devices},
         cuda_graph=plan.cuda_graph,
         model_type=captured.source.config.model_type,
         lora=plan.lora and adapter_json(plan.lora),

@@ -54,8 +54,8 @@ def without_code_references(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _candidates(checkpoint: Path) -> Iterator[Path]:
-    found = {path for pattern in (*_NAMES, "tokenization_*") for path in checkpoint.glob(pattern) if path.is_file()}
-    return iter(sorted(found))
+    paths = {path for pattern in (*_NAMES, "tokenization_*") for path in checkpoint.glob(pattern) if path.is_file()}
+    return iter(sorted(paths))
 
 
 def _copy_json(path: Path, target: Path) -> list[str]:

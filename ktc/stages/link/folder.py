@@ -95,9 +95,9 @@ def _check_place(parent: Path) -> None:
 
 
 def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -> None:
-    """Fill a folder beside `out` and rename it to `out`. A failure leaves no new folder, not even the parents it made.
+    """Fill a folder next to `out` and rename it to `out`. A failure leaves no new folder, and no parents either.
 
-    A folder that a killed process left beside `out` is removed by the next call. Raises I145 if the system refuses a
+    The next call removes a folder that a killed process left next to `out`. Raises I145 if the system refuses a
     write: `HostLacks` where the machine is at fault, otherwise `InputRefused`.
     """
     out = out.absolute()
@@ -106,9 +106,9 @@ def write_folder(out: Path, fill: Callable[[Path], None], force: bool = False) -
     try:
         made_parents = _make_parents(out.parent)
         _restore(out)
-        with folder_beside(out) as beside:
+        with folder_beside(out) as unfinished:
             check_out(out, force)  # an old one may have been restored
-            _fill_and_rename(beside, out, fill)
+            _fill_and_rename(unfinished, out, fill)
     except BaseException as error:
         for parent in reversed(made_parents):
             with suppress(OSError):  # another process put something there
@@ -143,28 +143,28 @@ def _locked(folder: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def _fill_and_rename(beside: Path, out: Path, fill: Callable[[Path], None]) -> None:
-    fill(beside)
-    finish_folder(beside)
-    _replace(beside, out)
+def _fill_and_rename(unfinished: Path, out: Path, fill: Callable[[Path], None]) -> None:
+    fill(unfinished)
+    finish_folder(unfinished)
+    _replace(unfinished, out)
     flush(out.parent)
 
 
-def _replace(beside: Path, out: Path) -> None:
-    """Move `beside` to `out`; an existing `out` is afterwards at `beside` or removed."""
+def _replace(unfinished: Path, out: Path) -> None:
+    """Move `unfinished` to `out`; an existing `out` is afterwards at `unfinished` or removed."""
     if not out.exists():
-        os.rename(beside, out)
-    elif not _exchange(beside, out):
-        _replace_in_two_steps(beside, out)
+        os.rename(unfinished, out)
+    elif not _exchange(unfinished, out):
+        _replace_in_two_steps(unfinished, out)
 
 
-def _replace_in_two_steps(beside: Path, out: Path) -> None:
+def _replace_in_two_steps(unfinished: Path, out: Path) -> None:
     """Rename twice. A kill between the two leaves the old folder at `-old`; `_restore` puts it back."""
-    old = beside.with_name(beside.name + _OLD)
+    old = unfinished.with_name(unfinished.name + _OLD)
     with _locked(out.parent):  # nothing is restored between the two
         os.rename(out, old)
         try:
-            os.rename(beside, out)
+            os.rename(unfinished, out)
         except OSError:
             os.rename(old, out)
             raise

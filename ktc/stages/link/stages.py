@@ -84,8 +84,8 @@ def _marked(block: BlockDump, rewrite: BlockRewrite) -> BlockDump:
     nodes: list[NodeDump] = []
     for node in block.nodes:
         placed = replace(node, device=rewrite.node_devices.get(node.name, rewrite.device))
-        held = ", ".join(rules.get(node.name, ())), ", ".join(spans.get(node.name, ()))
-        nodes.append(replace(placed, rule=held[0], span=held[1]) if held[0] else placed)
+        marks = ", ".join(rules.get(node.name, ())), ", ".join(spans.get(node.name, ()))
+        nodes.append(replace(placed, rule=marks[0], span=marks[1]) if marks[0] else placed)
     return replace(block, nodes=tuple(nodes))
 
 

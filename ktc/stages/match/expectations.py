@@ -5,12 +5,12 @@ Input: the rule set, the facts and the number of places of each rule. Output: on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktc.diagnostics import Diagnostic
 from ktc.language.dsl import syntax
-from ktc.language.dsl.evaluate import Result, evaluate
+from ktc.language.dsl.evaluate import Result, constant, evaluate
 from ktc.language.dsl.ruleset import RuleDefinition, RuleSet
 from ktc.stages.match.facts import Facts
 from ktc.stages.match.types import NearMiss
@@ -31,8 +31,9 @@ def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
     for unit, require in rules.requires:
         if _value(require.condition, unit, rules, facts) is not True:
             reason = f": {require.message.value}" if require.message else ""
-            asked = dict.fromkeys(_references(require.condition))
-            shown = ", ".join(f"`{'.'.join(fact)}` is `{facts.about(*fact)}`" for fact in asked)
+            references = (part.parts for part in syntax.walk(require.condition) if isinstance(part, syntax.Reference))
+            tested = dict.fromkeys(parts for parts in references if len(parts) == 2)
+            shown = ", ".join(f"`{'.'.join(fact)}` is `{facts.about(*fact)}`" for fact in tested)
             problems.append(Diagnostic("M063", f"requirement not met{reason}", require.condition.span, label=shown))
     return problems
 
@@ -72,10 +73,8 @@ def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: i
         return "" if count in wanted else f"{wanted.start}..{wanted.stop - 1}"
     if not isinstance(wanted, int):
         return "a number that is unknown for this model or host"
-    holds = {
-        "==": count == wanted, "!=": count != wanted, "<": count < wanted,
-        "<=": count <= wanted, ">": count > wanted, ">=": count >= wanted,
-    }[expect.operator]  # fmt: skip
+    sides = (syntax.Literal("int", number) for number in (count, wanted))
+    holds = constant(syntax.Binary(expect.operator, *sides), {})
     spoken = {"==": f"{wanted}", "!=": f"other than {wanted}", "<": f"fewer than {wanted}", "<=": f"at most {wanted}"}
     return "" if holds else spoken.get(expect.operator, f"at least {wanted + (expect.operator == '>')}")
 
@@ -83,20 +82,3 @@ def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: i
 def _value(expression: syntax.Expression, unit: int, rules: RuleSet, facts: Facts) -> Result:
     """Return the value of an expression over model and host alone."""
     return evaluate(expression, rules.units[unit].params, facts.answer)
-
-
-def _references(expression: syntax.Expression) -> Iterator[tuple[str, str]]:
-    """Yield the facts in an expression, in order."""
-    match expression:
-        case syntax.Reference(parts=(what, attribute)):
-            yield what, attribute
-        case syntax.ListExpression(items=inner):
-            for item in inner:
-                yield from _references(item)
-        case syntax.RangeExpression(low=left, high=right) | syntax.Binary(left=left, right=right):
-            yield from _references(left)
-            yield from _references(right)
-        case syntax.Unary(operand=inner) | syntax.Has(subject=inner):
-            yield from _references(inner)
-        case syntax.Literal() | syntax.Reference() | syntax.ParamReference():
-            return

@@ -29,11 +29,11 @@ class Facts:
     def _bytes(self) -> dict[str, int]:
         totals: dict[str, int] = {}
         for module in self.captured.modules:
-            held = sum(t.bytes for t in module.tensors)
+            size = sum(t.bytes for t in module.tensors)
             parts = module.fqn.split(".") if module.fqn else []
             for depth in range(len(parts) + 1):
                 prefix = ".".join(parts[:depth])
-                totals[prefix] = totals.get(prefix, 0) + held
+                totals[prefix] = totals.get(prefix, 0) + size
         return totals
 
     @cached_property

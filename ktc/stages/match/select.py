@@ -36,7 +36,7 @@ def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
     """Find the matches of every rule. Raises InputRefused with all unmet `require` and `expect` of the program."""
     tokens = rules.plan.get("tokens")
     facts = Facts(captured, host, tokens if isinstance(tokens, int) else DEFAULT_TOKENS)
-    found, misses, problems = list[Match](), list[NearMiss](), unmet_requirements(rules, facts)
+    matches, misses, problems = list[Match](), list[NearMiss](), unmet_requirements(rules, facts)
     if problems:
         raise InputRefused(*problems)
     for rule in rules.rules:
@@ -44,14 +44,14 @@ def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
         by_path = [m for m in candidates if _path_selected(rule, m.path)]
         selected = [m for m in by_path if _condition(rule, rules, facts, m)]
         misses += nearest if not selected else []
-        found += selected
+        matches += selected
         counts = Counts(len(candidates), len(by_path), len(selected))
         problem = unmet_expectation(rule, rules, facts, counts, nearest)
         problems += [] if problem is None else [problem]
     if problems:
         raise InputRefused(*problems)
     optional = frozenset(rule.name for rule in rules.rules if may_match_nothing(rule, rules, facts))
-    return Matches(tuple(found), tuple(misses), rules.warnings, optional)
+    return Matches(tuple(matches), tuple(misses), rules.warnings, optional)
 
 
 # candidates ----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -
     if rule.root == "module":
         return [_module_match(rule, m) for m in captured.modules if m.fqn], []
     pattern = rules.patterns.get(rule.root)
-    found, misses = list[Match](), list[NearMiss]()
+    matches, misses = list[Match](), list[NearMiss]()
     for block in captured.blocks:
         if block.graph is None:
             continue
@@ -71,13 +71,13 @@ def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -
             if not local and matcher.best.matched >= NEAR:
                 misses.append(_near_miss(rule, block, captured, matcher.best))
         for site in captured.sites_of(block.key):
-            found += [_at_site(m, site.fqn, site.layer, captured) for m in local]
+            matches += [_at_site(m, site.fqn, site.layer, captured) for m in local]
     leaf_class = _LEAF_CLASSES.get(rule.root)
     inside = {site.fqn for site in captured.sites}
     outside = [
         m for m in captured.modules if m.class_name == leaf_class and not any(m.fqn.startswith(f + ".") for f in inside)
     ]
-    return [*found, *(_module_match(rule, m) for m in outside)], sorted(misses, key=lambda m: -m.matched)
+    return [*matches, *(_module_match(rule, m) for m in outside)], sorted(misses, key=lambda m: -m.matched)
 
 
 def _module_match(rule: RuleDefinition, module: ModuleInfo) -> Match:
@@ -96,7 +96,7 @@ def _leaf(rule: RuleDefinition, block: BlockGraph, node: str) -> Match:
 def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, matcher: TermMatcher) -> Iterator[Match]:
     """Yield the matches of one block; if one's nodes strictly contain another's, only the larger."""
     assert block.graph is not None
-    pattern, found = rules.patterns[rule.root], list[tuple[SubMatch, frozenset[fx.Node]]]()
+    pattern, matched = rules.patterns[rule.root], list[tuple[SubMatch, frozenset[fx.Node]]]()
     for root in nodes_of(block.graph):
         if ops.operator(root) in ("input", "weight", "output", "getitem") or ops.operator(root) in ops.TRANSPARENT:
             continue
@@ -105,11 +105,11 @@ def _pattern_matches(rule: RuleDefinition, rules: RuleSet, block: BlockGraph, ma
         except BudgetExceeded:
             continue
         if result is not None:
-            found.append(result)
+            matched.append(result)
     computing = {n for n in _on_data(block.graph) if ops.operator(n) not in _STRUCTURE}
     order = {n: i for i, n in enumerate(nodes_of(block.graph))}
-    for sub, nodes in found:
-        if any(nodes < other for _, other in found):
+    for sub, nodes in matched:
+        if any(nodes < other for _, other in matched):
             continue
         names = tuple(n.name for n in sorted(nodes, key=order.__getitem__))
         coverage = len(nodes & computing) / max(1, len(computing))
@@ -125,20 +125,22 @@ def _on_data(graph: fx.GraphModule) -> set[fx.Node]:
     return reached
 
 
-def _at_site(found: Match, site: str, layer: int, captured: CapturedModel) -> Match:
-    graph = captured.block(found.block).graph
+def _at_site(in_block: Match, site: str, layer: int, captured: CapturedModel) -> Match:
+    graph = captured.block(in_block.block).graph
     assert graph is not None
     fqns = [
-        str(n.meta["fqn"]) for n in nodes_of(graph) if n.name in found.nodes and n.op != "get_attr" and "fqn" in n.meta
+        str(n.meta["fqn"])
+        for n in nodes_of(graph)
+        if n.name in in_block.nodes and n.op != "get_attr" and "fqn" in n.meta
     ]
     path = common_path(site, fqns)
     class_name = next((m.class_name for m in captured.modules if m.fqn == path), "")
-    return replace(found, path=path, layer=layer, site=site, class_name=class_name)
+    return replace(in_block, path=path, layer=layer, site=site, class_name=class_name)
 
 
 def _near_miss(rule: RuleDefinition, block: BlockGraph, captured: CapturedModel, best: Attempt) -> NearMiss:
     site = captured.sites_of(block.key)[0].fqn
-    return NearMiss(rule.name, rule.root, block.key, site, best.matched, best.node, best.found, best.wanted, best.span)
+    return NearMiss(rule.name, rule.root, block.key, site, best.matched, best.node, best.actual, best.wanted, best.span)
 
 
 # selection -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ class State:
     nodes: frozenset[fx.Node]
 
     def bind(self, name: str, value: Value | Sub) -> State:
-        """Return this state with one more binding."""
         return replace(self, names={**self.names, name: value})
 
 

@@ -32,7 +32,7 @@ class Attempt:
 
     matched: int = -1
     node: str = ""
-    found: str = ""
+    actual: str = ""
     wanted: str = ""
     span: Span = syntax.NOWHERE
 
@@ -132,14 +132,14 @@ class TermMatcher:
         self, pattern: PatternDefinition, term: syntax.Term
     ) -> list[tuple[syntax.Call, PatternDefinition]]:
         """Return the patterns that a binding chooses from, with equal outputs; empty if a choice is not a pattern."""
-        found: list[tuple[syntax.Call, PatternDefinition]] = []
+        calls: list[tuple[syntax.Call, PatternDefinition]] = []
         for choice in term.choices if isinstance(term, syntax.Alternatives) else (term,):
             callee = self._pattern(pattern, choice.callee) if isinstance(choice, syntax.Call) else None
-            if callee is None or (found and _outputs(callee) != _outputs(found[0][1])):
+            if callee is None or (calls and _outputs(callee) != _outputs(calls[0][1])):
                 return []
             assert isinstance(choice, syntax.Call)
-            found.append((choice, callee))
-        return found
+            calls.append((choice, callee))
+        return calls
 
     def _call(
         self, pattern: PatternDefinition, call: syntax.Call, callee: PatternDefinition, value: Value, state: State
@@ -197,7 +197,7 @@ class TermMatcher:
             return
         sources, passed = sources_of(value.node)
         here = replace(state, nodes=state.nodes | passed)
-        fitting = [found for source in sources if (found := list(self._term(pattern, term, Value(source), here)))]
+        fitting = [states for source in sources if (states := list(self._term(pattern, term, Value(source), here)))]
         if len(fitting) == 1:
             yield from fitting[0]
 
@@ -213,11 +213,11 @@ class TermMatcher:
         if len(state.nodes) <= self.best.matched:
             return
         if value.node is None:
-            node, found = "", f"the constant {value.scalar:g}"
+            node, actual = "", f"the constant {value.scalar:g}"
         else:
             result = f" (result {value.index})" if value.index else ""
-            node, found = value.node.name, f"`{ops.operator(value.node)}`{result}"
-        self.best = Attempt(len(state.nodes), node, found, wanted, term.span)
+            node, actual = value.node.name, f"`{ops.operator(value.node)}`{result}"
+        self.best = Attempt(len(state.nodes), node, actual, wanted, term.span)
 
 
 def _binding_of(declaration: syntax.Pattern, name: str) -> syntax.Binding | None:

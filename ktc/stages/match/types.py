@@ -48,13 +48,13 @@ class Match:
 
     def capture(self, path: tuple[str, ...]) -> Binding | None:
         """Return the binding at `path` below the match, None if an optional part is absent."""
-        found: Binding = SubMatch(self.root, self.bindings)
+        binding: Binding = SubMatch(self.root, self.bindings)
         for name in path:
-            inner = found.bindings.get(name) if isinstance(found, SubMatch) else None
+            inner = binding.bindings.get(name) if isinstance(binding, SubMatch) else None
             if inner is None:
                 return None
-            found = inner
-        return found
+            binding = inner
+        return binding
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class NearMiss:
     site: str
     matched: int
     node: str
-    found: str
+    actual: str
     wanted: str
     span: Span
 
     def __str__(self) -> str:
         nodes = f"{self.matched} node{'s' * (self.matched != 1)} of `{self.pattern}`"
-        stop = f"expected {self.wanted}, found {self.found} ({self.span})"
+        stop = f"expected {self.wanted}, found {self.actual} ({self.span})"
         return f"{nodes} matched in {self.site}, then at `{self.node}` {stop}"
 
 
@@ -90,5 +90,4 @@ class Matches:
     optional: frozenset[str] = frozenset()
 
     def of(self, rule: str) -> tuple[Match, ...]:
-        """Return the matches of the rule `rule`."""
         return tuple(m for m in self.matches if m.rule == rule)

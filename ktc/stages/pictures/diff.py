@@ -69,7 +69,6 @@ class ModelDiff:
         return bool(self.blocks or self.modules)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`."""
         return json.loads(json.dumps(asdict(self)))
 
     def text(self) -> str:
@@ -131,11 +130,11 @@ def _paired(before: BlockDump, after: BlockDump) -> dict[str, str]:
 
 
 def _by_fqn(block: BlockDump, names: set[str]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    names_by_fqn: dict[str, list[str]] = {}
     for node in block.nodes:
         if node.name in names and node.fqn:
-            found.setdefault(node.fqn, []).append(node.name)
-    return {fqn: same[0] for fqn, same in found.items() if len(same) == 1}
+            names_by_fqn.setdefault(node.fqn, []).append(node.name)
+    return {fqn: same[0] for fqn, same in names_by_fqn.items() if len(same) == 1}
 
 
 def _module_diffs(before: ModelDump, after: ModelDump) -> Iterator[ModuleDiff]:
@@ -166,7 +165,7 @@ def _block_lines(block: BlockDiff) -> Iterator[str]:
     for node in block.nodes:
         if node.kind == "changed":
             assert node.after is not None, "a changed node has both sides"
-            alike.setdefault(_change_text(_told(node.changes)), []).append(printable(node.after.name, 80))
+            alike.setdefault(_change_text(_main_changes(node.changes)), []).append(printable(node.after.name, 80))
         else:
             shown = node.before or node.after
             assert shown is not None, "a node of a difference has one side at least"
@@ -175,7 +174,7 @@ def _block_lines(block: BlockDiff) -> Iterator[str]:
         yield f"  ~ {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}: {change}"
 
 
-def _told(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
+def _main_changes(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
     """Return the changes of operator, rule, device and type; other changes only if there are no such changes."""
     first = tuple(c for c in changes if c.field in ("op", "shape", "dtype", "device", "rule"))
     return first or changes

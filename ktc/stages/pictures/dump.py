@@ -115,7 +115,6 @@ class ModelDump:
     near_misses: tuple[str, ...] = ()
 
     def of_layer(self, layer: int | None) -> tuple[BlockDump, ...]:
-        """Return the blocks of layer `layer`, or all blocks for None."""
         return tuple(block for block in self.blocks if layer is None or layer in block.layers)
 
 

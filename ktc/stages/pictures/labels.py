@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 def printable(text: str, limit: int = 200) -> str:
     """Return `text` on one line: control and direction characters escaped, text beyond `limit` cut from the middle."""
-    shown = _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+    shown = _UNPRINTABLE.sub(lambda character: character.group().encode("unicode_escape").decode("ascii"), text)
     if len(shown) <= limit:
         return shown
     tail = (limit - 1) // 2
@@ -155,12 +155,12 @@ def quantity(number: float, unit: str = "") -> str:
 
 def rule_names(dumps: Iterable[ModelDump]) -> tuple[str, ...]:
     """Return every rule in the dumps, in order of appearance; its position determines its colour in all drawings."""
-    found: dict[str, None] = {}
+    rules: dict[str, None] = {}
     for dump in dumps:
-        found.update((match.rule, None) for match in dump.matches)
-        found.update((node.rule, None) for block in dump.blocks for node in block.nodes if node.rule)
-        found.update((module.rule, None) for module in dump.modules if module.rule)
-    return tuple(found)
+        rules.update((match.rule, None) for match in dump.matches)
+        rules.update((node.rule, None) for block in dump.blocks for node in block.nodes if node.rule)
+        rules.update((module.rule, None) for module in dump.modules if module.rule)
+    return tuple(rules)
 
 
 def captured_nodes(block: BlockDump, dump: ModelDump) -> dict[str, tuple[tuple[str, str], ...]]:
@@ -168,10 +168,10 @@ def captured_nodes(block: BlockDump, dump: ModelDump) -> dict[str, tuple[tuple[s
 
     A match belongs to the block that contains its site; `topk[1]`, a part of a tuple, is the node `topk`.
     """
-    found: dict[str, dict[tuple[str, str], None]] = {}
+    captures: dict[str, dict[tuple[str, str], None]] = {}
     sites = set(block.sites)
     for match in dump.matches:
         if any(site in sites for site in _and_ancestors(match.site)):
             for name, node in match.captures:
-                found.setdefault(_ITEM.sub("", node), {})[match.rule, name] = None
-    return {node: tuple(pairs) for node, pairs in found.items()}
+                captures.setdefault(_ITEM.sub("", node), {})[match.rule, name] = None
+    return {node: tuple(pairs) for node, pairs in captures.items()}

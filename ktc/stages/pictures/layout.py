@@ -12,7 +12,7 @@ unpacks 110 MB of libraries.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.stages.pictures.dump import BlockDump, NodeDump
@@ -113,15 +113,15 @@ def place(block: BlockDump) -> Drawing:
         graph.edge(index[source], index[target])
     laid = graphlay.layout(graph, options=_OPTIONS)
     left, top = laid.bounds["min"]["x"], laid.bounds["min"]["y"]
-    placed = [
-        _moved(box, found["center"]["x"] - box.width / 2 - left, found["center"]["y"] - box.height / 2 - top)
-        for box, found in zip(boxes, laid.nodes, strict=True)
+    moved = [
+        replace(box, x=node["center"]["x"] - box.width / 2 - left, y=node["center"]["y"] - box.height / 2 - top)
+        for box, node in zip(boxes, laid.nodes, strict=True)
     ]
     edges = [
-        Edge(*pair, tuple((point["x"] - left, point["y"] - top) for point in found["points"]))
-        for pair, found in zip(pairs, laid.edges, strict=True)
+        Edge(*pair, tuple((point["x"] - left, point["y"] - top) for point in edge["points"]))
+        for pair, edge in zip(pairs, laid.edges, strict=True)
     ]
-    return Drawing(tuple(placed), tuple(edges), laid.bounds["max"]["x"] - left, laid.bounds["max"]["y"] - top)
+    return Drawing(tuple(moved), tuple(edges), laid.bounds["max"]["x"] - left, laid.bounds["max"]["y"] - top)
 
 
 def module_name(node: NodeDump, nodes: dict[str, NodeDump]) -> str:
@@ -161,7 +161,3 @@ def _box(node: NodeDump, nodes: dict[str, NodeDump], home: str) -> Box:
     width = max([56.0, first, *(len(line) * _DETAIL_WIDTH for line in details)]) + 2 * _PADDING
     height = (10.0 if kind == "operator" else 8.0) + _LINE * (1 + len(details))
     return Box(node, kind, title, module, details, 0.0, 0.0, round(width), height)
-
-
-def _moved(box: Box, x: float, y: float) -> Box:
-    return Box(box.node, box.kind, box.title, box.module, box.details, x, y, box.width, box.height)

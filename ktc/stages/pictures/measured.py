@@ -36,28 +36,27 @@ def of_model(measured: Sequence[Measured]) -> Verdict | None:
     """Return the summary of all comparisons, the failing ones by name; `None` without any."""
     if not measured:
         return None
-    layers = {each.layer for each in measured}
-    red = [each for each in measured if each.red]
+    layers = {error.layer for error in measured}
+    red = [error for error in measured if error.red]
     count = f"{len(layers)} layer{'s' * (len(layers) != 1)}"
     if not red:
         return Verdict((f"ktc prove: {count} compared, no error above twice stock's own",), False)
-    return Verdict((f"ktc prove: RED in {count} compared", *(_failure(each, each.site) for each in red)), True)
+    return Verdict((f"ktc prove: RED in {count} compared", *(_failure(error, error.site) for error in red)), True)
 
 
 def of_block(block: BlockDump, measured: Sequence[Measured], layer: int | None = None) -> Verdict | None:
     """Return the largest error at the block's sites, and each that fails; `None` where nothing was measured."""
-    own = [each for each in measured if _at(each, block) and layer in (None, each.layer)]
-    if not own:
+    here = [error for error in measured if _at(error, block) and layer in (None, error.layer)]
+    if not here:
         return None
-    worst = max(own, key=lambda each: float("inf") if each.ktc is None else each.ktc)
-    where = f" in layer {worst.layer}" if len({each.layer for each in own}) > 1 else ""
-    found = f"ktc prove: error {error_text(worst.ktc)}{where}, stock {error_text(worst.stock)}"
-    red = [each for each in own if each.red]
-    return Verdict((found, *(_failure(each, f"layer {each.layer}") for each in red)), bool(red))
+    worst = max(here, key=lambda error: float("inf") if error.ktc is None else error.ktc)
+    where = f" in layer {worst.layer}" if len({error.layer for error in here}) > 1 else ""
+    summary = f"ktc prove: error {error_text(worst.ktc)}{where}, stock {error_text(worst.stock)}"
+    red = [error for error in here if error.red]
+    return Verdict((summary, *(_failure(error, f"layer {error.layer}") for error in red)), bool(red))
 
 
 def error_text(error: float | None) -> str:
-    """Return an error with two digits."""
     return "not finite" if error is None else f"{error:.1e}"
 
 

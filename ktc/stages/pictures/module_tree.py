@@ -39,16 +39,16 @@ class _Branch:
 
     def total(self) -> tuple[int, int]:
         below = [child.total() for child in self.children.values()]
-        own = (self.module.parameters, self.module.bytes) if self.module else (0, 0)
-        return own[0] + sum(p for p, _ in below), own[1] + sum(b for _, b in below)
+        counts = (self.module.parameters, self.module.bytes) if self.module else (0, 0)
+        return counts[0] + sum(p for p, _ in below), counts[1] + sum(b for _, b in below)
 
     def likeness(self) -> tuple[object, ...]:
         """Return a key that is equal for branches that may share a line: classes, sizes, devices and rules at all
         levels.
         """
         m = self.module
-        own = (m.class_name, m.parameters, m.bytes, m.device, m.rule) if m else ()
-        return own, tuple((child.name, child.likeness()) for child in self.children.values())
+        facts = (m.class_name, m.parameters, m.bytes, m.device, m.rule) if m else ()
+        return facts, tuple((child.name, child.likeness()) for child in self.children.values())
 
 
 def module_tree(modules: tuple[ModuleDump, ...]) -> tuple[TreeLine, ...]:

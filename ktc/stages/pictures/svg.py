@@ -45,7 +45,7 @@ def render_svg(dump: ModelDump, layer: int | None = None, measured: Sequence[Mea
     colours = rule_colours([dump])
     drawings = [place(block) for block in blocks]
     verdicts = [of_block(block, measured, layer) for block in blocks]
-    widths = [_frame_width(*each) for each in zip(blocks, drawings, verdicts, strict=True)]
+    widths = [_frame_width(*sized) for sized in zip(blocks, drawings, verdicts, strict=True)]
     legend = [rule for rule in colours if any(node.rule == rule for block in blocks for node in block.nodes)]
     legend_width = sum(len(printable(rule, 40)) * _CHARACTER + 40 for rule in legend)
     width = max(sum(widths) + _GAP * (len(blocks) - 1), legend_width, 400.0) + 2 * _MARGIN

@@ -46,7 +46,6 @@ def render_text(
 
 
 def render_block(block: BlockDump, *, colour: bool = False) -> str:
-    """Return one block alone."""
     return _join(list(_block(block)), colour)
 
 

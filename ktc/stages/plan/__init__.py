@@ -1,21 +1,21 @@
 """Planning: claims, devices and kernels decided for a host. It reads graphs and touches none."""
 
-from ktc.stages.plan.availability import require_feasible
-from ktc.stages.plan.kernels import kernel_origins
 from ktc.stages.plan.make import make_plan
+from ktc.stages.plan.memory import require_feasible
+from ktc.stages.plan.nodes import kernel_origins
 from ktc.stages.plan.types import (
     ANY_SIZE,
+    BatchShape,
     BlockRewrite,
     DeviceMemory,
     LoraPlan,
     MemoryPlan,
     Placement,
     Plan,
-    Point,
     Reason,
 )
 
 __all__ = [
-    "ANY_SIZE", "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "Placement", "Plan", "Point",
+    "ANY_SIZE", "BatchShape", "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "Placement", "Plan",
     "Reason", "kernel_origins", "make_plan", "require_feasible",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from torch import fx
 
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_in, nodes_of, tensor_of
+from ktc.model.targets.target import LoraBytes
 from ktc.stages.capture.export import BATCH, SEQUENCE
 
 _TOKENS = BATCH * SEQUENCE
@@ -30,15 +31,6 @@ _VIEWS = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} 
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA on a linear node: its rank, bytes of an element of its weights, and of a dropout mask (0: no dropout)."""
-
-    rank: int
-    item: int
-    mask: int
-
-
-@dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes per token: `saved` for backward, `live` at the widest point of a forward."""
 
@@ -46,7 +38,7 @@ class Footprint:
     live: float
 
 
-def footprint(graph: fx.GraphModule, adapters: Mapping[str, Adapter], hidden: int) -> Footprint:
+def footprint(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int) -> Footprint:
     """Of a block whose linear nodes `adapters` (by node name) carry LoRA; `hidden` is the model's width.
 
     The routed experts themselves are not in it: where they run is the plan's choice.
@@ -62,7 +54,7 @@ def footprint(graph: fx.GraphModule, adapters: Mapping[str, Adapter], hidden: in
     return Footprint(saved, live)
 
 
-def _with_gradient(graph: fx.GraphModule, adapters: Mapping[str, Adapter], hidden: int) -> set[fx.Node]:
+def _with_gradient(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int) -> set[fx.Node]:
     """Return the nodes whose value needs a gradient: floating-point values computed from hidden states."""
     found = set[fx.Node]()
     for node in nodes_of(graph):
@@ -93,7 +85,7 @@ def _saved_values(node: fx.Node, trains: set[fx.Node]) -> Iterator[fx.Node]:
         yield from inputs  # an unknown operator: its inputs, as a safe estimate
 
 
-def _saved_copies(node: fx.Node, adapter: Adapter | None) -> float:
+def _saved_copies(node: fx.Node, adapter: LoraBytes | None) -> float:
     """Bytes per token that are saved beside values of the graph: casts, statistics and what adapters see."""
     name = ops.operator(node)
     if name in ("rms_norm", "layer_norm"):

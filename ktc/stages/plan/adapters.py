@@ -2,65 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.language.dsl.ruleset import RuleSet
-from ktc.model.targets import LoraExperts, LoraLinear
+from ktc.model.checkpoint.adapter_uses import AdapterFacts, refused_later, stored_as
+from ktc.model.hf.conversions import names_one_by_one
+from ktc.model.hf.tied_weights import tied_names
+from ktc.model.targets.node_plan import Claim
 from ktc.stages.capture import CapturedModel
+from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.expert_adapters import adapted_weights
-from ktc.stages.plan.trained import NOTHING_TRAINED, TrainedWeights
-from ktc.stages.plan.types import Claim, LoraPlan
+from ktc.stages.plan.types import LoraPlan
 
 DEFAULT_DROPOUT = 0.0
 DEFAULT_RANK = 8  # PEFT's own, of a config that adapts nothing
 
 
-def plan_lora(
-    captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet, trained: TrainedWeights = NOTHING_TRAINED
-) -> LoraPlan | None:
-    """Return the adapter of the program, or None. Raise InputRefused for targets that cannot be adapted."""
-    chosen = [claim for claim in claims if isinstance(claim.target, LoraLinear)]
-    adapting = [claim for claim in claims if isinstance(claim.target, LoraLinear | LoraExperts)]
-    whole = sum(p.numel() for fqn in trained.modules for p in captured.model.get_submodule(fqn).parameters())
-    if not adapting and trained.modules:
-        return LoraPlan((), (), DEFAULT_RANK, DEFAULT_RANK, DEFAULT_DROPOUT, {}, {}, whole, trained.modules)
+def plan_lora(draft: PlanDraft) -> PlanDraft:
+    """Decide the adapter of the program, if it has one. Raise InputRefused for targets that cannot be adapted."""
+    captured, rules, modules = draft.captured, draft.rules, draft.trained_modules
+    whole = sum(p.numel() for fqn in modules for p in captured.model.get_submodule(fqn).parameters())
+    linears = {claim.path: claim for claim in draft.claims if claim.target.adapts == "linear"}
+    adapting = [claim for claim in draft.claims if claim.target.adapts]
+    if not adapting and not modules:
+        return draft
     if not adapting:
-        return None
+        lora = LoraPlan((), (), DEFAULT_RANK, DEFAULT_RANK, DEFAULT_DROPOUT, {}, {}, whole, modules)
+        return replace(draft, lora=lora)
     dropout = _dropout(adapting, rules)
-    experts = adapted_weights(captured, claims, dropout)
-    modules = {m.fqn: m for m in captured.modules}
-    wrong = [c for c in chosen if c.path not in modules or modules[c.path].class_name != "Linear"]
-    if wrong:
-        by_place = {c.span: c for c in reversed(wrong)}  # one diagnostic per action, for the first of its layers
-        classes = {c.path: modules[c.path].class_name if c.path in modules else "no module" for c in wrong}
-        raise InputRefused(*(_no_linear(claim, classes[claim.path]) for claim in by_place.values()))
-    first = (chosen or adapting)[0]
+    experts = {weight.fqn: weight for weight in adapted_weights(captured, draft.claims, dropout)}
+    sizes = _linear_sizes(captured, linears)
+    first = next((claim for claim in linears.values()), adapting[0])
     r, alpha = int(_setting(first, rules, "rank")), float(_setting(first, rules, "alpha"))
-    by_path = {**{c.path: c for c in chosen}, **{weight.fqn: weight.claim for weight in experts}}
-    ranks = {path: int(_setting(c, rules, "rank")) for path, c in by_path.items()}
-    alphas = {path: float(_setting(c, rules, "alpha")) for path, c in by_path.items()}
-    trainable = sum(weight.num_experts * ranks[weight.fqn] * sum(weight.sizes) for weight in experts)
-    for claim in chosen:
-        weight = next(t for t in modules[claim.path].tensors if t.name == "weight")
-        trainable += ranks[claim.path] * (weight.shape[0] + weight.shape[1])
-    return LoraPlan(
-        targets=tuple(dict.fromkeys(c.path for c in chosen)),
-        parameters=tuple(dict.fromkeys(weight.fqn for weight in experts)),
+    by_path = {**linears, **{fqn: weight.claim for fqn, weight in experts.items()}}
+    ranks = {path: int(_setting(claim, rules, "rank")) for path, claim in by_path.items()}
+    alphas = {path: float(_setting(claim, rules, "alpha")) for path, claim in by_path.items()}
+    lora = LoraPlan(
+        targets=tuple(linears),
+        parameters=tuple(experts),
         r=r,
         lora_alpha=alpha,
         lora_dropout=dropout,
         rank_pattern={path: value for path, value in ranks.items() if value != r},
         alpha_pattern={path: value for path, value in alphas.items() if value != alpha},
-        trainable=trainable + whole,
-        modules=trained.modules,
+        trainable=whole
+        + sum(ranks[path] * sum(shape) for path, shape in sizes.items())
+        + sum(weight.num_experts * ranks[path] * sum(weight.sizes) for path, weight in experts.items()),
+        modules=modules,
     )
+    return replace(draft, lora=lora)
 
 
-def without_adapter(rules: RuleSet, lora: LoraPlan | None) -> tuple[Diagnostic, ...]:
-    """Return a finding (M094) for a program whose rules adapt layers, none of which this model has."""
+def _linear_sizes(captured: CapturedModel, linears: Mapping[str, Claim]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that take LoRA. Raise InputRefused (M065) for what is no linear layer."""
+    modules = {module.fqn: module for module in captured.modules}
+    classes = {path: modules[path].class_name if path in modules else "no module" for path in linears}
+    wrong = [claim for path, claim in linears.items() if classes[path] != "Linear"]
+    if wrong:
+        by_action = {claim.span: claim for claim in reversed(wrong)}  # one diagnostic each, for the first of its layers
+        raise InputRefused(*(_no_linear(claim, classes[claim.path]) for claim in by_action.values()))
+    return {path: next(tensor.shape for tensor in modules[path].tensors if tensor.name == "weight") for path in linears}
+
+
+def warn_of_adapters(draft: PlanDraft) -> PlanDraft:
+    """Warn of rules that adapt nothing (M094), and of each command that will refuse the adapter (A613)."""
+    lora, captured = draft.lora, draft.captured
+    if lora is None:
+        return draft.telling(*_without_adapter(draft.rules))
+    source = captured.source
+    facts = AdapterFacts(
+        str(source.config.model_type),
+        (*lora.targets, *lora.parameters),
+        lora.modules,
+        tied_names(captured.model),
+        stored_as(source.index, source.config, source.config.get_text_config()),
+        source.own_code,
+        not source.own_code and not names_one_by_one(captured.model),
+        int(getattr(source.config.get_text_config(), "num_hidden_layers", 0)),
+    )
+    return draft.telling(*refused_later(facts))
+
+
+def _without_adapter(rules: RuleSet) -> tuple[Diagnostic, ...]:
     adapting = [action for rule in rules.rules for action in rule.actions if action.facet == "adapter"]
-    if lora is not None or not adapting:
+    if not adapting:
         return ()
     message = "no layer of this model gets an adapter, so nothing trains: the rules that adapt layers match nothing"
     hint = "`ktc check` shows what each rule nearly matched; `ktc train --targets` names layers to adapt"
@@ -93,7 +120,8 @@ def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
 def _no_linear(claim: Claim, class_name: str) -> Diagnostic:
     return Diagnostic(
         "M065",
-        f"`{LoraLinear.name}` on `{claim.path}`, which is `{class_name}` and no linear layer that an adapter can wrap",
+        f"`{claim.target.name}` on `{claim.path}`, which is `{class_name}` and no linear layer that an adapter can "
+        "wrap",
         claim.span,
         hint="name the projections with `on`",
     )

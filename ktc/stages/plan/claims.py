@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import fx
 
@@ -15,17 +16,23 @@ from ktc.diagnostics import Diagnostic, InputRefused, Related
 from ktc.language.dsl.ruleset import RuleAction, RuleDefinition, RuleSet
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_by_name
+from ktc.model.targets.node_plan import Claim
 from ktc.stages.capture import CapturedModel
 from ktc.stages.match import Binding, Match, Matches, NodeRef, SubMatch
-from ktc.stages.plan.types import Claim
+from ktc.stages.plan.draft import PlanDraft
 
 Slot = tuple[str, str, str]  # facet, site or module path, node
+
+
+def claim_nodes(draft: PlanDraft) -> PlanDraft:
+    """Claim what the rules' matches name. Raise InputRefused with every unresolved conflict."""
+    return replace(draft, claims=resolve_claims(draft.captured, draft.request.matches, draft.rules))
 
 
 def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) -> tuple[Claim, ...]:
     """Return the remaining claims. Raise InputRefused with every unresolved conflict."""
     by_rule = {rule.name: rule for rule in rules.rules}
-    groups = [group for found in matches.matches for group in _claims_of(captured, found, by_rule[found.rule])]
+    groups = [group for match in matches.matches for group in _claims_of(captured, match, by_rule[match.rule])]
     holders: dict[Slot, list[int]] = defaultdict(list)
     for number, group in enumerate(groups):
         for claim in group:
@@ -73,7 +80,7 @@ def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[
     if action.on:
         bindings = [b for path in action.on if (b := found.capture(path)) is not None]
     else:
-        absorbed = action.target.absorbs or action.target.inside
+        absorbed = action.target.consumes or action.target.default_captures
         bindings = [found.bindings[name] for name in absorbed if name in found.bindings]
         bindings = bindings or [NodeRef(n) for n in found.nodes if ops.operator(nodes[n]) in absorbed]
     names = list(dict.fromkeys(name for binding in bindings for name in _roots(binding)))
@@ -110,10 +117,10 @@ def _conflict_diagnostics(
 
 
 def _adapters_on_absorbed(claims: tuple[Claim, ...]) -> Iterable[Diagnostic]:
-    absorbed = {(c.site, c.node): c for c in claims if c.node and c.target.absorbs}
+    absorbed = {(c.site, c.node): c for c in claims if c.node and c.target.consumes}
     for claim in claims:
         other = absorbed.get((claim.site, claim.node))
-        if claim.facet == "adapter" and other is not None and claim.target.name not in other.target.hosts:
+        if claim.facet == "adapter" and other is not None and claim.target.name not in other.target.fuses:
             yield Diagnostic(
                 "E042",
                 f"`{claim.target.name}` on `{claim.path}`, but `{other.target.name}` absorbs it",
@@ -133,11 +140,11 @@ def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, Rule
     for found in matches.matches:
         graph = captured.block(found.block).graph if found.block else None
         for action in by_rule[found.rule].actions:
-            absorbs = action.target.absorbs
-            if action.on or len(absorbs) < 2 or graph is None:
+            consumed = action.target.consumes
+            if action.on or len(consumed) < 2 or graph is None:
                 continue
             nodes = nodes_by_name(graph)
-            captures = {n: b.node for n in absorbs if isinstance(b := found.bindings.get(n), NodeRef)}
+            captures = {n: b.node for n in consumed if isinstance(b := found.bindings.get(n), NodeRef)}
             *vanishing, last = sorted(captures, key=lambda name: list(nodes).index(captures[name]))
             for name in vanishing:
                 outside = _used_outside(nodes[captures[name]], found.nodes, captures[last])

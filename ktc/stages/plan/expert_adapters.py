@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.lora import MAX_RANK
@@ -17,11 +17,12 @@ from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_by_name
 from ktc.model.kernels.form import parse_form
 from ktc.model.targets import TARGETS, LoraExperts
+from ktc.model.targets.node_plan import Claim
+from ktc.model.targets.target import Target
 from ktc.stages.capture import CapturedModel
 from ktc.stages.capture.types import ModuleInfo
-from ktc.stages.plan.types import Claim
 
-_HOSTS: Final = tuple(name for name, each in TARGETS.items() if each.available and LoraExperts.name in each.hosts)
+_HOSTS: Final = tuple(name for name, target in TARGETS.items() if target.module and LoraExperts.name in target.fuses)
 _NO_KERNEL: Final = (
     f"no rule with `{'` or `'.join(_HOSTS)}` runs these experts, "
     "and without its kernel they would be copied to be adapted"
@@ -42,11 +43,11 @@ class AdaptedWeight:
 
 def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: float) -> tuple[AdaptedWeight, ...]:
     """Return the weights that `lora_experts` names, in the order of the layers. Raise InputRefused (M076)."""
-    on_kernel = {claim.path for claim in claims if claim.target.available and LoraExperts.name in claim.target.hosts}
+    on_kernel = {claim.path for claim in claims if claim.target.name in _HOSTS}
     modules = {module.fqn: module for module in captured.modules}
     found, problems = list[AdaptedWeight](), dict[str, Diagnostic]()
     for claim in claims:
-        if not isinstance(claim.target, LoraExperts):
+        if claim.target.adapts != "experts":
             continue
         module = modules.get(claim.path)
         why = "" if claim.path in on_kernel else _NO_KERNEL
@@ -61,21 +62,26 @@ def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: f
     return tuple(found)
 
 
-def _weights(claim: Claim, target: LoraExperts, module: ModuleInfo) -> Iterator[AdaptedWeight]:
+def _weights(claim: Claim, target: Target, module: ModuleInfo) -> Iterator[AdaptedWeight]:
     for tensor in module.tensors:
         if _asked(target, tensor.name):
             num_experts, *sizes = tensor.shape
             yield AdaptedWeight(f"{claim.path}.{tensor.name}", claim, num_experts, (sizes[0], sizes[1]))
 
 
-def _asked(target: LoraExperts, name: str) -> bool:
-    return any(part in target.targets for part in _PARTS.get(name, ()))
+def _asked(target: Target, name: str) -> bool:
+    return any(part in _targets(target) for part in _PARTS.get(name, ()))
 
 
-def _unsuited(target: LoraExperts, module: ModuleInfo | None, dropout: float) -> str:
+def _targets(target: Target) -> tuple[str, ...]:
+    """Return the matrices of an expert that are adapted."""
+    return cast("tuple[str, ...]", target.settings["targets"])
+
+
+def _unsuited(target: Target, module: ModuleInfo | None, dropout: float) -> str:
     """Return why the target is impossible for experts that a kernel runs, "" if it is possible."""
     names = {tensor.name for tensor in module.tensors} & _PARTS.keys() if module is not None else set[str]()
-    targets, rank = set(target.targets), target.rank
+    targets, rank = set(_targets(target)), target.settings["rank"]
     if not names:
         return (
             "the model keeps its experts in a list of modules, where PEFT names every expert's linear layers; "
@@ -98,7 +104,7 @@ def _other_layout(captured: CapturedModel, claim: Claim, module: ModuleInfo | No
     Code of the model's own may keep more rows than experts, or its matrices the other way round.
     """
     block = captured.block(claim.block)
-    if block.own:
+    if block.own_experts:
         return _OWN_CODE
     graph = block.graph
     assert graph is not None and module is not None, "a claimed node is in a captured block"

@@ -1,4 +1,4 @@
-"""Captured model and decisions -> `MemoryPlan`: bytes per device, and the lengths and batches that fit.
+"""The decisions of a draft -> `MemoryPlan`: bytes per device, and the lengths and batches that fit.
 
 Weights, adapters and caches are counted; activations follow the model of `activations` and `workloads`. The one place
 that compares bytes with budgets. Nothing is refused here: what does not fit is a value, which `compile` refuses.
@@ -7,32 +7,19 @@ that compares bytes with budgets. Nothing is refused here: what does not fit is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import replace
 
 from torch import Tensor
 
-from ktc.diagnostics import Diagnostic
-from ktc.foundation.host import Host
-from ktc.language.dsl.ruleset import RuleSet
+from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
-from ktc.model.kernels.kernel_spec import KernelSpec
-from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_bytes, packed_linear_bytes
 from ktc.stages.capture import BlockGraph, CapturedModel
+from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import budget_of, device_of, gib
-from ktc.stages.plan.trained import NOTHING_TRAINED, TrainedWeights
-from ktc.stages.plan.types import (
-    ANY_SIZE,
-    BlockRewrite,
-    DeviceMemory,
-    LoraPlan,
-    MemoryPlan,
-    OutsideLinear,
-    Point,
-    StreamedLinear,
-    Workload,
-)
+from ktc.stages.plan.streamed_bytes import streamed_bytes
+from ktc.stages.plan.types import ANY_SIZE, BatchShape, DeviceMemory, MemoryPlan, Plan, Workload
 from ktc.stages.plan.workloads import workloads
 
 KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
@@ -40,40 +27,35 @@ _BYTES = {"bf16": 2, "fp32": 4}  # of a master
 _RECURRENT = frozenset({"conv1d", "convolution", "cumsum", "softplus"})
 
 
-def plan_memory(
-    captured: CapturedModel,
-    rewrites: Sequence[BlockRewrite],
-    placements: Mapping[str, str],
-    kernels: Mapping[str, KernelSpec],
-    lora: LoraPlan | None,
-    rules: RuleSet,
-    host: Host,
-    asked: Point,
-    streams: Sequence[StreamedLinear] = (),
-    streaming: Mapping[str, int] = MappingProxyType({}),
-    outside: Sequence[OutsideLinear] = (),
-    linears: Mapping[str, PackedLinearSpec] = MappingProxyType({}),
-    trained: TrainedWeights = NOTHING_TRAINED,
-) -> MemoryPlan:
-    """Return the memory plan. `placements` maps FQNs to devices, `kernels` the FQN of experts to their kernel.
-
-    `linears` has the kernel of each linear layer that stays in blocks. `asked` is the size of input that the user
-    named. `streaming` has by device the bytes of `DeviceMemory.streaming`.
-    """
-    weights = _weights(captured, {**placements, **{each.fqn: "cpu" for each in streams}}, kernels, linears, trained)
-    adapters = _adapters(captured, lora, placements, trained, kernels)
+def count_memory(draft: PlanDraft) -> PlanDraft:
+    """Count the bytes on each device, and the inputs that fit."""
+    weights, adapters, streaming = _weights(draft), _adapters(draft), streamed_bytes(draft)
     devices = tuple(
         DeviceMemory(
-            name, budget_of(name, rules, host), weights.get(name, {}), adapters.get(name, 0), streaming.get(name, 0)
+            name, budget_of(name, draft.rules, draft.host), weights.get(name, {}), adapters.get(name, 0),
+            streaming.get(name, 0),
         )
         for name in sorted({*weights, *adapters, *streaming}, key=lambda name: (name == "cpu", name))
-    )
-    uses, notes = workloads(captured, rewrites, placements, devices, lora, rules, host, asked, outside)
-    total = sum(parameter.numel() for _, parameter in captured.model.named_parameters())
-    return MemoryPlan(total, total - _idle(captured), devices, uses, notes)
+    )  # fmt: skip
+    uses, notes = workloads(draft, devices)
+    total = sum(parameter.numel() for _, parameter in draft.captured.model.named_parameters())
+    memory = MemoryPlan(total, total - _idle(draft.captured), devices, uses, notes)
+    return replace(draft, memory=memory)
 
 
-def over_budget(memory: MemoryPlan, mode: str, asked: Point) -> tuple[Diagnostic, ...]:
+def compare_with_budgets(draft: PlanDraft) -> PlanDraft:
+    """Record the devices whose budget is exceeded."""
+    assert draft.memory is not None, "the pass before counts the memory"
+    return replace(draft, over_budget=over_budget(draft.memory, draft.mode, draft.request.asked))
+
+
+def require_feasible(plan: Plan) -> None:
+    """Raise HostLacks for a plan over a memory budget."""
+    if plan.over_budget:
+        raise HostLacks(*plan.over_budget)
+
+
+def over_budget(memory: MemoryPlan, mode: str, asked: BatchShape) -> tuple[Diagnostic, ...]:
     """Return one diagnostic per device that cannot hold the permanent bytes (M070) or the requested input (M075)."""
     found: list[Diagnostic] = []
     for held in memory.devices:
@@ -92,43 +74,38 @@ def over_budget(memory: MemoryPlan, mode: str, asked: Point) -> tuple[Diagnostic
 def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
     """Of the ways to do what the program is for, the last one needs least memory."""
     use = ([use for use in uses if use.name.startswith(mode)] or [*uses])[-1]  # nothing trains without an adapter
-    if not use.short:
+    if not use.shortfall:
         return None
-    short = ", ".join(f"{gib(size)} on `{device}`" for device, size in use.short.items())
+    short = ", ".join(f"{gib(size)} on `{device}`" for device, size in use.shortfall.items())
     message = f"{use.name} at batch {use.batch} and length {use.length} is short of {short}"
-    hint = f"what fits: length {use.longest} at batch 1, batch {use.widest} at length {use.length}"
+    hint = f"what fits: length {use.max_length} at batch 1, batch {use.max_batch} at length {use.length}"
     return Diagnostic("M075", message, hint=hint)
 
 
 # Weights -------------------------------------------------------------------------------------------------------------
-def _weights(
-    captured: CapturedModel,
-    placements: Mapping[str, str],
-    kernels: Mapping[str, KernelSpec],
-    linears: Mapping[str, PackedLinearSpec],
-    trained: TrainedWeights,
-) -> dict[str, dict[str, int]]:
+def _weights(draft: PlanDraft) -> dict[str, dict[str, int]]:
     """Return bytes by device and kind. A tensor that several modules share is on the device of the first."""
-    kinds = _kinds(captured)
+    devices = {**draft.devices, **{linear.fqn: "cpu" for linear in draft.streams}}
+    kinds, experts, linears = _kinds(draft.captured), draft.experts, draft.packed_linears
     totals: dict[str, dict[str, int]] = {}
 
     def add(device: str, kind: str, size: int) -> None:
         of_device = totals.setdefault(device, dict.fromkeys(KINDS, 0))
         of_device[kind] += size
 
-    for fqn, tensor in _tensors(captured):
+    for fqn, tensor in _tensors(draft.captured):
         owner, _, leaf = fqn.rpartition(".")
         size = tensor.numel() * tensor.element_size()
         if owner in linears and leaf == "weight":
             size = packed_linear_bytes(linears[owner], *tensor.shape)
-        of_owner = trained.of(owner)
-        if of_owner.masters:
-            size = tensor.numel() * _BYTES[of_owner.masters]
-        if owner not in kernels or of_owner.masters or of_owner.merged:  # what a kernel packs is counted as packed
-            add(device_of(owner, placements), _nearest(owner, kinds), size)
-    for spec in kernels.values():
+        treatment = draft.treatment(owner)
+        if treatment.masters:
+            size = tensor.numel() * _BYTES[treatment.masters]
+        if owner not in experts or treatment.masters or treatment.merged:  # what a kernel packs is counted as packed
+            add(device_of(owner, devices), _nearest(owner, kinds), size)
+    for spec in experts.values():
         add("cpu", "experts", packed_bytes(spec))
-    return {device: {kind: size for kind, size in held.items() if size} for device, held in totals.items()}
+    return {device: {kind: size for kind, size in sizes.items() if size} for device, sizes in totals.items()}
 
 
 def _tensors(captured: CapturedModel) -> Iterator[tuple[str, Tensor]]:
@@ -165,37 +142,35 @@ def _nearest(fqn: str, kinds: Mapping[str, str]) -> str:
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
-def _adapters(
-    captured: CapturedModel,
-    lora: LoraPlan | None,
-    placements: Mapping[str, str],
-    trained: TrainedWeights,
-    kernels: Mapping[str, KernelSpec],
-) -> dict[str, int]:
+def _adapters(draft: PlanDraft) -> dict[str, int]:
     """Bytes by device: PEFT keeps LoRA in fp32 at least, beside its base layer; Adam needs four of each number.
 
     A module that trains is copied by PEFT, with its packed weights, or with the weight that it rounds.
     """
-    found: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
+    lora, model, devices, experts = draft.lora, draft.captured.model, draft.devices, draft.experts
     if lora is None:
-        return found
+        return nbytes
+
+    def add(device: str, size: int) -> None:
+        nbytes[device] = nbytes.get(device, 0) + size
+
+    item = max(4, model.dtype.itemsize)
     for path in lora.targets:
-        rows, columns = captured.model.get_submodule(path).get_parameter("weight").shape
-        device = device_of(path, placements)
-        count = lora.rank_pattern.get(path, lora.r) * (rows + columns)
-        found[device] = found.get(device, 0) + 4 * max(4, captured.model.dtype.itemsize) * count
+        rows, columns = model.get_submodule(path).get_parameter("weight").shape
+        add(device_of(path, devices), 4 * item * lora.rank_pattern.get(path, lora.r) * (rows + columns))
     for path in lora.parameters:  # as masters on the host, where the experts' kernel reads them
-        num_experts, rows, columns = captured.model.get_parameter(path).shape
-        count = lora.rank_pattern.get(path, lora.r) * num_experts * (rows + columns)
-        found["cpu"] = found.get("cpu", 0) + 4 * max(4, captured.model.dtype.itemsize) * count
-    for path in trained.modules:
-        device, masters = device_of(path, placements), _BYTES.get(trained.of(path).masters)
-        for parameter in captured.model.get_submodule(path).parameters():
-            kept = parameter.numel() * (captured.model.dtype.itemsize if masters and path not in kernels else 0)
-            found[device] = found.get(device, 0) + 4 * (masters or parameter.element_size()) * parameter.numel() + kept
-        if path in kernels:
-            found["cpu"] = found.get("cpu", 0) + packed_bytes(kernels[path])
-    return found
+        num_experts, rows, columns = model.get_parameter(path).shape
+        add("cpu", 4 * item * lora.rank_pattern.get(path, lora.r) * num_experts * (rows + columns))
+    for path in draft.trained_modules:
+        masters = _BYTES.get(draft.treatment(path).masters)
+        for parameter in model.get_submodule(path).parameters():
+            kept = parameter.numel() * (model.dtype.itemsize if masters and path not in experts else 0)
+            trained = 4 * (masters or parameter.element_size()) * parameter.numel()
+            add(device_of(path, devices), trained + kept)
+        if path in experts:
+            add("cpu", packed_bytes(experts[path]))
+    return nbytes
 
 
 def _idle(captured: CapturedModel) -> int:

@@ -1,47 +1,18 @@
-"""Placement: the device of every module, and what a device may hold.
+"""Devices: their names, the device of a module, and what a device may hold.
 
-A module is on the device of its nearest placed ancestor; that is inheritance, not conflict. Experts are on the device
-of their kernel. Modules that no rule places go to `plan.unplaced`, by default the host's memory.
+A module is on the device of its nearest placed ancestor; that is inheritance, not conflict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.foundation.host import Host
 from ktc.language.dsl.ruleset import RuleSet
-from ktc.model.targets import Place
-from ktc.stages.plan.types import Claim, Placement
+from ktc.model.targets.node_plan import Claim
 
 BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
-
-
-def place(claims: Sequence[Claim], rules: RuleSet, host: Host) -> tuple[Placement, ...]:
-    """Return every explicit placement, `auto` resolved, the root first. Raise HostLacks for a missing GPU,
-    InputRefused (M080) for settings that contradict each other.
-    """
-    default = resolve_device(str(rules.plan.get("unplaced") or "cpu"), host)
-    placed = [Placement("", default, "", None)]
-    pinned = {claim.path for claim in claims if claim.target.pinned}  # they are on the device of their kernel
-    missing: list[Diagnostic] = []
-    contradictions: list[Diagnostic] = []
-    for claim in claims:
-        if isinstance(claim.target, Place) and (why := claim.target.contradiction):
-            contradictions.append(Diagnostic("M080", f"`place` {why}", claim.span, hint="see `ktc explain M080`"))
-        if not isinstance(claim.target, Place) or claim.path in pinned:
-            continue
-        device = resolve_device(claim.target.computes_on, host)
-        try:
-            require_gpu(device, "", claim, host)
-        except HostLacks as error:
-            missing += error.diagnostics
-        placed.append(Placement(claim.path, device, claim.rule, claim.span))
-    if contradictions:
-        raise InputRefused(*{each.span: each for each in contradictions}.values())
-    if missing:
-        raise HostLacks(*missing)
-    return tuple(dict.fromkeys(placed))
 
 
 def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:

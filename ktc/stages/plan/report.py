@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from ktc.model.kernels.spec import Spec
 from ktc.model.targets.target import NodeAction
 from ktc.stages.plan.types import BlockRewrite, Plan
 
@@ -17,16 +18,19 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "cuda_graph": "decode" if plan.cuda_graph else "never",
         "native_step": "decode" if plan.native_step else "never",
         "rewrites": [_rewrite(r) for r in plan.rewrites],
-        "outside": [{**_action(each.action), "device": each.device} for each in plan.outside],
+        "outside": [{**_action(each.action), "device": each.device} for each in plan.uncaptured],
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
         "streams": [{"fqn": s.fqn, "device": s.device, "buffer": s.buffer, "rule": s.rule} for s in plan.streams],
-        "kernels": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels if spec.op == "fused_moe"],
-        "linears": [{"entry": spec.entry, **asdict(spec)} for spec in plan.kernels if spec.op != "fused_moe"],
+        "kernels": [_spec(spec) for spec in plan.kernels if spec.op == "fused_moe"],
+        "linears": [_spec(spec) for spec in plan.kernels if spec.op != "fused_moe"],
         "lora": None if plan.lora is None else asdict(plan.lora),
         "memory": asdict(plan.memory),
-        "planned_only": [{"rule": p.rule, "target": p.target, "paths": list(p.paths)} for p in plan.planned_only],
         "reasons": [asdict(reason) for reason in plan.reasons],
     }
+
+
+def _spec(spec: Spec) -> dict[str, Any]:
+    return {"entry": spec.entry, **asdict(spec)}
 
 
 def _rewrite(rewrite: BlockRewrite) -> dict[str, Any]:

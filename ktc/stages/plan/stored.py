@@ -10,23 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ktc.foundation.formats import BLOCKS, CODES, FORMATS, METHODS, WeightFormat
 from ktc.model.checkpoint import WeightSource
-from ktc.model.kernels.kernel_spec import KernelSpec
-from ktc.model.kernels.linear_spec import PackedLinearSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.stages.capture import CapturedModel
-from ktc.stages.plan.explain import collapse
+from ktc.stages.plan.collapse import collapse
+from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.types import Reason
 
 
-def conversions(
-    captured: CapturedModel,
-    weights: Sequence[WeightSource],
-    kernels: Mapping[str, KernelSpec],
-    linears: Mapping[str, PackedLinearSpec],
-) -> Iterator[Reason]:
-    """Yield the weights that the loader converts, by format and module; from the config if `weights` is empty.
+def explain_conversions(draft: PlanDraft) -> PlanDraft:
+    """Explain what the loader converts, by format and module; from the config without a checkpoint."""
+    return draft.giving(*_conversions(draft))
 
-    `kernels` has the kernel of each module of experts that one runs, `linears` that of each linear layer in blocks.
-    """
+
+def _conversions(draft: PlanDraft) -> Iterator[Reason]:
+    captured, weights, kernels, linears = draft.captured, draft.request.sources, draft.experts, draft.packed_linears
     if not weights:
         yield from _by_config(captured, kernels)
     groups: dict[tuple[str, str], list[WeightSource]] = {}
@@ -45,7 +42,7 @@ def conversions(
         yield Reason(_paths(sources), text.format(size=f"{size:,}"))
 
 
-def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
+def _fate(source: WeightSource, spec: FusedMoeSpec | None, loaded: str) -> str:
     """Describe the conversion of a tensor, empty if it is kept; `{size}` is replaced by bytes of the model's dtype."""
     leaf = source.target.rpartition(".")[2]
     if spec is not None and (weight_format := spec.format_of(leaf)) in (*CODES, *BLOCKS):
@@ -64,16 +61,16 @@ def _fate(source: WeightSource, spec: KernelSpec | None, loaded: str) -> str:
     )
 
 
-def _is_kept(source: WeightSource, spec: KernelSpec, weight_format: WeightFormat) -> bool:
+def _is_kept(source: WeightSource, spec: FusedMoeSpec, weight_format: WeightFormat) -> bool:
     return source.kept_as == (weight_format, _unit(spec, weight_format))
 
 
-def _unit(spec: KernelSpec, weight_format: WeightFormat) -> int:
+def _unit(spec: FusedMoeSpec, weight_format: WeightFormat) -> int:
     """Return the number of weights in a block of a kernel's format, or in a group with a scale."""
     return BLOCKS[weight_format].weights if weight_format in BLOCKS else spec.group_of(weight_format)
 
 
-def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
+def _rounded(spec: FusedMoeSpec, weight_format: WeightFormat) -> str:
     if not FORMATS[weight_format].coded:
         return f"rounded to {weight_format} at load, and to bf16 as it is multiplied"
     if weight_format in BLOCKS:
@@ -85,10 +82,10 @@ def _rounded(spec: KernelSpec, weight_format: WeightFormat) -> str:
     return f"quantised to {weight_format} {groups} at load, which rounds each weight{rows}"
 
 
-def _by_config(captured: CapturedModel, kernels: Mapping[str, KernelSpec]) -> Iterable[Reason]:
+def _by_config(captured: CapturedModel, kernels: Mapping[str, FusedMoeSpec]) -> Iterable[Reason]:
     stored = captured.stored_format
     kept = False
-    by_spec: dict[KernelSpec, list[str]] = {}
+    by_spec: dict[FusedMoeSpec, list[str]] = {}
     for path, spec in kernels.items():
         by_spec.setdefault(spec, []).append(path)
     for spec, paths in by_spec.items():

@@ -7,52 +7,55 @@ stay there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.host import Host
-from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.linears.plain import is_plain_linear
-from ktc.model.targets import CpuMoe, KtLinear, Place
+from ktc.model.targets.node_plan import Claim
 from ktc.stages.capture import CapturedModel
+from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import require_gpu, resolve_device
-from ktc.stages.plan.prefill import asks_for_experts, stream_buffer
-from ktc.stages.plan.types import Claim, StreamedLinear
+from ktc.stages.plan.prefill import stream_buffer
+from ktc.stages.plan.types import StreamedLinear
 
 
-def plan_streams(
-    captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet, host: Host
-) -> tuple[StreamedLinear, ...]:
-    """Return the streamed linear layers in the model's order. Raises HostLacks (M069) and InputRefused (M079)."""
-    found: dict[str, StreamedLinear] = {}
-    problems: list[Diagnostic] = []
-    on_cpu = {c.path for c in claims if isinstance(c.target, KtLinear) and c.target.kernel != "torch"}
-    experts = tuple(f"{c.path}." for c in claims if isinstance(c.target, CpuMoe))
-    for claim in claims:
-        if not isinstance(claim.target, Place) or claim.target.stream is None or asks_for_experts(claim, claims):
+def stream_linears(draft: PlanDraft) -> PlanDraft:
+    """Decide the streamed linear layers in the model's order. Raises HostLacks (M069) and InputRefused (M079)."""
+    captured, host = draft.captured, draft.host
+    streams, problems = dict[str, StreamedLinear](), list[Diagnostic]()
+    on_cpu = {plan.claim.path for plan in draft.nodes if plan.target.fixed_weights and plan.spec is not None}
+    experts = {claim.path for claim in draft.claims if claim.target.required_device == "cpu"}
+    below_experts = tuple(f"{path}." for path in experts)
+    for claim in draft.claims:
+        place = claim.target.placement
+        if place is None or place.stream is None or claim.path in experts:
             continue
-        device = resolve_device(claim.target.stream, host)
+        device = resolve_device(place.stream, host)
         require_gpu(device, "stream", claim, host)
         if device == "cpu":
             continue
         layers = _linears(captured.model.get_submodule(claim.path), claim.path)
-        layers = [path for path in layers if path not in on_cpu and not path.startswith(experts)]
+        layers = [path for path in layers if path not in on_cpu and not path.startswith(below_experts)]
         if not layers:
-            message = f"`place(stream = {device})` on `{claim.path}`: it has no linear layer to stream"
-            problems.append(Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`"))
-        for path in (path for path in layers if _is_shared(captured, path)):
-            message = f"`place(stream = {device})` on `{path}`: another module shares its weight"
-            problems.append(Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`"))
+            problems.append(_refused(claim, device, claim.path, "it has no linear layer to stream"))
+        shared = (path for path in layers if _is_shared(captured, path))
+        problems += [_refused(claim, device, path, "another module shares its weight") for path in shared]
         for path in layers:
             weight = captured.model.get_submodule(path).get_parameter("weight")
-            nbytes = weight.numel() * weight.element_size()
-            found[path] = StreamedLinear(path, device, stream_buffer(rules), nbytes, claim.rule, claim.span)
+            nbytes, buffer = weight.numel() * weight.element_size(), stream_buffer(draft.rules)
+            streams[path] = StreamedLinear(path, device, buffer, nbytes, claim.rule, claim.span)
     if problems:
         raise InputRefused(*problems)
-    return tuple(found.values())
+    return replace(draft, streams=tuple(streams.values()))
+
+
+def _refused(claim: Claim, device: str, path: str, why: str) -> Diagnostic:
+    message = f"`place(stream = {device})` on `{path}`: {why}"
+    return Diagnostic("M079", message, claim.span, hint="see `ktc explain M079`")
 
 
 def _linears(module: nn.Module, path: str) -> list[str]:

@@ -9,7 +9,7 @@ Refused: what cannot be rounded (M085), and what cannot train (M086).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,66 +22,47 @@ from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_by_name
 from ktc.model.kernels.form import parse_form
 from ktc.model.linears.plain import is_plain_linear
-from ktc.model.targets import CpuMoe, FakeQuant, KtLinear, LoraExperts, LoraLinear, Place, Quantize, Train
+from ktc.model.targets import FakeQuant
+from ktc.model.targets.node_plan import Claim
 from ktc.model.targets.quantisation import Quantisation
-from ktc.model.targets.target import AS_STORED, NodeWeights
+from ktc.model.targets.target import AS_STORED, NodeWeights, Target
 from ktc.stages.capture import CapturedModel
-from ktc.stages.plan.explain import collapse
-from ktc.stages.plan.types import Claim, Reason
+from ktc.stages.plan.collapse import collapse
+from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.types import Reason
 
 _KEEP = "leave it out of the rule"
 _OWN_FORMATS = ("stored", "bf16", "int4")  # of `cpu_moe`, that a grid of INT4 replaces
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedWeights:
-    """`claims` are those of the program, with `train` on whole modules where no module of ktc trains them.
+def plan_weights(draft: PlanDraft) -> PlanDraft:
+    """Decide what becomes of every weight that a rule rounds or trains. Raises InputRefused (M085, M086).
 
-    `by_path` has the treatment of rounded or trained linear layers and experts, `modules` the FQNs that PEFT saves
-    beside an adapter, `reasons` a sentence for each kind.
+    `train` claims whole modules afterwards where no module of ktc trains them.
     """
-
-    claims: tuple[Claim, ...]
-    by_path: Mapping[str, NodeWeights] = field(default_factory=dict[str, NodeWeights])
-    modules: tuple[str, ...] = ()
-    reasons: tuple[Reason, ...] = ()
-
-    def realises(self, claim: Claim) -> bool:
-        """Return whether a module is put for the claim: for a quantisation, that this version builds it."""
-        return not isinstance(claim.target, Quantisation) or claim.path in self.by_path
-
-    def of(self, path: str) -> NodeWeights:
-        """Return what becomes of the weights of the module at `path`."""
-        return self.by_path.get(path, AS_STORED)
-
-
-NOTHING_TRAINED = TrainedWeights(())
-
-
-def plan_weights(captured: CapturedModel, claims: Sequence[Claim], rules: RuleSet) -> TrainedWeights:
-    """Return what becomes of every weight that a rule rounds or trains. Raises InputRefused (M085, M086)."""
-    resolved = tuple(dict.fromkeys(_resolved(captured, claim, claims) for claim in claims))
+    captured = draft.captured
+    resolved = dict.fromkeys(_resolved(captured, claim, draft.claims) for claim in draft.claims)
     standing = tuple(claim for claim in resolved if claim is not None)
-    rounding = [claim for claim in standing if isinstance(claim.target, Quantisation) and claim.target.is_built]
-    training = [claim for claim in standing if isinstance(claim.target, Train)]
+    rounding = [claim for claim in standing if claim.target.rounding]
+    training = [claim for claim in standing if claim.target.trains_weights]
     problems = [
-        *_refused("M085", {claim: _not_rounded(captured, claim, standing, rules) for claim in rounding}),
+        *_refused("M085", {claim: _not_rounded(captured, claim, standing, draft.rules) for claim in rounding}),
         *_mixed(rounding),
         *_refused("M086", {claim: _not_trained(captured, claim, standing) for claim in training}),
     ]
     if problems:
         raise InputRefused(*problems)
-    found: dict[str, NodeWeights] = {}
+    treatments: dict[str, NodeWeights] = {}
     for claim in rounding:
-        assert isinstance(claim.target, Quantisation)
-        found[claim.path] = NodeWeights(claim.target.grid, merged=claim.target.merges)
+        if grid := claim.target.rounding:
+            treatments[claim.path] = NodeWeights(grid.grid, merged=grid.merges)
     for claim in training:
         if claim.node:
-            held = found.get(claim.path, AS_STORED)
-            assert isinstance(claim.target, Train)
-            found[claim.path] = replace(held, masters=claim.target.masters or "fp32")
+            masters = str(claim.target.settings["masters"] or "fp32")
+            treatments[claim.path] = replace(treatments.get(claim.path, AS_STORED), masters=masters)
     modules = tuple(dict.fromkeys(claim.path for claim in training))
-    return TrainedWeights(standing, found, modules, tuple(_reasons(rounding, training, found)))
+    decided = replace(draft, claims=standing, treatments=treatments, trained_modules=modules)
+    return decided.giving(*_reasons(rounding, training, treatments))
 
 
 def _resolved(captured: CapturedModel, claim: Claim, claims: Sequence[Claim]) -> Claim | None:
@@ -89,7 +70,7 @@ def _resolved(captured: CapturedModel, claim: Claim, claims: Sequence[Claim]) ->
 
     A pattern captures values too, such as a router's scores; a module without parameters of its own is none to train.
     """
-    if not isinstance(claim.target, Train) or not claim.node:
+    if not claim.target.trains_weights or not claim.node:
         return claim
     if _operator(captured, claim) == "linear" and _is_linear(captured, claim.path):
         return claim
@@ -116,8 +97,9 @@ def _refused(code: str, found: Mapping[Claim, _Why]) -> Iterator[Diagnostic]:
 
 
 def _not_rounded(captured: CapturedModel, claim: Claim, claims: Sequence[Claim], rules: RuleSet) -> _Why:
-    assert isinstance(claim.target, Quantisation)
-    return _unsuited(captured, claim, claim.target, claims) or _unmerged(claim, claim.target, claims, rules)
+    grid = claim.target.rounding
+    assert grid is not None, "the claim rounds weights"
+    return _unsuited(captured, claim, grid, claims) or _unmerged(claim, grid, claims, rules)
 
 
 def _unsuited(captured: CapturedModel, claim: Claim, target: Quantisation, claims: Sequence[Claim]) -> _Why:
@@ -131,18 +113,20 @@ def _unsuited(captured: CapturedModel, claim: Claim, target: Quantisation, claim
         kernel = _kernel(claim, claims)
         if kernel is None:
             return "no rule with `cpu_moe` runs these experts", "add `=> cpu_moe()` to the rule"
-        if kernel.format not in _OWN_FORMATS:
-            return f"`cpu_moe(format = {kernel.format})` stores them on another grid", "write `format = stored` there"
+        if (stored := kernel.settings.get("format", "stored")) not in _OWN_FORMATS:
+            return f"`{kernel.name}(format = {stored})` stores them on another grid", "write `format = stored` there"
         about = ops.attributes(nodes_by_name(_graph(captured, claim))[claim.node])
         sizes = {"hidden": int(about["hidden"]), "intermediate": int(about["inter"])}
     elif kind == "linear" and _is_linear(captured, claim.path):
         sizes = {"in_features": captured.model.get_submodule(claim.path).get_parameter("weight").shape[1]}
     else:
         return "it is neither a linear layer nor experts of a captured block", "name the projections with `on`"
+    if target.group not in target.group_sizes:
+        return f"no kernel has groups of {target.group} weights", "write `group = 32`, 64 or 128, or -1 for a row"
     if target.group > 0 and (odd := {name: size for name, size in sizes.items() if size % target.group}):
         name, size = next(iter(odd.items()))
         return f"groups of {target.group} do not divide {name} = {size}", "choose another `group`, or -1 for a row"
-    if isinstance(target, Quantize) and (adapter := _adapter(claim, claims)):
+    if target.packs_weights and (adapter := _adapter(claim, claims)):
         return f"`{adapter.target.name}` trains on it", f"write `{FakeQuant.name}` instead"
     return None
 
@@ -152,13 +136,13 @@ def _unmerged(claim: Claim, target: Quantisation, claims: Sequence[Claim], rules
     if not target.merges:
         return None
     adapter = _adapter(claim, claims)
-    if adapter is None or isinstance(adapter.target, Train):
+    if adapter is None or adapter.target.trains_weights:
         return "`weights = merged` rounds the sum of a frozen base and an adapter, and it has none", "leave it out"
     dropout = adapter.target.settings.get("dropout")
     if dropout or (dropout is None and rules.lora.get("dropout")):
         return "an adapter with dropout cannot be merged in every step", "write `dropout = 0` in the `lora` block"
-    if any(isinstance(other.target, KtLinear) and _same(claim, other) for other in claims):
-        return f"`{KtLinear.name}` multiplies a weight that does not change", "leave the kernel out"
+    if kernel := next((o.target for o in claims if o.target.fixed_weights and _same(claim, o)), None):
+        return f"`{kernel.name}` multiplies a weight that does not change", "leave the kernel out"
     return _elsewhere(claim, claims)
 
 
@@ -173,32 +157,32 @@ def _mixed(rounding: Sequence[Claim]) -> Iterator[Diagnostic]:
 
 
 def _not_trained(captured: CapturedModel, claim: Claim, claims: Sequence[Claim]) -> _Why:
-    assert isinstance(claim.target, Train)
     module = _module(captured, claim.path)
     if module is None or not any(True for _ in module.parameters()):
         return "it has no parameters", "name a module that has"
     if claim.path in _tied(captured):
         return "its weight is tied to another one, which would not train with it", _KEEP
-    if not claim.node and claim.target.masters == "fp32" and _dtype(module) != "torch.float32":
+    if not claim.node and claim.target.settings["masters"] == "fp32" and _dtype(module) != "torch.float32":
         return "a stock module trains in its own dtype", "leave `masters` out"
     inner = [other for other in claims if other is not claim and other.path.startswith(f"{claim.path}.")]
     if not claim.node and (found := next((o for o in inner if o.facet in ("adapter", "kernel", "quant")), None)):
         return f"rule `{found.rule}` rewrites `{found.path}` inside of it", "name the modules one by one"
-    if any(isinstance(other.target, KtLinear) and _same(claim, other) for other in claims):
-        return f"`{KtLinear.name}` multiplies a weight that does not change", "leave the kernel out"
-    kernel = _kernel(claim, claims) if claim.node else None
-    if kernel is not None and not _has_stock_layout(captured, claim, module):
+    if kernel := next((o.target for o in claims if o.target.fixed_weights and _same(claim, o)), None):
+        return f"`{kernel.name}` multiplies a weight that does not change", "leave the kernel out"
+    experts = _kernel(claim, claims) if claim.node else None
+    if experts is not None and not _has_stock_layout(captured, claim, module):
         return "the model keeps these experts in a layout of its own, which no file of trained weights has", _KEEP
-    if kernel is not None and kernel.format not in ("stored", "bf16") and not _rounded(claim, claims):
-        return f"`cpu_moe(format = {kernel.format})` would round its masters", "write `fake_quant` to round them"
+    stored = experts.settings.get("format", "stored") if experts is not None else "stored"
+    if experts is not None and stored not in ("stored", "bf16") and not _rounded(claim, claims):
+        return f"`{experts.name}(format = {stored})` would round its masters", "write `fake_quant` to round them"
     return _elsewhere(claim, claims) if claim.node else None
 
 
 def _elsewhere(claim: Claim, claims: Sequence[Claim]) -> _Why:
     """Return why weights that change cannot be where a rule puts them."""
     for other in claims:
-        place = other.target
-        if isinstance(place, Place) and other.path == claim.path and (place.prefill or place.stream):
+        place = other.target.placement
+        if place is not None and other.path == claim.path and (place.prefill or place.stream):
             return "its weights are sent to a GPU and do not change there", "leave `prefill` and `stream` out"
     return None
 
@@ -241,13 +225,13 @@ def _same(one: Claim, other: Claim) -> bool:
     return (one.site, one.node, one.path) == (other.site, other.node, other.path)
 
 
-def _kernel(claim: Claim, claims: Sequence[Claim]) -> CpuMoe | None:
-    return next((other.target for other in claims if isinstance(other.target, CpuMoe) and _same(claim, other)), None)
+def _kernel(claim: Claim, claims: Sequence[Claim]) -> Target | None:
+    return next((other.target for other in claims if other.target.takes_experts and _same(claim, other)), None)
 
 
 def _adapter(claim: Claim, claims: Sequence[Claim]) -> Claim | None:
-    adapters = LoraLinear | LoraExperts | Train
-    return next((other for other in claims if isinstance(other.target, adapters) and _same(claim, other)), None)
+    adapters = (other for other in claims if other.target.adapts or other.target.trains_weights)
+    return next((other for other in adapters if _same(claim, other)), None)
 
 
 def _has_stock_layout(captured: CapturedModel, claim: Claim, module: nn.Module) -> bool:
@@ -256,11 +240,11 @@ def _has_stock_layout(captured: CapturedModel, claim: Claim, module: nn.Module) 
     form, sizes = parse_form(str(about["form"])), (int(about["num_experts"]), int(about["hidden"]), int(about["inter"]))
     wanted = {str(name): stock_shape(form, name, *sizes) for name in stock_names(form)}
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    return found == wanted and not captured.block(claim.block).own
+    return found == wanted and not captured.block(claim.block).own_experts
 
 
 def _rounded(claim: Claim, claims: Sequence[Claim]) -> bool:
-    return any(isinstance(other.target, Quantisation) and _same(claim, other) for other in claims)
+    return any(other.target.rounding is not None and _same(claim, other) for other in claims)
 
 
 def _operator(captured: CapturedModel, claim: Claim) -> str:

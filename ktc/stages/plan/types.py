@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from ktc.diagnostics import Diagnostic, Span
 from ktc.foundation.host import Host
 from ktc.model.kernels.spec import Spec
-from ktc.model.targets.settings import Facet
-from ktc.model.targets.target import NodeAction, Target
+from ktc.model.targets.target import NodeAction
 from ktc.stages.capture import BlockSite
 
 
@@ -29,7 +28,7 @@ class BlockRewrite:
 
 
 @dataclass(frozen=True, slots=True)
-class OutsideLinear:
+class UncapturedLinear:
     """A linear layer outside the captured blocks, as the head, that a rule gives a kernel.
 
     The `action` has no node, and its `fqn` is that of the model.
@@ -107,31 +106,32 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class BatchShape:
     """A size of input: `batch` sequences of `length` tokens, None where the user did not say."""
 
     batch: int | None = None
     length: int | None = None
 
 
-ANY_SIZE = Point()
+ANY_SIZE = BatchShape()
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The needs of a use of the model at `batch` sequences of `length` tokens: bytes by device and purpose.
 
-    `short` has the bytes that are missing by device, empty if it fits. `longest` is the largest length of one sequence
-    within every budget, `widest` the largest batch at `length`; 0 for none; `bound` names the limit of `longest`.
+    `shortfall` has the bytes that are missing by device, empty if it fits. `max_length` is the largest length of one
+    sequence within every budget, `max_batch` the largest batch at `length`; 0 for none. `bound` names the limit of
+    `max_length`.
     """
 
     name: str
     batch: int
     length: int
     needs: Mapping[str, Mapping[str, int]]
-    short: Mapping[str, int]
-    longest: int
-    widest: int
+    shortfall: Mapping[str, int]
+    max_length: int
+    max_batch: int
     bound: str
 
 
@@ -147,16 +147,6 @@ class MemoryPlan:
     devices: tuple[DeviceMemory, ...]
     workloads: tuple[Workload, ...]
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedOnly:
-    """A target of a rule that this version does not build, by name, and the modules it would rewrite."""
-
-    rule: str
-    target: str
-    paths: tuple[str, ...]
-    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +172,8 @@ class Plan:
     reasons: tuple[Reason, ...]
     warnings: tuple[Diagnostic, ...] = ()
     over_budget: tuple[Diagnostic, ...] = ()
-    unavailable: tuple[Diagnostic, ...] = ()  # planned, but not built in this version
-    planned_only: tuple[PlannedOnly, ...] = ()
     streams: tuple[StreamedLinear, ...] = ()
-    outside: tuple[OutsideLinear, ...] = ()
+    uncaptured: tuple[UncapturedLinear, ...] = ()
     cuda_graph: bool = False  # decoding steps are captured
 
     @property
@@ -197,30 +185,3 @@ class Plan:
     def devices(self) -> tuple[DeviceMemory, ...]:
         """Return the permanent bytes of each device."""
         return self.memory.devices
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One slot of one node that a rule's action fills. `path` is absolute; `node` is empty for a module."""
-
-    path: str
-    node: str
-    rule: str
-    target: Target
-    span: Span
-    site: str
-    block: str
-
-    @property
-    def facet(self) -> Facet:
-        """The facet of the node that it fills."""
-        return self.target.claimed_facet
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """The claims that are carried out, the warnings about others, and why the sites of those keep their own code."""
-
-    claims: tuple[Claim, ...]
-    warnings: tuple[Diagnostic, ...]
-    sites: Mapping[str, str]

@@ -7,22 +7,23 @@ so the largest that fits is found by bisection. The formulas are in docs/design.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from ktc.foundation.host import Host
-from ktc.language.dsl.ruleset import RuleSet
+from torch import fx
+
 from ktc.model.graph import ops
-from ktc.model.graph.typed import nodes_by_name, nodes_of
+from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.stock_model import vocabulary_of
-from ktc.model.kernels.kernel_spec import KernelSpec
-from ktc.model.targets import CpuMoe, KtLinear, LoraLinear
+from ktc.model.kernels.working_memory import ProductRows, Slots
+from ktc.model.targets.node_plan import NodePlan
+from ktc.model.targets.target import NodeMemory
 from ktc.stages.capture import CapturedModel
-from ktc.stages.plan.activations import Adapter, Footprint, footprint
-from ktc.stages.plan.outside import multiplies_many_rows, widest_product
+from ktc.stages.capture.types import CacheLayer
+from ktc.stages.plan.activations import Footprint, footprint
+from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import device_of
-from ktc.stages.plan.types import BlockRewrite, DeviceMemory, LoraPlan, OutsideLinear, Point, Workload
-from ktc.stages.plan.working_memory import ProductRows, Slots, slots_of
+from ktc.stages.plan.types import BatchShape, DeviceMemory, Workload
 
 DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"
@@ -50,11 +51,20 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes of one block: per token, of its routed experts, and of its widest product with many rows."""
+
+    footprint: Footprint
+    slots: Slots | None = None
+    product: ProductRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Model:
     """The inputs of the computation. `head` is the device of the logits; `per_hidden` the bytes of one state."""
 
-    captured: CapturedModel
     layers: tuple[_Layer, ...]
+    cache: tuple[CacheLayer, ...]
     devices: tuple[DeviceMemory, ...]
     head: str
     vocabulary: int
@@ -63,29 +73,20 @@ class _Model:
     outside: ProductRows | None = None  # of linear layers outside the blocks
 
 
-def workloads(
-    captured: CapturedModel,
-    rewrites: Sequence[BlockRewrite],
-    placements: Mapping[str, str],
-    devices: tuple[DeviceMemory, ...],
-    lora: LoraPlan | None,
-    rules: RuleSet,
-    host: Host,
-    asked: Point,
-    outside: Sequence[OutsideLinear] = (),
-) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
+def workloads(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
     """Return the uses of the model, and notes on the limits of their numbers. A program with LoRA has training."""
-    model = _described(captured, rewrites, placements, devices, lora, host, outside)
+    captured, asked = draft.captured, draft.request.asked
+    model = _described(draft, devices)
     limit = _positions(getattr(captured.source.config.get_text_config(), "max_position_embeddings", None))
-    tokens = rules.plan.get("tokens")
+    tokens = draft.rules.plan.get("tokens")
     usual = tokens if isinstance(tokens, int) and tokens > 1 else DEFAULT_LENGTH
-    point = Point(asked.batch or 1, asked.length or min(usual, limit))
+    shape = BatchShape(asked.batch or 1, asked.length or min(usual, limit))
     uses: list[tuple[str, Callable[[int, int], Needs]]] = []
-    if lora is not None:
+    if draft.lora is not None:
         uses.append((TRAINING, lambda b, n: _training(model, b, n, checkpointed=False)))
         uses.append((CHECKPOINTED, lambda b, n: _training(model, b, n, checkpointed=True)))
     uses.append((GENERATION, lambda b, n: _generation(model, b, n)))
-    return tuple(_workload(name, need, devices, point, limit) for name, need in uses), tuple(_notes(captured))
+    return tuple(_workload(name, need, devices, shape, limit) for name, need in uses), tuple(_notes(captured))
 
 
 def _positions(named: object) -> int:
@@ -104,15 +105,15 @@ def _notes(captured: CapturedModel) -> Iterator[str]:
 
 # The search ----------------------------------------------------------------------------------------------------------
 def _workload(
-    name: str, need: Callable[[int, int], Needs], devices: Sequence[DeviceMemory], point: Point, limit: int
+    name: str, need: Callable[[int, int], Needs], devices: Sequence[DeviceMemory], shape: BatchShape, limit: int
 ) -> Workload:
-    batch, length = point.batch or 1, point.length or 1
-    longest = _largest(limit, lambda n: not _short(need(1, n), devices))
-    widest = _largest(_MOST, lambda b: not _short(need(b, length), devices))
-    beyond = _short(need(1, longest + 1), devices)
-    bound = "the model" if longest == limit else max(beyond, key=lambda d: beyond[d])
+    batch, length = shape.batch or 1, shape.length or 1
+    max_length = _largest(limit, lambda n: not _shortfall(need(1, n), devices))
+    max_batch = _largest(_MOST, lambda b: not _shortfall(need(b, length), devices))
+    beyond = _shortfall(need(1, max_length + 1), devices)
+    bound = "the model" if max_length == limit else max(beyond, key=lambda d: beyond[d])
     needs = need(batch, length)
-    return Workload(name, batch, length, needs, _short(needs, devices), longest, widest, bound)
+    return Workload(name, batch, length, needs, _shortfall(needs, devices), max_length, max_batch, bound)
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
@@ -124,7 +125,7 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _short(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
+def _shortfall(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
     missing = {d.device: sum(needs[d.device].values()) - d.budget for d in devices if d.budget is not None}
     return {device: size for device, size in missing.items() if size > 0}
 
@@ -159,7 +160,7 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
         held["activations"] = round(tokens * (live + 2 * model.per_hidden))
         held["logits"] = batch * model.vocabulary * (model.item + 4) if device == model.head else 0
         held["cache"] = 0
-    for number, cached in enumerate(model.captured.cache or ()):
+    for number, cached in enumerate(model.cache):
         layer = model.layers[min(number, len(model.layers) - 1)]
         seen = length if cached.window is None else min(length, cached.window)
         needs[layer.device]["cache"] += batch * (cached.fixed + cached.per_token * seen)
@@ -186,101 +187,71 @@ def _resident(model: _Model, *, adapter: bool) -> Needs:
 
 
 # The model in numbers ------------------------------------------------------------------------------------------------
-def _described(
-    captured: CapturedModel,
-    rewrites: Sequence[BlockRewrite],
-    placements: Mapping[str, str],
-    devices: tuple[DeviceMemory, ...],
-    lora: LoraPlan | None,
-    host: Host,
-    outside: Sequence[OutsideLinear],
-) -> _Model:
+def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
+    captured, placed = draft.captured, draft.devices
     hidden, item = int(captured.facts["hidden"]), captured.model.dtype.itemsize
-    by_site = {site.fqn: rewrite for rewrite in rewrites for site in rewrite.sites}
-    known: dict[tuple[str, str], tuple[Footprint, Slots | None, ProductRows | None]] = {}
+    by_site = {site.fqn: rewrite for rewrite in draft.rewrites for site in rewrite.sites}
+    nodes = draft.nodes_by_site()
+    known: dict[tuple[str, str], _Block] = {}
     layers: dict[int, _Layer] = {}
+    cached = {number: layer.per_token for number, layer in enumerate(captured.cache or ())}
     for site in captured.sites:
         rewrite = by_site.get(site.fqn)
         key = (site.block, rewrite.key if rewrite else "")
         if key not in known:
-            of_block, slots = _of_block(captured, site.block, rewrite, lora, hidden, host)
-            known[key] = of_block, slots, _product(captured, site.block, rewrite, host)
-        of_block, slots, product = known[key]
-        around = site.fqn.rpartition(".")[0]
-        layer = layers.setdefault(site.layer, _Layer(device_of(around, placements)))
-        layer.add(device_of(site.fqn, placements), of_block.saved, of_block.live)
-        layer.slots = slots or layer.slots
-        layer.product = max((each for each in (product, layer.product) if each), key=_width, default=None)
+            known[key] = _block(draft, site.block, nodes.get(site.fqn, ()), hidden)
+        block = known[key]
+        layer = layers.setdefault(site.layer, _Layer(device_of(site.fqn.rpartition(".")[0], placed)))
+        layer.add(device_of(site.fqn, placed), block.footprint.saved, block.footprint.live)
+        layer.slots = block.slots or layer.slots
+        layer.product = _widest(block.product, layer.product)
+        if site.layer in cached:
+            cached[site.layer] = _cached(draft, nodes.get(site.fqn, ()), cached[site.layer])
     for fqn, number in _norms_between_blocks(captured, hidden):
-        layers[number].add(device_of(fqn, placements), 4 * hidden, 0.0)
+        layers[number].add(device_of(fqn, placed), 4 * hidden, 0.0)
+    outside = (plan for plan in draft.nodes if plan.target.replaces_modules and not plan.claim.node)
     return _Model(
-        captured,
-        tuple(layers[number] for number in sorted(layers)),
-        devices,
-        device_of(captured.ends[1], placements),
-        vocabulary_of(captured.model),
-        item,
-        hidden * item,
-        widest_product(captured, outside, host.workers),
+        layers=tuple(layers[number] for number in sorted(layers)),
+        cache=tuple(replace(layer, per_token=cached[at]) for at, layer in enumerate(captured.cache or ())),
+        devices=devices,
+        head=device_of(captured.ends[1], placed),
+        vocabulary=vocabulary_of(captured.model),
+        item=item,
+        per_hidden=hidden * item,
+        outside=_widest(*(_memory(draft, plan).product for plan in outside)),
     )
 
 
-def _of_block(
-    captured: CapturedModel, key: str, rewrite: BlockRewrite | None, lora: LoraPlan | None, hidden: int, host: Host
-) -> tuple[Footprint, Slots | None]:
-    graph, item = captured.block(key).graph, captured.model.dtype.itemsize
+def _memory(draft: PlanDraft, plan: NodePlan) -> NodeMemory:
+    return plan.target.memory(plan, draft.seen(plan.claim), draft.lora_of(plan))
+
+
+def _cached(draft: PlanDraft, nodes: Sequence[NodePlan], per_position: int) -> int:
+    for plan in nodes:
+        per_position = plan.target.cached(draft.seen(plan.claim), per_position)
+    return per_position
+
+
+def _block(draft: PlanDraft, key: str, nodes: Sequence[NodePlan], hidden: int) -> _Block:
+    """Return the bytes of a block of which `nodes` are rewritten."""
+    graph, item = draft.captured.block(key).graph, draft.captured.model.dtype.itemsize
     if graph is None:
-        return Footprint(_OPAQUE * hidden, 4.0 * hidden * item), None
-    adapters: dict[str, Adapter] = {}
-    slots: Slots | None = None
-    for action in rewrite.actions if rewrite is not None else ():
-        if isinstance(action.target, LoraLinear) and rewrite is not None and lora is not None:
-            path = action.at(rewrite.sites[0].fqn)
-            # A GPU keeps a dropout mask as bytes, a CPU as numbers.
-            mask = 0 if lora.lora_dropout == 0 else 1 if rewrite.device != "cpu" else max(4, item)
-            adapters[action.node] = Adapter(lora.rank_pattern.get(path, lora.r), max(4, item), mask)
-        elif isinstance(action.target, CpuMoe) and isinstance(action.kernel, KernelSpec):
-            ranks = (0, 0) if lora is None or rewrite is None else _ranks(action.at(rewrite.sites[0].fqn), lora)
-            keep, threads = action.target.activations == "keep", action.target.num_threads(host)
-            trains = bool(action.weights.masters) or action.weights.merged
-            slots = slots_of(action.kernel, keep=keep, ranks=ranks, threads=threads, weights_train=trains)
-    found = footprint(graph, adapters, hidden)
+        return _Block(Footprint(_OPAQUE * hidden, 4.0 * hidden * item))
+    memories = [(plan.claim.node, _memory(draft, plan)) for plan in nodes]
+    adapters = {node: memory.lora for node, memory in memories if memory.lora}
+    slots = next((memory.slots for _, memory in memories if memory.slots), None)
+    running = footprint(graph, adapters, hidden)
     if slots is None:
-        stock = sum(_stock_experts(node_attributes) for node_attributes in _experts(captured, key))
-        found = Footprint(found.saved + stock * item, found.live)
-    return found, slots
+        stock = sum(map(_stock_experts, _experts(graph)))
+        running = Footprint(running.saved + stock * item, running.live)
+    return _Block(running, slots, _widest(*(memory.product for _, memory in memories)))
 
 
-def _product(captured: CapturedModel, key: str, rewrite: BlockRewrite | None, host: Host) -> ProductRows | None:
-    """Return the product of the block's widest linear layer that has a kernel for many rows."""
-    graph = captured.block(key).graph
-    if graph is None or rewrite is None:
-        return None
-    nodes = nodes_by_name(graph)
-    widths = [
-        max(int(about["in_features"]), int(about["out_features"]))
-        for action in rewrite.actions
-        if isinstance(action.target, KtLinear) and multiplies_many_rows(action)
-        for about in [ops.attributes(nodes[action.node])]
-    ]
-    return ProductRows(max(widths), host.workers) if widths else None
+def _widest(*products: ProductRows | None) -> ProductRows | None:
+    return max((each for each in products if each is not None), key=lambda product: product.width, default=None)
 
 
-def _width(product: ProductRows) -> int:
-    return product.width
-
-
-def _ranks(experts: str, lora: LoraPlan) -> tuple[int, int]:
-    """Of the LoRA on gate and up, and on down; 0 without."""
-    ranks = {path: lora.rank_pattern.get(path, lora.r) for path in lora.parameters}
-    return max(ranks.get(f"{experts}.{name}", 0) for name in ("gate_up_proj", "up_proj")), ranks.get(
-        f"{experts}.down_proj", 0
-    )
-
-
-def _experts(captured: CapturedModel, key: str) -> Iterator[tuple[int, int, int]]:
-    graph = captured.block(key).graph
-    assert graph is not None
+def _experts(graph: fx.GraphModule) -> Iterator[tuple[int, int, int]]:
     for node in nodes_of(graph):
         if ops.operator(node) == "experts":
             about = ops.attributes(node)

@@ -154,8 +154,8 @@ def _forward(
     except Exception:
         if not run.cached or run.length == 1:  # foreign code may take one token alone after a cache
             raise
-        for found in calls.values():
-            found[:] = [call for call in found if call[0] != run.name]
+        for recorded in calls.values():
+            recorded[:] = [call for call in recorded if call[0] != run.name]
     current[0] = ""
 
 
@@ -198,10 +198,10 @@ def long_cases(calls: Sequence[tuple[str, Call]], seed: int) -> Iterator[Case]:
     poisoned = hidden.clone()
     rows = poisoned.view(-1, hidden.shape[-1])
     rows[3, 0], rows[5, 1], rows[-7, 2] = torch.nan, torch.inf, -torch.inf
-    found = Case("NaN and infinity", call.with_hidden(poisoned), poisoned=True)
-    yield found
-    yield replace(found, name=f"{found.name}, frozen", frozen=True)
-    yield replace(found, name=f"{found.name}, without gradients", inference=True)
+    case = Case("NaN and infinity", call.with_hidden(poisoned), poisoned=True)
+    yield case
+    yield replace(case, name=f"{case.name}, frozen", frozen=True)
+    yield replace(case, name=f"{case.name}, without gradients", inference=True)
 
 
 def overflow_cases(calls: Sequence[tuple[str, Call]]) -> Iterator[Case]:
@@ -223,11 +223,11 @@ def overflow_cases(calls: Sequence[tuple[str, Call]]) -> Iterator[Case]:
         "sums behind a limit": (hidden.abs() * rows, lambda matrix: matrix.abs() * 1e37),
     }
     for what, (values, weights) in inputs.items():
-        found = Case(f"{what} that overflow", call.with_hidden(values), poisoned=True, weights=weights)
-        yield found
+        case = Case(f"{what} that overflow", call.with_hidden(values), poisoned=True, weights=weights)
+        yield case
         if what == "activations":
-            yield replace(found, name=f"{found.name}, frozen", frozen=True)
-            yield replace(found, name=f"{found.name}, without gradients", inference=True)
+            yield replace(case, name=f"{case.name}, frozen", frozen=True)
+            yield replace(case, name=f"{case.name}, without gradients", inference=True)
         if call.any_length:
             one = values.flatten(0, -2)[values.shape[-2] // 2].reshape(*[1] * (values.dim() - 1), -1)
             yield Case(f"{what} that overflow, one token", call.with_hidden(one), poisoned=True, weights=weights)

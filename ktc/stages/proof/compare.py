@@ -78,11 +78,12 @@ def _most_rows_differ(one: Tensor | None, other: Tensor | None) -> bool:
 @contextmanager
 def _weights(case: Case, *experts: nn.Module) -> Generator[None]:
     """Give the experts of both sides the weights of a case."""
-    held = {parameter for module in experts for parameter in module.parameters()} if case.weights else set[Tensor]()
-    before = {parameter: parameter.detach().clone() for parameter in held}
+    if case.weights is None:
+        yield
+        return
+    before = {parameter: parameter.detach().clone() for module in experts for parameter in module.parameters()}
     try:
-        for parameter in held:
-            assert case.weights is not None, "weights are held to be changed"
+        for parameter in before:
             parameter.data.copy_(case.weights(parameter.data))
         yield
     finally:
@@ -166,8 +167,8 @@ def _gradients(values: Mapping[str, Tensor], wanted: Mapping[str, Tensor], seed:
             directions.append(torch.randn(value.shape, generator=generator).to(value.dtype))
     if not outputs:
         return {}
-    found = torch.autograd.grad(outputs, list(wanted.values()), directions, allow_unused=True)
-    return {f"gradient of {name}": gradient for name, gradient in zip(wanted, found, strict=True)}
+    gradients = torch.autograd.grad(outputs, list(wanted.values()), directions, allow_unused=True)
+    return {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
 
 
 def _kept(block: nn.Module) -> dict[str, tuple[object, ...]]:
@@ -281,7 +282,7 @@ class Constants(TorchDispatchMode):
         self._counts[key] = below + less, above + more
 
     @property
-    def found(self) -> tuple[Constant, ...]:
+    def counted(self) -> tuple[Constant, ...]:
         """The constants so far, in the order in which they were met first."""
         return tuple(
             Constant(operator, value, *counts, replaced) for (operator, value, replaced), counts in self._counts.items()

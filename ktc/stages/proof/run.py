@@ -32,7 +32,7 @@ from ktc.stages.proof.cases import (
     record,
     scaled,
     short_cases,
-)
+)  # fmt: skip
 from ktc.stages.proof.compare import Constants, compare_blocks, computes_otherwise_in_double, replaced_code
 from ktc.stages.proof.types import TOLERANCE, Constant, Proof
 from ktc.stages.proof.whole import whole_difference
@@ -108,10 +108,10 @@ def _as_a_whole(
     alone = {small.of.rewrite.key: _whole(witness, [small], host) for small in holding}
     if not any(told for _, told in alone.values()):
         alone = dict.fromkeys(alone, (error, difference))
-    found = ((proof, *alone.get(proof.rewrite, (0.0, ""))) for proof in proofs)
+    judged = ((proof, *alone.get(proof.rewrite, (0.0, ""))) for proof in proofs)
     return tuple(
         replace(proof, forward=max(proof.forward, error), difference=told) if told else proof
-        for proof, error, told in found
+        for proof, error, told in judged
     )
 
 
@@ -185,7 +185,7 @@ class _Pair:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Findings:
     """The findings of the comparisons of one rewrite."""
 
     forward: float = 0.0
@@ -218,27 +218,27 @@ def _proof(
     rules = tuple(dict.fromkeys(action.rule for action in rewrite.actions))
     sites = tuple(site.fqn for site in rewrite.sites)
     failure = small.failure or refused.get(rewrite.key, "")
-    found, constants = _Found(), list[Constant]()
+    findings, constants = _Findings(), list[Constant]()
     if not failure:
         factor = SCALES[0]
         for fqn, leading in _sites(small):
             if leading:
-                met, factor = _compare_long(fqn, pair, calls[fqn], found)
+                met, factor = _compare_long(fqn, pair, calls[fqn], findings)
                 constants += met
             else:
                 larger = scaled(calls[fqn], factor)
-                _compare(fqn, pair, [*short_cases(calls[fqn]), *([larger] if larger else [])], found)
-            if found.difference:
+                _compare(fqn, pair, [*short_cases(calls[fqn]), *([larger] if larger else [])], findings)
+            if findings.difference:
                 break
-        if not found.cases and not found.difference:
+        if not findings.cases and not findings.difference:
             called = any(calls[fqn] for fqn in sites)
             failure = "stock code raises on every input" if called else "the witness never calls the block"
     together = _together(constants)
-    if not failure and not found.difference:
+    if not failure and not findings.difference:
         failure = _unproven(together)
     return Proof(
-        rewrite.key, rewrite.block, captured.block(rewrite.block).class_name, rules, sites, found.forward,
-        found.gradients, tuple(found.cases), together, SEED, TOLERANCE, failure or found.difference,
+        rewrite.key, rewrite.block, captured.block(rewrite.block).class_name, rules, sites, findings.forward,
+        findings.gradients, tuple(findings.cases), together, SEED, TOLERANCE, failure or findings.difference,
         compared=not failure,
     )  # fmt: skip
 
@@ -252,7 +252,7 @@ def _sites(small: SmallRewrite) -> Iterator[tuple[str, bool]]:
 
 
 def _compare_long(
-    fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found
+    fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], findings: _Findings
 ) -> tuple[tuple[Constant, ...], float]:
     """Compare the long cases, then larger and larger hidden states until values are on both sides of every constant.
 
@@ -264,8 +264,8 @@ def _compare_long(
         for case in long_cases(calls, SEED):
             if not case.poisoned:
                 _forward_alone(stock, case, met, replaced)
-    _compare(fqn, pair, long_cases(calls, SEED), found)
-    before, needed = met.found, SCALES[0]
+    _compare(fqn, pair, long_cases(calls, SEED), findings)
+    before, needed = met.counted, SCALES[0]
     for factor in SCALES:
         if factor not in ALWAYS and all(constant.met for constant in before):
             continue
@@ -274,14 +274,17 @@ def _compare_long(
             break
         with met:
             _forward_alone(stock, case, met, replaced)
-        newly = met.found != before and _newly_met(before, met.found)
+        newly = met.counted != before and _newly_met(before, met.counted)
         needed = factor if newly else needed
         if newly or factor in ALWAYS:
-            _compare(fqn, pair, [case], found)
-        before = met.found
+            _compare(fqn, pair, [case], findings)
+        before = met.counted
     if replaced:
-        _compare(fqn, pair, overflow_cases(calls), found)
-    _compare_other_experts(fqn, pair, calls, found)
+        _compare(fqn, pair, overflow_cases(calls), findings)
+    chosen = pair.witness.experts  # the implementation of experts that the stock model chooses itself
+    if chosen not in ("eager", ""):
+        with pair.implemented_by(chosen):
+            _compare(fqn, pair, other_experts_cases(calls, chosen), findings)
     return before, needed
 
 
@@ -295,32 +298,21 @@ def _key(constant: Constant) -> tuple[str, float, bool]:
 
 
 def _forward_alone(stock: nn.Module, case: Case, constants: Constants, replaced: Sequence[str]) -> None:
-    """Run a copy of the stock block for its comparisons with constants.
-
-    The comparison reports what it cannot compute.
-    """
+    """Run a copy of the stock block for its comparisons with constants. The comparison reports what it raises."""
     call, stock = case.call.fresh(), copied(stock)
     try:
         with torch.no_grad(), constants.replacing(map(stock.get_submodule, replaced)):
             stock(*call.args, **call.kwargs)
-    except Exception:  # noqa: BLE001 - foreign code; `errors` raises the same as StockRefuses
+    except Exception:  # noqa: BLE001 - foreign code, which the comparison runs again
         pass
 
 
-def _compare_other_experts(fqn: str, pair: _Pair, calls: Sequence[tuple[str, Call]], found: _Found) -> None:
-    """Compare with the implementation of experts that the stock model chooses itself, which is not the eager one."""
-    if pair.witness.experts in ("eager", ""):
-        return
-    with pair.implemented_by(pair.witness.experts):
-        _compare(fqn, pair, other_experts_cases(calls, pair.witness.experts), found)
-
-
-def _compare(fqn: str, pair: _Pair, cases: Iterable[Case], found: _Found) -> None:
+def _compare(fqn: str, pair: _Pair, cases: Iterable[Case], findings: _Findings) -> None:
     """Compare the cases one after another until one differs."""
     for case in cases:
-        if found.difference:
+        if findings.difference:
             return
-        found.add(fqn, case, _compared(fqn, pair, case))
+        findings.add(fqn, case, _compared(fqn, pair, case))
 
 
 def _compared(fqn: str, pair: _Pair, case: Case) -> Comparison:
@@ -348,16 +340,13 @@ def _together(constants: Sequence[Constant]) -> tuple[Constant, ...]:
     for constant in constants:
         below, above = counts.get(_key(constant), (0, 0))
         counts[_key(constant)] = below + constant.below, above + constant.above
-    return tuple(Constant(name, value, *found, replaced) for (name, value, replaced), found in counts.items())
+    return tuple(Constant(name, value, *sums, replaced) for (name, value, replaced), sums in counts.items())
 
 
 def _unproven(constants: Sequence[Constant]) -> str:
     """Return in words a constant of replaced code that no input was beyond, "" if there is none."""
-    return next(
-        (
-            f"its code compares with {each.value:g} (`{each.operator}`), and no input is on both sides of it"
-            for each in constants
-            if each.unproven
-        ),
-        "",
-    )
+    for constant in constants:
+        if constant.unproven:
+            operator = f"`{constant.operator}`"
+            return f"its code compares with {constant.value:g} ({operator}), and no input is on both sides of it"
+    return ""

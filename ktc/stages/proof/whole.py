@@ -80,7 +80,7 @@ def _models(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def _recorded(model: PreTrainedModel, tokens: Tensor, option: str) -> Any:
     """Return the results with a loss and an option, set in the config and, where the forward takes it, in the call."""
     parameters = inspect.signature(model.forward).parameters
-    taken = option in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    taken = option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     with _asked_for(model, option), torch.no_grad():
         return model(input_ids=tokens, labels=tokens, use_cache=False, **({option: True} if taken else {}))
 
@@ -92,17 +92,17 @@ def _asked_for(model: PreTrainedModel, option: str) -> Generator[None]:
     wanted = {option: True}
     if option == "output_attentions":
         wanted = {"_output_attentions": True, ATTENTION: "eager"}
-    before = [(held, name, held.get(name, _ABSENT)) for held in configs for name in wanted]
+    before = [(settings, name, settings.get(name, _ABSENT)) for settings in configs for name in wanted]
     try:
-        for held, name, _ in before:
-            held[name] = wanted[name]
+        for settings, name, _ in before:
+            settings[name] = wanted[name]
         yield
     finally:
-        for held, name, value in before:
+        for settings, name, value in before:
             if value is _ABSENT:
-                held.pop(name, None)
+                settings.pop(name, None)
             else:
-                held[name] = value
+                settings[name] = value
 
 
 # The comparison -------------------------------------------------------------------------------------------------------

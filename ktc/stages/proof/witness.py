@@ -31,7 +31,7 @@ from ktc.model.hf.private_api import experts_of
 from ktc.model.loading.realise import realise
 from ktc.model.targets.target import NodeAction, NodeWeights
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
-from ktc.stages.capture.circumstances import asked_before
+from ktc.stages.capture.circumstances import circumstances_checked
 from ktc.stages.plan import BlockRewrite
 from ktc.stages.rewrite import RewrittenBlock, block_files, recipe, rewrite_block
 
@@ -80,7 +80,7 @@ def witness_for(captured: CapturedModel, *, second: bool = False) -> Witness:
 
 @lru_cache(maxsize=2)  # `inspect` and `compile` of one model follow each other
 def _witness(key: _Key) -> Witness:
-    with asked_before():
+    with circumstances_checked():
         captured = capture(ModelSource("witness", None, key.config, None))
     return witness_of(captured)
 
@@ -144,7 +144,7 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
         # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
         rewrite = BlockRewrite(f"{block.rewrite.key}_{len(made)}", key, sites, actions, "cpu")
         graph = rewrite_block(small.graph, rewrite)
-        own = tuple(each for each in small.own if each.fqn in {known.fqn for known in block.own})
+        own = tuple(each for each in small.own_experts if each.fqn in {known.fqn for known in block.own_experts})
         made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None, own))
     return SmallRewrite(block, tuple(made))
 
@@ -166,7 +166,7 @@ def _mismatch(full: BlockGraph, small: BlockGraph) -> str:
         return "is another computation in the shrunk witness"
     if full.experts is not None and _rounds(small.graph):
         return "rounds to half precision itself, which its code in OUT would not do in fp32"
-    if [own.without_sizes() for own in full.own] != [own.without_sizes() for own in small.own]:
+    if [own.without_sizes() for own in full.own_experts] != [own.without_sizes() for own in small.own_experts]:
         return "has experts of another kind in the shrunk witness"
     return ""
 

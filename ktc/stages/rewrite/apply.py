@@ -31,7 +31,7 @@ class RewrittenBlock:
     rewrite: BlockRewrite
     graph: fx.GraphModule
     experts: ExpertList | None = None  # the list that the stock block loops over: the graph then replaces its code
-    own: tuple[OwnExperts, ...] = ()  # the rewritten experts modules of the model's own code
+    own_experts: tuple[OwnExperts, ...] = ()  # the rewritten experts modules of the model's own code
 
 
 def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
@@ -43,7 +43,7 @@ def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
         fused = any(action.target.takes_experts for action in block_rewrite.actions)
         graph = rewrite_block(block.graph, block_rewrite)
         fqns = {action.fqn for action in block_rewrite.actions if action.target.takes_experts}
-        own = tuple(experts for experts in block.own if experts.fqn in fqns)
+        own = tuple(experts for experts in block.own_experts if experts.fqn in fqns)
         blocks.append(RewrittenBlock(block_rewrite, graph, block.experts if fused else None, own))
     return tuple(blocks)
 

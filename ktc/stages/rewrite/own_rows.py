@@ -42,7 +42,7 @@ def own_rows(rows: Iterable[WeightSource], blocks: Sequence[RewrittenBlock]) -> 
     """Return the rows in their order. A row of an expert that has no matrices is left out."""
     places: dict[str, _Place] = {}
     for block in blocks:
-        for own in block.own:
+        for own in block.own_experts:
             for site in block.rewrite.sites:
                 fqn = f"{site.fqn}.{own.fqn}".rstrip(".")
                 places |= {f"{fqn}.{h.name}": _Place(own, part, h, fqn) for part, h in own.parts.items()}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from torch import fx
+from typing import Any
 
 from ktc.foundation.host import Host
 from ktc.model.experts.own_module import OwnExperts
+from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
+from ktc.model.manifest.configs import GRAPH_BLOCK, OWN_EXPERTS, GraphBlockConfig, OwnExpertsConfig
 from ktc.model.manifest.manifest import Rewrite
-from ktc.model.targets.module_target import ITSELF, ModuleTarget, carriers, place_of
+from ktc.model.targets.config import plain
+from ktc.model.targets.module_target import ITSELF, graph_target, module_target, primary_actions
 from ktc.model.targets.target import NodeAction
 from ktc.stages.capture import CapturedModel, ExpertList
 from ktc.stages.rewrite.apply import RewrittenBlock
@@ -25,28 +27,28 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
         for site in block.rewrite.sites:
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
-            rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own]
-            for action in carriers(block.rewrite.actions):
+            rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own_experts]
+            for action in primary_actions(block.rewrite.actions):
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 # The adapter of a layer that another rewrite absorbs has no call of its own.
-                call = nodes.get(place_of(action)) or nodes[ITSELF]
-                rows.append((site.layer, _row(action, action.at(site.fqn), device, call, host)))
+                call = nodes.get(graph_target(action)) or nodes[ITSELF]
+                rows.append((site.layer, step_of(action, action.at(site.fqn), device, ops.attributes(call), host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
-def _row(action: NodeAction, fqn: str, device: str, node: fx.Node, host: Host) -> Rewrite:
+def step_of(action: NodeAction, fqn: str, device: str, about: Mapping[str, Any], host: Host) -> Rewrite:
     """Return the loader's step for a node: the module, its kernel, its arguments."""
-    assert isinstance(action.target, ModuleTarget), f"`{action.target.name}` puts no module"
-    entry = action.kernel.entry if action.kernel else None
-    arguments = action.target.recipe(action, node, host)
-    return Rewrite(fqn, action.target.placed(action), entry, device, arguments, action.rule, str(action.span))
+    target, entry = module_target(action), action.kernel.entry if action.kernel else None
+    args = plain(target.recipe(action, about, host))
+    return Rewrite(fqn, target.module_name(action), entry, device, args, action.rule, str(action.span))
 
 
 def _own_experts(block: RewrittenBlock, own: OwnExperts, site: str) -> Rewrite:
     """Return the step before an experts module of the model's own is replaced: its tensors in the stock layout."""
     action = next(a for a in block.rewrite.actions if a.target.takes_experts and a.fqn == own.fqn)
     fqn = action.at(site)
-    return Rewrite(fqn, "own_experts", None, block.rewrite.device, own.words(), action.rule, str(action.span))
+    config = OwnExpertsConfig(*own.sizes, str(own.form), own.parts, own.inputs, own.called)
+    return Rewrite(fqn, OWN_EXPERTS, None, block.rewrite.device, plain(config), action.rule, str(action.span))
 
 
 def block_file(block: RewrittenBlock) -> str:
@@ -70,13 +72,6 @@ def _code(captured: CapturedModel, block: RewrittenBlock) -> str:
 def _graph_block(block: RewrittenBlock, experts: ExpertList, fqn: str) -> Rewrite:
     """Return the first step of a block whose own code loops over its experts."""
     action = next(action for action in block.rewrite.actions if action.target.takes_experts)
-    args: dict[str, int | str] = {
-        "file": block_file(block),
-        "experts": experts.fqn,
-        "num_experts": experts.count,
-        "hidden": experts.hidden,
-        "intermediate": experts.intermediate,
-        "form": experts.form,
-        "parts": " ".join(f"{part}={name}" for part, name in experts.parts.items()),
-    }
-    return Rewrite(fqn, "graph_block", None, block.rewrite.device, args, action.rule, str(action.span))
+    sizes = experts.count, experts.hidden, experts.intermediate
+    config = GraphBlockConfig(block_file(block), experts.fqn, *sizes, experts.form, experts.parts)
+    return Rewrite(fqn, GRAPH_BLOCK, None, block.rewrite.device, plain(config), action.rule, str(action.span))

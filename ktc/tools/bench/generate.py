@@ -89,7 +89,7 @@ class GenerateReport(StackReport):
         if self.rows:
             yield table_of(self.rows)
         yield from (f"{_NAMES[row.impl]}, context {row.context}: {row.told}" for row in self.rows if row.told)
-        yield from (f"not measured: {_NAMES[each.impl]}: {each.reason}" for each in self.left_out)
+        yield from (f"not measured: {_NAMES[entry.impl]}: {entry.reason}" for entry in self.left_out)
 
 
 def run(request: Generate, sink: ProgressSink) -> GenerateReport:
@@ -127,8 +127,8 @@ def run(request: Generate, sink: ProgressSink) -> GenerateReport:
         layers=stack.layers,
         depth=stack.depth,
         seconds=seconds,
-        rows=tuple(each for each in found if isinstance(each, Row)),
-        left_out=tuple(each for each in found if isinstance(each, LeftOut)),
+        rows=tuple(entry for entry in found if isinstance(entry, Row)),
+        left_out=tuple(entry for entry in found if isinstance(entry, LeftOut)),
     )
 
 

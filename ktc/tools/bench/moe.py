@@ -107,8 +107,8 @@ class MoeReport(Report):
     def to_json(self) -> dict[str, Any]:
         """Return the object of `--json`, where the pass is called `pass`."""
         found = asdict(self)
-        for each in (*found["rows"], *found["left_out"]):
-            each["pass"] = each.pop("passes")
+        for entry in (*found["rows"], *found["left_out"]):
+            entry["pass"] = entry.pop("passes")
         return found
 
     def shown(self) -> Iterator[str | Table]:
@@ -123,9 +123,9 @@ class MoeReport(Report):
         else:
             yield "nothing was measured"
         places = dict[tuple[str, str], list[str]]()
-        for each in self.left_out:
-            place = f"{each.passes} {each.tokens:,}" + f" r{each.lora_rank}" * bool(each.lora_rank)
-            places.setdefault((each.impl, each.reason), []).append(place)
+        for entry in self.left_out:
+            place = f"{entry.passes} {entry.tokens:,}" + f" r{entry.lora_rank}" * bool(entry.lora_rank)
+            places.setdefault((entry.impl, entry.reason), []).append(place)
         yield from (f"not measured: {impl} ({', '.join(where)}): {reason}" for (impl, reason), where in places.items())
 
     def figure(self) -> Any:
@@ -185,7 +185,7 @@ def run(request: Moe, sink: ProgressSink) -> MoeReport:
         limits, weights = Limits(build_library(request.isas[0], folder), request.threads), Weights(request.shape)
         others, reasons, about = _peers(request, weights, limits, stack)
         candidates: list[Candidate] = [*ours.candidates(request, weights), *others]
-        candidates.sort(key=lambda each: request.impls.index(each.impl))
+        candidates.sort(key=lambda entry: request.impls.index(entry.impl))
         total = Samples()
         limits.measure(total)
         found = [*absent(request, reasons), *_measure(request, candidates, limits, total, sink)]
@@ -194,8 +194,8 @@ def run(request: Moe, sink: ProgressSink) -> MoeReport:
         host={**processor(list(request.isas), request.threads, "peft"), **about},
         peak_gflops=peak,
         read_gbps=bandwidth,
-        rows=tuple(each for each in found if isinstance(each, Row)),
-        left_out=tuple(each for each in found if isinstance(each, LeftOut)),
+        rows=tuple(entry for entry in found if isinstance(entry, Row)),
+        left_out=tuple(entry for entry in found if isinstance(entry, LeftOut)),
     )
 
 
@@ -236,7 +236,7 @@ def _peers(
 
 
 def _words_of(error: KtcError) -> str:
-    return "; ".join(each.message for each in error.diagnostics)
+    return "; ".join(entry.message for entry in error.diagnostics)
 
 
 def rounds_of(request: Moe, tokens: int) -> int:
@@ -292,9 +292,9 @@ def counterpart(row: Row, rows: Iterable[Row]) -> Row | None:
 
     Peers without a format in their name compute in bf16; without ktc's bf16, its first format is used.
     """
-    own = [each for each in rows if each.group == row.group and each.impl.startswith(KTC)]
+    own = [entry for entry in rows if entry.group == row.group and entry.impl.startswith(KTC)]
     _, _, suffix = row.impl.partition("kt_kernel_")
-    of_format = [each for each in own if each.impl == f"{KTC}{suffix or 'bf16'}"]
+    of_format = [entry for entry in own if entry.impl == f"{KTC}{suffix or 'bf16'}"]
     return next(iter(of_format if suffix else of_format or own), None)
 
 

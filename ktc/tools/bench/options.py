@@ -80,10 +80,10 @@ def words(default: tuple[str, ...], text: str, flag: str, known: Iterable[str] =
 def parse(kind: type[R], typed: Mapping[str, Any]) -> R:
     """Return the request of the typed words; lists are comma-separated texts. Raise InputRefused."""
     values = dict(typed)
-    for each in fields(kind):
-        known: Option | None = each.metadata.get("option")
-        if known is not None and known.read is not None and each.name in values:
-            values[each.name] = known.read(flag_of(each), values[each.name])
+    for declared in fields(kind):
+        known: Option | None = declared.metadata.get("option")
+        if known is not None and known.read is not None and declared.name in values:
+            values[declared.name] = known.read(flag_of(declared), values[declared.name])
     return kind(**values).checked()
 
 

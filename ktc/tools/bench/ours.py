@@ -19,8 +19,8 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertPart, ExpertsSizes, parse_form
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
 from ktc.stages.codegen import build, render
 from ktc.tools.bench.candidate import Layer, LocalCandidate
 from ktc.tools.bench.inputs import Weights, lora_factors
@@ -41,7 +41,7 @@ def candidates(request: Moe, weights: Weights) -> Iterator[LocalCandidate]:
         yield LocalCandidate(impl, lambda rank, module=module: _layer(module, request, rank), expert_bytes, spec.isa)
 
 
-def asked(request: Moe) -> tuple[tuple[str, KernelSpec], ...]:
+def asked(request: Moe) -> tuple[tuple[str, FusedMoeSpec], ...]:
     """Return names and kernels, the first instruction set's first: of formats that can hold such matrices."""
     return tuple(
         (impl, spec_of(request.shape, isa, name))
@@ -52,15 +52,15 @@ def asked(request: Moe) -> tuple[tuple[str, KernelSpec], ...]:
     )
 
 
-def spec_of(shape: Shape, isa: Isa, weight_format: WeightFormat) -> KernelSpec:
+def spec_of(shape: Shape, isa: Isa, weight_format: WeightFormat) -> FusedMoeSpec:
     """Return the kernel that a compilation would choose for these experts."""
     dtype = FORMATS[weight_format].dtype
     group = CODES[weight_format].group_sizes[0] if weight_format in CODES else 0
     sizes = (shape.hidden, shape.intermediate, shape.num_experts, shape.top_k)
-    return KernelSpec("fused_moe", *sizes, dtype, weight_format, weight_format, isa, group_size=group)
+    return FusedMoeSpec("fused_moe", *sizes, dtype, weight_format, weight_format, isa, group_size=group)
 
 
-def _packed(request: Moe, spec: KernelSpec, library: KernelLibrary, weights: Weights) -> FusedMoe:
+def _packed(request: Moe, spec: FusedMoeSpec, library: KernelLibrary, weights: Weights) -> FusedMoe:
     shape = request.shape
     sizes = ExpertsSizes(shape.num_experts, shape.hidden, shape.intermediate, shape.top_k)
     packed = PackedExperts(library.kernel(spec.entry), request.threads, sizes)

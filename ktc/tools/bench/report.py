@@ -50,7 +50,7 @@ def tables(report: Report) -> Group:
 
     dim = ("not measured", "logits of", "geometric mean")
     parts = report.shown()
-    return Group(*(Text(each, "dim" * each.startswith(dim)) if isinstance(each, str) else each for each in parts))
+    return Group(*(Text(part, "dim" * part.startswith(dim)) if isinstance(part, str) else part for part in parts))
 
 
 def table_of(
@@ -63,7 +63,7 @@ def table_of(
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    columns = [(each.name, *each.metadata["column"]) for each in fields(rows[0]) if "column" in each.metadata]
+    columns = [(part.name, *part.metadata["column"]) for part in fields(rows[0]) if "column" in part.metadata]
     for _, head, _, left in columns:
         table.add_column(head, justify="left" if left else "right", overflow="fold")
     for number, row in enumerate(rows):

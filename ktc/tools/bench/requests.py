@@ -147,7 +147,7 @@ class Moe(_OfLayer):
     def checked(self) -> Self:
         """Return the request with the members of groups, and the instruction sets of this machine."""
         from ktc.foundation import host
-        from ktc.model.kernels.kernel_spec import KERNELS
+        from ktc.model.kernels.fused_moe_spec import KERNELS
 
         here = host.detect()
         named: tuple[Isa, ...] = tuple(dict.fromkeys(host.restrict(here, word).isas[0] for word in self.isas))
@@ -449,7 +449,7 @@ REQUESTS: Final[tuple[type[Request], ...]] = (Moe, Decode, Finetune, Generate, S
 
 def kernels_of(isas: Iterable[Isa]) -> tuple[str, ...]:
     """Return `ktc_FORMAT` of each format that one of the instruction sets multiplies."""
-    from ktc.model.kernels.kernel_spec import KERNELS
+    from ktc.model.kernels.fused_moe_spec import KERNELS
 
     return tuple(dict.fromkeys(f"{KTC}{name}" for isa in isas for name in KERNELS[isa]))
 

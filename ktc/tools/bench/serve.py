@@ -68,9 +68,9 @@ class Phase:
     @classmethod
     def of(cls, load: Load, outcomes: Sequence[Outcome], seconds: float, cpu_seconds: float) -> Phase:
         """Return the figures of a load that took `seconds` in all, and `cpu_seconds` of the server."""
-        states = Counter(each.state for each in outcomes)
+        states = Counter(outcome.state for outcome in outcomes)
         answered, cancelled = states.pop("answered", 0), states.pop("cancelled", 0)
-        tokens = sum(each.tokens for each in outcomes)
+        tokens = sum(outcome.tokens for outcome in outcomes)
         return cls(
             clients=load.clients,
             seconds=seconds,
@@ -81,9 +81,9 @@ class Phase:
             tokens_per_second=tokens / seconds,
             cpu_seconds=cpu_seconds,
             tokens_per_cpu_second=tokens / cpu_seconds if cpu_seconds else 0.0,
-            first_token=_percentiles(each.first for each in outcomes if each.first is not None),
-            next_token=_percentiles(gap for each in outcomes for gap in each.gaps),
-            request=_percentiles(each.seconds for each in outcomes if each.state == "answered"),
+            first_token=_percentiles(outcome.first for outcome in outcomes if outcome.first is not None),
+            next_token=_percentiles(gap for outcome in outcomes for gap in outcome.gaps),
+            request=_percentiles(outcome.seconds for outcome in outcomes if outcome.state == "answered"),
         )
 
     def beside(self, one: Phase) -> Phase:

@@ -24,7 +24,7 @@ from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.random_experts import RandomExperts
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertsSizes, parse_form
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.codegen import build, render
 from ktc.stages.plan.placement import gib
@@ -77,7 +77,7 @@ class StreamReport(Report):
         yield table_of(self.rows)
 
 
-def require(spec: KernelSpec, gpus: int) -> None:
+def require(spec: FusedMoeSpec, gpus: int) -> None:
     """Raise HostLacks without a GPU (H244), or without host memory for the layer (H240)."""
     if gpus == 0:
         message = "experts cannot be streamed to a GPU: this process sees none"
@@ -95,7 +95,7 @@ def run(request: Stream, sink: ProgressSink) -> StreamReport:
     return run_on(torch.device("cuda:0"), request, spec, sink)
 
 
-def run_on(device: torch.device, request: Stream, spec: KernelSpec, sink: ProgressSink) -> StreamReport:
+def run_on(device: torch.device, request: Stream, spec: FusedMoeSpec, sink: ProgressSink) -> StreamReport:
     """Measure each number of tokens, and the bus after it."""
     sink.progress("building the kernel", 0, 0)
     shape = request.shape

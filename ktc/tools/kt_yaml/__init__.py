@@ -15,6 +15,7 @@ from ktc.diagnostics import Diagnostic, KtcError
 from ktc.language.dsl.printer import print_module
 from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.tools.kt_yaml import document
+from ktc.tools.kt_yaml.document import printable
 from ktc.tools.kt_yaml.effects import outcomes, trains
 from ktc.tools.kt_yaml.emit import emit
 from ktc.tools.kt_yaml.reach import find_reach
@@ -49,7 +50,7 @@ def import_kt_yaml(path: Path, model: str | Path | PreTrainedModel) -> Imported:
         InputRefused: the file or the model is invalid; every fault is reported.
         ProofFailed: the program differs from the file.
     """
-    source = Source(_printable(path.name), document.read_text(path))
+    source = Source(printable(path.name), document.read_text(path))
     read = source.rules()  # before loading the model, which takes seconds
     return import_for(source, read, capture(open_model(model, fetch_weights=False)))
 
@@ -74,13 +75,13 @@ def import_for(source: Source, read: KtRules, captured: CapturedModel) -> Import
     """Import the rules of `source` as a program for a captured model. Raises as `import_kt_yaml` does."""
     try:
         replayed = replay(read.rules, captured.modules)
-        found = outcomes(replayed.visits, find_reach(captured))
+        effects = outcomes(replayed.visits, find_reach(captured))
         header = _header(source.name, read.rules, str(captured.facts["type"]))
-        emitted = emit(found, captured, "imported.ktr", header)
-        verified = verify(emitted.module, found, captured)
+        emitted = emit(effects, captured, "imported.ktr", header)
+        verified = verify(emitted.module, effects, captured)
     except KtcError as error:
         raise type(error)(*error.diagnostics, sources={**error.sources, source.name: source.text}) from error
-    report = make_report(source.name, read, replayed, found, emitted.became, verified, captured)
+    report = make_report(source.name, read, replayed, effects, emitted.became, verified, captured)
     return Imported(print_module(emitted.module), report, read.warnings, {source.name: source.text})
 
 
@@ -92,7 +93,3 @@ def _header(file: str, rules: Sequence[KtRule], model_type: str) -> tuple[str, .
     )
     adapters = "It names no adapters: add a rule with `lora_linear` and a `lora` block."
     return (*lines, adapters) if trains(rules) else lines
-
-
-def _printable(name: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in name)

@@ -50,6 +50,11 @@ class Mapping:
 Node = Scalar | Sequence | Mapping
 
 
+def printable(text: str) -> str:
+    """Return `text` with `?` for control characters, which a terminal would execute."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def read_text(path: Path) -> str:
     """Return the file's text.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ktc.model.targets import TARGETS, CpuMoe, Fused, FusedAttention, GpuMoe, KtLinear, MlaAbsorbed
+from ktc.model.targets import CpuMoe, GpuMoe, LinearTarget, MlaAbsorbed
 from ktc.tools.kt_yaml import names
 from ktc.tools.kt_yaml.names import Defaults
 from ktc.tools.kt_yaml.replay import Visit
 from ktc.tools.kt_yaml.rules import KtRule
 
+_STOCK = {"attention": "attention modules", "fused": "modules"}
 UNMATCHED_DEVICE = "cuda:0"  # KTransformers' `default_device`
 MLA, GQA = "attn.mla", "attn.gqa"
 _IMPLIED = {
@@ -52,17 +53,17 @@ class Outcome:
 class Reach:
     """The operands of `match` by path, and the linears that a rewritten latent attention absorbs."""
 
-    found: Mapping[str, frozenset[str]]
+    paths: Mapping[str, frozenset[str]]
     absorbed: frozenset[str]
 
 
 def outcomes(visits: Sequence[Visit], reach: Reach) -> tuple[Outcome, ...]:
     """Return one outcome per module, in the order of the visits."""
     training = trains(visit.rule for visit in visits)
-    found = [_outcome(visit, reach, training) for visit in visits]
-    pinned = frozenset(outcome.path for outcome in found if outcome.pinned)
-    latent = frozenset(o.path for o in found if o.kernel is not None and o.kernel.target == MlaAbsorbed.name)
-    return tuple(_settled(outcome, pinned, latent, reach) for outcome in found)
+    effects = [_outcome(visit, reach, training) for visit in visits]
+    pinned = frozenset(outcome.path for outcome in effects if outcome.pinned)
+    latent = frozenset(o.path for o in effects if o.kernel is not None and o.kernel.target == MlaAbsorbed.name)
+    return tuple(_settled(outcome, pinned, latent, reach) for outcome in effects)
 
 
 def trains(rules: Iterable[KtRule | None]) -> bool:
@@ -98,10 +99,12 @@ def _outcome(visit: Visit, reach: Reach, training: bool) -> Outcome:
         return Outcome(path, None, UNMATCHED_DEVICE, UNMATCHED_DEVICE, located=holds)
     device, prefill = _devices(rule)
     kernel = _kernel(rule, path, reach, training) if visit.inside is None else None
-    lost = _lost(kernel, path, reach, training) if kernel or visit.inside else _no_kernel(rule, training)
+    lost = _lost(kernel, path, reach) if kernel or visit.inside else _no_kernel(rule, training)
     kept = None if lost else kernel
     if kept is not None and kept.target == CpuMoe.name:
         device = "cpu"
+    else:  # other modules compute every call on one device
+        prefill = device
     located = holds or (rule.kind == "rope" and path != "")
     return Outcome(path, rule, device, prefill, kept, lost, located, visit.inside is not None)
 
@@ -123,8 +126,8 @@ def _full(device: str) -> str:
 def _operation(rule: KtRule, key: str) -> str | None:
     """Return the operation of a phase: the rule's, `null` included; without one, the constructor's default."""
     if key in rule.settings:
-        found = rule.settings[key]
-        return str(found) if found is not None else None
+        named = rule.settings[key]
+        return str(named) if named is not None else None
     defaults = names.DEFAULTS[rule.kind]
     return defaults.generate_op if key == "generate_op" else defaults.prefill_op
 
@@ -133,22 +136,20 @@ def operations(rule: KtRule) -> tuple[str, ...]:
     """Return the operations that a rule names or implies."""
     if rule.kind not in names.DEFAULTS:
         return ()
-    found = (_operation(rule, "generate_op"), _operation(rule, "prefill_op"))
-    return tuple(operation for operation in found if operation)
+    phases = (_operation(rule, "generate_op"), _operation(rule, "prefill_op"))
+    return tuple(operation for operation in phases if operation)
 
 
 def _kernel(rule: KtRule, path: str, reach: Reach, training: bool) -> Kernel | None:
     match rule.kind:
         case "linear" if training:
-            return Kernel("linear", KtLinear.name, (("kernel", "torch"),)) if operations(rule) else None
+            return Kernel("linear", LinearTarget.name, (("kernel", "torch"),)) if operations(rule) else None
         case "linear":
             return _linear(rule)
         case "experts":
             return _experts(rule)
         case "attention":
             return _attention(rule, path, reach)
-        case "fused":
-            return Kernel("module", Fused.name, ())
         case _:
             return None
 
@@ -161,7 +162,7 @@ def _linear(rule: KtRule) -> Kernel | None:
     if main is None or _no_kernel(rule, training=False):
         return None
     other = (("prefill", during),) if during and during != main else ()
-    return Kernel("linear", KtLinear.name, (("kernel", main), *other))
+    return Kernel("linear", LinearTarget.name, (("kernel", main), *other))
 
 
 def _experts(rule: KtRule) -> Kernel | None:
@@ -174,31 +175,29 @@ def _experts(rule: KtRule) -> Kernel | None:
 
 
 def _no_kernel(rule: KtRule, training: bool) -> str:
-    """Return why ktc has no kernel for the operations of a rule, "" where it has one or the rule names none."""
-    asked = operations(rule)[:1] if rule.kind == "experts" else operations(rule)
+    """Return why ktc has no kernel for what a rule names, "" where it has one or the rule names none."""
+    if rule.kind in _STOCK:
+        return f"the model's own {_STOCK[rule.kind]} stay: ktc has no kernel in their place"
+    named = operations(rule)[:1] if rule.kind == "experts" else operations(rule)
     kernels = {**names.GPU_EXPERTS, **({} if training else names.LINEAR_KERNELS)}
-    missing = next((name for name in asked if name in kernels and kernels[name] is None), "")
+    missing = next((name for name in named if name in kernels and kernels[name] is None), "")
     return f"ktc has no kernel for `{missing}`: the modules stay unchanged" if missing else ""
 
 
-def _attention(rule: KtRule, path: str, reach: Reach) -> Kernel:
-    core = names.attention_kernel(rule.replacement)
-    if path in reach.found[GQA]:
-        return Kernel(GQA, FusedAttention.name, (("kernel", core),))
+def _attention(rule: KtRule, path: str, reach: Reach) -> Kernel | None:
+    if path in reach.paths[GQA]:
+        return None
     absorb = "always" if rule.settings.get("absorb_for_prefill") else "decode"
-    return Kernel(MLA, MlaAbsorbed.name, (("absorb", absorb), ("kernel", core)))
+    return Kernel(MLA, MlaAbsorbed.name, (("absorb", absorb),))
 
 
-def _lost(kernel: Kernel | None, path: str, reach: Reach, training: bool) -> str:
+def _lost(kernel: Kernel | None, path: str, reach: Reach) -> str:
     """Return why ktc cannot apply this rewrite to the module, "" if it can."""
     if kernel is None:
         return ""
     if not path:
         return "a rule cannot name the model as a whole"
-    own = dict(kernel.settings).get("kernel")
-    if training and own in TARGETS[kernel.target].without_backward:
-        return f"`{own}` has no backward pass, and other rules of the file are for training"
-    if kernel.root == "module" or path in reach.found[kernel.root]:
+    if path in reach.paths[kernel.root]:
         return ""
-    what = {MLA: "attention", GQA: "attention"}.get(kernel.root, f"`{kernel.root}`")
+    what = "attention" if kernel.root == MLA else f"`{kernel.root}`"
     return f"ktc finds no {what} at `{path}` that `{kernel.target}` could rewrite"

@@ -22,7 +22,7 @@ from ktc.tools.kt_yaml.reach import import_attention, rewrite_rule
 from ktc.tools.kt_yaml.rules import KtRule
 
 _NAMES = {
-    targets.KtLinear.name: "linears",
+    targets.LinearTarget.name: "linears",
     targets.CpuMoe.name: "experts",
     targets.GpuMoe.name: "gpu_experts",
     targets.Fused.name: "fused",
@@ -58,10 +58,10 @@ class _Group:
     expect: int | None
 
 
-def emit(found: Sequence[Outcome], captured: CapturedModel, file: str, header: Sequence[str]) -> Emitted:
+def emit(outcomes: Sequence[Outcome], captured: CapturedModel, file: str, header: Sequence[str]) -> Emitted:
     """Emit the program for `captured`. `header` are the lines of its first comment."""
     universe = [module.fqn for module in captured.modules if module.fqn]
-    groups = [*_kernels(found), *_prefills(found), *_placements(found, universe)]
+    groups = [*_kernels(outcomes), *_prefills(outcomes), *_placements(outcomes, universe)]
     taken, became = Counter[str](), dict[int, tuple[str, ...]]()
     declarations: list[tuple[str, syntax.Declaration]] = []
     for group in groups:
@@ -75,14 +75,14 @@ def emit(found: Sequence[Outcome], captured: CapturedModel, file: str, header: S
     before: list[tuple[str, syntax.Declaration]] = [("", _require(captured))]
     if any("." in group.root for group in groups):
         before.insert(0, ("", import_attention()))
-    module = _with_comments(file, header, [*before, *declarations, ("", _plan(found))])
+    module = _with_comments(file, header, [*before, *declarations, ("", _plan(outcomes))])
     return Emitted(module, became)
 
 
 # Rewrites ------------------------------------------------------------------------------------------------------------
-def _kernels(found: Sequence[Outcome]) -> list[_Group]:
+def _kernels(rewritten: Sequence[Outcome]) -> list[_Group]:
     members: dict[Kernel, list[Outcome]] = defaultdict(list)
-    for outcome in found:
+    for outcome in rewritten:
         if outcome.kernel is not None:
             members[outcome.kernel].append(outcome)
     return [
@@ -116,10 +116,10 @@ def _value(value: str | bool) -> syntax.Expression:
 
 
 # Placement -----------------------------------------------------------------------------------------------------------
-def _prefills(found: Sequence[Outcome]) -> list[_Group]:
+def _prefills(rewritten: Sequence[Outcome]) -> list[_Group]:
     """Return a placement for experts on the CPU with prefill elsewhere. Their rewrite decides the device."""
     members: dict[str, list[Outcome]] = defaultdict(list)
-    for outcome in found:
+    for outcome in rewritten:
         if outcome.pinned and outcome.prefill != "cpu":
             members[outcome.prefill].append(outcome)
     return [
@@ -128,8 +128,8 @@ def _prefills(found: Sequence[Outcome]) -> list[_Group]:
     ]
 
 
-def _placements(found: Sequence[Outcome], universe: Sequence[str]) -> list[_Group]:
-    located = {o.path: o for o in found if o.located and not o.pinned and o.path}
+def _placements(outcomes: Sequence[Outcome], universe: Sequence[str]) -> list[_Group]:
+    located = {o.path: o for o in outcomes if o.located and not o.pinned and o.path}
     hoisted = _Hoist(located, universe).devices
     members: dict[Devices, list[str]] = defaultdict(list)
     for path, devices in hoisted.items():
@@ -204,8 +204,8 @@ def _require(captured: CapturedModel) -> syntax.Require:
     return syntax.Require(syntax.Binary("and", kind, layers), syntax.Text("this program names the paths of one model"))
 
 
-def _plan(found: Sequence[Outcome]) -> syntax.Block:
-    rules = [outcome.rule for outcome in found if outcome.rule is not None]
+def _plan(outcomes: Sequence[Outcome]) -> syntax.Block:
+    rules = [outcome.rule for outcome in outcomes if outcome.rule is not None]
     settings = [syntax.Setting(syntax.Name("mode"), _value("train" if trains(rules) else "infer"))]
     settings.append(syntax.Setting(syntax.Name("unplaced"), _value(UNMATCHED_DEVICE)))
     threshold = max((prefill_threshold(rule) for rule in rules), default=0)
@@ -216,8 +216,8 @@ def _plan(found: Sequence[Outcome]) -> syntax.Block:
 
 def prefill_threshold(rule: KtRule) -> int:
     """Return the number of tokens from which KTransformers prefills layer by layer, 0 if it never does."""
-    found = rule.settings.get("per_layer_prefill_intput_threshold")
-    return found if isinstance(found, int) else 0
+    threshold = rule.settings.get("per_layer_prefill_intput_threshold")
+    return threshold if isinstance(threshold, int) else 0
 
 
 def _origin(origins: Sequence[KtRule]) -> str:

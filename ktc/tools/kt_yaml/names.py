@@ -50,10 +50,10 @@ LINEAR_KERNELS: Mapping[str, str | None] = {
     "KLinearTorch": "torch",
     "KLinearMarlin": None,
     "VLinearMarlin": None,
-    "KLinearFP8": "fp8",
-    "KLinearQ8": "q8",
+    "KLinearFP8": None,
+    "KLinearQ8": None,
     "KLinearIPEXLLM": None,
-    "KLinearTorchW8A8A2": "w8a8",
+    "KLinearTorchW8A8A2": None,
     "KLinearCPUInfer": None,
 }
 CPU_EXPERTS = ("KExpertsCPU", "KSFTExpertsCPU", "KExpertsCPUW8A8")
@@ -97,14 +97,6 @@ def kind_of(class_path: str) -> Kind | None:
     return next((kind for pattern, kind in _KINDS if fnmatchcase(name, pattern)), None)
 
 
-def attention_kernel(class_path: str) -> str:
-    """Return the attention core of a replacement class."""
-    module, _, name = class_path.removeprefix(PACKAGE).rpartition(".")
-    if name == "deepseek_torch_attn":
-        return "eager"
-    return "flashinfer" if name == "flashinfer_attn" or module == "balance_serve_attention" else "sdpa"
-
-
 # Classes of modules --------------------------------------------------------------------------------------------------
 # KTransformers matches its own copies of the models' code; Hugging Face's names differ a little.
 _ROTARY_VARIANTS = ("yarn", "linearscaling", "dynamicntkscaling")
@@ -114,8 +106,8 @@ _ONCE_LINEAR = ("qwen2moetopkrouter", "qwen3moetopkrouter")  # a plain Linear in
 
 def answers_to(class_name: str) -> frozenset[str]:
     """Return the spellings of `match.class` that match a module of Hugging Face's class."""
-    own = class_name.casefold()
-    return frozenset((own, "linear")) if own in _ONCE_LINEAR else frozenset((own,))
+    plain = class_name.casefold()
+    return frozenset((plain, "linear")) if plain in _ONCE_LINEAR else frozenset((plain,))
 
 
 def spelling(match_class: str) -> str:

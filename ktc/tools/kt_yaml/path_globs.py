@@ -21,20 +21,20 @@ def globs_of(paths: Collection[str], universe: Iterable[str]) -> tuple[str, ...]
         parent, _, name = template.rpartition(".")
         for span in _spans(layers, everywhere[template]):
             siblings[parent, span].append(name)
-    return tuple(glob for (parent, span), found in siblings.items() for glob in _globs(parent, span, found))
+    return tuple(glob for (parent, span), names in siblings.items() for glob in _globs(parent, span, names))
 
 
 def _by_template(paths: Iterable[str]) -> dict[str, set[int]]:
     """Group the layers by template. A path without a layer is its own template, without layers."""
-    found: dict[str, set[int]] = defaultdict(set)
+    layers: dict[str, set[int]] = defaultdict(set)
     for path in paths:
         parts = path.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if at is None:
-            found[path].update()
+            layers[path].update()
         else:
-            found[".".join([*parts[:at], _LAYER, *parts[at + 1 :]])].add(int(parts[at]))
-    return found
+            layers[".".join([*parts[:at], _LAYER, *parts[at + 1 :]])].add(int(parts[at]))
+    return layers
 
 
 def _spans(layers: set[int], everywhere: set[int]) -> list[str]:
@@ -47,10 +47,10 @@ def _spans(layers: set[int], everywhere: set[int]) -> list[str]:
     return [str(first) if first == last else f"[{first}..{last}]" for first, last in zip(starts, ends, strict=True)]
 
 
-def _globs(parent: str, span: str, found: list[str]) -> Iterable[str]:
+def _globs(parent: str, span: str, names: list[str]) -> Iterable[str]:
     size = _MAX_CHOICES if parent else 1
-    for start in range(0, len(found), size):
-        choice = found[start : start + size]
+    for start in range(0, len(names), size):
+        choice = names[start : start + size]
         name = choice[0] if len(choice) == 1 else f"{{{','.join(choice)}}}"
         glob = f"{parent}.{name}" if parent else name
         yield ".".join(span if part == _LAYER else part for part in glob.split("."))

@@ -26,20 +26,20 @@ def find_reach(captured: CapturedModel) -> Reach:
     """Find the paths of everything that a rule for KTransformers' modules could rewrite."""
     rules = tuple(_claim(f"find_{number}", root) for number, root in enumerate(_ROOTS))
     _, matches = run_program(syntax.Module("reach.ktr", (import_attention(), *rules)), captured)
-    found = {str(rule.root): frozenset(found.path for found in matches.of(rule.name.text)) for rule in rules}
-    latent = (found for found in matches.matches if found.root == MLA)
-    return Reach(found, frozenset(path for found in latent for path in _absorbed(found, captured)))
+    paths = {str(rule.root): frozenset(match.path for match in matches.of(rule.name.text)) for rule in rules}
+    latent = (match for match in matches.matches if match.root == MLA)
+    return Reach(paths, frozenset(path for match in latent for path in _absorbed(match, captured)))
 
 
-def _absorbed(found: Match, captured: CapturedModel) -> Iterator[str]:
+def _absorbed(latent: Match, captured: CapturedModel) -> Iterator[str]:
     """Return the paths of the linears that `MlaAbsorbed` absorbs in one match."""
-    graph = captured.block(found.block).graph
+    graph = captured.block(latent.block).graph
     assert graph is not None, "a match of a pattern has a graph"
     nodes = {node.name: node for node in nodes_of(graph)}
-    for name in MlaAbsorbed.absorbs:
-        binding = found.capture((name,))
+    for name in MlaAbsorbed.consumes:
+        binding = latent.capture((name,))
         if isinstance(binding, NodeRef) and "fqn" in nodes[binding.node].meta:
-            yield f"{found.site}.{nodes[binding.node].meta['fqn']}"
+            yield f"{latent.site}.{nodes[binding.node].meta['fqn']}"
 
 
 def run_program(module: syntax.Module, captured: CapturedModel) -> tuple[RuleSet, Matches]:

@@ -70,12 +70,14 @@ def _named(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Mapping[in
     """Return the paths that each rule with a name finds, by the rule's number."""
     with_name = [(rule, rule.name) for rule in rules if rule.name is not None]
     try:
-        found = search([name for _, name in with_name], [module.fqn for module in modules])
+        results = search([name for _, name in with_name], [module.fqn for module in modules])
     except TooMuchWork as error:
         rule, _ = with_name[error.index]
         raise InputRefused(Diagnostic("K009", f"rule {rule.number} is too much work: {error}", rule.span)) from error
     return {
-        rule.number: paths for (rule, _), paths in zip(with_name, found, strict=True) if not isinstance(paths, Invalid)
+        rule.number: paths
+        for (rule, _), paths in zip(with_name, results, strict=True)
+        if not isinstance(paths, Invalid)
     }
 
 

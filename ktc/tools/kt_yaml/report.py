@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ktc.stages.capture import CapturedModel
 from ktc.tools.kt_yaml import names
+from ktc.tools.kt_yaml.document import printable
 from ktc.tools.kt_yaml.effects import Outcome, implied, operations, trains
 from ktc.tools.kt_yaml.replay import Replay
 from ktc.tools.kt_yaml.rules import KtRule, KtRules
@@ -61,7 +62,7 @@ class Report:
             if notes:
                 lines += ["", f"{title}:", *(f"  line {note.line}: {note.text}" for note in notes)]
         lines += ["", f"verified: {self.verified_modules} modules, {self.verified_rewrites} of them rewritten"]
-        return "".join(f"{_visible(line)}\n" for line in lines)
+        return "".join(f"{printable(line)}\n" for line in lines)
 
 
 def make_report(
@@ -73,7 +74,6 @@ def make_report(
     verified: Verified,
     captured: CapturedModel,
 ) -> Report:
-    """Return the report of a verified import."""
     fired = [rule for rule in read.rules if replayed.fired.get(rule.number)]
     derived, differing = _out_devices(outcomes, verified.effect)
     maps_derived, maps_differing = _transfer_maps(fired, captured, verified.effect)
@@ -91,28 +91,28 @@ def make_report(
 
 
 def _rule(
-    rule: KtRule, replayed: Replay, found: Sequence[Outcome], became: Mapping[int, tuple[str, ...]]
+    rule: KtRule, replayed: Replay, outcomes: Sequence[Outcome], became: Mapping[int, tuple[str, ...]]
 ) -> RuleReport:
-    def told(state: State, why: str) -> RuleReport:
+    def report(state: State, why: str) -> RuleReport:
         count = replayed.fired.get(rule.number, 0)
         return RuleReport(rule.number, rule.span.line, rule.short, count, state, became.get(rule.number, ()), why)
 
     if rule.number in replayed.dead:
-        return told("dead", replayed.dead[rule.number])
-    lost = [outcome.lost for outcome in found if outcome.rule is rule and outcome.lost]
-    if lost and not any(outcome.kernel for outcome in found if outcome.rule is rule):
-        return told("refused", lost[0])
+        return report("dead", replayed.dead[rule.number])
+    lost = [outcome.lost for outcome in outcomes if outcome.rule is rule and outcome.lost]
+    if lost and not any(outcome.kernel for outcome in outcomes if outcome.rule is rule):
+        return report("refused", lost[0])
     if became.get(rule.number):
-        return told("imported", f"but not {len(lost)} of the modules: {lost[0]}" if lost else "")
-    return told("implied", implied(rule) or "nothing: these modules hold no weights of their own")
+        return report("imported", f"but not {len(lost)} of the modules: {lost[0]}" if lost else "")
+    return report("implied", implied(rule) or "nothing: these modules hold no weights of their own")
 
 
 def _table(rules: Sequence[RuleReport]) -> list[str]:
     rows = [("rule", "line", "replacement", "modules", "became")]
     for rule in rules:
         outcome = {"dead": "never fires: ", "refused": "refused: "}.get(rule.state, "") + rule.why
-        told = "; ".join(part for part in (", ".join(rule.became), outcome) if part)
-        rows.append((str(rule.number), str(rule.line), rule.replacement, str(rule.modules), told))
+        result = "; ".join(part for part in (", ".join(rule.became), outcome) if part)
+        rows.append((str(rule.number), str(rule.line), rule.replacement, str(rule.modules), result))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     right = (True, True, False, True)
     return [
@@ -123,10 +123,10 @@ def _table(rules: Sequence[RuleReport]) -> list[str]:
     ]
 
 
-def _out_devices(found: Sequence[Outcome], effect: Effect) -> tuple[list[Note], list[Note]]:
+def _out_devices(outcomes: Sequence[Outcome], effect: Effect) -> tuple[list[Note], list[Note]]:
     """Compare the `out_device` of every rule with the device around its modules."""
     derived, differing = dict[int, Note](), dict[int, Note]()
-    for outcome in found:
+    for outcome in outcomes:
         wanted = outcome.rule.settings.get("out_device") if outcome.rule else None
         if outcome.rule is None or outcome.inside or not isinstance(wanted, str):
             continue
@@ -176,14 +176,9 @@ def _losses(fired: Sequence[KtRule]) -> list[Note]:
     return notes
 
 
-def _lost(found: Sequence[Outcome]) -> list[Note]:
-    lost = {o.rule.number: Note(o.rule.span.line, o.lost) for o in found if o.rule is not None and o.lost}
+def _lost(outcomes: Sequence[Outcome]) -> list[Note]:
+    lost = {o.rule.number: Note(o.rule.span.line, o.lost) for o in outcomes if o.rule is not None and o.lost}
     return [*lost.values()]
-
-
-def _visible(line: str) -> str:
-    """Replace control characters in quoted keys of the file by `?`, because a terminal would execute them."""
-    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _line(note: Note) -> int:

@@ -75,8 +75,8 @@ class _Reader:
         if len(root.items) > MAX_RULES:
             self.say("K004", f"a file has at most {MAX_RULES} rules, this one has {len(root.items)}", root.span)
             return []
-        found = (self.rule(number, item) for number, item in enumerate(root.items, start=1))
-        return [rule for rule in found if rule]
+        read = (self.rule(number, item) for number, item in enumerate(root.items, start=1))
+        return [rule for rule in read if rule]
 
     def rule(self, number: int, node: Node) -> KtRule | None:
         if not isinstance(node, Map):
@@ -106,29 +106,29 @@ class _Reader:
             self.say("K020", f"unknown key `{key}` in {where}", node.keys[key], hint, "warning")
 
     def part(self, node: Map, key: str) -> Map | None:
-        found = node.entries.get(key)
-        if isinstance(found, Map):
-            return found
-        what = f"found {_kind(found)}" if found else "it is missing"
-        self.say("K006", f"a rule needs a mapping `{key}`, {what}", found.span if found else node.span)
+        value = node.entries.get(key)
+        if isinstance(value, Map):
+            return value
+        what = f"found {_kind(value)}" if value else "it is missing"
+        self.say("K006", f"a rule needs a mapping `{key}`, {what}", value.span if value else node.span)
         return None
 
     def scalar(self, node: Map, key: str, wanted: type) -> str | int | bool | None:
-        found = node.entries.get(key)
-        if found is None:
+        value = node.entries.get(key)
+        if value is None:
             return None
-        if isinstance(found, Scalar) and isinstance(found.value, wanted):
-            return found.value
+        if isinstance(value, Scalar) and isinstance(value.value, wanted):
+            return value.value
         spoken = {str: "a text", bool: "`true` or `false`", int: "a number"}[wanted]
-        self.say("K006", f"`{key}` is {spoken}, found {_kind(found)}", found.span)
+        self.say("K006", f"`{key}` is {spoken}, found {_kind(value)}", value.span)
         return None
 
     def class_path(self, node: Map) -> str | None:
-        found = self.scalar(node, "class", str)
-        if isinstance(found, str) and not all(part.isidentifier() for part in found.split(".")):
+        path = self.scalar(node, "class", str)
+        if isinstance(path, str) and not all(part.isidentifier() for part in path.split(".")):
             self.say("K006", "a class is a name with dots", node.entries["class"].span)
             return None
-        return str(found) if found is not None else None
+        return str(path) if path is not None else None
 
     def expression(self, match: Map) -> str | None:
         text = self.scalar(match, "name", str)
@@ -141,16 +141,16 @@ class _Reader:
         """Report the expressions that `re` refuses, together. The diagnostics are then in the order of the file."""
         texts, spans = [text for text, _ in self.expressions], [span for _, span in self.expressions]
         try:
-            found = search(texts, ())
+            results = search(texts, ())
         except TooMuchWork as error:
             self.say("K009", f"this expression is too much work: {error}", spans[error.index])
-            found = []
-        for each, span in zip(found, spans, strict=False):
-            if isinstance(each, Invalid):
+            results = []
+        for result, span in zip(results, spans, strict=False):
+            if isinstance(result, Invalid):
                 self.say(
-                    "K008", f"invalid regular expression: {each.reason}", span, "the syntax is that of Python's `re`"
+                    "K008", f"invalid regular expression: {result.reason}", span, "the syntax is that of Python's `re`"
                 )
-        self.diagnostics.sort(key=lambda each: (each.span.line, each.span.column) if each.span else (0, 0))
+        self.diagnostics.sort(key=lambda result: (result.span.line, result.span.column) if result.span else (0, 0))
 
     # meaning ---------------------------------------------------------------------------------------------------------
     def replacement(self, class_path: str, replace: Map) -> Kind | None:
@@ -162,16 +162,16 @@ class _Reader:
         return kind
 
     def settings(self, kind: Kind, replace: Map) -> dict[str, Setting]:
-        found = replace.entries.get("kwargs")
-        if found is None or (isinstance(found, Scalar) and found.value is None):
+        kwargs = replace.entries.get("kwargs")
+        if kwargs is None or (isinstance(kwargs, Scalar) and kwargs.value is None):
             return {}
-        if not isinstance(found, Map):
-            self.say("K006", f"`kwargs` is a mapping, found {_kind(found)}", found.span)
+        if not isinstance(kwargs, Map):
+            self.say("K006", f"`kwargs` is a mapping, found {_kind(kwargs)}", kwargs.span)
             return {}
         settings: dict[str, Setting] = {}
-        for key, value in found.entries.items():
+        for key, value in kwargs.entries.items():
             if key not in names.SETTINGS[kind]:
-                self.foreign(key, kind, found.keys[key])
+                self.foreign(key, kind, kwargs.keys[key])
             else:
                 settings[key] = self.setting(kind, key, value)
         return settings
@@ -227,14 +227,14 @@ class _Reader:
         if not isinstance(node, Map):
             self.say("K013", f"`transfer_map` maps layers to devices, found {_kind(node)}", node.span)
             return {}
-        found: dict[int, str] = {}
+        devices: dict[int, str] = {}
         for key, value in node.entries.items():
             device = self.device(value)
             if not (key.isascii() and key.isdigit()):
                 self.say("K013", f"invalid layer `{key}`", node.keys[key])
             elif device:
-                found[int(key)] = device
-        return found
+                devices[int(key)] = device
+        return devices
 
 
 def _kind(node: Node | None) -> str:

@@ -12,7 +12,6 @@ from ktc.diagnostics import Diagnostic, ProofFailed
 from ktc.language.dsl import syntax
 from ktc.language.dsl.ruleset import RuleAction, RuleSet
 from ktc.language.dsl.schema import SETTINGS
-from ktc.model.targets import Place
 from ktc.stages.capture import CapturedModel
 from ktc.stages.match import Matches
 from ktc.stages.plan.claims import resolve_claims
@@ -44,7 +43,7 @@ class Verified:
     effect: Effect
 
 
-def verify(module: syntax.Module, found: Sequence[Outcome], captured: CapturedModel) -> Verified:
+def verify(module: syntax.Module, outcomes: Sequence[Outcome], captured: CapturedModel) -> Verified:
     """Compare the program's effect with the outcomes of the replay.
 
     Raises:
@@ -53,12 +52,12 @@ def verify(module: syntax.Module, found: Sequence[Outcome], captured: CapturedMo
     ruleset, matches = run_program(module, captured)
     resolve_claims(captured, matches, ruleset)
     effect = _effect(ruleset, matches)
-    differences = [f"`{o.path}`: {said}" for o in found for said in _differences(o, effect)]
+    differences = [f"`{o.path}`: {said}" for o in outcomes for said in _differences(o, effect)]
     if differences:
         shown = "; ".join(differences[:MAX_SHOWN]) + ("; ..." if len(differences) > MAX_SHOWN else "")
         message = f"the imported program does not do what the file does, {len(differences)} differences: {shown}"
         raise ProofFailed(Diagnostic("K030", message, hint="this is a bug in ktc: please report it with the file"))
-    return Verified(len(found), sum(outcome.kernel is not None for outcome in found), effect)
+    return Verified(len(outcomes), sum(outcome.kernel is not None for outcome in outcomes), effect)
 
 
 def _effect(ruleset: RuleSet, matches: Matches) -> Effect:
@@ -69,9 +68,8 @@ def _effect(ruleset: RuleSet, matches: Matches) -> Effect:
             for action in rule.actions:
                 if action.facet == "kernel":
                     kernels[match.path] = (*kernels.get(match.path, ()), action)
-                elif isinstance(action.target, Place):
-                    device = action.target.device
-                    places[match.path] = (device, action.target.prefill or device)
+                elif place := action.target.placement:
+                    places[match.path] = (place.device, place.prefill or place.device)
     return Effect(kernels, places)
 
 

@@ -59,10 +59,10 @@ def train(request: Request) -> None:
 
 def _require_processes() -> None:
     """Raise InputRefused (F913) for several processes: LLaMA-Factory's launcher would start them without a KTrainer."""
-    asked = environment.asked_processes()
-    if asked > environment.world_size():
-        message = f"the environment requests {asked} processes, and this is one of {environment.world_size()}"
-        hint = f"`torchrun --nproc-per-node {asked} -m ktc lf train ...`"
+    processes = environment.asked_processes()
+    if processes > environment.world_size():
+        message = f"the environment requests {processes} processes, and this is one of {environment.world_size()}"
+        hint = f"`torchrun --nproc-per-node {processes} -m ktc lf train ...`"
         raise InputRefused(Diagnostic("F913", message, hint=hint))
 
 
@@ -92,11 +92,11 @@ def _kt_trainer(stock: type, begun: Event) -> type:
 
 def telling(begun: Event, step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         begun.set()
         return step(*args, **kwargs)
 
-    return told
+    return wrapped
 
 
 def _by_rules(folder: Path) -> GetPeftModel:
@@ -116,8 +116,8 @@ def _telling_of_routers(make: GetPeftModel) -> GetPeftModel:
         adapted = make(model, config)
         modules = cast("dict[str, nn.Module]", dict(cast("Any", adapted).named_modules()))
         named = (name.rpartition(".")[2] for name, module in modules.items() if hasattr(module, "lora_A"))
-        if found := sorted(_ROUTERS.intersection(named)):
-            message = f"LoRA adapts the router (`{found[0]}`): the choice of experts will change during training"
+        if routers := sorted(_ROUTERS.intersection(named)):
+            message = f"LoRA adapts the router (`{routers[0]}`): the choice of experts will change during training"
             hint = "name the targets in `lora_target` without it if this is not intended"
             log.warning("%s", render([Diagnostic("F914", message, hint=hint, severity="warning")]))
         return adapted

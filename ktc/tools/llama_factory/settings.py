@@ -57,16 +57,16 @@ class Request:
 
 def check_installed() -> tuple[Diagnostic, ...]:
     """Return a warning (F902) for an untested release. Raise `HostLacks` (F901) if LLaMA-Factory is missing."""
-    found = versions.installed("llamafactory")
+    version = versions.installed("llamafactory")
     tested = versions.dotted(TESTED)
-    if found is None:
+    if version is None:
         hint = (
             "`make lf-environment`, or `pip install -c constraints-lf.txt llamafactory` into an environment of its own"
         )
         raise HostLacks(Diagnostic("F901", f"LLaMA-Factory {tested} is not installed beside this ktc", hint=hint))
-    if versions.release(found) == TESTED:
+    if versions.release(version) == TESTED:
         return ()
-    message = f"ktc was tested with LLaMA-Factory {tested}, and {found} is installed"
+    message = f"ktc was tested with LLaMA-Factory {tested}, and {version} is installed"
     hint = f"if something fails: `pip install -c constraints-lf.txt llamafactory=={tested}`"
     return (Diagnostic("F902", message, hint=hint, severity="warning"),)
 

@@ -112,7 +112,7 @@ class PanelProduct {
   static constexpr std::int64_t kStretch = 256;
   // Rows that are packed together, to be read by all threads from L3: those of 16 MB. With fewer groups than the
   // least, packing a panel would take too much of the time. The plan counts on both
-  // (ktc/stages/plan/working_memory.py).
+  // (ktc/model/kernels/working_memory.py).
   static constexpr std::int64_t kRowBytes = std::int64_t{16} << 20;
   static constexpr std::int64_t kMostGroups = 128;
   static constexpr std::int64_t kFewestGroups = 16;

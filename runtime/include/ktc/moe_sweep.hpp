@@ -20,7 +20,7 @@
 namespace ktc::inline KTC_UNIT {
 
 // Accumulators that a worker of a sweep keeps at hand. The plan counts on the bounds
-// (ktc/stages/plan/working_memory.py).
+// (ktc/model/kernels/working_memory.py).
 template <MicroKernel Kernel>
 constexpr std::int64_t sums_at_hand() {
   constexpr std::int64_t kBytes = sizeof(typename Kernel::Accumulator);

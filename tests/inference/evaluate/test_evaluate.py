@@ -81,9 +81,9 @@ def question(options: tuple[str, ...] = ("Paris", "Tokyo", "Rome"), right: str =
 # Generation ------------------------------------------------------------------------------------------------------
 def test_base_and_tuned_are_those_of_two_loads(compiled: Path, opened: LanguageModel, held_out: Path) -> None:
     items = read_items(held_out)
-    found = evaluate.evaluate_generation(opened, items, definition("kt"), SHORT, batch_size=2)
+    found = evaluate.Evaluator(opened, SHORT, 2).generation(items, definition("kt"))
     plain = open_language_model(compiled, reference=True)
-    alone = evaluate.evaluate_generation(plain, items, definition("kt"), SHORT, batch_size=1)
+    alone = evaluate.Evaluator(plain, SHORT, 1).generation(items, definition("kt"))
     assert [line.base for line in found.lines] == [line.base for line in alone.lines]
     assert [row["base"] for row in found.predictions] == [row["prediction"] for row in alone.predictions]
     assert [row["tuned"] for row in found.predictions] != [row["base"] for row in found.predictions]
@@ -100,7 +100,7 @@ def test_perfect_predictions_score_a_hundred(
     perfect = [type("A", (), {"text": item.reference})() for item in items]
     monkeypatch.setattr(evaluate, "answer_all", lambda *_: (perfect, None))
     for name in ("kt", "std"):
-        lines = evaluate.evaluate_generation(opened, items, definition(name), SHORT).lines
+        lines = evaluate.Evaluator(opened, SHORT).generation(items, definition(name)).lines
         rouge = [line.base for line in lines if line.name.startswith("rouge")]
         assert rouge == pytest.approx([100] * 3)
 
@@ -108,7 +108,7 @@ def test_perfect_predictions_score_a_hundred(
 def test_rows_of_prompt_and_completion_are_asked_without_the_template(opened: LanguageModel, tmp_path: Path) -> None:
     path = tmp_path / "plain.jsonl"
     path.write_text(json.dumps({"prompt": "Question: 1 + 1? Answer:", "completion": " 2"}))
-    found = evaluate.evaluate_generation(opened, read_items(path), definition("lf"), SHORT)
+    found = evaluate.Evaluator(opened, SHORT).generation(read_items(path), definition("lf"))
     assert found.predictions[0]["prompt"] == "Question: 1 + 1? Answer:"
     assert found.predictions[0]["reference"] == " 2"
 
@@ -122,7 +122,7 @@ def test_the_base_is_the_model_without_what_the_adapter_changed(
     items, columns = read_items(held_out), list[dict[str, Any]]()
     for adapter in (None, folder):
         opened = open_language_model(compiled, adapter=adapter, reference=True)
-        found = evaluate.evaluate_generation(opened, items, definition("lf"), SHORT, token_accuracy=True)
+        found = evaluate.Evaluator(opened, SHORT).generation(items, definition("lf"), token_accuracy=True)
         columns.append({"lines": [line.base for line in found.lines], "rows": found.predictions})
     assert columns[0]["lines"] == columns[1]["lines"]
     assert [row["prediction"] for row in columns[0]["rows"]] == [row["base"] for row in columns[1]["rows"]]
@@ -131,7 +131,7 @@ def test_the_base_is_the_model_without_what_the_adapter_changed(
 def test_samples_without_tokens_are_counted_in_the_name(opened: LanguageModel, held_out: Path) -> None:
     items = read_items(held_out)
     items = (items[0], replace(items[1], reference=""))
-    found = evaluate.evaluate_generation(opened, items, definition("lf"), SHORT, token_accuracy=True)
+    found = evaluate.Evaluator(opened, SHORT).generation(items, definition("lf"), token_accuracy=True)
     names = [line.name for line in found.lines if line.name.startswith("token accuracy")]
     assert names == ["token accuracy (1 of 2 samples: others have no tokens)"]
 
@@ -139,7 +139,7 @@ def test_samples_without_tokens_are_counted_in_the_name(opened: LanguageModel, h
 def test_token_accuracy_is_counted_behind_the_reference_and_has_its_own_name(
     opened: LanguageModel, held_out: Path
 ) -> None:
-    found = evaluate.evaluate_generation(opened, read_items(held_out), definition("lf"), SHORT, token_accuracy=True)
+    found = evaluate.Evaluator(opened, SHORT).generation(read_items(held_out), definition("lf"), token_accuracy=True)
     assert [line.name for line in found.lines] == ["bleu-4", "rouge-1", "rouge-2", "rouge-l", "token accuracy"]
     assert "token accuracy" in found.definition
 
@@ -222,12 +222,12 @@ def test_choices_by_likelihood_are_the_likeliest_letter(opened: LanguageModel) -
 
 def test_accuracy_counts_right_letters_of_base_and_tuned(opened: LanguageModel) -> None:
     asked = [question(right=letter) for letter in "ABC"]
-    found = evaluate.evaluate_choices(opened, asked, "logprob", SHORT)
+    found = evaluate.Evaluator(opened, SHORT).choices(asked, "logprob")
     (line,) = found.lines
     assert line.name == "accuracy"
     assert line.base == pytest.approx(100 / 3)  # the same question thrice, each letter right once
     assert line.tuned == pytest.approx(100 / 3)
-    by_text = evaluate.evaluate_choices(opened, asked, "text", SHORT)
+    by_text = evaluate.Evaluator(opened, SHORT).choices(asked, "text")
     assert [each.name for each in by_text.lines] == ["accuracy", "without a letter"]
 
 

@@ -22,21 +22,25 @@ from ktc.model.compare.experts import Experts, chosen, roles_of, routed_rows
 from ktc.model.compare.quantised_baseline import ExpertsFormat, through_format
 from ktc.model.experts.called_module import CalledExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.own_module import parse_inputs, parse_layouts
+from ktc.model.experts.own_layout import TensorLayout
 from ktc.model.experts.quantised_reference import dequantise, quantise
 from ktc.model.loading.realise import own_experts
+from ktc.model.manifest.configs import OwnExpertsConfig
 from ktc.model.packed_store import packed_file, packed_store
-from ktc.model.targets.cpu_moe import CpuMoe
-from ktc.model.targets.target import AS_STORED
+from ktc.model.targets.cpu_moe import CpuMoe, ExpertsConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROUTED = "hidden_states=hidden top_k_index=index top_k_weights=weights"
-FAMILIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+ROUTED = {"hidden_states": "hidden", "top_k_index": "index", "top_k_weights": "weights"}
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dbrx": (
         "transformer.blocks.1.ffn.experts",
         {
             "form": "silu",
-            "parts": "gate=mlp.w1:flat up=mlp.v1:flat down=mlp.w2:flat:turned",
+            "parts": {
+                "gate": TensorLayout("mlp.w1", True),
+                "up": TensorLayout("mlp.v1", True),
+                "down": TensorLayout("mlp.w2", True, True),
+            },
             "inputs": ROUTED,
             "called": "routed",
         },
@@ -45,8 +49,11 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "model.layers.1.feed_forward.experts",
         {
             "form": "silu transposed",
-            "parts": "gate_up=gate_up_proj:turned down=down_proj:turned",
-            "inputs": "hidden_states=hidden",
+            "parts": {
+                "gate_up": TensorLayout("gate_up_proj", turned=True),
+                "down": TensorLayout("down_proj", turned=True),
+            },
+            "inputs": {"hidden_states": "hidden"},
             "called": "by_expert",
         },
     ),
@@ -54,7 +61,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "model.layers.1.mlp.experts",
         {
             "form": "silu",
-            "parts": "gate_up=gate_up_proj down=down_proj",
+            "parts": {"gate_up": TensorLayout("gate_up_proj"), "down": TensorLayout("down_proj")},
             "inputs": ROUTED,
             "called": "identity",
         },
@@ -80,7 +87,7 @@ def recorded(family: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 def arguments(family: str, module: nn.Module) -> dict[str, Any]:
     about = FAMILIES[family][1]
-    down = dict(module.named_parameters())[parse_layouts(about["parts"])["down"].name]
+    down = dict(module.named_parameters())[about["parts"]["down"].name]
     hidden = small(family).config.get_text_config().hidden_size
     count = 16
     return {**about, "num_experts": count, "hidden": hidden, "intermediate": down.numel() // count // hidden}
@@ -89,14 +96,15 @@ def arguments(family: str, module: nn.Module) -> dict[str, Any]:
 def experts_of(family: str) -> Experts:
     about = FAMILIES[family][1]
     top_k = 1 if about["called"] == "by_expert" else 4
-    return Experts("experts", 16, top_k, tuple(parse_inputs(about["inputs"]).items()), about["called"])  # pyright: ignore[reportArgumentType]
+    return Experts("experts", 16, top_k, tuple(about["inputs"].items()), about["called"])  # pyright: ignore[reportArgumentType]
 
 
 def compiled(family: str, module: nn.Module) -> CalledExperts:
     """Return the module that takes the place of the stock experts, with their weights."""
-    args = {**arguments(family, module), "top_k": experts_of(family).top_k, "activations": "keep", "threads": 1}
-    streamed = {"prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass", **AS_STORED.arguments}
-    made = CpuMoe.realise(own_experts(module, args), {**args, **streamed, "numa": "none"}, None)
+    args, top_k = arguments(family, module), experts_of(family).top_k
+    sizes = {name: args[name] for name in ("num_experts", "hidden", "intermediate", "form")}
+    config = ExpertsConfig(**sizes, top_k=top_k, activations="keep", threads=1, numa="none")
+    made = CpuMoe.realise(own_experts(module, OwnExpertsConfig(**args)), config, None)
     assert isinstance(made, CalledExperts)
     return made
 
@@ -138,7 +146,7 @@ def test_the_tensors_of_own_experts_go_through_a_format(family: str) -> None:
     """Compare with compiled experts whose weights went through the same reference."""
     module, args, kwargs = recorded(family)
     kept = {name: p.detach().clone() for name, p in module.named_parameters()}
-    ours, parts = compiled(family, module), parse_layouts(FAMILIES[family][1]["parts"])
+    ours, parts = compiled(family, module), FAMILIES[family][1]["parts"]
     for expert in range(16):
         for part in ("gate", "up", "down"):
             matrix = dequantise(*quantise(ours.expert(expert, part).float(), "int4", 16), 16).float()

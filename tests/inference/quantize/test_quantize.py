@@ -21,6 +21,7 @@ from ktc.inference.quantize.checkpoint import quantize
 from ktc.inference.quantize.scheme import SCHEMES
 from ktc.inference.quantize.selection import Modules
 from ktc.model import twin
+from ktc.model.checkpoint import reader
 from ktc.model.checkpoint.index import open_index
 from ktc.model.checkpoint.int4 import fake_quantised
 from ktc.model.checkpoint.quantised import stored_weights
@@ -151,7 +152,7 @@ def test_files_of_another_scheme_are_not_used(tmp_path: Path, monkeypatch: pytes
 def test_memory_is_a_band_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checkpoint(tmp_path / "model")
     whole = quantize(source, tmp_path / "whole", G32)
-    monkeypatch.setattr(shards, "_BAND", 256)
+    monkeypatch.setattr(reader, "_BAND", 256)
     bands = quantize(source, tmp_path / "bands", G32)
     found, expected = stored(bands.path), stored(whole.path)
     assert found.keys() == expected.keys()

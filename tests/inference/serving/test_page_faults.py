@@ -148,7 +148,7 @@ def test_kept_prompts_at_the_bound_of_unused_pages_do_not_move_at_every_request(
     resized, resize = list[int](), PageMemory.resize
 
     def counted(memory: PageMemory, pages: int) -> None:
-        if memory.memory.shape[0] != pages:
+        if memory.tensors[0].shape[0] != pages:
             resized.append(pages)
         resize(memory, pages)
 

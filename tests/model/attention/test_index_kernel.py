@@ -17,12 +17,12 @@ from ktc.model.attention.key_index import KeyIndex
 from ktc.model.attention.selection import attend_chosen, choose, visible_positions
 from ktc.model.attention.sparsity import FORMATS, IndexFormat, Sparsity
 from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
-from ktc.model.kernels.attention_spec import AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.linears.gemv import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [
-    SparseAttentionSpec("sparse_attention", dtype, isa)
+    AttentionSpec("sparse_attention", dtype, isa)
     for dtype, isas in ATTENTION_ISAS.items()
     for isa in isas
     if isa in ISAS
@@ -37,16 +37,16 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module", params=[quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS])
-def spec(request: pytest.FixtureRequest) -> SparseAttentionSpec:
+def spec(request: pytest.FixtureRequest) -> AttentionSpec:
     return request.param
 
 
-def kernels(spec: SparseAttentionSpec, threads: int = 1) -> tuple[DecodeAttention, IndexKernel]:
+def kernels(spec: AttentionSpec, threads: int = 1) -> tuple[DecodeAttention, IndexKernel]:
     kernel = built((spec,)).kernel(spec.entry)
     return DecodeAttention(kernel, threads), IndexKernel(kernel, threads)
 
 
-def drawn(spec: SparseAttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, KVCacheView]:
+def drawn(spec: AttentionSpec, shape: tuple[int, ...]) -> tuple[Tensor, KVCacheView]:
     batch, heads, key_heads, tokens, positions, width, rope, value_width = shape
     draw = torch.Generator().manual_seed(0)
     sizes = (heads, tokens, width + rope), (key_heads, positions, width), (key_heads, positions, value_width)
@@ -67,9 +67,7 @@ def indexed(
 
 @pytest.mark.parametrize("index", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_codes_are_those_of_the_reference(
-    spec: SparseAttentionSpec, shape: tuple[int, ...], index: IndexFormat
-) -> None:
+def test_codes_are_those_of_the_reference(spec: AttentionSpec, shape: tuple[int, ...], index: IndexFormat) -> None:
     _, heads = drawn(spec, shape)
     wanted = indexed(heads, index, None)
     found = indexed(heads, index, kernels(spec, threads=3)[1], steps=(20, 21, 37))
@@ -84,7 +82,7 @@ def test_codes_are_those_of_the_reference(
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_choices_are_those_of_the_reference(
-    spec: SparseAttentionSpec, shape: tuple[int, ...], masked: bool, index: IndexFormat
+    spec: AttentionSpec, shape: tuple[int, ...], masked: bool, index: IndexFormat
 ) -> None:
     query, heads = drawn(spec, shape)
     batch, _, key_heads, tokens, positions, *_ = shape
@@ -112,7 +110,7 @@ def assert_equal(found: Chosen, wanted: Chosen) -> None:
 
 
 @pytest.mark.parametrize("index", FORMATS)
-def test_the_greatest_products_do_not_overflow(spec: SparseAttentionSpec, index: IndexFormat) -> None:
+def test_the_greatest_products_do_not_overflow(spec: AttentionSpec, index: IndexFormat) -> None:
     """One number in each power of two of the width rotates to equal magnitudes, so that all codes of such a query and
     of such keys are the greatest. Sums of 16 bits hold the products of 68 groups of 32 signs: these keys have 70."""
     width, positions = 2240, 40
@@ -132,7 +130,7 @@ def test_the_greatest_products_do_not_overflow(spec: SparseAttentionSpec, index:
         assert_equal(kernel.select(found_in, query, None, sparsity, 0.2), choose(scores, 1, visible, sparsity))
 
 
-def test_equal_scores_go_to_the_first_positions_and_hidden_ones_are_not_chosen(spec: SparseAttentionSpec) -> None:
+def test_equal_scores_go_to_the_first_positions_and_hidden_ones_are_not_chosen(spec: AttentionSpec) -> None:
     query, heads = drawn(spec, (1, 2, 1, 1, 3000, 32, 0, 32))
     heads = KVCacheView(heads.keys[:, :, :1].expand(-1, -1, 3000, -1).contiguous(), heads.values)
     kernel = kernels(spec)[1]
@@ -146,7 +144,7 @@ def test_equal_scores_go_to_the_first_positions_and_hidden_ones_are_not_chosen(s
     assert found.counts.unique().tolist() == [5]
 
 
-def test_scores_of_a_wide_range_are_chosen_exactly(spec: SparseAttentionSpec) -> None:
+def test_scores_of_a_wide_range_are_chosen_exactly(spec: AttentionSpec) -> None:
     """Scores of both signs over 40 powers of two: the k-th greatest one is found bit by bit."""
     query, heads = drawn(spec, (1, 4, 2, 1, 6000, 32, 0, 32))
     powers = torch.linspace(-14, 12 if spec.dtype == "fp16" else 26, 6000)
@@ -163,9 +161,7 @@ def test_scores_of_a_wide_range_are_chosen_exactly(spec: SparseAttentionSpec) ->
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-def test_attention_over_the_chosen_is_the_reference(
-    spec: SparseAttentionSpec, shape: tuple[int, ...], shared: bool
-) -> None:
+def test_attention_over_the_chosen_is_the_reference(spec: AttentionSpec, shape: tuple[int, ...], shared: bool) -> None:
     query, heads = drawn(spec, shape)
     decode, kernel = kernels(spec)
     chosen = kernel.select(indexed(heads, "int4", kernel), query, None, Sparsity(70, 4, 9, "int4", shared), 0.2)
@@ -180,14 +176,14 @@ def test_attention_over_the_chosen_is_the_reference(
     assert not decode.of_chosen(query, heads, nothing, scale=0.2).any(), "a token that sees nothing is zero"
 
 
-def test_dense_attention_has_the_bits_of_the_dense_kernel(spec: SparseAttentionSpec) -> None:
+def test_dense_attention_has_the_bits_of_the_dense_kernel(spec: AttentionSpec) -> None:
     query, heads = drawn(spec, SHAPES[0])
     dense = AttentionSpec("attention", spec.dtype, spec.isa)
     wanted = DecodeAttention(built((dense,)).kernel(dense.entry), 1)(query, heads, scale=0.2)
     assert torch.equal(kernels(spec)[0](query, heads, scale=0.2), wanted)
 
 
-def test_an_invalid_key_is_chosen(spec: SparseAttentionSpec) -> None:
+def test_an_invalid_key_is_chosen(spec: AttentionSpec) -> None:
     query, heads = drawn(spec, (1, 2, 1, 1, 3000, 32, 0, 32))
     heads.keys[0, 0, 1500, 3] = torch.nan
     kernel = kernels(spec)[1]

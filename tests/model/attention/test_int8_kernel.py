@@ -11,7 +11,7 @@ from torch import Tensor
 from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.model.attention.int8_tensor import Int8Tensor, quantise
-from ktc.model.kernels.attention_spec import Int8AttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.linears.gemv import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,15 +19,15 @@ ERROR = {"bf16": 3e-3, "fp16": 5e-4, "fp32": 2e-4}
 
 
 @pytest.fixture(scope="module", params=[quick_or_slow(spec, spec in INT8_QUICK, id=spec.entry) for spec in INT8_SPECS])
-def spec(request: pytest.FixtureRequest) -> Int8AttentionSpec:
+def spec(request: pytest.FixtureRequest) -> AttentionSpec:
     return request.param
 
 
-def decoder(spec: Int8AttentionSpec, threads: int = 1) -> Int8DecodeAttention:
+def decoder(spec: AttentionSpec, threads: int = 1) -> Int8DecodeAttention:
     return Int8DecodeAttention(built(INT8_QUICK if spec in INT8_QUICK else (spec,)).kernel(spec.entry), threads)
 
 
-def drawn(spec: Int8AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, KVCacheView, KVCacheView]:
+def drawn(spec: AttentionSpec, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, KVCacheView, KVCacheView]:
     """A query, the cache as codes, and what the codes stand for in fp64."""
     batch, heads, key_heads, tokens, positions, width, rope, value_width = shape
     draw = torch.Generator().manual_seed(seed)
@@ -45,21 +45,21 @@ def decoded(heads: KVCacheView) -> KVCacheView:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_is_that_of_fp64_and_of_any_number_of_threads(spec: Int8AttentionSpec, shape: tuple[int, ...]) -> None:
+def test_output_is_that_of_fp64_and_of_any_number_of_threads(spec: AttentionSpec, shape: tuple[int, ...]) -> None:
     query, heads, numbers = drawn(spec, shape)
     found = decoder(spec)(query, heads, scale=0.3)
     assert error(found, reference(query, numbers, 0.3)) <= ERROR[spec.dtype]
     assert torch.equal(decoder(spec, threads=3)(query, heads, scale=0.3), found)
 
 
-def test_values_may_be_the_codes_of_the_keys(spec: Int8AttentionSpec) -> None:
+def test_values_may_be_the_codes_of_the_keys(spec: AttentionSpec) -> None:
     query, heads, numbers = drawn(spec, (2, 10, 1, 2, 140, 72, 24, 72))
     heads, numbers = heads._replace(values=heads.keys), numbers._replace(values=numbers.keys)
     found = decoder(spec)(query, heads, scale=0.3)
     assert error(found, reference(query, numbers, 0.3)) <= ERROR[spec.dtype]
 
 
-def test_masks_sinks_and_strides(spec: Int8AttentionSpec) -> None:
+def test_masks_sinks_and_strides(spec: AttentionSpec) -> None:
     query, heads, _ = drawn(spec, (3, 4, 2, 2, 170, 32, 0, 40))
     heads = KVCacheView(*(each[:, :, 11:161] for each in heads if each is not None))
     numbers = decoded(heads)
@@ -74,7 +74,7 @@ def test_masks_sinks_and_strides(spec: Int8AttentionSpec) -> None:
     assert error(found, reference(query, numbers, 0.3, sinks=sinks)) <= ERROR[spec.dtype]
 
 
-def test_rows_and_scales_that_do_not_adjoin(spec: Int8AttentionSpec) -> None:
+def test_rows_and_scales_that_do_not_adjoin(spec: AttentionSpec) -> None:
     """Codes are columns of wider rows, and scales every third of theirs, as no cache of today has them."""
     query, heads, numbers = drawn(spec, (2, 4, 2, 1, 150, 40, 24, 40))
     apart = []
@@ -88,7 +88,7 @@ def test_rows_and_scales_that_do_not_adjoin(spec: Int8AttentionSpec) -> None:
     assert torch.equal(found, decoder(spec)(query, heads, scale=0.3))
 
 
-def test_weights_of_any_range_count(spec: Int8AttentionSpec) -> None:
+def test_weights_of_any_range_count(spec: AttentionSpec) -> None:
     """One weight is large beside a long tail, and values have scales of a wide range."""
     query, heads, _ = drawn(spec, (1, 2, 1, 1, 4000, 32, 0, 32))
     keys, values = heads.keys, heads.values
@@ -100,14 +100,14 @@ def test_weights_of_any_range_count(spec: Int8AttentionSpec) -> None:
     assert error(found, reference(query, decoded(heads), 0.1)) <= ERROR[spec.dtype]
 
 
-def test_scores_of_any_size_have_a_finite_result(spec: Int8AttentionSpec) -> None:
+def test_scores_of_any_size_have_a_finite_result(spec: AttentionSpec) -> None:
     query, heads, numbers = drawn(spec, (1, 2, 1, 1, 200, 32, 0, 32))
     for scale in (300.0, 1e10, -1e10):
         found = decoder(spec)(query, heads, scale=scale)
         assert error(found, reference(query, numbers, scale)) <= 3 * ERROR[spec.dtype]
 
 
-def test_a_nan_in_the_cache_is_seen(spec: Int8AttentionSpec) -> None:
+def test_a_nan_in_the_cache_is_seen(spec: AttentionSpec) -> None:
     query, heads, _ = drawn(spec, (1, 2, 2, 1, 100, 32, 0, 32))
     for side in range(2):
         numbers = torch.zeros(1, 2, 100, 32)
@@ -118,7 +118,7 @@ def test_a_nan_in_the_cache_is_seen(spec: Int8AttentionSpec) -> None:
         assert bool(found[0, 0, 1 - side].isfinite().all())
 
 
-def test_codes_are_those_of_the_reference(spec: Int8AttentionSpec) -> None:
+def test_codes_are_those_of_the_reference(spec: AttentionSpec) -> None:
     draw = torch.Generator().manual_seed(6)
     numbers = torch.randn(2, 3, 7, 37, generator=draw) * torch.logspace(-30, 30, 7)[:, None]
     numbers[0, 0, 0], numbers[0, 0, 1], numbers[1, 2, 3, 5] = 0, torch.inf, torch.nan
@@ -129,7 +129,7 @@ def test_codes_are_those_of_the_reference(spec: Int8AttentionSpec) -> None:
     assert torch.equal(found.scales.nan_to_num(-1), scales.nan_to_num(-1))
 
 
-def test_only_codes_are_taken(spec: Int8AttentionSpec) -> None:
+def test_only_codes_are_taken(spec: AttentionSpec) -> None:
     query, heads, _ = drawn(spec, (1, 2, 2, 1, 8, 16, 0, 16))
     decode = decoder(spec)
     assert not decode.serves(query, heads, None), "gradients"

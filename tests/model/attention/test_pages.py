@@ -17,11 +17,11 @@ from ktc.model.attention.int8_decode import decoder
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import PAGE, PagedTensor, PageTable, memory_of
 from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
-from ktc.model.kernels.attention_spec import AttentionSpec, Int8AttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.linears.gemv import DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SPECS: Sequence[AttentionSpec | Int8AttentionSpec] = [
+SPECS: Sequence[AttentionSpec] = [
     *(AttentionSpec("attention", dtype, isa) for dtype, isas in ATTENTION_ISAS.items() for isa in isas if isa in ISAS),
     *INT8_QUICK,
 ]
@@ -34,7 +34,7 @@ SHAPES = [(4, 2, 64, 0, 64), (20, 1, 64, 32, None), (6, 2, 33, 0, 17)]
 @pytest.fixture(scope="module", params=[quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS])
 def decode(request: pytest.FixtureRequest) -> DecodeAttention:
     spec = request.param
-    coded = isinstance(spec, Int8AttentionSpec)
+    coded = spec.op == "int8_attention"
     return decoder(built(INT8_QUICK if coded else (spec,)).kernel(spec.entry), 1, "int8" if coded else "")
 
 

@@ -22,10 +22,10 @@ from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparsity import Sparsity, Traffic, token_bytes
 from ktc.model.decode_steps.growing_cache import growing
 from ktc.model.decode_steps.step_memory import StepMemory
-from ktc.model.kernels.attention_spec import SparseAttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SPEC = SparseAttentionSpec("sparse_attention", "fp32", "scalar")
+SPEC = AttentionSpec("sparse_attention", "fp32", "scalar")
 FEW = Sparsity(4, 2, 4, "int4", shared=False)  # of the 35 positions of `decoded`
 MANY = Sparsity(20, 2, 4, "int4", shared=False)
 

@@ -386,7 +386,6 @@ def test_the_plan_tells_what_grows_at_load(tmp_path: Path) -> None:
     (tmp_path / "p.ktr").write_text('import "std/moe.ktr"\nrule e { match moe.block => cpu_moe() }\n')
     plan = inspect(tmp_path, tmp_path / "p.ktr").plan
     assert {kernel.format_down for kernel in plan.kernels} == {"bf16"}
-    assert plan.unavailable == ()
     experts = model.get_submodule("model.layers.1.mlp.experts")
     size = 2 * 2 * sum(parameter.numel() for parameter in experts.parameters())
     told = {reason.path: reason.text for reason in plan.reasons if "dequantised" in reason.text}

@@ -7,18 +7,18 @@ from kernel_layers import SLOW_SPECS, SPECS, Layer, Load, built, experts_of
 
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import canonical_parts
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import Kernel, KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 
 
 @pytest.fixture(scope="session")
 def load(kernels: KernelLibrary) -> Load:
     """`load(layer, spec, **options)` is a `FusedMoe` holding the layer's weights; `spec=None` is the reference."""
 
-    def kernel_of(spec: KernelSpec) -> Kernel:
+    def kernel_of(spec: FusedMoeSpec) -> Kernel:
         return (kernels if spec in SPECS else built(SLOW_SPECS)).kernel(spec.entry)
 
-    def make(layer: Layer, spec: KernelSpec | None, **options: object) -> FusedMoe:
+    def make(layer: Layer, spec: FusedMoeSpec | None, **options: object) -> FusedMoe:
         module = experts_of(
             layer.num_experts,
             layer.hidden,

@@ -23,8 +23,8 @@ from ktc.foundation.isa import INSTRUCTION_SETS, Isa
 from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks, random_blocks
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.codegen import toolchain
 
@@ -49,14 +49,14 @@ FEW_WEIGHTS = 48  # routing weights at least, over all draws of a shape
 LANES = {"scalar": "ktc::scalar::Lanes<ktc::bf16>"}
 
 
-def spec_for(isa: Isa, pair: tuple[WeightFormat, WeightFormat]) -> KernelSpec:
+def spec_for(isa: Isa, pair: tuple[WeightFormat, WeightFormat]) -> FusedMoeSpec:
     return replace(spec_of(isa), format_gate_up=pair[0], format_down=pair[1])
 
 
 QUICK = [spec_for(ISAS[0], PAIRS[0]), *(spec_for(isa, MADE) for isa in WIDE_ROWS[:1] if isa in ISAS[1:])]
 SLOW = [spec for isa in ISAS for pair in PAIRS if (spec := spec_for(isa, pair)) not in QUICK]
 SPECS = [*QUICK, *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW)]
-Library = Callable[[KernelSpec], KernelLibrary]
+Library = Callable[[FusedMoeSpec], KernelLibrary]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def library() -> Library:
     return lambda spec: built(tuple(QUICK if spec in QUICK else SLOW))
 
 
-def layer_for(spec: KernelSpec, shape: tuple[int, ...], seed: int = 1) -> Layer:
+def layer_for(spec: FusedMoeSpec, shape: tuple[int, ...], seed: int = 1) -> Layer:
     hidden, inter, experts, top_k, tokens, used = shape
     sizes = {name: BLOCKS[name].weights for name in spec.formats}
     width = {name: size * (1 if size == 256 else -(-160 // size) | 1) for name, size in sizes.items()}  # odd numbers
@@ -78,7 +78,7 @@ def draws(tokens: int, top_k: int) -> range:
     return range(1, 1 + max(1, FEW_WEIGHTS // max(1, tokens * top_k)))
 
 
-def module_for(library: Library, spec: KernelSpec, layer: Layer, **options: object) -> FusedMoe:
+def module_for(library: Library, spec: FusedMoeSpec, layer: Layer, **options: object) -> FusedMoe:
     """Experts of random blocks; the layer's weights become what a few rows are multiplied with."""
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
     kernel = library(spec).kernel(spec.entry)
@@ -87,7 +87,7 @@ def module_for(library: Library, spec: KernelSpec, layer: Layer, **options: obje
     return module
 
 
-def fill(module: FusedMoe, spec: KernelSpec, layer: Layer) -> None:
+def fill(module: FusedMoe, spec: FusedMoeSpec, layer: Layer) -> None:
     generator = torch.Generator().manual_seed(3)
     for expert, part, values in matrices(layer):
         weight_format = spec.format_of(part)
@@ -178,7 +178,7 @@ def test_every_instruction_set_decodes_them_to_the_bit_in_fp32(isa: Isa, tmp_pat
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_blocks_are_replaced_where_they_are(library: Library, spec: KernelSpec) -> None:
+def test_blocks_are_replaced_where_they_are(library: Library, spec: FusedMoeSpec) -> None:
     layer = layer_for(spec, SHAPES["three tokens"])
     module = module_for(library, spec, layer)
     packed = module.weights.packed
@@ -187,7 +187,7 @@ def test_blocks_are_replaced_where_they_are(library: Library, spec: KernelSpec) 
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_any_bytes_are_kept_as_they_are(library: Library, spec: KernelSpec) -> None:
+def test_any_bytes_are_kept_as_they_are(library: Library, spec: FusedMoeSpec) -> None:
     layer = layer_for(spec, (2, 1, 2, 1, 1, 2))
     module = module_for(library, spec, layer)
     generator = torch.Generator().manual_seed(5)
@@ -204,7 +204,7 @@ def test_any_bytes_are_kept_as_they_are(library: Library, spec: KernelSpec) -> N
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
 def test_output_and_gradients_are_those_of_the_weights(
-    library: Library, spec: KernelSpec, shape: tuple[int, ...]
+    library: Library, spec: FusedMoeSpec, shape: tuple[int, ...]
 ) -> None:
     _, _, _, top_k, tokens, _ = shape
     each = [compared(library, spec, layer_for(spec, shape, seed)) for seed in draws(tokens, top_k)]
@@ -223,7 +223,7 @@ def test_output_and_gradients_are_those_of_the_weights(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_tokens_of_an_expert_are_multiplied_with_the_codes(library: Library, spec: KernelSpec) -> None:
+def test_tokens_of_an_expert_are_multiplied_with_the_codes(library: Library, spec: FusedMoeSpec) -> None:
     most = 50
     layer = layer_for(spec, (3, 2, 1, 1, most, 1))
     module = module_for(library, spec, layer)
@@ -250,18 +250,18 @@ def most_rows(layer: Layer) -> int:
     return int(layer.index.flatten().bincount().max())
 
 
-def by_codes(spec: KernelSpec, weight_format: WeightFormat, rows: int) -> bool:
+def by_codes(spec: FusedMoeSpec, weight_format: WeightFormat, rows: int) -> bool:
     """Whether an expert of `rows` rows is multiplied with the stored values, and not with their rounding to bf16."""
     return rows <= CODE_ROWS.get(spec.isa, 0) or (INSTRUCTION_SETS[spec.isa].words and BLOCKS[weight_format].coded)
 
 
-def round_what_is_decoded(module: FusedMoe, spec: KernelSpec, layer: Layer, rows: int) -> None:
+def round_what_is_decoded(module: FusedMoe, spec: FusedMoeSpec, layer: Layer, rows: int) -> None:
     for expert, part, values in matrices(layer):
         if not by_codes(spec, spec.format_of(part), rows):
             values.copy_(module.expert(expert, part))
 
 
-def compared(library: Library, spec: KernelSpec, layer: Layer) -> tuple[Tensor, ...]:
+def compared(library: Library, spec: FusedMoeSpec, layer: Layer) -> tuple[Tensor, ...]:
     """Output and the gradients of hidden states and routing weights, each flat and beside its reference; and the size
     of the products that a routing weight's gradient adds up."""
     module = module_for(library, spec, layer)
@@ -286,7 +286,7 @@ def compared(library: Library, spec: KernelSpec, layer: Layer) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("tokens", [4, 60])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_lora_is_trained_on_them(library: Library, spec: KernelSpec, tokens: int) -> None:
+def test_lora_is_trained_on_them(library: Library, spec: FusedMoeSpec, tokens: int) -> None:
     each = [adapted_and_expected(library, spec, tokens, seed) for seed in draws(tokens, 2)]
     found, expected = (
         [torch.cat(values) for values in zip(*results, strict=True)] for results in zip(*each, strict=True)
@@ -296,7 +296,7 @@ def test_lora_is_trained_on_them(library: Library, spec: KernelSpec, tokens: int
 
 
 def adapted_and_expected(
-    library: Library, spec: KernelSpec, tokens: int, seed: int
+    library: Library, spec: FusedMoeSpec, tokens: int, seed: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Output and gradients of a layer with LoRA, and what they should be."""
     layer = layer_for(spec, (1, 1, 2, 2, tokens, 2), seed)
@@ -312,7 +312,7 @@ def adapted_and_expected(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_an_infinity_stays_one_however_many_tokens_there_are(library: Library, spec: KernelSpec) -> None:
+def test_an_infinity_stays_one_however_many_tokens_there_are(library: Library, spec: FusedMoeSpec) -> None:
     layer = layer_for(spec, (1, 1, 1, 1, 24, 1))
     module = module_for(library, spec, layer)
     x = layer.x.bfloat16()

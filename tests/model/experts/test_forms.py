@@ -11,7 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.kernels.form import Activation, ExpertsForm, parse_form
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
 GPT_OSS = "silu(alpha=1.702, limit=7.0, up_offset=1.0) biased transposed interleaved"
 
@@ -117,5 +117,5 @@ def test_the_entry_of_a_spec_is_an_identifier_of_its_form() -> None:
     assert len(entries) == len(FORMS)
     assert all(entry.isidentifier() for entry in entries)
     odd = ExpertsForm(Activation("silu", alpha=1e-05, limit=1e20, up_offset=-0.5))
-    spec = KernelSpec("fused_moe", 8, 8, 2, 1, "bf16", "bf16", "bf16", "scalar", odd.activation)
+    spec = FusedMoeSpec("fused_moe", 8, 8, 2, 1, "bf16", "bf16", "bf16", "scalar", odd.activation)
     assert spec.entry == "FusedMoe_H8_I8_E2_k1_bf16_bf16_scalar_silu_alpha1em05_limit1e20_upm0p5"

@@ -23,8 +23,8 @@ from ktc.foundation.formats import WeightFormat
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.quantised_reference import quantise
 from ktc.model.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ class Pooled:
             assert found <= allowed, (what, place, found)
 
 
-def sizes_of(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
+def sizes_of(spec: FusedMoeSpec) -> tuple[tuple[int, int], ...]:
     if spec.format_down != "int4":
         return SIZES
     return tuple((hidden * spec.group_size, inter * spec.group_size) for hidden, inter in GROUPS)
@@ -95,7 +95,7 @@ def matrices(layer: Layer) -> Iterator[tuple[int, ExpertPart, Tensor]]:
                 yield expert, part, values
 
 
-def module_for(library: KernelLibrary, spec: KernelSpec, layer: Layer, **options: object) -> FusedMoe:
+def module_for(library: KernelLibrary, spec: FusedMoeSpec, layer: Layer, **options: object) -> FusedMoe:
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
     module = experts_of(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
     for expert, part, values in matrices(layer):
@@ -103,7 +103,7 @@ def module_for(library: KernelLibrary, spec: KernelSpec, layer: Layer, **options
     return module
 
 
-def exact_stock(layer: Layer, spec: KernelSpec, module: FusedMoe) -> Layer:
+def exact_stock(layer: Layer, spec: FusedMoeSpec, module: FusedMoe) -> Layer:
     """What forward multiplies: code x scale where an expert has few rows, except on the scalar ISA, else its rounding.
 
     The layer's own weights become the rounded ones, which backward multiplies.
@@ -123,7 +123,7 @@ def exact_stock(layer: Layer, spec: KernelSpec, module: FusedMoe) -> Layer:
     return exact
 
 
-def compare(library: KernelLibrary, spec: KernelSpec, adapted: Adapted, pooled: Pooled) -> None:
+def compare(library: KernelLibrary, spec: FusedMoeSpec, adapted: Adapted, pooled: Pooled) -> None:
     layer = adapted.layer
     module = module_for(library, spec, layer)
     out = None
@@ -138,7 +138,9 @@ def compare(library: KernelLibrary, spec: KernelSpec, adapted: Adapted, pooled: 
 
 
 @pytest.mark.parametrize(("spec", "size"), CASES, ids=[f"{spec.entry} {size}" for spec, size in CASES])
-def test_every_shape_is_that_of_the_reference(library: KernelLibrary, spec: KernelSpec, size: tuple[int, int]) -> None:
+def test_every_shape_is_that_of_the_reference(
+    library: KernelLibrary, spec: FusedMoeSpec, size: tuple[int, int]
+) -> None:
     on_codes = spec.format_down != "bf16" and spec.isa in CODE_ROWS
     for number, (experts, top_k, used) in enumerate(ROUTINGS):
         rank = RANKS[(number + sum(size)) % len(RANKS)]
@@ -153,7 +155,7 @@ def test_every_shape_is_that_of_the_reference(library: KernelLibrary, spec: Kern
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_no_tokens_and_many_experts(library: KernelLibrary, spec: KernelSpec) -> None:
+def test_no_tokens_and_many_experts(library: KernelLibrary, spec: FusedMoeSpec) -> None:
     adapted = adapt(random_layer(*sizes_of(spec)[1], 64, 6, 0), (8, 8))
     found = run_adapted(module_for(library, spec, adapted.layer), adapted)
     assert found[0].shape == adapted.layer.x.shape
@@ -161,7 +163,7 @@ def test_no_tokens_and_many_experts(library: KernelLibrary, spec: KernelSpec) ->
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
-def test_threads_change_no_bit(library: KernelLibrary, spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_no_bit(library: KernelLibrary, spec: FusedMoeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
     for tokens in (3, 45, 130):
         adapted = adapt(random_layer(*sizes_of(spec)[-1], 6, 3, tokens), (8, 33))
@@ -174,7 +176,7 @@ def test_threads_change_no_bit(library: KernelLibrary, spec: KernelSpec, monkeyp
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry)
 def test_a_non_finite_token_stays_so_and_touches_no_other(
-    library: KernelLibrary, spec: KernelSpec, value: float
+    library: KernelLibrary, spec: FusedMoeSpec, value: float
 ) -> None:
     layer = random_layer(*sizes_of(spec)[-1], 5, 2, 29)
     module = module_for(library, spec, layer)

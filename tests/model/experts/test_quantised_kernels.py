@@ -19,8 +19,8 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.quantised_reference import dequantise, quantise
 from ktc.model.experts.stock_layout import ExpertPart, canonical_parts
 from ktc.model.kernels.form import ExpertsForm
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.kernels.packed_size import packed_bytes
 
 # Every instruction set, and every size of groups on one of them.
@@ -50,11 +50,11 @@ def library(request: pytest.FixtureRequest) -> KernelLibrary:
 
 
 @pytest.fixture(params=[quick_or_slow(spec, name in QUICK, id=name) for name, spec in SPECS.items()])
-def spec(request: pytest.FixtureRequest) -> KernelSpec:
+def spec(request: pytest.FixtureRequest) -> FusedMoeSpec:
     return request.param
 
 
-def layer_for(spec: KernelSpec, shape: tuple[int, ...]) -> Layer:
+def layer_for(spec: FusedMoeSpec, shape: tuple[int, ...]) -> Layer:
     hidden, inter, experts, top_k, tokens, used = shape
     group = spec.group_size if spec.format_down == "int4" else 45  # others take any size
     form = str(ExpertsForm(spec.activation, spec.gated, spec.biased))
@@ -68,7 +68,7 @@ def matrices(layer: Layer) -> Iterator[tuple[int, ExpertPart, Tensor]]:
                 yield expert, part, values
 
 
-def module_for(library: KernelLibrary, spec: KernelSpec, layer: Layer, **options: object) -> FusedMoe:
+def module_for(library: KernelLibrary, spec: FusedMoeSpec, layer: Layer, **options: object) -> FusedMoe:
     sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
     module = experts_of(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
     fill(module, layer)
@@ -80,7 +80,7 @@ def fill(module: FusedMoe, layer: Layer) -> None:
         module.load_expert(expert, part, values)
 
 
-def expected_of(layer: Layer, spec: KernelSpec, module: FusedMoe) -> tuple[Tensor, Tensor, Tensor]:
+def expected_of(layer: Layer, spec: FusedMoeSpec, module: FusedMoe) -> tuple[Tensor, Tensor, Tensor]:
     """Output and gradients of what the module multiplies; the layer's weights become the rounded ones."""
     fewest = layer.index.numel() and int(layer.index.flatten().bincount().max()) <= CODE_ROWS.get(spec.isa, 0)
     quantised = [
@@ -100,7 +100,7 @@ def expected_of(layer: Layer, spec: KernelSpec, module: FusedMoe) -> tuple[Tenso
     return (exact if fewest else out), d_x, d_weights
 
 
-def test_weights_are_replaced_where_they_are(library: KernelLibrary, spec: KernelSpec) -> None:
+def test_weights_are_replaced_where_they_are(library: KernelLibrary, spec: FusedMoeSpec) -> None:
     layer = layer_for(spec, SHAPES["three tokens"])
     module = module_for(library, spec, layer)
     packed = module.weights.packed
@@ -110,7 +110,7 @@ def test_weights_are_replaced_where_they_are(library: KernelLibrary, spec: Kerne
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_output_and_gradients_are_those_of_the_quantised_weights(
-    library: KernelLibrary, spec: KernelSpec, shape: tuple[int, ...]
+    library: KernelLibrary, spec: FusedMoeSpec, shape: tuple[int, ...]
 ) -> None:
     layer = layer_for(spec, shape)
     module = module_for(library, spec, layer)
@@ -124,7 +124,7 @@ def test_output_and_gradients_are_those_of_the_quantised_weights(
         assert error(d_weights, expected_d_weights) <= (5e-3 if d_weights.numel() >= 16 else 1e-2)
 
 
-def test_experts_with_few_and_many_rows_side_by_side(library: KernelLibrary, spec: KernelSpec) -> None:
+def test_experts_with_few_and_many_rows_side_by_side(library: KernelLibrary, spec: FusedMoeSpec) -> None:
     layer = layer_for(spec, (4, 3, 6, 2, 18, 6))
     module = module_for(library, spec, layer)
     for found, expected in zip(run(module, layer), expected_of(layer, spec, module), strict=True):
@@ -132,7 +132,7 @@ def test_experts_with_few_and_many_rows_side_by_side(library: KernelLibrary, spe
 
 
 def test_results_are_bit_identical_however_they_are_computed(
-    library: KernelLibrary, spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
+    library: KernelLibrary, spec: FusedMoeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 8)
     layer = layer_for(spec, (5, 4, 6, 3, 45, 6))
@@ -141,7 +141,7 @@ def test_results_are_bit_identical_however_they_are_computed(
         assert all(map(torch.equal, run(module_for(library, spec, layer, **options), layer), alone)), options
 
 
-def test_codes_are_packed_as_they_are_stored(library: KernelLibrary, spec: KernelSpec) -> None:
+def test_codes_are_packed_as_they_are_stored(library: KernelLibrary, spec: FusedMoeSpec) -> None:
     layer = layer_for(spec, (2, 3, 2, 1, 1, 2))
     module = module_for(library, spec, layer)
     generator = torch.Generator().manual_seed(4)
@@ -187,7 +187,7 @@ def test_rows_that_are_no_whole_groups_are_refused_by_name(library: KernelLibrar
         experts_of(2, sizes["hidden"], sizes["intermediate"], 1, kernel=kernel)
 
 
-def test_the_plan_knows_the_packed_bytes(library: KernelLibrary, spec: KernelSpec) -> None:
+def test_the_plan_knows_the_packed_bytes(library: KernelLibrary, spec: FusedMoeSpec) -> None:
     layer = layer_for(spec, (2, 3, 4, 2, 1, 4))
     sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "num_experts": 4, "top_k": 2}
     assert module_for(library, spec, layer).packed_bytes == packed_bytes(replace(spec, **sizes))
@@ -203,7 +203,7 @@ def test_quantising_what_was_quantised_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("tokens", [5, 65], ids=["few rows", "many rows"])
-def test_lora_on_quantised_weights(library: KernelLibrary, spec: KernelSpec, tokens: int) -> None:
+def test_lora_on_quantised_weights(library: KernelLibrary, spec: FusedMoeSpec, tokens: int) -> None:
     layer = layer_for(spec, (2, 3, 4, 2, tokens, 4))
     module = module_for(library, spec, layer)
     for expert, part, values in matrices(layer):

@@ -12,8 +12,8 @@ from kernel_layers import FORMS, ISAS, built, experts_of, quick_or_slow, spec_of
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.random_experts import RandomExperts
 from ktc.model.experts.stock_layout import parts_of
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import Kernel, KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 
 BLOCKS = [replace(spec_of(ISAS[0]), format_gate_up=one, format_down=other) for one, other in (
     ("q4_k", "q6_k"), ("q8_0", "q4_0"), ("q4_1", "q5_k"), ("mxfp4", "fp16"),
@@ -25,7 +25,7 @@ FORMATS = [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in (*CODES
 EXPERTS = 11
 
 
-def made(spec: KernelSpec, seed: int = 3) -> FusedMoe:
+def made(spec: FusedMoeSpec, seed: int = 3) -> FusedMoe:
     return filled(built((spec,)).kernel(spec.entry), seed=seed)
 
 
@@ -47,7 +47,7 @@ def assert_random(module: FusedMoe) -> None:
 
 
 @pytest.mark.parametrize("spec", FORMATS)
-def test_experts_of_every_format_are_finite_and_the_same_for_a_seed(spec: KernelSpec) -> None:
+def test_experts_of_every_format_are_finite_and_the_same_for_a_seed(spec: FusedMoeSpec) -> None:
     module = made(spec)
     assert_random(module)
     assert bytes(made(spec).weights.packed_storage) == bytes(module.weights.packed_storage)

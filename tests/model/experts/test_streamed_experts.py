@@ -38,12 +38,12 @@ from ktc.model.experts.resident_backend import GpuResidentDecode
 from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.experts.streamed_backend import compute
 from ktc.model.kernels.form import parse_form
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
 CPU = Offload((torch.device("cpu"),), min_tokens=1)
 
 
-def in_blocks(gate_up: str, down: str) -> KernelSpec:
+def in_blocks(gate_up: str, down: str) -> FusedMoeSpec:
     return replace(spec_of(ISAS[0]), format_gate_up=gate_up, format_down=down)
 
 
@@ -61,7 +61,7 @@ def test_matrices_are_those_that_the_kernel_unpacks(load: Load, form: str) -> No
 
 
 @pytest.mark.parametrize("spec", STORED, ids=lambda spec: f"{spec.format_gate_up} {spec.format_down} {spec.group_size}")
-def test_every_format_is_decoded_to_the_kernels_bits(spec: KernelSpec) -> None:
+def test_every_format_is_decoded_to_the_kernels_bits(spec: FusedMoeSpec) -> None:
     sizes = {"hidden": 70, "intermediate": 45}
     for name, stored in zip(sizes, spec.formats * 2, strict=False):
         row = FORMATS[stored]

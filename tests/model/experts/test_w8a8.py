@@ -18,8 +18,8 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.quantised_reference import INT8_BACKWARD, INT8_FORWARD, dequantise, quantise, quantise_rows
 from ktc.model.experts.reference import Products, fused_moe_reference
 from ktc.model.experts.stock_layout import ExpertPart, canonical_parts
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KernelSpec
 from ktc.model.kernels.packed_size import packed_bytes
 
 GATED = {isa: spec_of(isa, codes=("int8", 0)) for isa in ISAS}
@@ -46,7 +46,7 @@ def library() -> KernelLibrary:
 
 @pytest.fixture(scope="module")
 def make(library: KernelLibrary) -> Make:
-    def module_of(layer: Layer, spec: KernelSpec, **options: object) -> FusedMoe:
+    def module_of(layer: Layer, spec: FusedMoeSpec, **options: object) -> FusedMoe:
         sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.top_k)
         module = experts_of(*sizes, layer.form, kernel=library.kernel(spec.entry), **options)  # type: ignore[arg-type]
         for expert, part, values in matrices(layer):
@@ -56,7 +56,7 @@ def make(library: KernelLibrary) -> Make:
     return module_of
 
 
-def layer_of(shape: tuple[int, ...], spec: KernelSpec = GATED[ISAS[0]]) -> Layer:
+def layer_of(shape: tuple[int, ...], spec: FusedMoeSpec = GATED[ISAS[0]]) -> Layer:
     form = "relu2 ungated biased" if spec is BIASED else "silu"
     return random_layer(*shape[:5], experts_used=shape[5], form=form)
 
@@ -83,7 +83,9 @@ def emulated(layer: Layer, lora: ExpertsLora | None = None) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry[17:])
-def test_output_and_gradients_are_those_of_the_emulation(make: Make, spec: KernelSpec, shape: tuple[int, ...]) -> None:
+def test_output_and_gradients_are_those_of_the_emulation(
+    make: Make, spec: FusedMoeSpec, shape: tuple[int, ...]
+) -> None:
     layer = layer_of(shape, spec)
     out, d_x, d_weights = run(make(layer, spec), layer)
     assert out.shape == d_x.shape == layer.x.shape
@@ -104,7 +106,7 @@ def test_quantising_weights_and_rows_costs_little(make: Make, isa: Isa) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry[17:])
 def test_results_are_bit_identical_however_they_are_computed(
-    make: Make, spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
+    make: Make, spec: FusedMoeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "usable_threads", lambda: 4)
     layer = layer_of((225, 180, 6, 3, 45, 6), spec)
@@ -227,7 +229,7 @@ def test_rows_whose_sums_could_overflow_are_refused(library: KernelLibrary) -> N
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.entry[17:])
-def test_the_plan_knows_the_packed_bytes(make: Make, spec: KernelSpec) -> None:
+def test_the_plan_knows_the_packed_bytes(make: Make, spec: FusedMoeSpec) -> None:
     layer = layer_of((70, 37, 4, 2, 1, 4), spec)
     sizes = {"hidden": 70, "intermediate": 37, "num_experts": 4, "top_k": 2}
     assert make(layer, spec).packed_bytes == packed_bytes(replace(spec, **sizes))

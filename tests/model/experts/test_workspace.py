@@ -18,11 +18,11 @@ from ktc.foundation.isa import INSTRUCTION_SETS, Isa
 from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.kernels.form import ExpertsSizes
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
+from ktc.model.kernels.working_memory import slots_of
 from ktc.stages.codegen.build import build
 from ktc.stages.codegen.render import render
-from ktc.stages.plan.working_memory import slots_of
 
 TOKENS = 192
 WORDS = [isa for isa in ISAS if INSTRUCTION_SETS[isa].words]
@@ -78,7 +78,7 @@ def test_quantised_weights_take_scratch_of_their_own(
 
 
 def compare(
-    experts: PackedExperts, layer: Layer, spec: KernelSpec, ranks: tuple[int, int], threads: int, keep: bool
+    experts: PackedExperts, layer: Layer, spec: FusedMoeSpec, ranks: tuple[int, int], threads: int, keep: bool
 ) -> None:
     sized = replace(spec, **SIZES)
     slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads)

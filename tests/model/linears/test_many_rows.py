@@ -23,6 +23,7 @@ from ktc.model.linears.choice import Choice
 from ktc.model.linears.gemv import DTYPES
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.many_rows import ManyRows
+from ktc.model.targets.kt_linear import LinearConfig
 from ktc.model.targets.linear_module import linear_of_model
 
 SPECS = LINEARS[::3]  # bf16
@@ -133,7 +134,7 @@ def test_weights_of_other_dtypes_are_multiplied_by_pytorch(spec: LinearSpec) -> 
     stock = nn.Linear(256, 256, dtype=DTYPES[spec.dtype]).requires_grad_(False)
     kernel = built(QUICK_LINEARS).kernel(spec.entry)
     for many in ("auto", "packed"):
-        made = linear_of_model(stock, {"threads": 1, "few": "gemv", "many": many}, kernel)
+        made = linear_of_model(stock, LinearConfig(1, "gemv", many, None), kernel)
         x = torch.randn(16, 256).to(DTYPES[spec.dtype])
         assert torch.equal(made(x), stock(x))
 

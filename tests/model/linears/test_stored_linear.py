@@ -15,7 +15,7 @@ from ktc.diagnostics import InputRefused
 from ktc.foundation import host
 from ktc.foundation.formats import BLOCKS
 from ktc.model.experts.block_reference import dequantise_blocks, random_blocks
-from ktc.model.kernels.kernel_spec import KERNELS
+from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_linear_bytes
 from ktc.model.linears.stored_linear import StoredLinear

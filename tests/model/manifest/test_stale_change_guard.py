@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_experts import PLAIN_EXPERTS
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -17,7 +18,6 @@ from ktc.model.loading.realise import realise
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.manifest.stale_change_guard import called_modules, guard, remember
 from ktc.model.manifest.stock_facts import assumptions_of, spelled
-from ktc.model.targets.target import AS_STORED
 
 WIDTH, COUNT = 8, 4
 CODE = """
@@ -89,12 +89,11 @@ RECIPE = [
     for step in (
         Rewrite(fqn, "graph_block", None, "cpu", {
             "file": "grove.py", "experts": "pickers", "num_experts": COUNT, "hidden": WIDTH, "intermediate": WIDTH,
-            "form": "silu", "parts": "gate=gate.weight up=up.weight down=down.weight",
+            "form": "silu", "parts": {"gate": "gate.weight", "up": "up.weight", "down": "down.weight"},
         }, "r", "r.ktr:1:1"),
         Rewrite(f"{fqn}.pickers", "fused_moe", None, "cpu", {
             "num_experts": COUNT, "hidden": WIDTH, "intermediate": WIDTH, "top_k": 2, "form": "silu", "threads": 1,
-            "activations": "keep", "numa": "none", "prefill": "", "prefill_tokens": 1,
-            "stream_buffer": 1, "streamed": "each pass", **AS_STORED.arguments,
+            "activations": "keep", "numa": "none", **PLAIN_EXPERTS,
         }, "r", "r.ktr:1:1"),
     )
 ]  # fmt: skip

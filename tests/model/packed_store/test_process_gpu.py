@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,40 +19,46 @@ ONE_GPU = {"model": "cuda:0", "model.layers.0.mlp.experts": "cpu", "lm_head": "c
 
 
 def on_gpus(
-    out: Path, placement: Mapping[str, str], prefill: str = "", streamed: str = "each pass", linear: str = "cpu"
+    out: Path, placement: Mapping[str, str], prefill: Sequence[str] = (), resident: bool = False, linear: str = "cpu"
 ) -> Manifest:
     """The manifest of `out` with other devices, and with one more step, a streamed linear layer."""
     made = read_manifest(out)
     layer = Rewrite("lm_head", "streamed_linear", None, linear, {"stream_buffer": 1}, "rule", "f:1:1")
     rewrites = [
-        replace(step, args={**step.args, "prefill": prefill, "streamed": streamed}) if "prefill" in step.args else step
+        replace(step, args={**step.args, "prefill": list(prefill), "resident": resident})
+        if "prefill" in step.args
+        else step
         for step in made.rewrites
     ]
     return replace(made, placement=placement, rewrites=(*rewrites, layer), memory={"cuda:0": 7, "cpu": 3})
 
 
-def experts(manifest: Manifest) -> set[tuple[str, str]]:
-    return {(step.args["prefill"], step.args["streamed"]) for step in manifest.rewrites if step.module == "fused_moe"}
+def experts(manifest: Manifest) -> set[tuple[tuple[str, ...], bool]]:
+    return {
+        (tuple(step.args["prefill"]), step.args["resident"]) for step in manifest.rewrites if step.module == "fused_moe"
+    }
 
 
 def test_everything_on_the_gpu_goes_to_the_one_of_the_process(compiled: Path) -> None:
-    given = on_gpus(compiled, ONE_GPU, prefill="cuda:0", streamed="resident", linear="cuda:0")
+    given = on_gpus(compiled, ONE_GPU, prefill=("cuda:0",), resident=True, linear="cuda:0")
     own = process_gpu.for_process(given, compiled, 1, 2)
     assert own.placement == {"model": "cuda:1", "model.layers.0.mlp.experts": "cpu", "lm_head": "cuda:1"}
     assert own.memory == {"cuda:1": 7, "cpu": 3}
     assert own.rewrites[-1].device == "cuda:1"
-    assert experts(own) == {("cuda:1", "resident")}
+    assert experts(own) == {(("cuda:1",), True)}
     assert process_gpu.for_process(own, compiled, 1, 2) == own
     back = process_gpu.for_process(own, compiled, 0, 2)
     assert back == replace(given, placement={**ONE_GPU, "lm_head": "cuda:0"})
 
 
-@pytest.mark.parametrize("prefill", ["cuda:0,cuda:1", "cuda:1"])
-def test_experts_streamed_to_other_gpus_pass_through_the_one_of_the_process(compiled: Path, prefill: str) -> None:
-    given = on_gpus(compiled, ONE_GPU, prefill=prefill, streamed="resident")
-    assert experts(process_gpu.for_process(given, compiled, 1, 2)) == {("cuda:1", "each pass")}
-    on_cpu = on_gpus(compiled, {"": "cpu"}, prefill="cuda:0,cuda:1,cuda:2")
-    assert experts(process_gpu.for_process(on_cpu, compiled, 2, 3)) == {("cuda:2", "each pass")}
+@pytest.mark.parametrize("prefill", [("cuda:0", "cuda:1"), ("cuda:1",)])
+def test_experts_streamed_to_other_gpus_pass_through_the_one_of_the_process(
+    compiled: Path, prefill: tuple[str, ...]
+) -> None:
+    given = on_gpus(compiled, ONE_GPU, prefill=prefill, resident=True)
+    assert experts(process_gpu.for_process(given, compiled, 1, 2)) == {(("cuda:1",), False)}
+    on_cpu = on_gpus(compiled, {"": "cpu"}, prefill=("cuda:0", "cuda:1", "cuda:2"))
+    assert experts(process_gpu.for_process(on_cpu, compiled, 2, 3)) == {(("cuda:2",), False)}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import gguf_twins
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from plain_experts import PLAIN_EXPERTS
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -26,7 +27,6 @@ from ktc.model.loading.load import load
 from ktc.model.loading.realise import realise
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.packed_store import weight_store
-from ktc.model.targets.target import AS_STORED
 from ktc.stages.capture.forms import form_of
 from ktc.stages.capture.weights import map_weights
 from ktc.stages.link import Package, link
@@ -55,7 +55,7 @@ def recipe(model: PreTrainedModel) -> tuple[Rewrite, ...]:
             args = {
                 "num_experts": experts, "hidden": hidden, "intermediate": inner, "form": str(form), "threads": 1,
                 "top_k": model.config.num_experts_per_tok, "activations": "keep", "numa": "shard",
-                "prefill": "", "prefill_tokens": 1, "stream_buffer": 1, "streamed": "each pass", **AS_STORED.arguments,
+                **PLAIN_EXPERTS,
             }  # fmt: skip
             steps.append(Rewrite(fqn, "fused_moe", None, "cpu", args, "experts", "moe-lora.ktr:5:3"))
     assert steps

@@ -16,7 +16,7 @@ from ktc.language import dsl
 from ktc.model.hf import remote_code
 from ktc.stages.capture import ModelSource, capture, open_model
 from ktc.stages.match import match
-from ktc.stages.plan import Point, make_plan
+from ktc.stages.plan import BatchShape, make_plan
 from ktc.stages.plan.types import Workload
 
 ORCHARD = REMOTE_CODE / "orchard"
@@ -92,18 +92,18 @@ def generation(limit: object) -> Workload:
     text = model.source.config.get_text_config()
     before, vars(text)["max_position_embeddings"] = text.max_position_embeddings, limit  # past what the class checks
     try:
-        return make_plan(model, (), match(model, rules, CPU), rules, CPU, Point()).memory.workloads[-1]
+        return make_plan(model, (), match(model, rules, CPU), rules, CPU, BatchShape()).memory.workloads[-1]
     finally:
         vars(text)["max_position_embeddings"] = before
 
 
 @pytest.mark.parametrize("limit", [-1, 0, None, True, 2.5, "abc", 10**400])
 def test_a_number_of_positions_that_means_nothing_limits_nothing(limit: Any) -> None:
-    assert generation(limit).longest > generation(100).longest == 100
+    assert generation(limit).max_length > generation(100).max_length == 100
 
 
 def test_a_router_that_chooses_no_expert_is_refused() -> None:
     model = captured("qwen3_moe", num_experts_per_tok=0)
     rules = dsl.load("moe-lora", {})
     with pytest.raises(InputRefused, match="M074"):
-        make_plan(model, (), match(model, rules, CPU), rules, CPU, Point())
+        make_plan(model, (), match(model, rules, CPU), rules, CPU, BatchShape())

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import use_experts_implementation
 
-from ktc.model.experts.own_module import OwnExperts, call_routed, parse_inputs, parse_layouts, stock_experts
+from ktc.model.experts.own_module import OwnExperts, call_routed, stock_experts
 from ktc.model.experts.reference import fused_moe_reference
+from ktc.model.manifest.configs import OwnExpertsConfig
+from ktc.model.targets.config import plain, read_config
 from ktc.stages.capture.canonical import NoExperts
 from ktc.stages.capture.own_experts import is_candidate, more_than_interface, own_experts
 
@@ -166,14 +168,13 @@ def test_what_is_read_computes_what_the_module_does(make: Callable[[], nn.Module
         torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_its_spelling_in_a_manifest_is_read_back() -> None:
+def test_its_config_in_a_manifest_is_read_back() -> None:
     own = read(Flat)
     assert own is not None
-    words = own.words()
-    assert words["parts"] == "up=up:flat down=down:flat:turned"
-    assert words["called"] == "routed"
-    assert parse_layouts(str(words["parts"])) == own.parts
-    assert parse_inputs(str(words["inputs"])) == own.inputs
+    config = OwnExpertsConfig(*own.sizes, str(own.form), own.parts, own.inputs, own.called)
+    values = plain(config)
+    assert values["parts"]["down"] == {"name": "down", "flat": True, "turned": True}
+    assert read_config(OwnExpertsConfig, values) == config
 
 
 # Near twins ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 import torch
+from plain_experts import PLAIN_EXPERTS
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ktc.model import twin
@@ -21,7 +22,6 @@ from ktc.model.loading.buffers import compute_buffers
 from ktc.model.loading.realise import realise
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.packed_store import weight_store
-from ktc.model.targets.target import AS_STORED
 from ktc.stages.capture.weights import map_weights
 
 # One of each way to name or store weights; the rest runs with `make test-all`.
@@ -116,9 +116,5 @@ def args_of(model: PreTrainedModel, fqn: str, form: str) -> dict[str, object]:
         "activations": "keep",
         "threads": 1,
         "numa": "shard",
-        "prefill": "",
-        "prefill_tokens": 1,
-        "stream_buffer": 1,
-        "streamed": "each pass",
-        **AS_STORED.arguments,
+        **PLAIN_EXPERTS,
     }

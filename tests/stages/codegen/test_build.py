@@ -30,9 +30,9 @@ from ktc.foundation.host import Compiler, Host
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.quantised_reference import dequantise, quantise
 from ktc.model.kernels.attention_spec import ISAS as ATTENTION_ISAS
-from ktc.model.kernels.attention_spec import AttentionSpec, SparseAttentionSpec
+from ktc.model.kernels.attention_spec import AttentionSpec
+from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.kernels.kernel_spec import KERNELS
 from ktc.model.kernels.spec import Spec
 from ktc.stages.codegen import self_test, toolchain
 from ktc.stages.codegen.build import build
@@ -79,7 +79,7 @@ def test_a_rendered_kernel_says_where_it_comes_from() -> None:
     unit = render([spec], {spec: "known (rules/moe-lora.ktr:31:3)"}).units[0]
     assert unit.name == f"{spec.entry}.cpp"
     assert unit.text.startswith(
-        "// Rule: known (rules/moe-lora.ktr:31:3)\n// KernelSpec: op=fused_moe, hidden=70, intermediate=None,"
+        "// Rule: known (rules/moe-lora.ktr:31:3)\n// FusedMoeSpec: op=fused_moe, hidden=70, intermediate=None,"
     )
     assert max(map(len, unit.text.splitlines())) <= 120
     assert "using Shape = ktc::MoeShape<70, ktc::kDynamic, 5, 2>;" in unit.text
@@ -95,7 +95,7 @@ def test_rendered_files_are_short_and_formatted(tmp_path: Path, sizes: tuple[int
     ]
     specs += [replace(spec, format_down="q6_k") for spec in specs if spec.format_down == "q4_k"]
     attention = [AttentionSpec("attention", dtype, isa) for dtype, isas in ATTENTION_ISAS.items() for isa in isas]
-    sparse = [SparseAttentionSpec("sparse_attention", spec.dtype, spec.isa) for spec in attention]
+    sparse = [AttentionSpec("sparse_attention", spec.dtype, spec.isa) for spec in attention]
     every: list[Spec] = [*specs, *attention, *sparse]
     units = render(every, dict.fromkeys(every, "known (moe-lora.ktr:31:3)")).units
     for unit in units:
@@ -128,7 +128,7 @@ def test_combinations_without_a_kernel_are_refused_together() -> None:
         spec_of("amx"),
         AttentionSpec("attention", "bf16", "amx"),
         pytest.param(spec_of("amx", codes=("int8", 0)), marks=pytest.mark.slow),
-        pytest.param(SparseAttentionSpec("sparse_attention", "bf16", "amx"), marks=pytest.mark.slow),
+        pytest.param(AttentionSpec("sparse_attention", "bf16", "amx"), marks=pytest.mark.slow),
     ],
     ids=lambda spec: spec.entry,
 )

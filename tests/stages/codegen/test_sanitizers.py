@@ -21,7 +21,7 @@ from kernel_layers import ISAS
 from ktc.foundation import host, resources
 from ktc.foundation.formats import FORMATS, Blocks, Codes, Exponent, Halves, ScaleAndZero, WeightFormat
 from ktc.foundation.isa import PREFERENCE, Isa
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.spec import Spec
 from ktc.stages.codegen import toolchain
@@ -47,7 +47,7 @@ def facts(spec: Spec) -> dict[str, Any]:
     """What `Facts` of `calls.hpp` holds for a kernel."""
     found = {"element": ELEMENTS[spec.dtype], "gated": "true", "biased": "false", "first": (), "down": ()}
     found |= {"whole_hidden": 1, "whole_intermediate": 1}
-    if isinstance(spec, KernelSpec):
+    if isinstance(spec, FusedMoeSpec):
         found |= {"gated": str(spec.gated).lower(), "biased": str(spec.biased).lower()}
         found |= {"first": stored(spec.format_gate_up), "down": stored(spec.format_down)}
         found |= {"whole_hidden": whole(spec, spec.format_gate_up), "whole_intermediate": whole(spec, spec.format_down)}
@@ -56,7 +56,7 @@ def facts(spec: Spec) -> dict[str, Any]:
     return found
 
 
-def whole(spec: KernelSpec, name: WeightFormat) -> int:
+def whole(spec: FusedMoeSpec, name: WeightFormat) -> int:
     row = FORMATS[name]
     return spec.group_of(name) if isinstance(row, Codes) and row.even else row.whole
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
-from ktc.stages.plan.activations import Adapter, footprint
+from ktc.model.targets.target import LoraBytes
+from ktc.stages.plan.activations import footprint
 
 BATCH, LENGTH = 2, 96
 SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 256, "num_hidden_layers": 2}
@@ -58,5 +59,5 @@ def test_what_a_block_saves_is_estimated_within_a_quarter(family: str, name: str
     assert graph is not None
     linears = [n.name for n in nodes_of(graph) if ops.operator(n) == "linear" and name == "self_attn"]
     mask = 4 if dropout else 0
-    planned = footprint(graph, {n: Adapter(8, 4, mask) for n in linears}, 256).saved * BATCH * LENGTH
+    planned = footprint(graph, {n: LoraBytes(8, 4, mask) for n in linears}, 256).saved * BATCH * LENGTH
     assert planned == pytest.approx(saved_bytes(adapted, block), rel=0.25)

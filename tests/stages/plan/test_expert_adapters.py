@@ -13,11 +13,11 @@ from families import planned, rules
 
 from ktc.diagnostics import InputRefused
 from ktc.model import twin
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
+from ktc.model.kernels.working_memory import slots_of
 from ktc.stages.capture import CapturedModel, ModelSource, capture
 from ktc.stages.link.adapter import adapter_json
 from ktc.stages.plan.types import Plan
-from ktc.stages.plan.working_memory import slots_of
 
 MOE = 'import "std/moe.ktr"\n'
 
@@ -53,7 +53,6 @@ def test_the_weights_of_the_experts_are_named_and_counted(tmp_path: Path) -> Non
     assert plan.lora.trainable == trainable
     (cpu,) = plan.devices
     assert cpu.adapter == 16 * trainable  # fp32 masters, their gradients, two moments of Adam
-    assert not plan.unavailable
 
 
 def test_ranks_of_their_own_stand_beside_those_of_linear_layers(tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def test_experts_in_a_list_are_refused_and_told_why(tmp_path: Path) -> None:
 
 
 def test_memory_counts_what_backward_reads_for_the_factors() -> None:
-    spec = KernelSpec("fused_moe", 64, 96, 8, 2, "bf16", "bf16", "bf16", "scalar")
+    spec = FusedMoeSpec("fused_moe", 64, 96, 8, 2, "bf16", "bf16", "bf16", "scalar")
     bare, both = slots_of(spec, keep=True), slots_of(spec, keep=True, ranks=(8, 4))
     assert both.saved - bare.saved == 64 * 2 + 2 * (8 + 8) * 4  # the input, and fp32 rows of 8 for either product
     assert both.forward(10) > bare.forward(10)

@@ -18,7 +18,7 @@ from ktc.model.graph.typed import nodes_of
 from ktc.stages.capture import CapturedModel
 from ktc.stages.link.adapter import adapter_json
 from ktc.stages.match import match
-from ktc.stages.plan import MemoryPlan, Point, make_plan
+from ktc.stages.plan import BatchShape, MemoryPlan, make_plan
 from ktc.stages.plan.memory import over_budget
 from ktc.stages.plan.types import DeviceMemory
 
@@ -41,9 +41,9 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 NAMES = [pytest.param(name, marks=marks(name)) for name in PUBLISHED]
 
 
-def memory(model: CapturedModel, program: str = "moe-lora", asked: Point | None = None) -> MemoryPlan:
+def memory(model: CapturedModel, program: str = "moe-lora", asked: BatchShape | None = None) -> MemoryPlan:
     found = dsl.load(program, {})
-    return make_plan(model, (), match(model, found, BIG), found, BIG, asked or Point()).memory
+    return make_plan(model, (), match(model, found, BIG), found, BIG, asked or BatchShape()).memory
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,15 +69,15 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
 def test_what_fits_fits_and_one_more_does_not(name: str, program: str) -> None:
     model = full_size(name)
     for number, use in enumerate(memory(model, program).workloads):
-        if use.longest:
-            at_most = memory(model, program, Point(1, use.longest)).workloads[number]
-            assert not at_most.short
+        if use.max_length:
+            at_most = memory(model, program, BatchShape(1, use.max_length)).workloads[number]
+            assert not at_most.shortfall
         if use.bound != "the model":
-            beyond = memory(model, program, Point(1, use.longest + 1)).workloads[number]
-            assert use.bound in beyond.short
-        if use.widest:
-            assert not memory(model, program, Point(use.widest, use.length)).workloads[number].short
-        assert memory(model, program, Point(use.widest + 1, use.length)).workloads[number].short
+            beyond = memory(model, program, BatchShape(1, use.max_length + 1)).workloads[number]
+            assert use.bound in beyond.shortfall
+        if use.max_batch:
+            assert not memory(model, program, BatchShape(use.max_batch, use.length)).workloads[number].shortfall
+        assert memory(model, program, BatchShape(use.max_batch + 1, use.length)).workloads[number].shortfall
 
 
 def test_caches_are_those_of_the_attention() -> None:
@@ -120,19 +120,19 @@ def test_an_input_that_does_not_fit_is_told_with_the_largest_that_does(tmp_path:
     program = rules("rule e { match moe.block => cpu_moe() }", tmp_path)
     model = captured("deepseek_v2")
     small = replace(CPU, memory=2 << 20)
-    asked = Point(64, 512)
+    asked = BatchShape(64, 512)
     plan = make_plan(model, (), match(model, program, small), program, small, asked)
     (problem,) = plan.over_budget
     assert problem.code == "M075"
     assert "batch 64 and length 512 is short of" in problem.message
     use = plan.memory.workloads[-1]
-    assert use.longest > 0
-    assert f"length {use.longest} at batch 1" in problem.hint
+    assert use.max_length > 0
+    assert f"length {use.max_length} at batch 1" in problem.hint
 
 
 def test_a_device_has_to_hold_its_adapter_as_well_when_training() -> None:
     held = MemoryPlan(0, 0, (DeviceMemory("cpu", 3 << 30, {"experts": 2 << 30}, 2 << 30),), (), ())
-    (problem,) = over_budget(held, "train", Point())
+    (problem,) = over_budget(held, "train", BatchShape())
     assert problem.code == "M070"
     assert "2.0 GiB of weights and 2.0 GiB for its adapter on `cpu`" in problem.message
-    assert over_budget(held, "infer", Point()) == ()
+    assert over_budget(held, "infer", BatchShape()) == ()

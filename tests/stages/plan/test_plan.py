@@ -13,7 +13,7 @@ import ktc
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu
 from ktc.language import dsl
-from ktc.stages.plan import latent
+from ktc.model.hf import latent_cache
 from ktc.stages.plan.report import plan_json
 from ktc.stages.rewrite import recipe, rewrite
 
@@ -51,7 +51,7 @@ def test_an_adapter_on_something_that_is_no_linear_layer_is_refused(tmp_path: Pa
 @pytest.fixture
 def keys_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The classes of the model cache keys and values, as in older releases of transformers."""
-    monkeypatch.setattr(latent, "caches_latents", lambda stock: False)
+    monkeypatch.setattr(latent_cache, "caches_latents", lambda stock: False)
 
 
 @pytest.mark.usefixtures("keys_in_the_cache")
@@ -89,36 +89,29 @@ def test_an_isa_that_the_host_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stored_format_without_a_kernel_is_told_not_converted(tmp_path: Path) -> None:
-    _, plan = planned(captured("deepseek_v2", torch.float32), rules(EXPERTS, tmp_path))
-    (missing,) = plan.unavailable
-    assert missing.code == "M066"
+    with pytest.raises(InputRefused) as refusal:
+        planned(captured("deepseek_v2", torch.float32), rules(EXPERTS, tmp_path))
+    (missing,) = refusal.value.diagnostics
+    assert missing.code == "M068"
     assert "`fp32` weights (the checkpoint's own)" in missing.message
     assert "format = bf16" in missing.hint
     program = rules("rule e { match moe.block => cpu_moe(format = bf16) }", tmp_path)
     _, plan = planned(captured("deepseek_v2", torch.float32), program)
     assert plan.kernels[0].format_down == "bf16"
-    assert plan.unavailable == ()
 
 
-def test_everything_that_is_not_built_is_planned_and_told_once(tmp_path: Path) -> None:
-    text = """
-    rule experts { match moe.block => cpu_moe(format = fp32) }
-    rule quant   { match attn.mla as a => fake_quant(int8) on a.o }
-    rule norm    { match module at "model.norm" => fused }
-    rule all     { match module at "model" => place(cpu, prefill = cpu) }
-    plan { mode = infer  cuda_graph = decode  auto = intensity }
-    """
-    _, plan = planned(captured("deepseek_v2"), rules(text, tmp_path))
-    told = sorted(d.message.partition(" is not")[0] for d in plan.unavailable)
-    assert told == [
-        "`fake_quant(format = int8)`", "`fused`", "`place(prefill = cpu)`", "`plan { auto = intensity }`",
-        "a kernel for `fp32` weights",
-    ]  # fmt: skip
-    assert all(d.span is not None and d.severity == "warning" for d in plan.unavailable)
-    assert [d.code for d in plan.warnings if d.span is not None] == ["M082"]
-    assert any("planned, not available" in r.text for r in plan.reasons)
-    (load,) = plan.devices
-    assert load.weights > sum(t.bytes for m in captured("deepseek_v2").modules for t in m.tensors)  # as fp32
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("rule r { match moe.block => gpu_moe(torch) }", ("M066",)),
+        ("rule r { match moe.block as m => fused on m.router }", ("M066",)),
+        (EXPERTS + "plan { auto = intensity  weights = gguf }", ("M066", "M066")),
+        (EXPERTS + 'rule r { match module at "model" => place(cpu, prefill = cpu) }', ("M078",)),
+        ("rule r { match attn.mla as a => fake_quant(int4, group = 16) on a.o }", ("M085",)),
+    ],
+)
+def test_what_is_not_built_is_refused(text: str, codes: tuple[str, ...], tmp_path: Path) -> None:
+    assert refused(text, tmp_path) == codes
 
 
 def test_placement_is_inherited_and_experts_stay_on_the_cpu(tmp_path: Path) -> None:
@@ -230,15 +223,15 @@ def test_a_rule_whose_matches_share_a_node_rewrites_it_once(tmp_path: Path) -> N
     assert [len(r.actions) for r in plan.rewrites] == [1]
 
 
-def test_compile_refuses_what_check_only_plans(tmp_path: Path) -> None:
+def test_compile_and_check_refuse_what_is_not_built(tmp_path: Path) -> None:
     out, program = tmp_path / "compiled_here", tmp_path / "later.ktr"
-    program.write_text('rule later { match linear at "**.q_proj" => fake_quant(int8) }\n')
+    program.write_text("rule later { match experts => gpu_moe(torch) }\n")
     with pytest.raises(InputRefused) as refusal:
         ktc.compile("tiny:qwen3_moe", program, out, host=CPU)
     assert {d.code for d in refusal.value.diagnostics} == {"M066"}
     assert {d.severity for d in refusal.value.diagnostics} == {"error"}
     assert not out.exists()
-    assert all(d.severity == "warning" for d in ktc.check(program, "tiny:qwen3_moe", host=CPU))
+    assert {d.code for d in ktc.check(program, "tiny:qwen3_moe", host=CPU)} == {"M066"}
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from families import captured, planned, rules
 
 from ktc.diagnostics import InputRefused
 from ktc.model.experts.packed import DTYPES, SlotRows
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
+from ktc.model.kernels.working_memory import slots_of
 from ktc.stages.plan import Plan
-from ktc.stages.plan.working_memory import slots_of
 
 EXPERTS = "match moe.block as m => cpu_moe()"
 LORA = "lora { rank = 4 }\n"
@@ -38,7 +38,7 @@ def test_frozen_experts_and_projections_are_rounded_once(tmp_path: Path) -> None
     """
     plan = plan_of(LORA + text, tmp_path)
     spec = plan.kernels[0]
-    assert isinstance(spec, KernelSpec)
+    assert isinstance(spec, FusedMoeSpec)
     assert (spec.formats, spec.group_size) == (("int4",), 64)
     once = "the frozen weights are rounded to int4 with a scale per {} weights once, when they are loaded"
     assert reasons(plan)["model.layers.[0..2].mlp.experts"] == once.format(64)
@@ -50,7 +50,7 @@ def test_frozen_experts_and_projections_are_rounded_once(tmp_path: Path) -> None
 def test_a_scale_per_row_and_scales_in_fp32_have_kernels_too(tmp_path: Path) -> None:
     for settings, formats in (("group = -1", ("int4",)), ("scale_mode = slime", ("bf16",))):
         plan = plan_of(f"rule e {{ {EXPERTS} => fake_quant(int4, {settings}) on m.experts }}", tmp_path)
-        assert isinstance(spec := plan.kernels[0], KernelSpec)
+        assert isinstance(spec := plan.kernels[0], FusedMoeSpec)
         assert spec.formats == formats
 
 
@@ -77,7 +77,7 @@ def test_trained_modules_are_counted_with_masters_gradients_and_moments(tmp_path
 def test_the_rows_that_gradients_of_weights_are_made_of_are_counted(tmp_path: Path) -> None:
     plan = plan_of(f"rule e {{ {EXPERTS} => train on m.experts }}", tmp_path)
     spec = plan.kernels[0]
-    assert isinstance(spec, KernelSpec)
+    assert isinstance(spec, FusedMoeSpec)
     assert spec.intermediate is not None and spec.top_k is not None
     training = plan.memory.workloads[0]
     tokens = training.batch * training.length

@@ -302,7 +302,7 @@ def test_constants_are_told_apart_by_the_code_that_compares() -> None:
         x.clamp(max=3.0)
         assert bool((torch.arange(3) < 5000).all())
         assert bool((torch.arange(3) < 2).any())
-    assert constants.found == (
+    assert constants.counted == (
         Constant("clamp.max", 3.0, 1, 1, True), Constant("clamp.max", 3.0, 1, 1), Constant("lt.other", 5000.0, 3, 0),
     )  # fmt: skip
 

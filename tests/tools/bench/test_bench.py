@@ -17,7 +17,7 @@ from rich.console import Console
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation import host, resources
 from ktc.model.experts.lora import MAX_RANK
-from ktc.model.kernels.kernel_spec import KERNELS
+from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.tools.bench import moe, ours, peers, requests
 from ktc.tools.bench.moe import LeftOut, MoeReport, Row, absent
 from ktc.tools.bench.options import parse

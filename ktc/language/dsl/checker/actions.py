@@ -53,7 +53,7 @@ def _settings(
     """Return every setting of the target: given values, then the `lora` block's (for adapters), then defaults."""
     given = _given(action, target, unit, report)
     values = {name: spec.default for name, spec in SETTINGS[target.name].items()}
-    if target.fills == "adapter":
+    if target.fixed_facet == "adapter":
         values |= {name: lora.values[name] for name in values if name in lora.values and name != "targets"}
     values |= given
     for name, spec in SETTINGS[target.name].items():

@@ -40,14 +40,13 @@ def _choice(patterns: list[CheckedPattern], choices: int) -> Capture:
         return VALUE
     captures: dict[str, Capture] = {}
     for name in dict.fromkeys(name for p in patterns for name in p.captures):
-        found = [p.captures[name] for p in patterns if name in p.captures]
-        optional = len(found) < len(patterns) or any(c.optional for c in found)
-        captures[name] = replace(common([replace(c, optional=False) for c in found]), optional=optional)
+        bound = [p.captures[name] for p in patterns if name in p.captures]
+        optional = len(bound) < len(patterns) or any(c.optional for c in bound)
+        captures[name] = replace(common([replace(c, optional=False) for c in bound]), optional=optional)
     spelled = " | ".join(p.name for p in patterns)
     joined = CheckedPattern(spelled, patterns[0].unit, patterns[0].declaration, captures)
     return Capture("match", roles.pop() if len(roles) == 1 else None, joined)
 
 
 def union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
-    """Return the union of the sets."""
     return frozenset(name for names in sets for name in names)

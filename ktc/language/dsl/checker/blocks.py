@@ -27,18 +27,18 @@ class CheckedBlock:
 
 def check_blocks(units: list[UnitNames], report: Report) -> dict[str, CheckedBlock]:
     """Return the program's `plan` and `lora`."""
-    found = {kind: CheckedBlock({}, {}) for kind in BLOCKS}
+    blocks = {kind: CheckedBlock({}, {}) for kind in BLOCKS}
     for unit in units:
         for declaration in unit.source.module.declarations:
             if not isinstance(declaration, syntax.Block):
                 continue
-            first = found[declaration.kind].span
+            first = blocks[declaration.kind].span
             if first is not None:
                 message = f"a program has one `{declaration.kind}` block"
                 report.error("E043", message, declaration.span, related=(Related(first, "the first one"),))
                 continue
-            found[declaration.kind] = _check_block(unit, declaration, report)
-    return {**found, "lora": _complete_lora(found["lora"], report)}
+            blocks[declaration.kind] = _check_block(unit, declaration, report)
+    return {**blocks, "lora": _complete_lora(blocks["lora"], report)}
 
 
 def check_bounds(key: str, value: Value, bounds: Bounds | None, span: Span, report: Report) -> None:

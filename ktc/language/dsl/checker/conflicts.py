@@ -12,8 +12,6 @@ from ktc.language.dsl.checker.blocks import CheckedBlock
 from ktc.language.dsl.checker.contracts import Fault, Path, claims, contradictions
 from ktc.language.dsl.checker.report import Report
 from ktc.language.dsl.ruleset import RuleAction, RuleDefinition
-from ktc.model.targets import Keep, Place
-from ktc.model.targets.quantisation import Quantisation
 
 
 def check_conflicts(
@@ -27,7 +25,6 @@ def check_conflicts(
             for other in rule.actions:
                 if other is not one:
                     report_faults(contradictions(one, other, rule.root, output), one, other, report)
-            _check_packing(one, report)
             _check_mode(one, plan, report)
             _check_budget(one, plan, report)
 
@@ -56,30 +53,20 @@ def _check_double_claims(rule: RuleDefinition, output: str, report: Report) -> N
                 break
 
 
-def _check_packing(action: RuleAction, report: Report) -> None:
-    target = action.target
-    only = target.packs.get(target.pack) if isinstance(target, Quantisation) else None
-    if isinstance(target, Quantisation) and only is not None and target.format not in (None, only):
-        message = f"`pack = {target.pack}` holds {only}, the format is {target.format}"
-        report.error("E044", message, action.span, hint=f"write `format = {only}`, or choose another `pack`")
-
-
 def _check_mode(action: RuleAction, plan: CheckedBlock, report: Report) -> None:
     mode = plan.values.get("mode")
-    if mode is None or isinstance(action.target, Keep):
+    if mode is None or action.target.keeps:
         return
     related = (Related(plan.spans["mode"], "said here"),)
     if mode == "infer" and action.facet == "adapter":
         message = f"`{action.target.name}` trains, but the plan says `mode = infer`"
         report.error("E044", message, action.span, related=related)
-    if mode == "train" and (kernel := action.target.untrainable):
-        message = f"`{kernel}` has no backward pass, but the plan says `mode = train`"
-        report.error("E044", message, action.span, hint="choose a kernel that can be trained through", related=related)
 
 
 def _check_budget(action: RuleAction, plan: CheckedBlock, report: Report) -> None:
     """Report a placement on a device whose budget is zero. A device without a budget has no limit here."""
-    if isinstance(action.target, Place) and plan.values.get(action.target.device) == 0:
-        message = f"this places on {action.target.device}, to which the plan gives no memory"
-        related = (Related(plan.spans[action.target.device], "its budget"),)
+    place = action.target.placement
+    if place is not None and plan.values.get(place.device) == 0:
+        message = f"this places on {place.device}, to which the plan gives no memory"
+        related = (Related(plan.spans[place.device], "its budget"),)
         report.error("E041", message, action.span, related=related)

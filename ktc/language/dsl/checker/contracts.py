@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from ktc.diagnostics import listing
 from ktc.language.dsl.ruleset import RuleAction
 from ktc.language.dsl.schema import ENUMS, MATCHABLE, REQUANTISING
-from ktc.model.targets import CpuMoe, FakeQuant, Keep, Place, Quantize
-from ktc.model.targets.quantisation import Quantisation
+from ktc.model.targets import FakeQuant
 
 Path = tuple[str, ...]
 
@@ -36,13 +35,13 @@ def claims(action: RuleAction, root: str, output: str) -> tuple[Path, ...]:
     """
     if root in MATCHABLE:
         return ((),) * max(1, len(action.on))
-    paths = action.on or tuple((name,) for name in action.target.absorbs) or ((),)
+    paths = action.on or tuple((name,) for name in action.target.consumes) or ((),)
     return tuple(() if path == (output,) else path for path in paths)
 
 
 def contradictions(one: RuleAction, other: RuleAction, root: str, output: str) -> Iterator[Fault]:
     """Yield the contradictions of `other` with `one` at the same match."""
-    if isinstance(one.target, Keep) or isinstance(other.target, Keep):
+    if one.target.keeps or other.target.keeps:
         return
     absorbed = _absorbed(one, other, root)
     pinned = _pinned(one, other)
@@ -52,47 +51,44 @@ def contradictions(one: RuleAction, other: RuleAction, root: str, output: str) -
 
 
 def _meet(one: RuleAction, other: RuleAction, root: str, output: str) -> bool:
-    hosted = other.target.name in one.target.hosts and not other.on
+    hosted = other.target.name in one.target.fuses and not other.on
     return hosted or bool(set(claims(one, root, output)).intersection(claims(other, root, output)))
 
 
 def _absorbed(one: RuleAction, other: RuleAction, root: str) -> Fault | None:
     """Return a fault if `other` adapts or quantises a capture that `one` absorbs."""
     target = one.target
-    if other.facet not in ("adapter", "quant") or other.target.name in target.hosts or one.on or root in MATCHABLE:
+    if other.facet not in ("adapter", "quant") or other.target.name in target.fuses or one.on or root in MATCHABLE:
         return None
-    lost = next((path[0] for path in other.on if len(path) == 1 and path[0] in target.absorbs), None)
+    lost = next((path[0] for path in other.on if len(path) == 1 and path[0] in target.consumes), None)
     if lost is None:
         return None
     return Fault(
         "E042",
         f"`{other.target.name}` on `{lost}`, but `{target.name}` absorbs it",
-        f"`{target.name}` absorbs {listing(target.absorbs)}",
+        f"`{target.name}` absorbs {listing(target.consumes)}",
         label=f"`{lost}` is no longer a node",
         hint="remove it from this rewrite, or remove the other rewrite",
     )
 
 
 def _pinned(one: RuleAction, other: RuleAction) -> Fault | None:
-    if not isinstance(other.target, Place):
+    if (place := other.target.placement) is None:
         return None
     for path in other.on:
-        device = one.target.pins.get(path[0]) if len(path) == 1 else None
-        if device is not None and other.target.device not in (None, device):
-            message = f"`{one.target.name}` runs `{path[0]}` on {device}, this places it on {other.target.device}"
+        device = one.target.required_devices.get(path[0]) if len(path) == 1 else None
+        if device is not None and place.device not in (None, device):
+            message = f"`{one.target.name}` runs `{path[0]}` on {device}, this places it on {place.device}"
             return Fault("E041", message, f"pinned to {device} here")
     return None
 
 
 def _untrainable(one: RuleAction, other: RuleAction) -> Fault | None:
-    """Return a fault if an adapter's node has no backward pass or has packed weights."""
+    """Return a fault if an adapter's node has packed weights."""
     if other.facet != "adapter":
         return None
-    if kernel := one.target.untrainable:
-        message = f"`{other.target.name}` needs a kernel that can be trained through, `{kernel}` is for inference only"
-        return Fault("E044", message, "kernel chosen here", hint="use `torch` here, or leave the adapter out")
-    if isinstance(one.target, Quantize):
-        message = f"`{other.target.name}` trains a node whose weights `{Quantize.name}` packs for inference"
+    if one.target.packs_weights:
+        message = f"`{other.target.name}` trains a node whose weights `{one.target.name}` packs for inference"
         hint = f"`{FakeQuant.name}` trains on the grid of the later packing"
         return Fault("E044", message, "packed here", hint=hint)
     return None
@@ -100,9 +96,9 @@ def _untrainable(one: RuleAction, other: RuleAction) -> Fault | None:
 
 def _other_grid(one: RuleAction, other: RuleAction) -> Fault | None:
     """Return a fault if the kernel's own weight format would quantise fake-quantised weights to another grid."""
-    if not isinstance(one.target, CpuMoe) or not isinstance(other.target, Quantisation):
+    if not one.target.takes_experts or other.target.rounding is None:
         return None
-    own, wanted = one.target.format, other.target.format
+    own, wanted = str(one.target.settings.get("format")), other.target.rounding.format
     if own not in REQUANTISING or wanted in (None, REQUANTISING[own]):
         return None
     hosting = [name for name in ENUMS["format"] if REQUANTISING.get(name, wanted) == wanted]

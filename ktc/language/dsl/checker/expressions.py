@@ -39,15 +39,15 @@ class Expressions:
 
     def check(self, expression: syntax.Expression, wanted: Type) -> Type:
         """Return the expression's type, after checking that it is accepted as `wanted`."""
-        found = self.infer(expression, wanted)
-        if fits(found, wanted):
-            return found
+        inferred = self.infer(expression, wanted)
+        if fits(inferred, wanted):
+            return inferred
         shown = "a condition" if wanted == BOOL else str(wanted)
         hint = ""
         if wanted.element.name in ENUMS and isinstance(expression, syntax.Literal) and expression.type == "string":
             hint = "constants are bare words, without quotes"
         self.report.error(
-            "E030", f"expected {shown}, found {found}", expression.span, label=f"this is {found}", hint=hint
+            "E030", f"expected {shown}, found {inferred}", expression.span, label=f"this is {inferred}", hint=hint
         )
         return UNKNOWN
 
@@ -65,9 +65,8 @@ class Expressions:
 
     def _needs_faulty(self, expression: syntax.Expression) -> bool:
         """Return whether the expression uses a parameter whose fault has been reported."""
-        if isinstance(expression, syntax.ParamReference):
-            return self.unit.params.get(expression.name) is None
-        return any(map(self._needs_faulty, syntax.operands(expression)))
+        used = (part.name for part in syntax.walk(expression) if isinstance(part, syntax.ParamReference))
+        return any(self.unit.params.get(name) is None for name in used)
 
     def infer(self, expression: syntax.Expression, wanted: Type | None = None) -> Type:
         """Return the expression's type; `wanted` only resolves its bare words."""
@@ -200,10 +199,10 @@ class Expressions:
             return EMPTY_LIST
         element = wanted.element if wanted is not None and wanted.container == "list" else None
         for item in expression.items:
-            found = self.infer(item, element) if element is None else self.check(item, element)
-            if found == UNKNOWN:
+            inferred = self.infer(item, element) if element is None else self.check(item, element)
+            if inferred == UNKNOWN:
                 return UNKNOWN
-            element = element or found
+            element = element or inferred
         assert element is not None, "a list with items has an element type"
         if element.container != "one" or element == RANGE:
             self.report.error("E030", f"a list holds single values, not {element}", expression.span)
@@ -224,14 +223,15 @@ class Expressions:
         if isinstance(subject, syntax.Reference) and subject.parts[0] in self.aliases:
             self._has_capture(expression, subject.parts)
             return
-        found = self.infer(subject)
-        if found == UNKNOWN:
+        inferred = self.infer(subject)
+        if inferred == UNKNOWN:
             return
-        if found.container == "one" or found.name not in ENUMS:
-            self.report.error("E030", f"`has` needs a match or a set, found {found}", subject.span)
-        elif expression.name not in ENUMS[found.name]:
-            hint = suggest(expression.name, ENUMS[found.name]) or f"one of {listing(ENUMS[found.name], 20)}"
-            self.report.error("E026", f"unknown {found.name} `{expression.name}`", expression.span, hint=hint)
+        words = ENUMS.get(inferred.name, ())
+        if inferred.container == "one" or not words:
+            self.report.error("E030", f"`has` needs a match or a set, found {inferred}", subject.span)
+        elif expression.name not in words:
+            hint = suggest(expression.name, words) or f"one of {listing(words, 20)}"
+            self.report.error("E026", f"unknown {inferred.name} `{expression.name}`", expression.span, hint=hint)
 
     def _has_capture(self, expression: syntax.Has, parts: tuple[str, ...]) -> None:
         owner = find_capture(parts, expression.subject.span, self.aliases, self.report)
@@ -291,15 +291,14 @@ class Expressions:
             self.report.error("E030", f"`{expression.operator}` needs numbers, found {left}", expression.span)
 
     def _number(self, expression: syntax.Expression) -> Type:
-        found = self.infer(expression)
-        if found.is_number or found == UNKNOWN:
-            return found
-        self.report.error("E030", f"arithmetic needs numbers, found {found}", expression.span)
+        inferred = self.infer(expression)
+        if inferred.is_number or inferred == UNKNOWN:
+            return inferred
+        self.report.error("E030", f"arithmetic needs numbers, found {inferred}", expression.span)
         return UNKNOWN
 
 
 def _guards(expression: syntax.Expression) -> list[_Guard]:
     """Return every `m has x` in a condition, as the path `(m, x)`."""
-    if isinstance(expression, syntax.Has) and isinstance(expression.subject, syntax.Reference):
-        return [(*expression.subject.parts, expression.name)]
-    return [guard for operand in syntax.operands(expression) for guard in _guards(operand)]
+    tests = (part for part in syntax.walk(expression) if isinstance(part, syntax.Has))
+    return [(*test.subject.parts, test.name) for test in tests if isinstance(test.subject, syntax.Reference)]

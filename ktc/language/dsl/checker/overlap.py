@@ -18,7 +18,6 @@ from ktc.language.dsl.checker.report import Report
 from ktc.language.dsl.checker.selectors import selection
 from ktc.language.dsl.ruleset import RuleAction, RuleDefinition
 from ktc.language.dsl.shared_path import Budget, OutOfBudget, Selection, shared_path
-from ktc.model.targets import Place
 
 STEPS = 100_000  # of all searches in a program together: a quarter of a second; beyond that, the plan decides
 
@@ -118,7 +117,7 @@ class _Pairs:
         self, first: RuleDefinition, second: RuleDefinition, one: RuleAction, other: RuleAction, example: str
     ) -> None:
         message = f"rules `{first.name}` and `{second.name}` overlap on facet `{other.facet}`"
-        devices = [action.target.device for action in (one, other) if isinstance(action.target, Place)]
+        devices = [place.device for action in (one, other) if (place := action.target.placement)]
         contradictory = len(set(devices)) == 2
         if contradictory:
             message = f"`{first.name}` places it on {devices[0]}, `{second.name}` on {devices[1]}"

@@ -43,26 +43,17 @@ def _by_need(declarations: Mapping[str, syntax.Param]) -> list[syntax.Param]:
 
 
 def _named(expression: syntax.Expression) -> set[str]:
-    if isinstance(expression, syntax.ParamReference):
-        return {expression.name}
-    return {name for operand in syntax.operands(expression) for name in _named(operand)}
+    return {part.name for part in syntax.walk(expression) if isinstance(part, syntax.ParamReference)}
 
 
 class _Binding:
     """One parameter during the assignment of its value."""
 
     def __init__(
-        self,
-        unit: UnitNames,
-        units: list[UnitNames],
-        settings: Mapping[str, str],
-        declaration: syntax.Param,
+        self, unit: UnitNames, units: list[UnitNames], settings: Mapping[str, str], declaration: syntax.Param,
         report: Report,
-    ) -> None:
-        self.unit = unit
-        self.units = units
-        self.declaration = declaration
-        self.report = report
+    ) -> None:  # fmt: skip
+        self.unit, self.units, self.declaration, self.report = unit, units, declaration, report
         self.name = declaration.name.text
         self.key = unit.source.prefix + self.name
         self.setting = settings.get(self.key)
@@ -106,11 +97,12 @@ class _Binding:
         if domain is None:
             return
         expressions = Expressions(self.report, self.unit, {})
-        found = expressions.infer(domain, Type(self.type.name, "list"))
-        if found == RANGE and not self.type.is_number:
+        listed = Type(self.type.name, "list")
+        inferred = expressions.infer(domain, listed)
+        if inferred == RANGE and not self.type.is_number:
             self.report.error("E030", f"a range cannot bound a {self.type}", domain.span)
             return
-        if found != RANGE and (found == UNKNOWN or expressions.check(domain, Type(self.type.name, "list")) == UNKNOWN):
+        if inferred != RANGE and (inferred == UNKNOWN or expressions.check(domain, listed) == UNKNOWN):
             return
         allowed = constant(domain, self.unit.params)
         related = (Related(domain.span, "declared here"),)

@@ -69,11 +69,11 @@ class Patterns:
     def _check(self, unit: UnitNames, declaration: syntax.Pattern, span: Span | None = None) -> CheckedPattern | None:
         key = (unit.source.index, declaration.name.text)
         if key in self.checked:
-            found = self.checked[key]
-            if found is None and span is not None:
+            checked = self.checked[key]
+            if checked is None and span is not None:
                 message = f"pattern `{declaration.name.text}` contains itself"
                 self.report.error("E036", message, span, related=(Related(declaration.name.span, "declared here"),))
-            return found
+            return checked
         self.checked[key] = None
         if not self._within_limits(declaration):
             return None

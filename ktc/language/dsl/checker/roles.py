@@ -19,14 +19,16 @@ def check_role(declaration: syntax.Pattern, name: syntax.Name, bound: Mapping[st
         report.error("E021", f"unknown role `{name.text}`", name.span, hint=hint)
         return
     for member, kind in {**role.members, **role.optional}.items():
-        found = bound.get(member)
-        if found is None and member in role.members:
+        binding = bound.get(member)
+        if binding is None and member in role.members:
             message = f"pattern `{declaration.name.text}` is declared `{name.text}` but binds no `{member}`"
             label = f"`{name.text}` needs {listing(role.members)}"
             report.error("E034", message, name.span, label=label)
-        elif found is not None and kind not in (found.capture.kind, found.capture.role):
-            message = f"`{member}` must be {kind} in a pattern that is `{name.text}`, found {found.capture.describe()}"
-            report.error("E034", message, found.span, related=(Related(name.span, "declared here"),))
-        elif found is not None and member in role.members and found.capture.optional:
+        elif binding is not None and kind not in (binding.capture.kind, binding.capture.role):
+            message = (
+                f"`{member}` must be {kind} in a pattern that is `{name.text}`, found {binding.capture.describe()}"
+            )
+            report.error("E034", message, binding.span, related=(Related(name.span, "declared here"),))
+        elif binding is not None and member in role.members and binding.capture.optional:
             message = f"`{member}` may be absent, but `{name.text}` promises it"
-            report.error("E034", message, found.span, related=(Related(name.span, "promised here"),))
+            report.error("E034", message, binding.span, related=(Related(name.span, "promised here"),))

@@ -49,12 +49,12 @@ class _RuleCheck:
             return None
         at, except_ = self._globs(rule.at), self._globs(rule.except_)
         self._check_alias(rule)
-        found = self._root(rule)
-        if found is None:
+        matched = self._root(rule)
+        if matched is None:
             for action in rule.actions:
                 target_of(action, self.report)
             return None
-        name, root = found
+        name, root = matched
         aliases = {rule.alias.text: root} if rule.alias else {}
         expressions = Expressions(self.report, self.unit, aliases)
         if rule.where is not None:
@@ -103,12 +103,12 @@ class _RuleCheck:
 
     def _check_expect(self, expect: syntax.Expect) -> None:
         expressions = Expressions(self.report, self.unit, {}, conditions=True)
-        found = expressions.infer(expect.count, INT)
-        if found == RANGE and expect.operator != "==":
+        inferred = expressions.infer(expect.count, INT)
+        if inferred == RANGE and expect.operator != "==":
             message = f"`{expect.operator}` compares with one number, found a range"
             self.report.error("E030", message, expect.count.span)
-        elif found not in (INT, RANGE, UNKNOWN):
-            self.report.error("E030", f"expected a number of matches, found {found}", expect.count.span)
+        elif inferred not in (INT, RANGE, UNKNOWN):
+            self.report.error("E030", f"expected a number of matches, found {inferred}", expect.count.span)
 
     def _globs(self, texts: tuple[syntax.Text, ...]) -> tuple[str, ...]:
         for text in texts:
@@ -170,18 +170,18 @@ def _direct_overrides(
     rule: RuleDefinition, units: list[UnitNames], known: set[str], declared: set[str], report: Report
 ) -> frozenset[str]:
     unit = units[rule.unit]
-    found: set[str] = set()
+    losers: set[str] = set()
     for loser in rule.declaration.overrides:
         unit.used.add(f"import {loser.parts[0]}")
         prefix = unit.source.prefix
         name = LORA_TARGETS if str(loser) == LORA_TARGETS else prefix + str(loser)
         if name in known:
-            found.add(name)
+            losers.add(name)
         elif name not in declared and not _may_be_lost(loser.parts, unit, units):
             here = sorted(other.removeprefix(prefix) for other in declared if other.startswith(prefix))
             hint = suggest(str(loser), here) or f"rules: {listing(here)}"
             report.error("E027", f"`overrides` names an unknown rule `{loser}`", loser.span, hint=hint)
-    return frozenset(found)
+    return frozenset(losers)
 
 
 def _may_be_lost(parts: tuple[str, ...], unit: UnitNames, units: list[UnitNames]) -> bool:

@@ -78,24 +78,14 @@ class _Condition:
 
 
 def _ordered(operator: str, value: float) -> Layers:
-    match operator:
-        case "<":
-            return between(value, _INFINITE).negated()
-        case "<=":
-            return between(0, value)
-        case ">":
-            return between(0, value).negated()
-        case ">=":
-            return between(value, _INFINITE)
-        case _:
-            return between(value, value)
+    ends = {"<": (value, _INFINITE), ">=": (value, _INFINITE), "<=": (0, value), ">": (0, value)}
+    layers = between(*ends.get(operator, (value, value)))
+    return layers.negated() if operator in ("<", ">") else layers
 
 
 def _asks_the_model(expression: syntax.Expression) -> bool:
-    match expression:
-        case syntax.Reference():
-            return len(expression.parts) > 1
-        case syntax.Has(subject=syntax.Reference()):
-            return True
-        case _:
-            return any(map(_asks_the_model, syntax.operands(expression)))
+    return any(
+        len(part.parts) > 1 if isinstance(part, syntax.Reference)
+        else isinstance(part, syntax.Has) and isinstance(part.subject, syntax.Reference)
+        for part in syntax.walk(expression)
+    )  # fmt: skip

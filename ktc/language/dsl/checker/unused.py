@@ -10,7 +10,7 @@ from ktc.language.dsl.checker.names import UnitNames
 from ktc.language.dsl.checker.report import Report
 from ktc.language.dsl.loader import alias_of
 from ktc.language.dsl.ruleset import RuleDefinition
-from ktc.model.targets import Place
+from ktc.model.targets.settings import Value
 
 
 def warn_unused(
@@ -32,9 +32,9 @@ def _warn_budgets(rules: list[RuleDefinition], plan: CheckedBlock, report: Repor
     """Warn of unused budgets. Unplaced nodes use the CPU, an automatic plan any device; `auto` is the first GPU."""
     if plan.values.get("auto", "none") != "none":
         return
-    places = [a.target for rule in rules for a in rule.actions if isinstance(a.target, Place)]
-    named = {device for place in places for device in (place.device, place.prefill, place.stream)}
-    named |= {plan.values.get("unplaced"), plan.values.get("grads")}
+    places = [place for rule in rules for a in rule.actions if (place := a.target.placement)]
+    named: set[Value] = {device for place in places for device in (place.device, place.prefill, place.stream)}
+    named |= {plan.values.get("unplaced")}
     for key, span in plan.spans.items():
         if ":" in key and key not in named and not ("auto" in named and key == "cuda:0"):
             report.warning("W057", f"the plan has a budget for {key}, but nothing is placed there", span)

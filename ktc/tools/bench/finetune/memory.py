@@ -13,7 +13,7 @@ import psutil
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.analysis import Analysis
 from ktc.stages.plan.placement import device_of, gib
@@ -78,14 +78,14 @@ def _bytes(analysis: Analysis, request: Finetune) -> tuple[Bytes, list[Bytes]]:
     return rest, list(layers.values())
 
 
-def _experts(analysis: Analysis) -> Mapping[str, KernelSpec]:
+def _experts(analysis: Analysis) -> Mapping[str, FusedMoeSpec]:
     """Return the kernel of every experts module by FQN."""
     return {
         action.at(site.fqn): action.kernel
         for rewrite in analysis.plan.rewrites
         for site in rewrite.sites
         for action in rewrite.actions
-        if isinstance(action.kernel, KernelSpec)
+        if isinstance(action.kernel, FusedMoeSpec)
     }
 
 

@@ -137,8 +137,8 @@ class FinetuneReport(StackReport):
         if reference is not None:
             yield from (row.distance(reference) for row in self.rows if row is not reference and row.impl == "ktc")
         yield from self.notes
-        for each in self.left_out:
-            yield f"not measured: {each.impl}{f' ({each.split})' if each.split else ''}: {each.reason}"
+        for entry in self.left_out:
+            yield f"not measured: {entry.impl}{f' ({entry.split})' if entry.split else ''}: {entry.reason}"
 
     def figure(self) -> Any:
         """Return the curves of loss and gradient norm, a line per row."""
@@ -161,7 +161,7 @@ def median_step(step_times: Sequence[float], traced: int | None = None) -> float
 def marked(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows with `best` set on the fastest of each implementation. A reference is not for its speed."""
     fast = [row for row in rows if row.experts != "reference"]
-    fastest = {row.impl: min(each.step_time for each in fast if each.impl == row.impl) for row in fast}
+    fastest = {row.impl: min(entry.step_time for entry in fast if entry.impl == row.impl) for row in fast}
     return tuple(replace(row, best=row in fast and row.step_time == fastest[row.impl]) for row in rows)
 
 

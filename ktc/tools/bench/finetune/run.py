@@ -23,7 +23,7 @@ from ktc.foundation.files import temporary_folder
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading import peft_glue
 from ktc.model.loading.load import load
-from ktc.stages.plan import Point
+from ktc.stages.plan import BatchShape
 from ktc.tools.bench.finetune.memory import require_room
 from ktc.tools.bench.finetune.reference import reference_of
 from ktc.tools.bench.finetune.report import FinetuneReport, LeftOut, Row, marked, whole_depth
@@ -57,7 +57,7 @@ def run(request: Finetune, sink: ProgressSink) -> FinetuneReport:
             stock, steps = peers
             reason = stock.reason_against(stack)
             found += [LeftOut("hf", "", reason)] if reason else steps.measured(request, stack, lora, sink)
-    rows = marked([each for each in found if isinstance(each, Row)])
+    rows = marked([entry for entry in found if isinstance(entry, Row)])
     if not stack.is_whole:
         rows = tuple(
             row if row.experts == "reference" else whole_depth(row, stack.depth, stack.times_whole) for row in rows
@@ -70,7 +70,7 @@ def run(request: Finetune, sink: ProgressSink) -> FinetuneReport:
         tokens_per_step=request.tokens,
         seconds=seconds,
         rows=rows,
-        left_out=tuple(each for each in found if isinstance(each, LeftOut)),
+        left_out=tuple(entry for entry in found if isinstance(entry, LeftOut)),
         notes=notes,
     )
 
@@ -81,7 +81,7 @@ def _compiled(request: Finetune, stack: Stack, out: Path, sink: ProgressSink) ->
         request.rule,
         request.settings,
         observe=sink.stage,
-        asked=Point(1, request.length),
+        asked=BatchShape(1, request.length),
         to_compile=True,
         random_weights=request.random_weights,
     )

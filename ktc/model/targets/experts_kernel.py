@@ -1,39 +1,34 @@
-"""Choosing a kernel: a `cpu_moe` claim, its experts and the host -> a KernelSpec, or why there cannot be one."""
+"""Choosing a kernel of routed experts: their sizes, how the checkpoint stores them, the host -> its spec."""
 
 from __future__ import annotations
 
-from torch import fx
+from typing import TYPE_CHECKING
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.foundation.formats import BLOCKS, CODES, FORMATS, STORED, Codes, WeightFormat
-from ktc.foundation.host import Host
 from ktc.foundation.isa import Isa, isa_of
 from ktc.model.checkpoint.int4 import Int4Grid
 from ktc.model.graph import ops
 from ktc.model.kernels.form import parse_form
-from ktc.model.kernels.kernel_spec import KERNELS, KernelSpec
-from ktc.model.kernels.spec import Spec
-from ktc.model.targets import CpuMoe
-from ktc.model.targets.target import AS_STORED, NodeWeights
-from ktc.stages.plan.types import Claim, Plan
+from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
+from ktc.model.targets.node_plan import CapturedNode, Claim, NodePlan, StoredFormat
+
+if TYPE_CHECKING:
+    from ktc.foundation.host import Host
 
 # A format counts as built if every instruction set has it, so that no user gets the scalar oracle unawares.
 ON_EVERY_ISA = tuple(name for name in FORMATS if all(name in formats for formats in KERNELS.values()))
-# How a checkpoint stores weights: a dtype or a method by name, and the size of groups or of GGUF's blocks that a kernel
-# may keep, or 0.
-StoredFormat = tuple[str, int]
 # All that gate and up are stored as, and all that down is.
 StoredFormats = tuple[tuple[StoredFormat, ...], tuple[StoredFormat, ...]]
 
 
-def choose_kernel(
-    claim: Claim, target: CpuMoe, node: fx.Node, stored: StoredFormats, host: Host, weights: NodeWeights = AS_STORED
-) -> KernelSpec:
-    """Choose `target`'s kernel for the experts node `node`, whose weights the checkpoint stores as `stored`.
+def choose_fused_moe(plan: NodePlan, seen: CapturedNode, asked: str, isa: str) -> FusedMoeSpec:
+    """Return the kernel of routed experts. `asked` is the rule's format, `isa` its instruction set.
 
-    This version may not build the format or the ISA; `availability` reports it. Raise InputRefused if no kernel reads
-    the stored format, HostLacks if the host lacks the ISA.
+    Raises InputRefused (M068) if no kernel multiplies the weights, HostLacks (M064) if the host lacks the instruction
+    set.
     """
+    claim, node, weights = plan.claim, seen.core, plan.weights
     about = ops.attributes(node)
     hidden, inter = int(about["hidden"]), int(about["inter"])
     if weights.grid:
@@ -41,13 +36,17 @@ def choose_kernel(
     elif weights.masters:
         gate_up, down, group_size = "bf16", "bf16", 0  # masters are not what is stored
     else:
-        gate_up, down, group_size = _formats(claim, target.format, stored, hidden, inter)
+        gate_up, down, group_size = _formats(claim, asked, _stored_formats(seen), hidden, inter)
     top_k, num_experts = int(ops.shape_of(node.args[1])[-1]), int(about["num_experts"])
     if not 1 <= top_k <= num_experts:
         message = f"the router of `{claim.path}` chooses {top_k} of {num_experts} experts"
         raise InputRefused(Diagnostic("M074", message, claim.span, hint="check config.json"))
+    for weight_format in dict.fromkeys((gate_up, down)):
+        if weight_format not in ON_EVERY_ISA:
+            stored = " (the checkpoint's own)" if asked == "stored" else ""
+            raise _no_format(claim, f"no kernel multiplies `{weight_format}` weights{stored}")
     form = parse_form(str(about["form"]))
-    return KernelSpec(
+    return FusedMoeSpec(
         op="fused_moe",
         hidden=hidden,
         intermediate=inter,
@@ -56,12 +55,24 @@ def choose_kernel(
         dtype="bf16",
         format_gate_up=gate_up,
         format_down=down,
-        isa=_isa(claim, target.isa, host),
+        isa=_isa(claim, isa, seen.host),
         activation=form.activation,
         gated=form.gated,
         biased=form.biased,
         group_size=group_size,
     )
+
+
+def _stored_formats(seen: CapturedNode) -> StoredFormats:
+    """Return how the checkpoint stores the experts' matrices; without a checkpoint, the config's format."""
+    stored: tuple[set[StoredFormat], set[StoredFormat]] = (set(), set())
+    for source in seen.sources:
+        leaf = source.target.rpartition(".")[2]
+        if not leaf.endswith("_bias") and not (source.part or "").endswith("_bias"):
+            unkept = (source.quantised.method if source.quantised else source.dtype, 0)
+            stored[leaf.startswith("down")].add(source.kept_as or unkept)
+    gate_up, down = (tuple(sorted(formats)) or (seen.config_format,) for formats in stored)
+    return gate_up, down
 
 
 def _on_grid(grid: Int4Grid | None, hidden: int, inter: int) -> tuple[WeightFormat, WeightFormat, int]:
@@ -136,7 +147,7 @@ def _converted(
 
 
 def _loaded(stored: str) -> WeightFormat:
-    """Return the dtype that the loader passes to a kernel: other codes become bf16, as `plan/stored.py` reports."""
+    """Return the dtype that the loader passes to a kernel: other codes become bf16, as the plan reports."""
     row = STORED.get(stored)
     if row is None:
         return stored
@@ -160,11 +171,3 @@ def _isa(claim: Claim, asked: str, host: Host) -> Isa:
         hint = f"this host can run: {', '.join(host.isas)}; or write `isa = auto`"
         raise HostLacks(Diagnostic("M064", f"this host cannot run isa `{asked}`", claim.span, hint=hint))
     return found
-
-
-def kernel_origins(plan: Plan) -> dict[Spec, str]:
-    """Return the location in the rules that requested each kernel."""
-    actions = [action for rewrite in plan.rewrites for action in rewrite.actions]
-    actions += [each.action for each in plan.outside]
-    asked = ((action.kernel, f"{action.rule} ({action.span})") for action in actions)
-    return {spec: origin for spec, origin in asked if isinstance(spec, Spec)}

@@ -1,4 +1,4 @@
-"""`KernelSpec`: exactly the values that a kernel template uses, hashable."""
+"""`FusedMoeSpec`: exactly the values that a kernel template uses, hashable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS: Mapping[Isa, tuple[WeightFormat, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class KernelSpec:
+class FusedMoeSpec:
     """One fused-MoE kernel. A dimension is a compile-time constant, or `None` where it stays dynamic.
 
     `dtype` is that of hidden states and output, `format_gate_up` and `format_down` those of the packed weights. The
@@ -85,7 +85,7 @@ class KernelSpec:
 _SPELLED = str.maketrans({".": "p", "-": "m", "+": ""})
 
 
-def _identifier(spec: KernelSpec) -> str:
+def _identifier(spec: FusedMoeSpec) -> str:
     """Return the form as a part of an identifier: `silu`, `silu_alpha1p702_limit7p0_up1p0_biased`."""
     act = spec.activation
     settings = (("alpha", act.alpha, 1.0), ("limit", act.limit or 0.0, 0.0), ("up", act.up_offset, 0.0))

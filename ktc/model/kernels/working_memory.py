@@ -12,7 +12,7 @@ from typing import Final
 
 from ktc.foundation.formats import BLOCKS, FORMATS, Dense, WeightFormat
 from ktc.foundation.isa import INSTRUCTION_SETS
-from ktc.model.kernels.kernel_spec import KernelSpec
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import PANEL, padded
 
 _RANK_UNIT: Final = 8  # saved low-rank rows are padded to it
@@ -56,7 +56,7 @@ class Slots:
 
 
 def slots_of(
-    spec: KernelSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1, weights_train: bool = False
+    spec: FusedMoeSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1, weights_train: bool = False
 ) -> Slots:
     """Return the bytes of a layer that keeps gate and up for backward, or its input to recompute them.
 
@@ -110,14 +110,14 @@ class _Sizes:
     total: int
 
     @classmethod
-    def of(cls, spec: KernelSpec) -> _Sizes:
+    def of(cls, spec: FusedMoeSpec) -> _Sizes:
         inter = padded(spec.intermediate or 0)
         total = 8 if spec.dtype == "fp64" else 4  # never less than fp32
         outputs = (1 + spec.gated) * inter
         return cls(spec.top_k or 0, padded(spec.hidden or 0), inter, outputs, _ITEM[spec.dtype], total)
 
 
-def _saved(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
+def _saved(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
     """Bytes per token: gate, up and low-rank rows of each slot, or the input; and the routing."""
     rows = sum(-(-rank // _RANK_UNIT) * _RANK_UNIT for rank in ranks)
     kept = sizes.top_k * (sizes.outputs * sizes.item + rows * sizes.total) if keep else 0
@@ -125,7 +125,7 @@ def _saved(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: boo
     return kept + needs_input * (spec.hidden or 0) * sizes.item + sizes.top_k * (_INDEX + sizes.total)
 
 
-def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
+def _forward(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
     """Workspace per token: rows that each product reads, and the sums over experts."""
     reads_elements = not spec.integer_products or ranks[0] > 0
     slot = reads_elements * sizes.hidden * sizes.item + sizes.inter * sizes.item + sizes.total
@@ -134,7 +134,7 @@ def _forward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
     return _token(spec, sizes) + sizes.top_k * (slot + again + _low_rank(sizes, ranks) + integers)
 
 
-def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
+def _backward(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
     """Return the same for backward: gradients of the output, of gate and up, and of the routing weight, in parts."""
     gate_up = sizes.outputs * sizes.item * (1 if keep else 2)
     weight_parts = (sizes.inter // PANEL + 2) * sizes.total
@@ -143,7 +143,7 @@ def _backward(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: 
     return _token(spec, sizes) + sizes.top_k * (slot + again)
 
 
-def _token(spec: KernelSpec, sizes: _Sizes) -> int:
+def _token(spec: FusedMoeSpec, sizes: _Sizes) -> int:
     """Return the bytes of a token's sums, and of its hidden state in integers."""
     return (sizes.hidden + PANEL) * sizes.total + spec.integer_products * (sizes.hidden + 2 * PANEL)
 
@@ -153,30 +153,30 @@ def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
     return sum(padded(rank) for rank in ranks) * (sizes.item + sizes.total)
 
 
-def _quantised(spec: KernelSpec, sizes: _Sizes) -> int:
+def _quantised(spec: FusedMoeSpec, sizes: _Sizes) -> int:
     """Return the bytes of a slot's rows in integers."""
     return max(sizes.hidden, sizes.inter) + 2 * PANEL if spec.integer_products else 0
 
 
-def _words(spec: KernelSpec, sizes: _Sizes) -> int:
+def _words(spec: FusedMoeSpec, sizes: _Sizes) -> int:
     """Return the bytes of a slot's rows in 16-bit fixed point: of one product, then of the other."""
     widths = (sizes.hidden, spec.format_gate_up), (sizes.inter, spec.format_down)
     of_block = PANEL * 2 + _WORD_BLOCK
     return max(width // PANEL * of_block * _reads_words(spec, weight_format) for width, weight_format in widths)
 
 
-def _reads_words(spec: KernelSpec, weight_format: WeightFormat) -> bool:
+def _reads_words(spec: FusedMoeSpec, weight_format: WeightFormat) -> bool:
     return INSTRUCTION_SETS[spec.isa].words and weight_format in BLOCKS and BLOCKS[weight_format].coded
 
 
-def _factors(spec: KernelSpec, ranks: tuple[int, int]) -> int:
+def _factors(spec: FusedMoeSpec, ranks: tuple[int, int]) -> int:
     """B of both products expert after expert, which PEFT stores otherwise; backward has gradients of the same size."""
     hidden, inter = spec.hidden or 0, spec.intermediate or 0
     values = ranks[0] * (1 + spec.gated) * inter + ranks[1] * hidden
     return (spec.num_experts or 0) * values * _Sizes.of(spec).total
 
 
-def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: float, quantises: bool) -> int:
+def _thread(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: float, quantises: bool) -> int:
     """Return the bytes of one thread.
 
     They hold sums, panels of weights decoded or transposed, a panel of LoRA's factors with three of their gradients
@@ -189,7 +189,7 @@ def _thread(spec: KernelSpec, sizes: _Sizes, ranks: tuple[int, int], *, panels: 
     return sums + int(panels * width) + low_rank + rows
 
 
-def _decoded_panels(spec: KernelSpec) -> float:
+def _decoded_panels(spec: FusedMoeSpec) -> float:
     """Return the panels of weights that a thread decodes in forward. Words have their scales and minima beside them."""
     if any(_reads_words(spec, name) for name in spec.formats):
         return 1 + _WORD_SCALES

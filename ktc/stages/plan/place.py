@@ -1,0 +1,42 @@
+"""Placement: the device of every module that a rule places.
+
+Experts are on the device of their kernel. Modules that no rule places go to `plan.unplaced`, by default the host's
+memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, Span
+from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.placement import require_gpu, resolve_device
+from ktc.stages.plan.types import Placement
+
+
+def place(draft: PlanDraft) -> PlanDraft:
+    """Decide every explicit placement, `auto` resolved, the root first.
+
+    Raise HostLacks (M069) for a missing GPU, InputRefused (M080) for settings that contradict each other.
+    """
+    default = resolve_device(str(draft.rules.plan.get("unplaced") or "cpu"), draft.host)
+    placed = [Placement("", default, "", None)]
+    on_kernels_device = {claim.path for claim in draft.claims if claim.target.required_device}
+    missing, contradictions = list[Diagnostic](), dict[Span, Diagnostic]()
+    for claim in draft.claims:
+        target = claim.target.placement
+        if target is not None and (why := target.contradiction):
+            contradictions[claim.span] = Diagnostic("M080", f"`place` {why}", claim.span, hint="see `ktc explain M080`")
+        if target is None or claim.path in on_kernels_device:
+            continue
+        device = resolve_device(target.computes_on, draft.host)
+        try:
+            require_gpu(device, "", claim, draft.host)
+        except HostLacks as error:
+            missing += error.diagnostics
+        placed.append(Placement(claim.path, device, claim.rule, claim.span))
+    if contradictions:
+        raise InputRefused(*contradictions.values())
+    if missing:
+        raise HostLacks(*missing)
+    return replace(draft, placements=tuple(dict.fromkeys(placed)))

@@ -1,0 +1,48 @@
+"""The settings of the `plan` block: those without an effect on a model, and those that are not built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.language.dsl import syntax
+from ktc.language.dsl.ruleset import RuleSet
+from ktc.stages.plan.draft import PlanDraft
+
+# Keys that no stage carries out yet, with the only value that has no effect.
+_NOT_BUILT: Final = {"auto": "none", "weights": "safetensors"}
+
+
+def check_settings(draft: PlanDraft) -> PlanDraft:
+    """Warn of settings without an effect (M066). Raise InputRefused (M066) for those that are not built."""
+    settings = draft.rules.plan
+    missing = [
+        Diagnostic("M066", f"`plan {{ {key} = {value} }}` is not available in this version", span_of(draft.rules, key))
+        for key, idle in _NOT_BUILT.items()
+        if (value := settings.get(key, idle)) != idle
+    ]
+    if missing:
+        raise InputRefused(*missing)
+    return draft.telling(*_without_effect(draft))
+
+
+def _without_effect(draft: PlanDraft) -> Iterator[Diagnostic]:
+    places = [place for claim in draft.claims if (place := claim.target.placement)]
+    streams = any(place.stream for place in places)
+    prefills = any(place.prefill for place in places)
+    idle = {
+        "layerwise_prefill": "" if prefills else "no experts have `place(cpu, prefill = ...)`",
+        "stream_buffer": "" if prefills or streams else "no weights are sent to a GPU",
+    }
+    for key, why in idle.items():
+        if why and (span := span_of(draft.rules, key)) is not None:
+            message = f"`plan {{ {key} }}` has no effect: {why}"
+            yield Diagnostic("M066", message, span, hint=f"leave `{key}` out", severity="warning")
+
+
+def span_of(rules: RuleSet, key: str) -> Span | None:
+    """Return where the program gives a setting of the `plan` block."""
+    blocks = (block for unit in rules.units for block in unit.module.declarations if isinstance(block, syntax.Block))
+    settings = (setting for block in blocks if block.kind == "plan" for setting in block.settings)
+    return next((setting.span for setting in settings if setting.key.text == key), None)

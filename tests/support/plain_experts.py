@@ -1,0 +1,10 @@
+"""The arguments of a recipe's experts that no program streams, rounds or trains."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+PLAIN_EXPERTS: Final[dict[str, Any]] = {
+    "prefill": [], "prefill_tokens": 1, "stream_buffer": 1, "resident": False, "grid": None, "masters": None,
+    "merged": False,
+}  # fmt: skip
