@@ -1,7 +1,8 @@
 """The options of a session, declared once: `--json`, `--verbose`, `--quiet` and `--log-file`.
 
 In: a command whose first parameter is its `Session`. Out: the command for typer, with these options instead of that
-parameter. First, what killed processes of ktc left is removed where the command writes. What it reads stays as it is.
+parameter. First, what killed processes of ktc left is removed where the command writes. Paths that it reads stay as
+they are.
 """
 
 from __future__ import annotations

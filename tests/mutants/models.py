@@ -28,7 +28,7 @@ from ktc.stages.capture import ModelSource, capture, open_model
 from ktc.stages.proof import Proof, Witness, prove_on, witness_of
 from ktc.stages.rewrite import RewrittenBlock, rewrite
 
-RULES: Final = "moe-lora"
+RULES: Final = "moe-lora"  # with experts in bf16, although the twins compute in fp32: no kernel multiplies fp32 weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def analysed(name: str) -> Twin:
     config = twin.shrink(MODELS[name](), whole=True)
     config.dtype = torch.float32
     witness = witness_of(capture(ModelSource(name, None, config, None)))
-    _, plan = planned(witness.captured, dsl.load(RULES, {}))
+    _, plan = planned(witness.captured, dsl.load(RULES, {"format": "bf16"}))
     return Twin(witness, rewrite(witness.captured, plan))
 
 

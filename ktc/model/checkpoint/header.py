@@ -35,7 +35,7 @@ _DTYPES = {
     "BOOL": "bool",
 }
 STORED_DTYPES = {name: stored for stored, name in _DTYPES.items()}
-"""What safetensors files call the dtypes."""
+"""The dtypes by their names in safetensors files."""
 ITEM_SIZE = {
     **dict.fromkeys(("f64", "i64"), 8),
     **dict.fromkeys(("f32", "i32"), 4),

@@ -47,7 +47,7 @@ class RowReader(Protocol):
 
 
 def bands(rows: int, columns: int, weights: int = 0) -> list[slice]:
-    """Return runs of rows that have at most so many `weights` each (0: `_BAND`), and at least a row."""
+    """Return runs of rows that have at most `weights` weights each (0: `_BAND`), and at least a row."""
     band = max(1, (weights or _BAND) // max(1, columns))
     return [slice(first, min(first + band, rows)) for first in range(0, rows, band)]
 

@@ -36,7 +36,7 @@ def version_of(tensor: Tensor) -> int:
 def wrapper_tensor(
     of: type[Of], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout: Any
 ) -> Any:
-    """Return a tensor without memory that PyTorch takes for one of this shape, in which `of` keeps others.
+    """Return a tensor without memory that has this shape for PyTorch, in which `of` keeps others.
 
     `layout` are strides and the offset in the storage.
     """

@@ -2,7 +2,7 @@
 
 `Patch` is for good: a class before the object's own, under the name and module of that class. Patches stack, and each
 of them can be removed. Copies keep them, and a pickle names the stock class.
-`with_attributes` is for a time: attributes of the object itself. What runs inside may ask for the object's exact class.
+`with_attributes` is for a time: attributes of the object itself. Code inside may read the object's exact class.
 `called_as` is for a time too: calls of a module, without its hooks.
 """
 

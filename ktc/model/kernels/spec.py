@@ -9,7 +9,7 @@ from ktc.foundation.isa import Isa
 
 
 class Spec(Protocol):
-    """What one kernel is generated from, of any kind: a hashable dataclass with all that the kind's template reads."""
+    """The source of one kernel of any kind: a hashable dataclass with all that the kind's template reads."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 

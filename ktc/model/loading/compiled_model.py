@@ -243,9 +243,7 @@ class CompiledModel(GenerationHooks):
 
 def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
     return next(
-        base
-        for base in model_class.__mro__
-        if issubclass(base, PreTrainedModel) and not issubclass(base, CompiledModel)
+        base for base in model_class.__mro__ if issubclass(base, nn.Module) and not issubclass(base, GenerationHooks)
     )
 
 

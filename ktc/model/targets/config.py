@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ktc.foundation.decode import Undecodable, decode
 from ktc.model.targets.settings import Bounds
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 ConfigT = TypeVar("ConfigT")
 
@@ -36,6 +33,6 @@ def _marks(hint: Any) -> tuple[Any, ...]:
     return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
 
 
-def plain(config: DataclassInstance) -> dict[str, Any]:
+def plain(config: Any) -> dict[str, Any]:
     """Return a config as values of JSON."""
     return json.loads(json.dumps(asdict(config)))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """What `FusedMoe` is built with. `form` is an `ExpertsForm`, `grid` an `Int4Grid` as text, None for plain weights.
+    """The config of `FusedMoe`. `form` is an `ExpertsForm`, `grid` an `Int4Grid` as text, None for plain weights.
 
     Calls of at least `prefill_tokens` tokens run on the devices `prefill`, through `stream_buffer` bytes on each, or
     from weights that stay there (`resident`). `masters` is the dtype of weights that train; `merged` adds an adapter

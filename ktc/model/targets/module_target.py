@@ -14,7 +14,6 @@ from ktc.model.targets.settings import Facet, NoConfig
 from ktc.model.targets.target import Block, NodeAction, Target
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from torch import fx, nn
 
     from ktc.foundation.host import Host
@@ -48,7 +47,7 @@ class ModuleTarget(Target):
         """Return the name in `ktc.json` of the module that this action puts."""
         return self.module
 
-    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> DataclassInstance:
+    def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> Any:
         """Return the config of the module in the loaded model.
 
         `about` has the attributes of the module's call, none outside the captured blocks.

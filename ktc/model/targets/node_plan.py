@@ -77,7 +77,7 @@ class CapturedNode:
 
     `node` is None outside the captured blocks. `stock` is the module of the node's block, or the module itself.
     `sources` are the rows of the checkpoint for the module's own tensors; `config_format` counts without a checkpoint.
-    `trains` tells whether the program trains anything.
+    `trains` is whether the program trains anything.
     """
 
     node: fx.Node | None

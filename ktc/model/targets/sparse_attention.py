@@ -32,7 +32,7 @@ _SHOWN = (32_768, 131_072)  # positions for which the bytes of a step are report
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """What a query reads. Latent attention has its sizes and the name of its up-projection, others 0 and None."""
+    """The rows that a query reads. Latent attention has sizes and the name of its up-projection, others 0 and None."""
 
     k: PositiveInt
     sink: NaturalInt

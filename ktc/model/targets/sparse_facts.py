@@ -1,4 +1,4 @@
-"""What sparse attention needs of a core, and the bytes of its steps."""
+"""Facts about a core that sparse attention needs, and the bytes of its steps."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Target:
     and kinds (`*` any). `consumes` lists the captures that stop being nodes of their own, `required_devices` those that
     it forces onto a device. `fuses` are the targets that it carries out itself on what it consumes. `default_captures`
     are the captures that it claims where a rule names none. Of the settings in `one_of`, a rule gives at least one.
-    `changes_graphs` tells whether it has a pass.
+    `changes_graphs` is whether it has a pass.
 
     A target chooses its kernel, explains itself and counts its bytes: `choose`, `explain`, `memory`.
     """
@@ -120,7 +120,7 @@ class Target:
         return None
 
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
-        """Return what becomes of the node: a sentence, and further ones that no rule gives. Empty if told elsewhere."""
+        """Return the node's fate: a sentence, and further ones that no rule gives. Empty if reported elsewhere."""
         return (f"is run by PyTorch, on {plan.device}",)
 
     def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
@@ -140,7 +140,7 @@ class Target:
 class Unsuited:
     """Why a target is impossible on a node: the code of a finding and the reason.
 
-    In words, `instead` is what its modules do, and `remains` what stays if the rule allows it.
+    In words, `instead` is what its modules do, and `remains` the code that is kept if the rule allows it.
     """
 
     code: str

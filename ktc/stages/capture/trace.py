@@ -1,7 +1,7 @@
 """A trace of a block on meta tensors: its operators with constants and connections, and the settings that it reads.
 
-Input: a block and a call. Output: plain values, equal for two blocks that compute the same whatever their classes and
-attributes are called. Nothing is exported, so a trace takes milliseconds.
+Input: a block and a call. Output: plain values, equal for two blocks that compute the same under any names of
+classes and attributes. Nothing is exported, so a trace takes milliseconds.
 """
 
 from __future__ import annotations

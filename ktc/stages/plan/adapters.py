@@ -56,7 +56,7 @@ def plan_lora(draft: PlanDraft) -> PlanDraft:
 
 
 def _linear_sizes(captured: CapturedModel, linears: Mapping[str, Claim]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights that take LoRA. Raise InputRefused (M065) for what is no linear layer."""
+    """Return the shapes of the weights that take LoRA. Raise InputRefused (M065) for others than linear layers."""
     modules = {module.fqn: module for module in captured.modules}
     classes = {path: modules[path].class_name if path in modules else "no module" for path in linears}
     wrong = [claim for path, claim in linears.items() if classes[path] != "Linear"]

@@ -48,7 +48,7 @@ def _without_effect(draft: PlanDraft, key: str, why: str) -> Diagnostic:
 
 
 def _no_graph(draft: PlanDraft) -> str:
-    """Return why steps are no CUDA graphs, "" if they can be."""
+    """Return why steps cannot be CUDA graphs, "" if they can be."""
     on_host = tuple(f"{claim.path}." for claim in draft.claims if claim.target.required_device == "cpu")
     used = {name: device for name, device in _parameters(draft) if not name.startswith(on_host)}
     gpus = {device for device in used.values() if device != "cpu"}
@@ -65,7 +65,7 @@ def _no_graph(draft: PlanDraft) -> str:
 
 
 def _no_program(draft: PlanDraft) -> str:
-    """Return why steps are no native programs, "" if they can be."""
+    """Return why steps cannot be native programs, "" if they can be."""
     if draft.mode == "train":
         return "the program trains"
     elsewhere = next(((name, device) for name, device in _parameters(draft) if device != "cpu"), None)

@@ -32,7 +32,7 @@ from ktc.stages.plan.types import (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is planned: a captured model, the rows of its checkpoint, its matches with rules, and a host.
+    """The input of the plan: a captured model, the rows of its checkpoint, its matches with rules, and a host.
 
     `rows` has the `sources` by the module that takes them. `asked` is the size of input that must fit.
     """

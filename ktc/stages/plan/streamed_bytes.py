@@ -1,4 +1,4 @@
-"""What streamed weights take on their devices, in bytes."""
+"""The bytes that streamed weights take on their devices."""
 
 from __future__ import annotations
 

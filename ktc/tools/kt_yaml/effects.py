@@ -177,7 +177,7 @@ def _experts(rule: KtRule) -> Kernel | None:
 def _no_kernel(rule: KtRule, training: bool) -> str:
     """Return why ktc has no kernel for what a rule names, "" where it has one or the rule names none."""
     if rule.kind in _STOCK:
-        return f"the model's own {_STOCK[rule.kind]} stay: ktc has no kernel in their place"
+        return f"the model's own {_STOCK[rule.kind]} stay: ktc has no kernel for them"
     named = operations(rule)[:1] if rule.kind == "experts" else operations(rule)
     kernels = {**names.GPU_EXPERTS, **({} if training else names.LINEAR_KERNELS)}
     missing = next((name for name in named if name in kernels and kernels[name] is None), "")

@@ -64,7 +64,7 @@ def _invented(name: str) -> CapturedModel:
 
 def _proven(model: CapturedModel) -> tuple[tuple[Match, ...], tuple[Proof, ...]]:
     """What the program for any model finds in `model`, and the proofs of what it puts there."""
-    program = dsl.load("moe-lora", {})
+    program = dsl.load("moe-lora", {"format": "bf16"})
     matches = match(model, program, CPU)
     plan = make_plan(model, (), matches, program, CPU)
     return matches.matches, prove(model, rewrite(model, plan), CPU)

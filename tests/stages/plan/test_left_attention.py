@@ -91,12 +91,14 @@ class _Nameless(qwen.Qwen3MoeAttention):
 
 
 def test_eager_attention_is_the_function_that_the_code_of_the_class_names() -> None:
-    config = SimpleNamespace(_attn_implementation="eager")
-    held: Any = SimpleNamespace(stock_config=config, stock_class=_Derived)
-    assert stock_function(held) is qwen.eager_attention_forward
-    held.stock_class = _Nameless
+    def attention(of: type[qwen.Qwen3MoeAttention]) -> Any:
+        module: Any = of.__new__(of)
+        vars(module)["stock_config"] = SimpleNamespace(_attn_implementation="eager")
+        return module
+
+    assert stock_function(attention(_Derived)) is qwen.eager_attention_forward
     with pytest.raises(InputRefused, match="L450: `_Nameless` names no function for `eager` attention"):
-        stock_function(held)
+        stock_function(attention(_Nameless))
 
 
 @pytest.mark.parametrize("name", ["self_attn", "self_attn.q_proj"])

@@ -98,9 +98,9 @@ def _other_grid(one: RuleAction, other: RuleAction) -> Fault | None:
     """Return a fault if the kernel's own weight format would quantise fake-quantised weights to another grid."""
     if not one.target.takes_experts or other.target.rounding is None:
         return None
-    own, wanted = str(one.target.settings.get("format")), other.target.rounding.format
-    if own not in REQUANTISING or wanted in (None, REQUANTISING[own]):
+    format, wanted = str(one.target.settings.get("format")), other.target.rounding.format
+    if format not in REQUANTISING or wanted in (None, REQUANTISING[format]):
         return None
     hosting = [name for name in ENUMS["format"] if REQUANTISING.get(name, wanted) == wanted]
-    message = f"format `{own}` quantises the experts again, `{other.target.name}({wanted})` would be on another grid"
-    return Fault("E044", message, f"kept as `{own}` here", hint=f"formats that can host it: {listing(hosting)}")
+    message = f"format `{format}` quantises the experts again, `{other.target.name}({wanted})` would be on another grid"
+    return Fault("E044", message, f"kept as `{format}` here", hint=f"formats that can host it: {listing(hosting)}")
