@@ -242,9 +242,8 @@ class CompiledModel(GenerationHooks):
 
 
 def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
-    return next(
-        base for base in model_class.__mro__ if issubclass(base, nn.Module) and not issubclass(base, GenerationHooks)
-    )
+    bases = (b for b in model_class.__mro__ if issubclass(b, nn.Module) and not issubclass(b, GenerationHooks))
+    return cast("type[PreTrainedModel]", next(bases))
 
 
 @functools.cache
