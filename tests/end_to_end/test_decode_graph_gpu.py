@@ -12,7 +12,7 @@ from recorded_steps import record_eagerly
 from torch import Tensor, nn
 
 import ktc
-from ktc.model.decode_steps.cuda_graph import DecodeGraphs, Means
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -97,7 +97,7 @@ def test_a_thousand_replayed_steps_choose_the_tokens_of_the_same_steps_computed_
 ) -> None:
     model = load("deepseek_v2")
     found = []
-    for graphs in (DecodeGraphs(), DecodeGraphs(Means(record_eagerly))):
+    for graphs in (DecodeGraphs(), DecodeGraphs(StepRecorder(record_eagerly))):
         model.decode_graphs = graphs
         found.append(generated(model, 1, 1000))
         assert len(graphs._steps) == 3  # of 256, 512 and 1024 positions

@@ -70,7 +70,7 @@ def experts(
     The expert tensors, and the biases of gate_up and of down where the form has them, have the stock shapes of `form`
     (see `ExpertsForm`). The semantic node of capture; differentiable in every floating-point argument.
     """
-    stock = (gate_up, down, *(each for each in biases if each is not None))
+    stock = (gate_up, down, *(bias for bias in biases if bias is not None))
     return fused_moe_reference(hidden, indices, weights, stock, form)
 
 
