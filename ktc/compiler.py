@@ -42,7 +42,7 @@ def _unobserved(stage: str, value: object) -> None:
     """Report nothing."""
 
 
-def compile(
+def compile(  # noqa: PLR0913 - the public interface, by keyword
     model: Model,
     rules: str | Path,
     out: str | Path,
@@ -97,7 +97,7 @@ def complete(
     return path
 
 
-def analyse(
+def analyse(  # noqa: PLR0913 - the options of `compile`
     model: Model,
     rules: str | Path,
     settings: Mapping[str, str] | None = None,

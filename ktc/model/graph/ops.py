@@ -74,7 +74,7 @@ def experts(
     return fused_moe_reference(hidden, indices, weights, stock, form)
 
 
-def sdpa(
+def sdpa(  # noqa: PLR0913 - the arguments of torch's operator
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, window: int,
     sinks: Tensor | None = None, mask: Tensor | None = None,
     softcap: float | None = None, bias: Tensor | None = None,
