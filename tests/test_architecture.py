@@ -109,7 +109,7 @@ _SAY_NOTHING = frozenset({"each", "found", "held", "own"})  # fit everything: do
 _NAMED = (
     "compiler.py", "diagnostics.py", "inference/quantize", "language", "model/checkpoint", "model/graph",
     "model/twin", "stages/capture", "stages/link", "stages/match", "stages/pictures", "tools/kt_yaml",
-    "tools/llama_factory",
+    "tools/llama_factory", "training",
 )  # fmt: skip
 _UNTOUCHED = ("model/checkpoint/gguf_header.py",)
 

@@ -11,7 +11,7 @@ import shlex
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, cast, get_args, get_origin
@@ -157,8 +157,8 @@ def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
 
 
 def _data_json(data: PreparedData) -> dict[str, Any]:
-    held_out = None if data.held_out is None else data.held_out.summary.to_json()
-    return {"train": data.train.summary.to_json(), "held_out": held_out}
+    held_out = None if data.held_out is None else asdict(data.held_out.summary)
+    return {"train": asdict(data.train.summary), "held_out": held_out}
 
 
 def _going_on(paths: RunPaths) -> list[str]:

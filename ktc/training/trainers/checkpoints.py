@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: written in a hidden folder by all processes of a run, and renamed by one.
 
-In: the folder of a run, and how the trainer writes a checkpoint. Out: `checkpoint-N`. Older ones go after the new one
-is in place, and each of them at once. Where the machine fails, HostLacks (T529) names the last whole checkpoint.
+In: the folder of a run, and how the trainer writes a checkpoint. Out: `checkpoint-N`. Older ones are removed after the
+new one is in place, each as a whole. Where the machine fails, HostLacks (T529) names the last whole checkpoint.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from transformers import TrainerState
 
 _STATE: Final = "trainer_state.json"
-_NAME: Final = re.compile(r"checkpoint-(\d+)")
+_NAME: Final = re.compile(r"checkpoint-\d+")
 
 
 def checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run, the last one first."""
-    numbered = ((_NAME.fullmatch(each.name), each) for each in run.glob("checkpoint-*"))
-    return [each for _, each in sorted(((int(m[1]), each) for m, each in numbered if m), reverse=True)]
+    named = [path for path in run.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
 def write_checkpoint(
@@ -86,7 +86,7 @@ def _name_best(state: TrainerState, work: Path, target: Path) -> bool:
 
 
 def _rename(finished: Path, target: Path) -> None:
-    """Put a checkpoint in place. An earlier one of this step, from before the run was resumed, goes with the folder."""
+    """Put a checkpoint in place of an earlier one of this step, which is removed with the hidden folder."""
     if target.is_dir() and not exchange(finished, target):
         os.rename(target, finished.with_name("old"))
     if finished.is_dir() and not target.exists():
@@ -99,7 +99,7 @@ def _remove_old(run: Path, keep: int | None, best: str | None) -> None:
     if keep is None or keep <= 0:
         return
     last, *others = checkpoints(run)
-    kept = {last, *(each for each in others if best is not None and each.name == Path(best).name)}
+    kept = {last, *(checkpoint for checkpoint in others if best is not None and checkpoint.name == Path(best).name)}
     for old in others:
         if old in kept:
             continue

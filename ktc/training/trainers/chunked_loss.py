@@ -8,7 +8,7 @@ or cap their logits, and trainers that read them. The caller then uses whole log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.utils import checkpoint as checkpointing
 from transformers import Trainer
 from transformers.loss import loss_utils
 
+from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.patching import call_stock, called_as
 from ktc.training.trainers import frozen_head
 from ktc.training.trainers.frozen_head import is_frozen_linear, summed_loss
@@ -72,17 +73,8 @@ def in_chunks_of_tokens(model: Any) -> Generator[None]:
         most_logits = frozen_head.MOST_LOGITS if is_frozen_linear(head) else MOST_LOGITS
         return chunked_loss(head, logits, labels, max(1, most_logits // vocab_size), **kwargs)
 
-    with called_as(head, kept_back), _loss_of(model, loss):
+    with called_as(head, kept_back), attributes(model, loss_function=loss):
         yield
-
-
-@contextmanager
-def _loss_of(model: Any, loss: Callable[..., Tensor]) -> Generator[None]:
-    stock, model.loss_function = model.loss_function, loss
-    try:
-        yield
-    finally:
-        model.loss_function = stock
 
 
 def chunked_loss(

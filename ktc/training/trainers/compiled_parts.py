@@ -9,7 +9,7 @@ one class share it. Refused, as `NotCompiled` with the reason: layers that the c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, Literal, cast
@@ -17,13 +17,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from ktc.foundation.temporary_values import attributes
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.hf.patching import call_stock, called_as, with_attributes
-from ktc.training.trainers.private_api import (
-    CompilerError,
-    sizes_of_their_own,
-    with_fixed_width,
-)
+from ktc.training.trainers.private_api import CompilerError, sizes_of_their_own, with_fixed_width
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
@@ -34,7 +31,7 @@ Routes = tuple[Tensor, Tensor, Tensor]
 
 
 class NotCompiled(Exception):
-    """The reason why a part of a layer runs as it is."""
+    """The reason why a part of a layer runs without the compiler."""
 
 
 class _Exchange:
@@ -47,7 +44,7 @@ class _Exchange:
     def clear(self) -> None:
         self.attended: Tensor | None = None
         self.routed: Tensor | None = None
-        self.found: Tensor | None = None
+        self.attention_output: Tensor | None = None
         self.routes: Routes | None = None
 
 
@@ -62,10 +59,10 @@ class _Attention(nn.Module):
             return exchange.attended if exchange.rest is None else (exchange.attended, *exchange.rest)
         out: Any = self.stock(*args, **kwargs)
         if isinstance(out, tuple):
-            exchange.found, *others = cast("tuple[Any, ...]", out)
+            exchange.attention_output, *others = cast("tuple[Any, ...]", out)
             exchange.rest = (None,) * len(others)
         else:
-            exchange.found = out
+            exchange.attention_output = out
         return cast("Any", out)
 
 
@@ -81,29 +78,14 @@ class _Experts(nn.Module):
         return torch.zeros_like(hidden_states) if exchange.routed is None else exchange.routed
 
 
-def _attend(layer: nn.Module, args: Any, kwargs: Any, exchange: _Exchange, attended: Any, routed: Any) -> Any:
-    layer.forward(*args, **kwargs)
-    found = exchange.found
-    exchange.clear()
-    return found
-
-
-def _route(layer: nn.Module, args: Any, kwargs: Any, exchange: _Exchange, attended: Any, routed: Any) -> Any:
-    exchange.attended = attended
-    layer.forward(*args, **kwargs)
-    routes = exchange.routes
-    exchange.clear()
-    return routes
-
-
-def _finish(layer: nn.Module, args: Any, kwargs: Any, exchange: _Exchange, attended: Any, routed: Any) -> Any:
+def _run_part(
+    part: Part, layer: nn.Module, args: Any, kwargs: Any, exchange: _Exchange, attended: Any, routed: Any
+) -> Any:
     exchange.attended, exchange.routed = attended, routed
     out = layer.forward(*args, **kwargs)
+    result = exchange.attention_output if part == "attend" else exchange.routes if part == "route" else out
     exchange.clear()
-    return out
-
-
-_PARTS: Mapping[Part, Callable[..., Any]] = {"attend": _attend, "route": _route, "finish": _finish}
+    return result
 
 
 class CompiledParts:
@@ -148,10 +130,9 @@ class CompiledParts:
         """Return the compiled function of a part of this class of layer."""
         key = type(split.layer), split.experts is None, part
         if key not in self._functions:
-            function = cast("FunctionType", _PARTS[part])
             # torch counts recompilations by code object
-            own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-            self._functions[key] = torch.compile(own, dynamic=True, fullgraph=True, backend=self._backend)
+            copy = FunctionType(_run_part.__code__.replace(), _run_part.__globals__, _run_part.__name__)
+            self._functions[key] = torch.compile(copy, dynamic=True, fullgraph=True, backend=self._backend)
         return self._functions[key]
 
 
@@ -164,7 +145,9 @@ class CompiledLayer:
         cuts: dict[nn.Module, nn.Module] = {split.attention: _Attention(split.attention, self._exchange)}
         if split.experts is not None:
             cuts[split.experts] = _Experts(self._exchange)
-        self._cuts = [(*_position(split.layer, module), placeholder) for module, placeholder in cuts.items()]
+        named = cast("Iterator[tuple[str, nn.Module]]", split.layer.named_modules())
+        places = [(path.rpartition("."), cuts[module]) for path, module in named if module in cuts]
+        self._cuts = [(split.layer.get_submodule(parent), name, cut) for (parent, _, name), cut in places]
 
     @property
     def outputs(self) -> int | None:
@@ -189,7 +172,7 @@ class CompiledLayer:
         function = self._parts.function(self._split, part)
         with call.autocasting(), self._cut(), sizes_of_their_own():
             try:
-                return function(self._split.layer, args, kwargs, self._exchange, attended, routed)
+                return function(part, self._split.layer, args, kwargs, self._exchange, attended, routed)
             except CompilerError as error:
                 reason = str(error).strip().partition("\n")[0]
                 self._parts.refuse(self._split, f"in `{part}`: {reason}")
@@ -199,20 +182,10 @@ class CompiledLayer:
     def _cut(self) -> Generator[None]:
         with ExitStack() as stack:
             for parent, name, placeholder in self._cuts:
-                stack.callback(setattr, parent, name, getattr(parent, name))
-                setattr(parent, name, placeholder)
+                stack.enter_context(attributes(parent, **{name: placeholder}))
             # a layer that checkpoints itself would run its experts again
             stack.enter_context(with_attributes(self._split.layer, gradient_checkpointing=False))
             yield
-
-
-def _position(layer: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
-    """Return the parent of a module and its name there."""
-    for parent in layer.modules():
-        for name, child in parent.named_children():
-            if child is wanted:
-                return parent, name
-    raise AssertionError("a cut is not in its layer")
 
 
 class _Seen(BaseException):

@@ -23,7 +23,7 @@ BYTES_PER_LOGIT = 6  # itself in bf16, then its gradient there, and an fp32 copy
 def is_frozen_linear(head: nn.Module) -> bool:
     """Return whether calling `head` is its product alone: a linear layer, not trained, wrapped or observed."""
     changed = "forward" in vars(head) or any(vars(head)[hooks] for hooks in HOOKS)
-    return type(head) is nn.Linear and not changed and not any(each.requires_grad for each in head.parameters())
+    return type(head) is nn.Linear and not changed and not any(weight.requires_grad for weight in head.parameters())
 
 
 def summed_loss(head: nn.Linear, hidden_TH: Tensor, labels_T: Tensor, rows: int, ignore_index: int) -> Tensor:

@@ -65,10 +65,10 @@ def check_alike(named: Sequence[tuple[str, Parameter]], groups: Mapping[str, Gro
     """
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in named]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own, group=groups["cpu"])
-    others = [f"rank {rank}" for rank, each in enumerate(found) if not torch.equal(each, found[0])]
+    digest_bytes = torch.tensor(list(digest), dtype=torch.uint8)
+    gathered = [torch.empty_like(digest_bytes) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, digest_bytes, group=groups["cpu"])
+    others = [f"rank {rank}" for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
     if others:
         message = f"the processes train different parameters: {listing(others)} differ from rank 0"
         hint = "give every process the same model, adapter settings and devices"
@@ -120,13 +120,13 @@ def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         kinds[str(tensor.device), tensor.dtype].append(tensor)
     for alike in kinds.values():
-        bucket, held = list[Tensor](), 0
+        bucket, num_bytes = list[Tensor](), 0
         for tensor in alike:
-            if bucket and held + tensor.nbytes > limit:
+            if bucket and num_bytes + tensor.nbytes > limit:
                 yield bucket
-                bucket, held = [], 0
+                bucket, num_bytes = [], 0
             bucket.append(tensor)
-            held += tensor.nbytes
+            num_bytes += tensor.nbytes
         yield bucket
 
 

@@ -28,7 +28,7 @@ class _LastLayer(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """The input of the first layer (B, T, H), the position of each layer, and how each is called."""
+    """The input of the first layer (B, T, H), the device of each layer, and how each is called."""
 
     hidden: Tensor
     devices: tuple[torch.device, ...]
@@ -128,7 +128,8 @@ def in_chunks(calls: Sequence[ModelCall], tokens: int) -> list[tuple[ModelCall, 
     """Join neighbouring calls along the batch where they are alike and have at most `tokens` together.
 
     Returns:
-        The calls in their order, each with the number of calls in it."""
+        The calls in their order, each with the number of calls in it.
+    """
     chunks: list[tuple[ModelCall, int]] = []
     for call in calls:
         length = call.hidden.shape[1]
@@ -169,7 +170,7 @@ def _joined_calls(
         return known[key]
 
     merged = list(starmap(joined, zip(leaves, others, strict=True)))
-    if any(each is _UNLIKE for each in merged):
+    if any(leaf is _UNLIKE for leaf in merged):
         return None
     args, kwargs = pytree.tree_unflatten(merged, spec)
     return replace(first, args=args, kwargs=kwargs)

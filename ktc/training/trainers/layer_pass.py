@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.saved_on_host import HostOffloaded
 from ktc.model.experts.staging import parts, to_host
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_parts import LayerRun
-from ktc.training.trainers.split_layer import LayerCall, SplitLayer
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer, fused_in
 
 Routes = tuple[Tensor, Tensor, Tensor]
 Carried = tuple[Tensor | None, HostOffloaded | None]  # a part's result, or the placeholder of a parked one
@@ -50,23 +49,22 @@ def _through(
     split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None,
     *, park: bool,
 ) -> list[Tensor]:  # fmt: skip
-    compiled_layers = [
-        None if compiled is None else compiled.of(split, *each) for each in zip(calls, states, strict=True)
+    runs = [
+        LayerRun(split, call, x.device, None if compiled is None else compiled.of(split, call, x))
+        for call, x in zip(calls, states, strict=True)
     ]
-    runs = [LayerRun(split, call, x.device, each) for call, x, each in zip(calls, states, compiled_layers, strict=True)]
-    inputs: list[tuple[Any, ...]] = [(x,) for x in states]
     none: Sequence[Carried] = [(None, None)] * len(runs)
     attended, routed = none, none
     if split.attention is not None:
-        found = [cast("Tensor", _part(run, run.attend, x)) for run, (x,) in zip(runs, inputs, strict=True)]
+        outputs = [cast("Tensor", _part(run, run.attend, x)) for run, x in zip(runs, states, strict=True)]
         uses = 1 if split.experts is None else 2
-        attended = [_parked(each, uses) if park and each.is_cuda else (each, None) for each in found]
-    inputs = [given + found for given, found in zip(inputs, attended, strict=True)]
+        attended = [_parked(out, uses) if park and out.is_cuda else (out, None) for out in outputs]
+    inputs: list[tuple[Any, ...]] = [(x, *carried) for x, carried in zip(states, attended, strict=True)]
     if split.experts is not None:
         routes = [cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)]
         with calls[0].autocasting():
             routed = _of_experts(split.experts, routes)
-    inputs = [given + found for given, found in zip(inputs, routed, strict=True)]
+    inputs = [given + carried for given, carried in zip(inputs, routed, strict=True)]
     return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
 
@@ -87,8 +85,7 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Carrie
     chunk's last part.
     """
     rows = [route[0].shape[0] for route in routes]
-    fused = next(module for module in experts.modules() if isinstance(module, FusedMoe))
-    device = fused.backend(sum(rows)).device
+    device = fused_in(experts).backend(sum(rows)).device
     gathered = zip(*routes, strict=True)
     if device.type == "cpu":
         out = cast("Tensor", experts(*(to_host(tensors) for tensors in gathered)))

@@ -52,7 +52,7 @@ class PhaseClock:
     def running(self, experts: Iterable[FusedMoe]) -> AbstractContextManager[None]:
         """Record the kernels of these layers inside the context."""
         packed = (layer.weights.packed for layer in experts)
-        return listening(self._hear, {each.address for each in packed if each is not None})
+        return listening(self._hear, {weights.address for weights in packed if weights is not None})
 
     @contextmanager
     def fetching(self) -> Generator[None]:
@@ -77,27 +77,27 @@ class PhaseClock:
         self._calls.append(call)
 
     def experts(self, began: float, ended: float) -> None:
-        """Record the forward of a module of experts, its kernel included."""
+        """Record the times of a forward of a module of experts, its kernel included."""
         self._experts.append((began, ended))
 
     def end(self) -> StepTimes:
         """End the step. The next step's data may be fetched from now on."""
         ended = time.perf_counter()
         calls = tuple((self._phase(call), call) for call in self._calls)
-        found = dict.fromkeys(PHASES, 0.0)
+        seconds_of = dict.fromkeys(PHASES, 0.0)
         for phase, call in calls:
-            found[phase] += call.seconds
+            seconds_of[phase] += call.seconds
         in_backward = sum(end - begin for begin, end in self._backward)
         in_experts = sum(end - begin for begin, end in self._experts if not self._is_backward(begin))
         last = self._backward[-1][1] if self._backward else ended
-        found["data"] = self._data
-        found["moe_waiting"] = max(0.0, in_experts - found["moe_forward"])
-        found["forward"] = last - self._began - in_backward - found["moe_forward"] - found["moe_waiting"]
-        found["backward"] = in_backward - found["moe_recompute"] - found["moe_backward"]
-        found["update"] = ended - last
+        seconds_of["data"] = self._data
+        seconds_of["moe_waiting"] = max(0.0, in_experts - seconds_of["moe_forward"])
+        seconds_of["forward"] = last - self._began - in_backward - seconds_of["moe_forward"] - seconds_of["moe_waiting"]
+        seconds_of["backward"] = in_backward - seconds_of["moe_recompute"] - seconds_of["moe_backward"]
+        seconds_of["update"] = ended - last
         seconds = ended - self._began + self._data
         self._clear()
-        return StepTimes(seconds, found, calls)
+        return StepTimes(seconds, seconds_of, calls)
 
     def _phase(self, call: KernelCall) -> str:
         if call.kind == "backward":

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
+from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.patching import Patch
 
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
@@ -86,10 +87,9 @@ def sum_as_logged(trainer: Trainer, losses: Sequence[Tensor]) -> Tensor:
     before = torch.as_tensor(getattr(inner, "_tr_loss", 0.0)).to(losses[0])  # absent until `train` has begun
     steps = 1 + trainer.state.global_step - getattr(inner, "_globalstep_last_logged", 0)
     total = before.clone()
-    finite: list[bool] = cast(
-        "Any", torch.stack([loss.isfinite() for loss in losses])
-    ).tolist()  # together: a GPU is waited for once
-    for loss, counted in zip(losses, finite, strict=True):
+    finite = torch.stack([loss.isfinite() for loss in losses])
+    counts: list[bool] = cast("Any", finite).tolist()  # together: a GPU is waited for once
+    for loss, counted in zip(losses, counts, strict=True):
         total = total + (loss if counted or not trainer.args.logging_nan_inf_filter else total / steps)
     return total - before
 
@@ -131,11 +131,8 @@ class TrainerHooks(_Trainer):
         stock = cast("Any", super())._save_checkpoint
 
         def save(folder: Path) -> None:
-            self._writing = folder
-            try:
+            with attributes(self, _writing=folder):
                 stock(model, trial)
-            finally:
-                self._writing = None
 
         self.save_checkpoint(Path(self._get_output_dir(trial)), save)
 
@@ -186,9 +183,9 @@ def observe_steps(
 
     def observed_fetch(*args: Any, **kwargs: Any) -> Any:
         with fetching():
-            found = fetch(*args, **kwargs)
-        fetched(found[0])
-        return found
+            batches, *others = fetch(*args, **kwargs)
+        fetched(batches)
+        return batches, *others
 
     def observed_backward(*args: Any, **kwargs: Any) -> None:
         with backward():

@@ -13,17 +13,16 @@ import signal
 import threading
 import traceback
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
 
 import torch.distributed as dist
-from transformers import trainer_utils
 
 from ktc.diagnostics import Diagnostic, KtcError
+from ktc.training.trainers.checkpoints import checkpoints
 from ktc.training.trainers.private_api import store_of_the_run
 
-_LONGEST_WORDS = 500
+_MOST_CHARACTERS = 500  # of another process's message
 
 
 class RankLiveness:
@@ -35,23 +34,24 @@ class RankLiveness:
         self._meetings = 0
 
     def arrive(self) -> None:
-        """Count this process in at its next meeting."""
+        """Publish that this process has arrived at its next meeting."""
         self._meetings += 1
         self._store.set(f"meetings/{self._rank}", str(self._meetings))
 
-    def leave(self, error: BaseException) -> None:
-        """Publish this rank's error to the other ranks."""
-        self._store.set(f"words/{self._rank}", f"{type(error).__name__}: {error}"[:_LONGEST_WORDS])
+    def publish(self, error: BaseException) -> None:
+        """Publish this rank's error to the other ranks, if the store of the run still exists."""
+        with suppress(RuntimeError):
+            self._store.set(f"errors/{self._rank}", f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS])
 
-    def last_words(self) -> list[str]:
+    def published_errors(self) -> list[str]:
         """Return the other ranks that raised an error, with its message."""
-        words = {rank: self._read(f"words/{rank}") for rank in self._others()}
-        return [f"rank {rank} stopped with {text}" for rank, text in words.items() if text]
+        messages = {rank: self._read(f"errors/{rank}") for rank in self._others()}
+        return [f"rank {rank} stopped with {message}" for rank, message in messages.items() if message]
 
     def missing(self) -> list[str]:
         """Return the ranks that raised an error; if none did, the ranks that have not arrived at this meeting."""
         behind = [rank for rank in self._others() if int(self._read(f"meetings/{rank}") or 0) < self._meetings]
-        return self.last_words() or [f"rank {rank} did not arrive" for rank in behind]
+        return self.published_errors() or [f"rank {rank} did not arrive" for rank in behind]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
@@ -60,12 +60,12 @@ class RankLiveness:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-class _ToldToEnd(BaseException):
+class _Terminated(BaseException):
     """SIGTERM, received anywhere in this process."""
 
 
 @contextmanager
-def together(call: RankLiveness, output_dir: str | None) -> Generator[None]:
+def together(ranks: RankLiveness, output_dir: str | None) -> Generator[None]:
     """Run the body as one of several processes, and publish its error to the others.
 
     Raises:
@@ -73,29 +73,31 @@ def together(call: RankLiveness, output_dir: str | None) -> Generator[None]:
             process because of another.
     """
     try:
-        with _told_to_end():
+        with _sigterm_as_exception():
             yield
-    except _ToldToEnd as end:
+    except _Terminated as end:
+        errors = list[str]()
+        with suppress(RuntimeError):
+            errors = ranks.published_errors()
         message = "this process received SIGTERM, which torchrun sends when another process of the run has failed"
-        said = _said(call) or "torchrun's summary names it"
-        raise _ended(f"{message}: {said}", output_dir) from end
+        raise _ended(f"{message}: {'; '.join(errors) or 'its summary names the process'}", output_dir) from end
     except RuntimeError as error:
-        raise _lost(call, error, output_dir) from error
+        raise _lost(ranks, error, output_dir) from error
     except Exception as error:
-        _tell(call, error)
+        ranks.publish(error)
         raise
 
 
 @contextmanager
-def _told_to_end() -> Generator[None]:
+def _sigterm_as_exception() -> Generator[None]:
     """Turn SIGTERM into an exception in the body, unless a handler is installed."""
-    free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not free or threading.current_thread() is not threading.main_thread():
+    has_handler = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if has_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: object) -> None:
-        raise _ToldToEnd
+        raise _Terminated
 
     signal.signal(signal.SIGTERM, end)
     try:
@@ -104,24 +106,16 @@ def _told_to_end() -> Generator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _said(call: RankLiveness) -> str:
-    """Return the errors that the other processes published."""
-    try:
-        return "; ".join(call.last_words())
-    except RuntimeError:
-        return ""
-
-
-def _lost(call: RankLiveness, error: RuntimeError, output_dir: str | None) -> Exception:
+def _lost(ranks: RankLiveness, error: RuntimeError, output_dir: str | None) -> Exception:
     """Return the error to raise for `error`: itself if no other process is missing and no collective raised it."""
     try:
-        missing = call.missing()
+        missing = ranks.missing()
     except RuntimeError:
-        missing = ["rank 0, which keeps the roll, is gone"]
+        missing = ["rank 0, which serves the store of the run, is gone"]
     if not missing and not _in_collective(error):
-        _tell(call, error)
+        ranks.publish(error)
         return error
-    lost = "; ".join(missing) or f"a collective failed with: {str(error)[:_LONGEST_WORDS].strip()}"
+    lost = "; ".join(missing) or f"a collective failed with: {str(error)[:_MOST_CHARACTERS].strip()}"
     return _ended(f"a run continues in all of its processes or in none: {lost}", output_dir)
 
 
@@ -130,16 +124,8 @@ def _in_collective(error: BaseException) -> bool:
     return any(str(frame.f_globals.get("__name__")).startswith("torch.distributed.") for frame in frames)
 
 
-def _tell(call: RankLiveness, error: BaseException) -> None:
-    try:
-        call.leave(error)
-    except RuntimeError:
-        return  # the store is gone; the error itself is raised anyway
-
-
 def _ended(message: str, output_dir: str | None) -> KtcError:
-    newest = cast("Any", trainer_utils).get_last_checkpoint
-    last: str | None = newest(output_dir) if output_dir and Path(output_dir).is_dir() else None
+    last = next(iter(checkpoints(Path(output_dir))), None) if output_dir else None
     kept = f"the last checkpoint is `{last}`" if last else "there is no checkpoint yet"
-    hint = "look above for what that process said, then start the run again" + (" from that checkpoint" if last else "")
+    hint = "read that process's own message, then start the run again" + (" from that checkpoint" if last else "")
     return KtcError(Diagnostic("T534", f"{message}; {kept}", hint=hint))

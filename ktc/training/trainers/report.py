@@ -12,7 +12,6 @@ import resource
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,7 +67,7 @@ class KTReport(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
         self._length = int(getattr(args, "max_length", None) or getattr(args, "cutoff_len", None) or 0)
         self._open.close()
-        experts = [each for each in cast("nn.Module", kwargs["model"]).modules() if isinstance(each, FusedMoe)]
+        experts = [module for module in cast("nn.Module", kwargs["model"]).modules() if isinstance(module, FusedMoe)]
         self._open.enter_context(self._clock.running(experts))
         for module in experts:
             self._time(module)
@@ -107,8 +106,8 @@ class KTReport(TrainerCallback):
     def recent_speed(self) -> float:
         """Return the real tokens per second of this process over the last steps, 0 before the first."""
         steps, tokens = self._steps[-_RECENT:], self._tokens[-_RECENT:]
-        seconds = sum(each.seconds for each in steps)
-        return sum(each.real for each in tokens) / seconds if seconds else 0.0
+        seconds = sum(step.seconds for step in steps)
+        return sum(step.real for step in tokens) / seconds if seconds else 0.0
 
     def report(self, *, finished: bool) -> RunReport:
         """Return the measurements until now. With several processes, all of them must call this together."""
@@ -135,7 +134,7 @@ class KTReport(TrainerCallback):
             micro_batch=int(args.per_device_train_batch_size),
             accumulation=int(args.gradient_accumulation_steps),
             length=self._length,
-            stacking=_stacking(trainer),
+            stacking=str(getattr(getattr(trainer, "stacker", None), "decision", None) or ""),
             linears=_linears(model),
             history=tuple(_history(state.log_history)),
             machine=_machine(),
@@ -197,16 +196,10 @@ def _over_all(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
         return tokens
     import torch.distributed as dist
 
-    table = [[each.real, each.padded, each.learned] for each in tokens]
+    table = [[step.real, step.padded, step.learned] for step in tokens]
     gathered: list[Any] = [None] * processes
     dist.all_gather_object(gathered, table)
     return [StepTokens(*(sum(column) for column in zip(*rows, strict=True))) for rows in zip(*gathered, strict=True)]
-
-
-def _stacking(trainer: Any) -> str:
-    """Describe the decision about stacking micro-batches."""
-    decision = getattr(getattr(trainer, "stacker", None), "decision", None)
-    return "" if decision is None else str(decision)
 
 
 def _linears(model: nn.Module) -> str:
@@ -216,31 +209,31 @@ def _linears(model: nn.Module) -> str:
         for module in model.modules()
         if isinstance(module, FusedLinear) and module.prefill_kernel is not None
     }
-    return "; ".join(sorted({each.description() for each in products}))
+    return "; ".join(sorted({product.description() for product in products}))
 
 
 def _parameters(model: nn.Module) -> tuple[int, int]:
     """Count the trainable parameters, and all of them as the stock model does, with packed experts and the adapter."""
-    trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    held = sum(each.numel() for each in model.parameters())
-    return trainable, held + sum(module.num_parameters() for module in model.modules() if isinstance(module, FusedMoe))
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return trainable, total + sum(module.num_parameters() for module in model.modules() if isinstance(module, FusedMoe))
 
 
 def _gpus() -> list[DeviceMemory]:
     """Return the GPUs on which memory is or was allocated."""
-    found = (
-        DeviceMemory(f"cuda:{n}", torch.cuda.max_memory_allocated(n), torch.cuda.max_memory_reserved(n))
-        for n in range(torch.cuda.device_count())
-    )
-    return [each for each in found if each.reserved]
+    return [
+        DeviceMemory(f"cuda:{number}", torch.cuda.max_memory_allocated(number), reserved)
+        for number in range(torch.cuda.device_count())
+        if (reserved := torch.cuda.max_memory_reserved(number))
+    ]
 
 
 def _history(log: list[dict[str, float]]) -> list[Logged]:
     names = ("loss", "eval_loss", "learning_rate", "grad_norm")
     return [
-        Logged(int(each["step"]), *(float(each[name]) if name in each else None for name in names))
-        for each in log
-        if "loss" in each or "eval_loss" in each
+        Logged(int(entry["step"]), *(float(entry[name]) if name in entry else None for name in names))
+        for entry in log
+        if "loss" in entry or "eval_loss" in entry
     ]
 
 
@@ -255,16 +248,5 @@ def _machine() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    installed = {name: _version(name) for name in _PACKAGES}
-    return {
-        "ktc": versions.__version__,
-        "python": platform.python_version(),
-        **{k: v for k, v in installed.items() if v},
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    installed = {name: version for name in _PACKAGES if (version := versions.installed(name))}
+    return {"ktc": versions.__version__, "python": platform.python_version(), **installed}

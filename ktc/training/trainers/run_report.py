@@ -145,12 +145,12 @@ def speed(steps: Sequence[StepTimes], tokens: Sequence[StepTokens], nominal: int
     if not steps:
         return None
     measured, counted = steps[1:] or steps, tokens[1:] or tokens
-    seconds, real = fmean(each.seconds for each in measured), fmean(each.real for each in counted)
+    seconds, real = fmean(step.seconds for step in measured), fmean(step.real for step in counted)
     return Speed(
         steps=len(measured),
         step_time=seconds,
         tokens_per_step=real,
-        padded_per_step=fmean(each.padded for each in counted),
+        padded_per_step=fmean(step.padded for step in counted),
         nominal_per_step=nominal,
         tokens_per_second=real / seconds,
         nominal_tokens_per_second=nominal / seconds,
@@ -174,7 +174,7 @@ def traffic(before: StreamFigures, after: StreamFigures, steps: int, seconds: fl
 def phases(steps: Sequence[StepTimes]) -> dict[str, float]:
     """Seconds per step of each phase, over the steps that `speed` counts. They add up to its step time."""
     measured = steps[1:] or steps
-    return {phase: fmean(each.phases[phase] for each in measured) for phase in PHASES} if measured else {}
+    return {phase: fmean(step.phases[phase] for step in measured) for phase in PHASES} if measured else {}
 
 
 def experts(steps: Sequence[StepTimes], gated: bool) -> dict[str, ExpertsSpeed]:

@@ -8,6 +8,7 @@ experts more than once.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,11 @@ def split_layers(model: nn.Module) -> tuple[SplitLayer, ...]:
     return tuple(_split(layer) for layer in cast("nn.ModuleList", modules[name]))
 
 
+def fused_in(experts: nn.Module) -> FusedMoe:
+    """Return the experts inside the wrappers of PEFT."""
+    return next(module for module in experts.modules() if isinstance(module, FusedMoe))
+
+
 def _outermost_list(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(1, len(parts)))
@@ -86,17 +92,11 @@ def _outermost_list(name: str, modules: Mapping[str, nn.Module]) -> str | None:
 
 def _split(layer: nn.Module) -> SplitLayer:
     modules = dict(cast("Iterator[tuple[str, nn.Module]]", layer.named_modules()))
-    found = [_outside_wrappers(name) for name, module in modules.items() if isinstance(module, FusedMoe)]
-    if len(found) > 1:
+    fused = [name for name, module in modules.items() if isinstance(module, FusedMoe)]
+    if len(fused) > 1:
         raise CannotStack(f"a `{type(layer).__name__}` has several modules of experts")
     if any(isinstance(module, CalledExperts) for module in modules.values()):
         raise CannotStack(f"a `{type(layer).__name__}` does not call its experts with indices and weights of tokens")
-    experts = modules[found[0]] if found else None
+    experts = modules[re.sub(r"(\.base_layer)+$", "", fused[0])] if fused else None  # PEFT's outermost wrapper
     mixing = [child for child in layer.children() if "attention_mask" in inspect.signature(child.forward).parameters]
     return SplitLayer(layer, mixing[0] if len(mixing) == 1 else None, experts)
-
-
-def _outside_wrappers(name: str) -> str:
-    while name.endswith(".base_layer"):
-        name = name.removesuffix(".base_layer")
-    return name

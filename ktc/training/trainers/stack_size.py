@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ktc.foundation import host
 from ktc.model.experts.module import FusedMoe
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.split_layer import SplitLayer
+from ktc.training.trainers.split_layer import SplitLayer, fused_in
 
 _USED = 0.8  # of the free memory: estimates err, and other programs need memory too
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
@@ -31,34 +31,30 @@ CHUNKS = (2048, 4096, 8192)
 def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
     """Count the bytes that each device holds of a token from forward to backward."""
     width = call.hidden.shape[-1] * call.hidden.element_size()
-    held: dict[str, int] = {"cpu": 0}
+    per_token: dict[str, int] = {"cpu": 0}
     offloaded: dict[str, int] = {}  # bytes of one layer at a time
     for split, device in zip(layers, call.devices, strict=True):
-        held[str(device)] = held.get(str(device), 0) + width * (1 if split.attention is None else 2)
+        per_token[str(device)] = per_token.get(str(device), 0) + width * (1 if split.attention is None else 2)
         if split.experts is not None:
-            fused = _fused(split.experts)
+            fused = fused_in(split.experts)
             backend = fused.backend(_MANY)
-            held["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
+            per_token["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
             if backend.device.type != "cpu":
                 layer = call.hidden.shape[-1] * _OFFLOADED + width * fused.top_k  # a row for each choice
                 offloaded[str(backend.device)] = max(layer, offloaded.get(str(backend.device), 0))
         if split.attention is not None and device.type == "cuda":
-            held["cpu"] += width  # where passes of many tokens keep attention's output
+            per_token["cpu"] += width  # where passes of many tokens keep attention's output
     for device, layer in offloaded.items():
-        held[device] = held.get(device, 0) + layer
-    held[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
-    return held
+        per_token[device] = per_token.get(device, 0) + layer
+    per_token[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
+    return per_token
 
 
 def prepare_experts(layers: Sequence[SplitLayer]) -> None:
     """Let every layer's experts take the memory that they need in every call."""
     for split in layers:
         if split.experts is not None:
-            _fused(split.experts).backend(_MANY).prepare()
-
-
-def _fused(experts: nn.Module) -> FusedMoe:
-    return next(module for module in experts.modules() if isinstance(module, FusedMoe))
+            fused_in(split.experts).backend(_MANY).prepare()
 
 
 def _ranks(experts: nn.Module) -> tuple[int, int]:
@@ -87,16 +83,18 @@ def free_bytes(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def fitting_tokens(held: Mapping[str, int], working: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
+def fitting_tokens(per_token: Mapping[str, int], working: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
     """Return the tokens of one pass that each device has room for."""
     return {
         device: max(0, int(_USED * free[device]) - working.get(device, 0)) // size
-        for device, size in held.items()
+        for device, size in per_token.items()
         if size
     }
 
 
-def fitting_chunk(call: ModelCall, held: Mapping[str, int], free: Mapping[str, int], loss: int, tokens: int) -> int:
+def fitting_chunk(
+    call: ModelCall, per_token: Mapping[str, int], free: Mapping[str, int], loss: int, tokens: int
+) -> int:
     """Return the tokens of a chunk of attention, one of `CHUNKS`: the most that fit beside a pass of `tokens` tokens.
 
     On the CPU it is the smallest. Its operations are not launched, and a small chunk stays in the caches.
@@ -105,7 +103,7 @@ def fitting_chunk(call: ModelCall, held: Mapping[str, int], free: Mapping[str, i
         return CHUNKS[0]
     for chunk in reversed(CHUNKS[1:]):
         working = working_bytes(call, min(chunk, tokens), loss)
-        if all(fits >= tokens for fits in fitting_tokens(held, working, free).values()):
+        if all(fits >= tokens for fits in fitting_tokens(per_token, working, free).values()):
             return chunk
     return CHUNKS[0]
 

@@ -193,9 +193,9 @@ class Stacker:
     def _note(self, whole_loss: str) -> None:
         """Settle the facts that only a pass has shown: a loss of whole logits, and layers that are not compiled."""
         assert self._decision is not None
-        found = replace(self._decision, whole_loss=whole_loss, not_compiled=str(self._compiled or ""))
-        if found != self._decision:
-            self._settle(found)
+        shown = replace(self._decision, whole_loss=whole_loss, not_compiled=str(self._compiled or ""))
+        if shown != self._decision:
+            self._settle(shown)
 
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
         """Return the number of tokens that share a pass.
@@ -203,23 +203,23 @@ class Stacker:
         Raises:
             CannotStack: not even two micro-batches fit.
         """
-        held = bytes_per_token(self._layers, calls[0])
+        per_token = bytes_per_token(self._layers, calls[0])
         prepare_experts(self._layers)  # their memory is not free any more
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         loss = loss_bytes(self._trainer, max(num_logits(inputs, vocabulary) for inputs in waiting))
         whole = reason_for_whole_logits(self._trainer)
-        free = {device: free_bytes(device) for device in held}
+        free = {device: free_bytes(device) for device in per_token}
         largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
-        chunk = self._chunk_tokens or fitting_chunk(calls[0], held, free, loss, wanted)
-        fits = fitting_tokens(held, working_bytes(calls[0], max(min(chunk, wanted), largest), loss), free)
+        chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted)
+        fits = fitting_tokens(per_token, working_bytes(calls[0], max(min(chunk, wanted), largest), loss), free)
         scarce = min(fits, key=lambda device: fits[device])
-        per_token = tuple(sorted(held.items()))
+        by_device = tuple(sorted(per_token.items()))
         if fits[scarce] < 2 * largest and self._mode != "on":
             raise CannotStack(f"the free memory on `{scarce}` holds {fits[scarce]} tokens of a pass")
         if fits[scarce] < wanted:
             tokens = max(fits[scarce], 2 * largest)
-            return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, chunk, per_token, whole)
-        return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], chunk, per_token, whole)
+            return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, chunk, by_device, whole)
+        return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], chunk, by_device, whole)
 
 
 class _AtNewStep(TrainerCallback):
@@ -255,7 +255,7 @@ def passes(calls: Sequence[ModelCall], limit: int) -> Iterator[tuple[int, int]]:
     """Split micro-batches into runs of at most `limit` tokens or one micro-batch.
 
     Returns:
-        Of each run, the index of its first micro-batch and the index after its last.
+        The index of each run's first micro-batch, and the index after its last.
     """
     first, tokens = 0, 0
     for index, call in enumerate(calls):

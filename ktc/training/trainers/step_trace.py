@@ -1,7 +1,7 @@
 """The timeline of one training step: a Chrome trace, and the busy times of host, GPUs and bus in it.
 
 In: a trainer's callbacks. Out: a JSON file that chrome://tracing and ui.perfetto.dev open, and a `Timeline` to draw.
-The traced step is the third, or the last of fewer: the first two compile and learn what the ring sends ahead.
+The traced step is the third, or the last of fewer: the first two compile and learn which weights are sent ahead.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class StepTrace(TrainerCallback):
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline:
     """Return the busy intervals of a Chrome trace (times in microseconds)."""
-    found: dict[str, list[tuple[float, float]]] = {lane: [] for lane in _LANES}
+    spans_of: dict[str, list[tuple[float, float]]] = {lane: [] for lane in _LANES}
     for event in events:
         if event.get("ph") == "X" and (lane := _lane(event)):
-            found[lane].append((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))))
-    begin = min((each for spans in found.values() for each, _ in spans), default=0.0)
-    end = max((each for spans in found.values() for _, each in spans), default=1.0)
+            spans_of[lane].append((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))))
+    begin = min((start for spans in spans_of.values() for start, _ in spans), default=0.0)
+    end = max((stop for spans in spans_of.values() for _, stop in spans), default=1.0)
     gap = (end - begin) / _CLOSE
     lanes = {
         lane: tuple(((a - begin) / 1e6, (b - begin) / 1e6) for a, b in _joined(spans, gap))
-        for lane, spans in found.items()
+        for lane, spans in spans_of.items()
         if spans
     }
     return Timeline((end - begin) / 1e6, lanes)

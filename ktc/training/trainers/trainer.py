@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation.files import files_into
+from ktc.foundation.temporary_values import attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
-from ktc.training.trainers.checkpoints import write_checkpoint
+from ktc.training.trainers.checkpoints import checkpoints, write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, use_as_one_device
@@ -33,32 +33,24 @@ from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.stacking import Stacker, StackMode
 
-TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # of TRL, in our tests
+TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # TRL's that tests run
 _KNOWN_REASONS = {"RewardTrainer": "a reward model has its own head, and a compiled model is a causal LM"}
-
-
-def _check_tried(trainer: type) -> None:
-    of_trl = (c.__name__ for c in trainer.__mro__ if c.__module__.startswith("trl.") and c.__name__.endswith("Trainer"))
-    for name in of_trl:
-        if name.lstrip("_") != "BaseTrainer" and name not in TRIED:  # older releases name it without the `_`
-            message = f"`trl.{name}` is not known to train a compiled model"
-            reason = _KNOWN_REASONS.get(name, "ktc's tests do not run it")
-            hint = f"{reason}; known are {listing(sorted(TRIED))}"
-            raise InputRefused(Diagnostic("T535", message, hint=hint))
 
 
 class KTrainerMixin(TrainerHooks):
     """A base class before a trainer of transformers 5.6 to 5.23 or TRL: `class T(KTrainerMixin, SFTTrainer)`.
 
     The model stays on the devices of its compilation, and neither DataParallel nor DDP wraps it. Several GPUs in one
-    process are used as the placement says, and count as one for the batch size. Under torchrun every
-    process holds the model. The adapter starts as rank 0's, and its gradients are averaged once per optimizer step,
-    before they are clipped. `stack_micro_batches` says whether the micro-batches of a step share one pass over each
-    layer's experts (`ktc.training.trainers.stacking`). If that is impossible, "auto" trains without it and "on" refuses
-    (T540). `compile_layers` says whether stacked layers on a GPU with Triton run through `torch.compile`, except for
-    their experts. It takes a minute or two in a run's first step; layers that it cannot take are reported. The loss is
-    returned on `args.device`, independent of the device of the model's head. TRL's SFT, DPO, KTO, GRPO and RLOO
-    trainers are tested; its others are refused when the class is created (T535).
+    process are used as the placement says, and count as one for the batch size. Under torchrun every process has the
+    whole model. The adapter starts as rank 0's, and its gradients are averaged once per optimizer step, before they are
+    clipped. The loss is returned on `args.device`, independent of the device of the model's head. TRL's SFT, DPO, KTO,
+    GRPO and RLOO trainers are tested; its others are refused when the class is created (T535).
+
+    Args:
+        stack_micro_batches: whether the micro-batches of a step share one pass over each layer's experts
+            (`ktc.training.trainers.stacking`). If that is impossible, "auto" trains without it and "on" refuses (T540).
+        compile_layers: whether stacked layers on a GPU with Triton run through `torch.compile`, except for their
+            experts. It takes a minute or two in a run's first step; layers that it cannot take are reported.
 
     Raises:
         InputRefused: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP and
@@ -76,7 +68,14 @@ class KTrainerMixin(TrainerHooks):
             InputRefused: T535.
         """
         super().__init_subclass__(**kwargs)
-        _check_tried(cls)
+        names = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("trl.")]
+        for name in names:
+            # older releases of TRL name their base class without the `_`
+            if name.endswith("Trainer") and name.lstrip("_") != "BaseTrainer" and name not in TRIED:
+                message = f"`trl.{name}` is not known to train a compiled model"
+                reason = _KNOWN_REASONS.get(name, "ktc's tests do not run it")
+                hint = f"{reason}; known are {listing(sorted(TRIED))}"
+                raise InputRefused(Diagnostic("T535", message, hint=hint))
 
     def __init__(
         self, *args: Any, stack_micro_batches: StackMode = "auto", compile_layers: bool = True, **kwargs: Any
@@ -108,8 +107,8 @@ class KTrainerMixin(TrainerHooks):
         model = _checked_adapter(cast("nn.Module", self.model))
         resume = resume_from_checkpoint or None
         if resume is True:
-            resume = cast("str | None", get_last_checkpoint(self.args.output_dir))
-        if isinstance(resume, str) and Path(resume).is_dir():
+            resume = next(iter(checkpoints(Path(cast("str", self.args.output_dir)))), None)
+        if resume is not None and Path(resume).is_dir():
             self.create_optimizer()
             _check_state(Path(resume), model, cast("Optimizer", self.optimizer))
         if not gradients.distributed():
@@ -153,12 +152,9 @@ class KTrainerMixin(TrainerHooks):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the README.md of TRL's trainers as a whole; they write it before every checkpoint."""
         run = cast("str", self.args.output_dir)
-        with files_into(Path(run)) if self._writes else nullcontext(run) as draft:
-            self.args.output_dir = str(draft)
-            try:
-                cast("Any", super()).create_model_card(*args, **kwargs)
-            finally:
-                self.args.output_dir = run
+        beside = files_into(Path(run)) if self._writes else nullcontext(Path(run))
+        with beside as draft, attributes(self.args, output_dir=str(draft)):
+            cast("Any", super()).create_model_card(*args, **kwargs)
 
     def save_checkpoint(self, run: Path, save: Callable[[Path], None]) -> None:
         """Write a checkpoint that is whole or absent, with all processes.
@@ -207,14 +203,14 @@ def _checked_adapter(model: nn.Module) -> PeftModel:
 
 
 def _check_state(checkpoint: Path, model: PeftModel, optimizer: Optimizer) -> None:
-    """Check that a trainer can take a checkpoint, which it does without a check of its own."""
-    found = list(checkpoint_state.faults(checkpoint, complete=False))
+    """Refuse a checkpoint that does not fit this model and optimizer; the Trainer itself checks nothing."""
+    faults = list(checkpoint_state.faults(checkpoint, complete=False))
     for name in cast("Mapping[str, object]", model.peft_config):
         folder = checkpoint if name == "default" else checkpoint / name  # where PEFT saves an adapter of that name
         tensors: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=name)
         shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
-        found += [fault for fault in [checkpoint_state.adapter_fault(folder, shapes)] if fault]
-    if fault := next(iter(found), "") or checkpoint_state.optimizer_fault(checkpoint, optimizer):
+        faults.append(checkpoint_state.adapter_fault(folder, shapes))
+    if fault := next(filter(None, faults), "") or checkpoint_state.optimizer_fault(checkpoint, optimizer):
         hint = "resume from an earlier checkpoint, or start again without one (`ktc train --force`)"
         raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` is damaged: {fault}", hint=hint))
 
@@ -228,7 +224,7 @@ def _check_sharding(args: TrainingArguments) -> None:
 
 
 def _check_liger(args: TrainingArguments) -> None:
-    """Liger binds its own `forward`, which reads stock weights, to the module of experts."""
+    # Liger binds its own `forward`, which reads stock weights, to the module of experts.
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
         message = "`use_liger_kernel` would compute the experts by Liger's code, and a compiled model has packed them"
         hint = 'keep the compiled experts: `liger_kernel_config={"swiglu": False}`'

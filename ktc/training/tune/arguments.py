@@ -28,7 +28,7 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
     if settings.router_aux_loss and not hasattr(base.config.get_text_config(), "output_router_logits"):
         message = f"`router_aux_loss` is {settings.router_aux_loss:g}, and the model has no load-balancing loss"
         raise InputRefused(Diagnostic("T506", message, hint="leave it out"))
-    known = {each.name for each in fields(SFTConfig)}
+    known = {option.name for option in fields(SFTConfig)}
     # Its name since transformers 5.22; the other one still works there, with a warning.
     checkpointing = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known)
     checkpointed: dict[str, Any] = {

@@ -131,13 +131,13 @@ def _read(path: Path) -> str:
 
 def _paragraphs(text: str) -> Rows:
     """Yield the stretches between blank lines, each as a row."""
-    rows, held = Rows(), list[str]()
+    rows, paragraph = Rows(), list[str]()
     for number, line in enumerate([*text.splitlines(), ""], start=1):
         if line.strip():
-            held.append(line)
-        elif held:
-            rows.append((number - len(held), {"text": "\n".join(held)}))
-            held = []
+            paragraph.append(line)
+        elif paragraph:
+            rows.append((number - len(paragraph), {"text": "\n".join(paragraph)}))
+            paragraph = []
     return rows
 
 
@@ -220,10 +220,10 @@ def _turns(form: Format, row: object) -> tuple[Turn, ...]:
 def _check_keys(form: Format, row: Mapping[str, Any]) -> None:
     missing = [key for key in _REQUIRED[form] if key not in row]
     if missing:
-        hints = (f"`{found}` should be `{key}`" for key in missing if (found := _mistyped(key, row)))
+        hints = (f"`{mistyped}` should be `{key}`" for key in missing if (mistyped := _mistyped(key, row)))
         hint = "; ".join(hints) or f"name the format with `--format`: {listing(_REQUIRED)}"
-        found = listing(row, limit=6)
-        raise _Fault("T514", f"a row of the format `{form}` lacks {listing(missing)}; it has {found}", hint)
+        names = listing(row, limit=6)
+        raise _Fault("T514", f"a row of the format `{form}` lacks {listing(missing)}; it has {names}", hint)
     known = (*_REQUIRED[form], *_OPTIONAL[form])
     for key in row:
         if key not in known and (near := suggest(key, _OPTIONAL[form])):
@@ -232,7 +232,7 @@ def _check_keys(form: Format, row: Mapping[str, Any]) -> None:
 
 def _mistyped(key: str, row: Mapping[str, Any]) -> str:
     """Return the key of the row that the user probably meant: a few typing errors away, or a prefix."""
-    near = (found for found in row if suggest(found, [key]) or key.startswith(found) or found.startswith(key))
+    near = (given for given in row if suggest(given, [key]) or key.startswith(given) or given.startswith(key))
     return next(near, "")
 
 
@@ -263,8 +263,8 @@ def _conversation(form: Format, row: Mapping[str, Any]) -> Iterator[Turn]:
     roles = _ROLES[form]
     for number, turn in enumerate(turns, start=1):
         if not (isinstance(turn, dict) and turn.keys() == {role_key, content_key}):
-            found = listing(cast("dict[str, Any]", turn)) if isinstance(turn, dict) else _kind(turn)
-            raise _Fault("T514", f"turn {number} has the keys `{role_key}` and `{content_key}`, found {found}")
+            shape = listing(cast("dict[str, Any]", turn)) if isinstance(turn, dict) else _kind(turn)
+            raise _Fault("T514", f"turn {number} has the keys `{role_key}` and `{content_key}`, found {shape}")
         fields = cast("dict[str, Any]", turn)
         role = fields[role_key]
         if not isinstance(role, str) or role not in roles:
@@ -275,16 +275,16 @@ def _conversation(form: Format, row: Mapping[str, Any]) -> Iterator[Turn]:
 
 def _answered(turns: Iterable[Turn]) -> tuple[Turn, ...]:
     """Return the turns if there is an answer and their order is valid. Raise _Fault."""
-    found = tuple(turns)
-    if not any(turn.is_answer for turn in found):
+    answered = tuple(turns)
+    if not any(turn.is_answer for turn in answered):
         raise _Fault("T515", "the row has no answer to learn", "an answer is a turn of the assistant")
-    if any(turn.role == "system" for turn in found[1:]):
+    if any(turn.role == "system" for turn in answered[1:]):
         raise _Fault("T516", "a turn of the system comes first")
-    if found[0].role == "assistant" or (found[0].role == "system" and found[1].role == "assistant"):
+    if answered[0].role == "assistant" or (answered[0].role == "system" and answered[1].role == "assistant"):
         raise _Fault("T516", "a conversation begins with a turn of the user")
-    if any(first.role == second.role in ("user", "assistant") for first, second in pairwise(found)):
+    if any(first.role == second.role in ("user", "assistant") for first, second in pairwise(answered)):
         raise _Fault("T516", "the user and the assistant take turns; here one of them speaks twice")
-    return found
+    return answered
 
 
 def _text(value: object, key: str, *, empty: bool = False) -> str:

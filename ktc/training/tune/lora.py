@@ -22,7 +22,7 @@ _ALONE = "give it alone: it means the layers that PEFT adapts on the stock model
 def adapted(model: PreTrainedModel, out: Path, settings: TrainSettings) -> PeftModel:
     """Return the model with the rules' adapter, changed by the settings. Raise InputRefused (T526, T527)."""
     config = lora_config(out, settings)
-    if settings.targets and not all_of(settings):
+    if settings.targets and not _adapts_all(settings):
         _check_targets(model, settings.targets)
     return cast("PeftModel", get_peft_model(model, config))
 
@@ -32,7 +32,7 @@ def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
 
     Raise `InputRefused` (T526) for `all-linear` beside other names.
     """
-    if len(settings.targets) > 1 and all_linear.NAME in (each.lower() for each in settings.targets):
+    if len(settings.targets) > 1 and all_linear.NAME in (target.lower() for target in settings.targets):
         message = f"`{all_linear.NAME}` excludes other names, and `targets` has some beside it"
         raise InputRefused(Diagnostic("T526", message, hint=_ALONE))
     try:
@@ -49,7 +49,7 @@ def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
         config.lora_dropout = settings.dropout
     if settings.rslora is not None:
         config.use_rslora = settings.rslora
-    if all_of(settings):
+    if _adapts_all(settings):
         config.target_modules, config.target_parameters = all_linear.NAME, None
         if settings.dropout is None:
             config.lora_dropout = 0.0  # PEFT takes none beside the router, whose weight it adapts by its name
@@ -58,9 +58,8 @@ def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
     return config
 
 
-def all_of(settings: TrainSettings) -> bool:
-    """Return whether the targets are all linear layers."""
-    return [each.lower() for each in settings.targets] == [all_linear.NAME]
+def _adapts_all(settings: TrainSettings) -> bool:
+    return [target.lower() for target in settings.targets] == [all_linear.NAME]
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:

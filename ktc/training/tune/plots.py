@@ -21,7 +21,7 @@ def loss_plot(history: Sequence[Logged]) -> str:
         return ""
     figure, axes = _axes(8, 3.6)
     for name, label in (("loss", "training"), ("eval_loss", "held-out")):
-        points = [(each.step, value) for each in history if (value := getattr(each, name)) is not None]
+        points = [(line.step, value) for line in history if (value := getattr(line, name)) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker="." if len(points) < 60 else "", linewidth=1.2, label=label)
     axes.set_xlabel("step")

@@ -50,11 +50,11 @@ def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingDa
     held_out = min(max(1, round(len(data.examples) * settings.eval_split)), len(data.examples) - 1)
     order = list(range(len(data.examples)))
     random.Random(settings.seed).shuffle(order)
-    chosen = frozenset(order[:held_out])
-    parts = [
-        tuple(each for number, each in enumerate(data.examples) if (number in chosen) is held) for held in (False, True)
-    ]
-    return replace(data, examples=parts[0]), replace(data, examples=parts[1])
+    train, evaluation = (
+        replace(data, examples=tuple(data.examples[number] for number in sorted(numbers)))
+        for numbers in (order[held_out:], order[:held_out])
+    )
+    return train, evaluation
 
 
 def _limit(paths: RunPaths, settings: TrainSettings) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from ktc.model.manifest.manifest import read_manifest
 from ktc.training.trainers.library_refusals import LibraryRefusal, refusal_in
 from ktc.training.tune.arguments import arguments
 from ktc.training.tune.lora import lora_config
-from ktc.training.tune.settings import TrainSettings
+from ktc.training.tune.settings import TrainSettings, types_of_settings
 from ktc.training.tune.tokenised import TokenisedData
 from ktc.training.tune.types import PreparedData, RunPaths
 
@@ -51,13 +51,10 @@ def rehearse(paths: RunPaths, settings: TrainSettings, data: PreparedData) -> No
     to_blame = next((name for name in _changed(settings) if _passes(paths, settings, data, config, name)), None)
     what = "these settings" if to_blame is None else f"`{to_blame}` = {_shown(getattr(settings, to_blame))}"
     message = f"{refusal.library} refuses {what}: {refusal.words}"
-    hint = "change the settings that it names" if to_blame is None else _hint(to_blame)
+    hint = "change the settings that it names"
+    if to_blame is not None:
+        hint = f"leave `--{to_blame.replace('_', '-')}` out, or give it another value; nothing was written"
     raise InputRefused(Diagnostic("T508", message, hint=hint))
-
-
-def _hint(name: str) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    return f"leave `{flag}` out, or give it another value; nothing was written"
 
 
 def _small_config(paths: RunPaths) -> PreTrainedConfig | None:
@@ -107,18 +104,19 @@ def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: Prepare
     if not lora.target_modules and not lora.target_parameters:
         return  # names that the twin does not have, nor the model perhaps
     adapted = cast("PeftModel", get_peft_model(model, lora))
-    few = [None if each is None else _first(each) for each in (data.train, data.held_out)]
+    train = _first_rows(data.train)
+    held_out = None if data.held_out is None else _first_rows(data.held_out)
     trainer: Any = SFTTrainer(
         model=adapted,
-        args=arguments(folder, settings, has_held_out=few[1] is not None, model=adapted),
-        train_dataset=few[0],
-        eval_dataset=few[1],
+        args=arguments(folder, settings, has_held_out=held_out is not None, model=adapted),
+        train_dataset=train,
+        eval_dataset=held_out,
         processing_class=read_tokenizer(paths.out, "T507"),
     )
     trainer.create_optimizer_and_scheduler(num_training_steps=settings.max_steps or 1)
 
 
-def _first(data: TokenisedData) -> Any:
+def _first_rows(data: TokenisedData) -> Any:
     return replace(data, input_ids=data.input_ids[:2], labels=data.labels[:2]).dataset()
 
 
@@ -143,15 +141,16 @@ def _known(targets: Iterable[str], names: Iterable[str]) -> Iterator[str]:
 
 
 def _changed(settings: TrainSettings) -> Iterator[str]:
-    """Yield the settings that differ from their defaults, but for those of the data."""
-    for each in fields(settings):
-        if each.name not in ("data", "eval_data") and getattr(settings, each.name) != each.default:
-            yield each.name
+    """Yield the settings that differ from their defaults, except for the data."""
+    defaults = TrainSettings()
+    for name in types_of_settings():
+        if name not in ("data", "eval_data") and getattr(settings, name) != getattr(defaults, name):
+            yield name
 
 
 def _passes(paths: RunPaths, settings: TrainSettings, data: PreparedData, config: PreTrainedConfig, name: str) -> bool:
     """Return whether the libraries accept the settings with the default of this one."""
-    default = next(each.default for each in fields(settings) if each.name == name)
+    default = getattr(TrainSettings(), name)
     try:
         return _tried(paths, replace(settings, **{name: default}), data, config) is None
     except KtcError:

@@ -106,10 +106,10 @@ class RowWriter:
             return Answer(start, len(until), prompt)
         content = turns[place].content.strip()
         tail = until[until.rindex(content) + len(content) :] if content in until else ""
-        found = text.find(content + tail, start)
-        if found < 0:
+        content_start = text.find(content + tail, start)
+        if content_start < 0:
             raise Unfound(f"the answer in turn {place + 1} is not found in the output of the template")
-        return Answer(start, found + len(content) + len(tail), prompt)
+        return Answer(start, content_start + len(content) + len(tail), prompt)
 
     def _template(self, turns: tuple[Turn, ...], prompt: bool = False) -> str:
         return self._tokenizer.apply_chat_template(_messages(turns), tokenize=False, add_generation_prompt=prompt)

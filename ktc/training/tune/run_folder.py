@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ktc.adapters.adapter import read_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.files import files_into, remove_stale_temp, write_file
 from ktc.foundation.machine_faults import failed
+from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state
 from ktc.training.trainers.checkpoints import checkpoints
 from ktc.training.tune.settings import TrainSettings
@@ -46,9 +48,9 @@ _LASTING = (
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A claimed folder. `resume` is the checkpoint to resume from, or None; `left_out` says which later ones are not.
+    """A claimed folder. `resume` is the checkpoint to resume from, or None.
 
-    It has one diagnostic (T536) for each of them.
+    `left_out` has a warning (T536) for each later checkpoint, which is damaged.
     """
 
     path: Path
@@ -75,8 +77,6 @@ class RunFolder:
 
     def keep_adapter(self, model: Any) -> None:
         """Save a PEFT model's adapter, each file atomically and the config last."""
-        from ktc.model.loading.trained_beside import write_record
-
         with files_into(self.path) as draft:
             model.save_pretrained(str(draft))
             write_record(draft, model)
@@ -101,7 +101,7 @@ def claim(path: Path, *, resume: str | None = None, force: bool = False) -> RunF
     remove_stale_temp(path)
     if force and not resume:
         _remove_run(path)
-    return RunFolder(path, checkpoint, lock, left_out(path, checkpoint) if resume == "auto" and checkpoint else ())
+    return RunFolder(path, checkpoint, lock, _left_out(path, checkpoint) if resume == "auto" and checkpoint else ())
 
 
 def require_usable(path: Path, *, resume: str | None = None, force: bool = False) -> None:
@@ -110,27 +110,25 @@ def require_usable(path: Path, *, resume: str | None = None, force: bool = False
         find_checkpoint(path, resume)
     if path.exists() and not path.is_dir():
         raise InputRefused(Diagnostic("T521", f"`{path}` is a file; a run needs a folder"))
-    found = any(each.name != _LOCK for each in path.glob("*")) if path.is_dir() else False
-    is_run = (path / SETTINGS).is_file()
-    if found and not resume and not (force and is_run):
-        raise InputRefused(_occupied(path, is_run))
-
-
-def _occupied(path: Path, is_run: bool) -> Diagnostic:
-    if is_run:
+    is_empty = all(entry.name == _LOCK for entry in path.glob("*"))
+    if is_empty or resume:
+        return
+    if not (path / SETTINGS).is_file():
+        message = f"`{path}` is not empty, and it is not a run of ktc"
+        raise InputRefused(Diagnostic("T521", message, hint="name another `--output`"))
+    if not force:
         hint = "`--resume auto` resumes it, `--force` replaces it, `--output` names another folder"
-        return Diagnostic("T521", f"`{path}` already holds a run", hint=hint)
-    return Diagnostic("T521", f"`{path}` is not empty, and it is not a run of ktc", hint="name another `--output`")
+        raise InputRefused(Diagnostic("T521", f"`{path}` already holds a run", hint=hint))
 
 
 def _remove_run(path: Path) -> None:
     """Remove only files that runs write; the file that marks the folder goes last."""
     for pattern in _OURS:
-        for each in path.glob(pattern):
-            if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each)
+        for entry in path.glob(pattern):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
             else:
-                each.unlink()
+                entry.unlink()
 
 
 # Resuming -----------------------------------------------------------------------------------------------------------
@@ -142,28 +140,25 @@ def find_checkpoint(path: Path, resume: str) -> Path:
             raise InputRefused(Diagnostic("T523", f"there is no checkpoint `{chosen}`"))
         _require_whole(chosen, "use `--resume auto`, which takes the last whole one, or start again with `--force`")
         return chosen
-    found = checkpoints(path)
-    if not found:
+    newest_first = checkpoints(path)
+    if not newest_first:
         hint = "`--resume` continues an interrupted run; leave it out to start a new one"
         raise InputRefused(Diagnostic("T523", f"`{path}` has no checkpoint to resume from", hint=hint))
-    whole = next((each for each in found if not checkpoint_faults(each)), None)
+    whole = next((checkpoint for checkpoint in newest_first if not checkpoint_faults(checkpoint)), None)
     if whole is None:
-        _require_whole(found[0], "there is no whole one: start again with `--force`")
-    return whole or found[0]
+        _require_whole(newest_first[0], "there is no whole one: start again with `--force`")
+    return whole or newest_first[0]
 
 
-def left_out(path: Path, chosen: Path) -> tuple[Diagnostic, ...]:
-    """Return a warning (T536) for each checkpoint after the chosen one, with what it lacks."""
-    found = checkpoints(path)
-    return tuple(
-        Diagnostic(
-            "T536",
-            f"checkpoint `{later}` is left out, because it is damaged: {'; '.join(checkpoint_faults(later))}",
-            hint=f"the run continues from `{chosen}`, the last whole one",
-            severity="warning",
-        )
-        for later in found[: found.index(chosen)]
-    )
+def _left_out(path: Path, chosen: Path) -> tuple[Diagnostic, ...]:
+    """Return a warning (T536) for each checkpoint after the chosen one, with its faults."""
+    hint = f"the run continues from `{chosen}`, the last whole one"
+    warnings: list[Diagnostic] = []
+    for later in takewhile(lambda checkpoint: checkpoint != chosen, checkpoints(path)):
+        faults = "; ".join(checkpoint_faults(later))
+        message = f"checkpoint `{later}` is left out, because it is damaged: {faults}"
+        warnings.append(Diagnostic("T536", message, hint=hint, severity="warning"))
+    return tuple(warnings)
 
 
 def _require_whole(checkpoint: Path, hint: str) -> None:
@@ -175,13 +170,13 @@ def _require_whole(checkpoint: Path, hint: str) -> None:
 
 def checkpoint_faults(checkpoint: Path) -> tuple[str, ...]:
     """Return the reasons why a checkpoint cannot be resumed, empty if it is complete."""
-    found = list(checkpoint_state.faults(checkpoint, complete=True))
+    faults = list(checkpoint_state.faults(checkpoint, complete=True))
     if all((checkpoint / name).exists() for name in (checkpoint_state.WEIGHTS, checkpoint_state.CONFIG)):
         try:
             read_adapter(checkpoint)
         except InputRefused as refused:
-            found += [each.message for each in refused.diagnostics]
-    return tuple(found)
+            faults += [diagnostic.message for diagnostic in refused.diagnostics]
+    return tuple(faults)
 
 
 def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -> None:
@@ -193,11 +188,8 @@ def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -
         raise InputRefused(Diagnostic("T525", f"the run in `{path}` began with other settings: {was}", hint=hint))
 
 
-def settings_of_run(path: Path) -> dict[str, Any]:
-    """Return the settings of the run in `path` as flags. Raise InputRefused (T501 to T503, T523)."""
-    from ktc.training.tune.settings import read_settings
-
+def settings_file(path: Path) -> Path:
+    """Return the file with the settings of the run in `path`. Raise InputRefused (T523) if `path` is not a run."""
     if not (path / SETTINGS).is_file():
         raise InputRefused(Diagnostic("T523", f"`{path}` is not a run of ktc: it has no `{SETTINGS}`"))
-    kept = read_settings(path / SETTINGS, {})
-    return {each.name: getattr(kept, each.name) for each in fields(kept)}
+    return path / SETTINGS

@@ -68,10 +68,10 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "model", report.model
     stopped = "" if report.finished else ", stopped before its end"
     yield "steps", f"{report.steps} ({report.epochs:.2f} epochs) in {report.seconds:.1f} s{stopped}"
-    losses = [each.loss for each in report.history if each.loss is not None]
+    losses = [line.loss for line in report.history if line.loss is not None]
     if losses:
         yield "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
-    held_out = [each.eval_loss for each in report.history if each.eval_loss is not None]
+    held_out = [line.eval_loss for line in report.history if line.eval_loss is not None]
     if held_out:
         yield "loss of held-out data", f"{held_out[0]:.4f} at first, {min(held_out):.4f} at best"
     if report.speed:
@@ -87,10 +87,10 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "peak memory of the host", f"{report.host_peak_rss / _GIB:.2f} GiB"
     if report.stacking:
         yield "micro-batches", report.stacking
-    for each in report.streams:
-        yield f"weights sent to {each.device}", str(each)
-        if each.dropped_per_step:
-            yield f"sent for nothing to {each.device}", f"{each.dropped_per_step / 1e9:.2f} GB a step"
+    for stream in report.streams:
+        yield f"weights sent to {stream.device}", str(stream)
+        if stream.dropped_per_step:
+            yield f"sent for nothing to {stream.device}", f"{stream.dropped_per_step / 1e9:.2f} GB a step"
     if report.offload:
         yield "routed experts", report.offload
     if report.linears:
@@ -118,10 +118,14 @@ def _experts(report: RunReport) -> Iterator[dict[str, object]]:
 
 
 def _data(title: str, data: DataSummary) -> dict[str, object]:
-    most = max(each.rows for each in data.lengths) or 1
+    most = max(interval.rows for interval in data.lengths) or 1
     bins = [
-        {"words": f"{each.low} to {each.high}", "rows": each.rows, "width": round(_WIDEST * each.rows / most, 2)}
-        for each in data.lengths
+        {
+            "words": f"{interval.low} to {interval.high}",
+            "rows": interval.rows,
+            "width": round(_WIDEST * interval.rows / most, 2),
+        }
+        for interval in data.lengths
     ]
     return {"title": title, "facts": list(data_facts(data)), "bins": bins, "first": data.first}
 

@@ -7,9 +7,10 @@ out of range (T503).
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -24,7 +25,7 @@ Template = Literal["auto", "plain"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 Precision = Literal["bf16", "fp32"]
 Stack = Literal["auto", "on", "off"]
-MAX_BYTES = 1 << 20
+_MOST_BYTES = 1 << 20
 
 
 def _setting(default: object, text: str, *, low: float | None = None, above: float | None = None) -> Any:
@@ -80,8 +81,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         faults = [
             Diagnostic("T503", fault)
-            for each in fields(self)
-            if (fault := _fault_of_value(each.name, getattr(self, each.name)))
+            for setting in fields(self)
+            if (fault := _fault_of_value(setting.name, getattr(self, setting.name)))
         ]
         faults += [Diagnostic("T503", fault, hint=hint) for fault, hint in _contradictions(self)]
         if faults:
@@ -89,9 +90,7 @@ class TrainSettings:
 
     def to_yaml(self) -> str:
         """Return the settings as a YAML file that repeats this run."""
-        held: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        plain = {name: [*value] if name == "targets" else value for name, value in held.items()}
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump({**asdict(self), "targets": [*self.targets]}, sort_keys=False, allow_unicode=True)
 
 
 @cache
@@ -102,17 +101,18 @@ def types_of_settings() -> Mapping[str, Any]:
 
 def read_settings(file: Path | None, flags: Mapping[str, object]) -> TrainSettings:
     """Return the settings of a YAML `file`, overridden by `flags` that are not None. Raise InputRefused (T501-T503)."""
-    chosen: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    if file is None:
-        return TrainSettings(**chosen)
-    text = read_text(file, unreadable="T501", not_utf8="T501", most_bytes=MAX_BYTES)
+    values = {} if file is None else _read(file)
+    values |= {name: value for name, value in flags.items() if value is not None}
+    return TrainSettings(**values)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    text = read_text(file, unreadable="T501", not_utf8="T501", most_bytes=_MOST_BYTES)
     root = _parse(text, str(file))
-    if root is None:
-        return TrainSettings(**chosen)
-    faults, found = _entries(root, str(file))
+    faults, values = _entries(root, str(file)) if root else ([], {})
     if faults:
         raise InputRefused(*faults, sources={str(file): text})
-    return TrainSettings(**{**found, **chosen})
+    return values
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------
@@ -135,20 +135,20 @@ def _parse(text: str, file: str) -> yaml.MappingNode | None:
 
 def _entries(root: yaml.MappingNode, file: str) -> tuple[list[Diagnostic], dict[str, Any]]:
     """Return the faults of the entries, and the values of the valid ones."""
-    faults, found = list[Diagnostic](), dict[str, Any]()
+    faults, values = list[Diagnostic](), dict[str, Any]()
     names = types_of_settings().keys()
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", root.value):
         name = str(key.value) if isinstance(key, yaml.ScalarNode) else "?"
         if name not in names:
             hint = suggest(name, names) or f"there are {listing(names, limit=99)}"
             faults.append(Diagnostic("T502", f"there is no setting `{name}`", _span(key, file), hint=hint))
-        elif name in found:
+        elif name in values:
             faults.append(Diagnostic("T502", f"`{name}` is set a second time", _span(key, file)))
         else:
-            found[name], fault = _value(name, value)
-            if fault := fault or _fault_of_value(name, found[name]):
+            values[name], fault = _value(name, value)
+            if fault := fault or _fault_of_value(name, values[name]):
                 faults.append(Diagnostic("T503", fault, _span(value, file)))
-    return faults, found
+    return faults, values
 
 
 def _value(name: str, node: yaml.Node) -> tuple[Any, str]:
@@ -196,7 +196,7 @@ def _span(node: yaml.Node, file: str) -> Span:
 def _options(wanted: Any) -> tuple[Any, ...]:
     """Return the types and words that an annotation allows."""
     if get_origin(wanted) in (Union, types.UnionType):
-        return tuple(option for each in get_args(wanted) for option in _options(each))
+        return tuple(option for option_type in get_args(wanted) for option in _options(option_type))
     if get_origin(wanted) is Literal:
         return get_args(wanted)
     return (get_origin(wanted) or wanted,)
@@ -216,14 +216,11 @@ def _fault_of_value(name: str, value: object) -> str:
     of_type = any(value == option if isinstance(option, str) else type(value) is option for option in options)
     if not of_type and not (float in options and type(value) is int):
         return f"`{name}` must be {_words(wanted)}, found `{value!s:.100}`"
-    limits = next(each.metadata for each in fields(TrainSettings) if each.name == name)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _fault_of_number(name, value, limits["low"], limits["above"])
-    return ""
-
-
-def _fault_of_number(name: str, value: float, low: float | None, above: float | None) -> str:
-    if value != value or value in (float("inf"), float("-inf")):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return ""
+    limits = next(setting.metadata for setting in fields(TrainSettings) if setting.name == name)
+    low, above = limits["low"], limits["above"]
+    if not math.isfinite(value):
         return f"`{name}` must be a number, found `{value}`"
     if low is not None and value < low:
         return f"`{name}` is at least {low:g}, found {value:g}"
@@ -232,17 +229,15 @@ def _fault_of_number(name: str, value: float, low: float | None, above: float | 
     return ""
 
 
-def _contradictions(settings: TrainSettings) -> list[tuple[str, str]]:
+def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     """Yield settings that are valid alone and contradict each other, with a hint."""
-    found: list[tuple[str, str]] = []
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
-            found.append((f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"))
+            yield f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"
     if settings.eval_data and settings.eval_split:
-        found.append(("`eval_data` and `eval_split` are two ways to hold data out", "give one of them"))
+        yield "`eval_data` and `eval_split` are two ways to hold data out", "give one of them"
     if settings.stack == "on" and settings.accumulation == 1:
-        found.append(("`stack: on` stacks the micro-batches of a step, and `accumulation` is 1", "give it 2 or more"))
+        yield "`stack: on` stacks the micro-batches of a step, and `accumulation` is 1", "give it 2 or more"
     if settings.stack == "on" and settings.router_aux_loss:
         hint = "the load-balancing loss is that of one micro-batch; leave one of them out"
-        found.append(("`stack: on` and `router_aux_loss` exclude each other", hint))
-    return found
+        yield "`stack: on` and `router_aux_loss` exclude each other", hint

@@ -9,7 +9,7 @@ cannot be found (T518), no answer left (T519).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,9 +57,6 @@ class DataSummary:
     lengths: tuple[Bin, ...]
     first: tuple[tuple[str, bool], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenisedData:
@@ -86,25 +83,30 @@ def tokenise(
     template: Template = "auto",
     train_on_prompt: bool = False,
 ) -> TokenisedData:
-    """Return every row as at most `limit` tokens. Raise InputRefused (T517, T518, T519)."""
+    """Return every row as at most `limit` tokens.
+
+    Raises:
+        InputRefused: T517 for rows that are too long without `truncate`, T518 for a template in which answers cannot be
+            found, T519 if no answer is left.
+    """
     writer, labeller = RowWriter(tokenizer, template), Labeller(tokenizer)
     faults, too_long, joined, dropped = list[Diagnostic](), list[tuple[int, int]](), list[tuple[int, JoinedBorder]](), 0
     rows: list[tuple[list[int], list[int]]] = []
     for example in counted(data.examples, len(data.examples)):
         try:
-            found = labeller.label(writer.write(example.turns, train_on_prompt))
+            row = labeller.label(writer.write(example.turns, train_on_prompt))
         except Unfound as error:
             faults.append(_at(data.file, example, "T518", str(error)))
             continue
-        ids, labels = found.ids[:limit], found.labels[:limit]
-        if len(found.ids) > limit:
-            too_long.append((example.line, len(found.ids)))
+        ids, labels = row.ids[:limit], row.labels[:limit]
+        if len(row.ids) > limit:
+            too_long.append((example.line, len(row.ids)))
         if all(label == NOT_LEARNED for label in labels[1:]):
             dropped += 1
             continue
         rows.append((ids, labels))
-        if found.joined is not None:
-            joined.append((example.line, found.joined))
+        if row.joined is not None:
+            joined.append((example.line, row.joined))
     if too_long and not truncate:
         faults += _too_long(data.file, too_long, limit)
     if faults:
@@ -112,13 +114,12 @@ def tokenise(
     if not rows:
         hint = "give more `--length`" if too_long else "`--train-on-prompt` trains on questions too"
         raise InputRefused(Diagnostic("T519", f"no row of `{data.file}` has an answer left to train on", hint=hint))
-    counts = _Counts(_template(data, writer), limit, len(too_long), dropped)
-    notes = (*_without_template(data, writer, template), *_empty(data), *_joined(data.file, joined))
+    used_template = ("chat" if writer.uses_template else "plain") if _is_chat(data) else "none"
     return TokenisedData(
         tuple(ids for ids, _ in rows),
         tuple(labels for _, labels in rows),
-        _summary(data, rows, tokenizer, counts),
-        notes,
+        _summary(data, rows, tokenizer, template=used_template, limit=limit, cut=len(too_long), dropped=dropped),
+        (*_without_template(data, writer, template), *_empty(data), *_joined(data.file, joined)),
     )
 
 
@@ -127,9 +128,9 @@ def _at(file: str, example: Example, code: str, message: str) -> Diagnostic:
     return Diagnostic(code, message, Span(file, example.line, 1, example.line, 2), hint=hint)
 
 
-def _too_long(file: str, found: Sequence[tuple[int, int]], limit: int) -> Iterator[Diagnostic]:
-    hint = f"`--truncate` cuts them, `--length {max(length for _, length in found)}` accepts all of them"
-    for line, length in found:
+def _too_long(file: str, too_long: Sequence[tuple[int, int]], limit: int) -> Iterator[Diagnostic]:
+    hint = f"`--truncate` cuts them, `--length {max(length for _, length in too_long)}` accepts all of them"
+    for line, length in too_long:
         message = f"a row of {length} tokens, where {limit} are the longest"
         yield Diagnostic("T517", message, Span(file, line, 1, line, 2), hint=hint)
 
@@ -146,19 +147,20 @@ def _without_template(data: TrainingData, writer: RowWriter, asked: Template) ->
 
 def _empty(data: TrainingData) -> Iterator[Diagnostic]:
     """Yield one warning for all rows with an answer that has no text."""
-    found = [each.line for each in data.examples if any(t.is_answer and not t.content.strip() for t in each.turns)]
-    if found:
+    has_empty = (any(turn.is_answer and not turn.content.strip() for turn in row.turns) for row in data.examples)
+    lines = [row.line for row, empty in zip(data.examples, has_empty, strict=True) if empty]
+    if lines:
         message = "the answer is empty: the row teaches the model to stop at once"
-        message += "" if len(found) == 1 else f" ({len(found)} rows have such an answer)"
+        message += "" if len(lines) == 1 else f" ({len(lines)} rows have such an answer)"
         hint = "remove such rows if that is not intended"
-        yield Diagnostic("T544", message, Span(data.file, found[0], 1, found[0], 2), hint=hint, severity="warning")
+        yield Diagnostic("T544", message, Span(data.file, lines[0], 1, lines[0], 2), hint=hint, severity="warning")
 
 
-def _joined(file: str, found: Sequence[tuple[int, JoinedBorder]]) -> Iterator[Diagnostic]:
+def _joined(file: str, borders: Sequence[tuple[int, JoinedBorder]]) -> Iterator[Diagnostic]:
     """Yield one warning for all rows, with the first of them and their number."""
-    if not found:
+    if not borders:
         return
-    line, first = found[0]
+    line, first = borders[0]
     alone, within = _shown(first.alone), _shown(first.within)
     message = (
         f"the answer begins inside the token `{within}`, which is learned whole; the prompt alone ends with `{alone}`"
@@ -169,7 +171,7 @@ def _joined(file: str, found: Sequence[tuple[int, JoinedBorder]]) -> Iterator[Di
         hint = "the tuned model is asked with a prompt that it did not learn from: mend the template"
     elif first.spaces:
         hint = "move the white space at the prompt's end to the answer's start, here and when the model is asked"
-    message += "" if len(found) == 1 else f" ({len(found)} rows have such a border)"
+    message += "" if len(borders) == 1 else f" ({len(borders)} rows have such a border)"
     yield Diagnostic("T543", message, Span(file, line, 1, line, 2), hint=hint, severity="warning")
 
 
@@ -179,39 +181,28 @@ def _shown(text: str) -> str:
 
 
 # Summary -------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    template: str
-    limit: int
-    cut: int
-    dropped: int
-
-
 def _summary(
-    data: TrainingData, rows: Sequence[tuple[list[int], list[int]]], tokenizer: Any, counts: _Counts
-) -> DataSummary:
+    data: TrainingData, rows: Sequence[tuple[list[int], list[int]]], tokenizer: Any, *,
+    template: str, limit: int, cut: int, dropped: int,
+) -> DataSummary:  # fmt: skip
     lengths = [len(ids) for ids, _ in rows]
     return DataSummary(
         file=data.file,
         format=data.format,
         detected=data.detected,
-        template=counts.template,
+        template=template,
         rows=len(rows),
         tokens=sum(lengths),
         learned=sum(label != NOT_LEARNED for _, labels in rows for label in labels),
         shortest=min(lengths),
         median=median(lengths),
         longest=max(lengths),
-        limit=counts.limit,
-        cut=counts.cut,
-        dropped=counts.dropped,
+        limit=limit,
+        cut=cut,
+        dropped=dropped,
         lengths=tuple(_bins(lengths)),
         first=tuple(_pieces(tokenizer, *rows[0])),
     )
-
-
-def _template(data: TrainingData, writer: RowWriter) -> str:
-    return ("chat" if writer.uses_template else "plain") if _is_chat(data) else "none"
 
 
 def _is_chat(data: TrainingData) -> bool:

@@ -62,30 +62,26 @@ def default_output(out: Path) -> Path:
 
 def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) -> TrainSettings:
     """Return the settings of the run from `config` and `flags`; a resumed run without a config keeps its own."""
-    if paths.resume and config is None:
-        kept = run_folder.settings_of_run(paths.output)
-        chosen = {name: value for name, value in flags.items() if value is not None}
-        settings = TrainSettings(**{**kept, **chosen})
-    else:
-        settings = read_settings(config, flags)
+    kept = run_folder.settings_file(paths.output) if paths.resume else None
+    settings = read_settings(config or kept, flags)
     if settings.data is None:
         raise InputRefused(Diagnostic("T504", "training data is missing", hint="name it: `--data FILE`"))
-    if paths.resume:
-        run_folder.require_same_run(paths.output, settings, TrainSettings(**run_folder.settings_of_run(paths.output)))
+    if kept is not None:
+        run_folder.require_same_run(paths.output, settings, read_settings(kept, {}))
     return settings
 
 
 def _warn(event: str, value: object) -> None:
     """Warn of findings about the data, the adapter and a resumed run's damaged checkpoints; ignore other events."""
-    found: tuple[Diagnostic, ...] = ()
+    findings: tuple[Diagnostic, ...] = ()
     if isinstance(value, run_folder.RunFolder):
-        found = value.left_out
+        findings = value.left_out
     elif isinstance(value, PreparedData):
-        found = value.notes
+        findings = value.notes
     elif event == "adapter":
-        found = cast("tuple[Diagnostic, ...]", value)
-    for each in found:
-        warnings.warn(f"{each.message} ({each.hint})" if each.hint else each.message, stacklevel=2)
+        findings = cast("tuple[Diagnostic, ...]", value)
+    for finding in findings:
+        warnings.warn(f"{finding.message} ({finding.hint})" if finding.hint else finding.message, stacklevel=2)
 
 
 def run(
@@ -93,9 +89,8 @@ def run(
 ) -> TrainResult:
     """Run the training. `observe` receives `data`, `folder`, `adapter`, `model`, each `step` and `saved`.
 
-    `stop` is called after each step.
-
-    A stopped run saves a checkpoint first. Each of several processes calls this, and rank 0 writes.
+    `stop` is called after each step; a run that it stops saves a checkpoint first. Each of several processes calls
+    this, and rank 0 writes.
     """
     from ktc.training.tune.training_run import TrainingRun
 
@@ -106,8 +101,7 @@ def run(
                 undone.enter_context(_empty_trace(paths.trace))
         data = prepare(paths, settings)
         observe("data", data)
-        with TrainingRun(paths, settings, data, observe, stop) as running:
-            return running.finish()
+        return TrainingRun(paths, settings, data, observe, stop).finish()
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import datasets
@@ -49,7 +48,7 @@ _HINT = "change the settings that the message names; nothing was written"
 
 
 class TrainingRun:
-    """Claims its folder when it begins and releases it when it ends, also after an error."""
+    """A run that claims its folder when it begins and releases it when it ends, also after an error."""
 
     def __init__(
         self, paths: RunPaths, settings: TrainSettings, data: PreparedData, observe: Observe, stop: Stop
@@ -58,17 +57,9 @@ class TrainingRun:
         self._trace = None if paths.trace is None else StepTrace(paths.trace)
         self._open = ExitStack()
 
-    def __enter__(self) -> TrainingRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.close()
-
     def finish(self) -> TrainResult:
         """Run to the end, or until `stop` is true. Raises HostLacks (T529) where the machine fails."""
-        with faults_named(self._paths.output, f"the run in `{self._paths.output}` cannot continue"):
+        with self._open, faults_named(self._paths.output, f"the run in `{self._paths.output}` cannot continue"):
             return self._finish()
 
     def _finish(self) -> TrainResult:
@@ -212,5 +203,5 @@ class _Narrator(TrainerCallback):
             self._tell(state)
 
     def _tell(self, state: TrainerState) -> None:
-        found = Progress(state.global_step, state.max_steps, self._loss, self._report.recent_speed())
-        self._observe("step", found)
+        speed = self._report.recent_speed()
+        self._observe("step", Progress(state.global_step, state.max_steps, self._loss, speed))
