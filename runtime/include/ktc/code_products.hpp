@@ -41,8 +41,8 @@ class CodeProducts {
 };
 
 // Rows in another form, converted once for all panels of an expert. `Rows` has the bytes of a number of rows, converts
-// them, and multiplies with them. Rows that cannot be converted are multiplied by `Isa`.
-template <InstructionSet Isa, WeightPanel Panel, class Rows, int kMostRows>
+// them, and multiplies with them.
+template <InstructionSet Isa, class Rows, int kMostRows>
 class ConvertedRows {
  public:
   static constexpr int kRows = kMostRows;
@@ -52,9 +52,7 @@ class ConvertedRows {
     std::size_t index = 0;
     while (index < groups_.size() && groups_[index].a != a) ++index;
     if (index == groups_.size()) index = add(rows, contraction, a, scratch);
-    const Group& group = groups_[index];
-    if (group.exact) return Rows::multiply(rows, contraction, group.converted, panel, tile);
-    weight_format::multiply_decoded<Isa, Panel>(rows, contraction, a, panel, tile);
+    Rows::multiply(rows, contraction, groups_[index].converted, a, panel, tile);
   }
   void forget() {
     groups_ = {};
@@ -66,14 +64,14 @@ class ConvertedRows {
   struct Group {
     const bf16* a = nullptr;
     const std::byte* converted = nullptr;
-    bool exact = false;
   };
 
   // Converts a group into the scratch. It has room for the rows of one expert: those of others are then forgotten.
   std::size_t add(int rows, std::int64_t contraction, const bf16* a, bf16* scratch) {
     if (num_groups_ == groups_.size() || num_rows_ + rows > kRows) forget();
     std::byte* converted = reinterpret_cast<std::byte*>(scratch) + Rows::bytes(num_rows_, contraction);
-    groups_[num_groups_] = {a, converted, Rows::convert(rows, contraction, a, converted)};
+    Rows::convert(rows, contraction, a, converted);
+    groups_[num_groups_] = {a, converted};
     num_rows_ += rows;
     return num_groups_++;
   }
@@ -83,17 +81,22 @@ class ConvertedRows {
   int num_rows_ = 0;
 };
 
-template <class Words, class Panel>
+// `Isa` multiplies the rows that are not finite.
+template <class Isa, class Panel>
 struct WordRows {
+  using Words = typename Isa::Words;
+
   static constexpr std::int64_t bytes(int rows, std::int64_t padded_k) {
     return weight_format::fixed_point_bytes(rows, padded_k);
   }
-  static bool convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
-    return weight_format::to_row_words<Words, Panel>(rows, padded_k, a, target);
+  static void convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
+    weight_format::to_row_words<Words, Panel>(rows, padded_k, a, target);
   }
-  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const std::byte* panel, float* tile) {
+  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const bf16* a, const std::byte* panel,
+                       float* tile) {
     const auto words = weight_format::fixed_point_rows(x, rows, padded_k);
     weight_format::multiply_words<Words, Panel>(padded_k, words, panel, tile);
+    weight_format::multiply_decoded<Isa, Panel>(words, padded_k, a, panel, tile);
   }
 };
 
@@ -102,11 +105,11 @@ struct FloatRows {
   static constexpr std::int64_t bytes(int rows, std::int64_t padded_k) {
     return rows * padded_k * static_cast<std::int64_t>(sizeof(float));
   }
-  static bool convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
+  static void convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
     weight_format::widen_rows(rows, padded_k, a, reinterpret_cast<float*>(target));
-    return true;
   }
-  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const std::byte* panel, float* tile) {
+  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const bf16*, const std::byte* panel,
+                       float* tile) {
     const auto* values = reinterpret_cast<const float*>(x);
     weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, padded_k, values, panel, tile);
   }
@@ -118,12 +121,11 @@ inline constexpr bool kConvertsRows = Isa::kCodeRows > 0 && !Isa::kBf16Products;
 
 template <InstructionSet Isa, WeightPanel Panel>
   requires(kConvertsRows<Isa> && weight_format::IntegerCodes<Panel>::kExist)
-class CodeProducts<Isa, Panel>
-    : public ConvertedRows<Isa, Panel, WordRows<typename Isa::Words, Panel>, Isa::kCodeRows> {};
+class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, WordRows<Isa, Panel>, Isa::kCodeRows> {};
 
 template <InstructionSet Isa, WeightPanel Panel>
   requires(kConvertsRows<Isa> && weight_format::FloatNumbers<Panel>::kExist)
-class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, Panel, FloatRows<Isa, Panel>, Isa::kCodeRows> {};
+class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, FloatRows<Isa, Panel>, Isa::kCodeRows> {};
 
 #if defined(__AVX512BF16__)
 // Blocks whose numbers are their codes less an offset, as words: VNNI adds products in one instruction, and takes
@@ -139,7 +141,7 @@ inline constexpr bool kInWords = [] {
 template <InstructionSet Isa, WeightPanel Panel>
   requires(Isa::kBf16Products && kInWords<Panel>)
 class CodeProducts<Isa, Panel>
-    : public ConvertedRows<avx512_bf16::Isa, Panel, WordRows<typename Isa::Words, Panel>, Isa::kCodeRows> {};
+    : public ConvertedRows<avx512_bf16::Isa, WordRows<avx512_bf16::Isa, Panel>, Isa::kCodeRows> {};
 
 // Other codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
 template <class Panel>

@@ -66,8 +66,8 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   template <class Ahead>
   void multiply(const SlotGroup& group, const Element* a, float* tile, Ahead& ahead) const {
     const auto x = rows(group);
-    if (!x.finite()) return multiply_decoded(group, part_, a, tile);
     weight_format::multiply_word_panel<Words, Panel, Isa::kMaxRows>(this->contraction(), x, scratch_, tile, ahead);
+    multiply_decoded(x, part_, a, tile);
   }
   // The number of times that `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(std::int64_t contraction) {
@@ -77,8 +77,8 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   // A stored panel and one group of slots.
   void multiply_codes(const SlotGroup& group, PanelPart part, const Element* a, float* tile) const {
     const auto x = rows(group);
-    if (!x.finite()) return multiply_decoded(group, part, a, tile);
     weight_format::multiply_words<Words, Panel>(this->contraction(), x, this->panel(part.expert, part.panel), tile);
+    multiply_decoded(x, part, a, tile);
   }
 
  private:
@@ -87,9 +87,9 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
         words_ + weight_format::fixed_point_bytes(group.first_slot, this->contraction()), group.rows,
         this->contraction());
   }
-  void multiply_decoded(const SlotGroup& group, PanelPart part, const Element* a, float* tile) const {
-    weight_format::multiply_decoded<Isa, Panel>(group.rows, this->contraction(), a,
-                                                this->panel(part.expert, part.panel), tile);
+  void multiply_decoded(const weight_format::FixedPointRows& x, PanelPart part, const Element* a, float* tile) const {
+    const std::byte* panel = this->panel(part.expert, part.panel);
+    weight_format::multiply_decoded<Isa, Panel>(x, this->contraction(), a, panel, tile);
   }
 
   std::byte* scratch_;

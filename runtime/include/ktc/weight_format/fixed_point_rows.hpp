@@ -25,14 +25,14 @@ struct FixedPointBlock {
   std::int32_t sums[2];
 };
 
-// `words` [k / 2][rows][2], as the packed rows; `blocks` [k / 32][rows]. The scale of the first is NaN if a value of
-// any row is infinite or a NaN: then the rest is meaningless.
+// `words` [k / 2][rows][2], as the packed rows; `blocks` [k / 32][rows]. The first scale of a row is NaN if one of its
+// values is infinite or a NaN: then a product with its words is NaN too. It says nothing of other rows.
 struct FixedPointRows {
   const std::int16_t* words;
   const FixedPointBlock* blocks;
   int rows;
 
-  bool finite() const { return !std::isnan(blocks->scale); }
+  bool finite(int row) const { return !std::isnan(blocks[row].scale); }
 };
 
 // The bytes of `rows` rows: words, then blocks.
@@ -40,7 +40,7 @@ constexpr std::int64_t fixed_point_bytes(std::int64_t rows, std::int64_t padded_
   return rows * (padded_k * 2 + padded_k / kPanelWidth * static_cast<std::int64_t>(sizeof(FixedPointBlock)));
 }
 
-// 32 neighbours. Returns whether all are finite; only then is `words` written. Values below 2^-100 count as zero where
+// 32 neighbours. Returns whether all are finite; otherwise the words are zero. Values below 2^-100 count as zero where
 // the largest is one, since the inverse of the scale might not be finite.
 inline bool to_fixed_point(const std::uint16_t* bits, std::int16_t* words, FixedPointBlock& block) {
   constexpr int kBias = 127;
@@ -49,10 +49,10 @@ inline bool to_fixed_point(const std::uint16_t* bits, std::int16_t* words, Fixed
   for (int k = 0; k < kPanelWidth; ++k) largest = std::max<std::uint16_t>(largest, bits[k] & 0x7fff);
   const int exponent = (largest >> 7) - kBias;
   block = {};
-  if (exponent > kBias) return false;
-  if (exponent < -100) {
+  const bool finite = exponent <= kBias;
+  if (!finite || exponent < -100) {
     std::fill(words, words + kPanelWidth, std::int16_t{});
-    return true;
+    return finite;
   }
   const auto power = [](int of_two) { return std::bit_cast<float>(static_cast<std::uint32_t>(of_two + kBias) << 23); };
   const float inverse = power(kWordBits - exponent);
@@ -77,14 +77,14 @@ inline FixedPointRows fixed_point_rows(const std::byte* converted, int rows, std
           .rows = rows};
 }
 
-// Packed rows [k / 2][rows][2] into `target`, of `fixed_point_bytes`. Returns whether all values are finite.
-inline bool to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
+// Packed rows [k / 2][rows][2] into `target`, of `fixed_point_bytes`.
+inline void to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
   constexpr std::int64_t kPairs = kPanelWidth / 2;
   constexpr std::size_t kPairBytes = 2 * sizeof(bf16);
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   auto* words = reinterpret_cast<std::int16_t*>(target);
   auto* blocks = reinterpret_cast<FixedPointBlock*>(target + rows * padded_k * 2);
   auto* const first = blocks;
-  bool finite = true;
   for (std::int64_t k = 0; k < padded_k; k += kPanelWidth, a += rows * kPanelWidth, words += rows * kPanelWidth) {
     for (int row = 0; row < rows; ++row, ++blocks) {
       // Aligned, since GCC 12 stores them as whole vectors but gives them less where the address sanitizer moves them.
@@ -92,21 +92,19 @@ inline bool to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::
       alignas(64) std::int16_t row_words[kPanelWidth];
       if (rows == 1) {
         std::memcpy(bits, a, sizeof(bits));
-        finite &= to_fixed_point(bits, row_words, *blocks);
+        if (!to_fixed_point(bits, row_words, *blocks)) first[row].scale = kNaN;
         std::memcpy(words, row_words, sizeof(row_words));
         continue;
       }
       for (std::int64_t pair = 0; pair < kPairs; ++pair) {
         std::memcpy(bits + 2 * pair, a + (pair * rows + row) * 2, kPairBytes);
       }
-      finite &= to_fixed_point(bits, row_words, *blocks);
+      if (!to_fixed_point(bits, row_words, *blocks)) first[row].scale = kNaN;
       for (std::int64_t pair = 0; pair < kPairs; ++pair) {
         std::memcpy(words + (pair * rows + row) * 2, row_words + 2 * pair, kPairBytes);
       }
     }
   }
-  if (!finite) first->scale = std::numeric_limits<float>::quiet_NaN();
-  return finite;
 }
 
 // The words of one row as bytes in the same place, for codes that are bytes: a word is 256 times a signed byte less

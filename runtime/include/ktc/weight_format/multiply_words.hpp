@@ -216,12 +216,11 @@ template <class Words, class Panel, int kRows, bool kAlone>
   }
 }
 
-// Packed rows as `multiply_words` reads them, into `target` of `fixed_point_bytes`. Returns whether all are finite.
+// Packed rows as `multiply_words` reads them, into `target` of `fixed_point_bytes`.
 template <class Words, class Panel>
-bool to_row_words(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
-  const bool finite = to_fixed_point(rows, padded_k, a, target);
+void to_row_words(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
+  to_fixed_point(rows, padded_k, a, target);
   if (CodeWords<Words, Panel>::kBytes && rows == 1) split_words(padded_k, target);
-  return finite;
 }
 
 // tile[row][32] = sum over k of x[k][row] * panel[k][32], of any number of rows. More than `kWordRows` read the panel
