@@ -19,7 +19,7 @@ _RANK_UNIT: Final = 8  # saved low-rank rows are padded to it
 _ITEM: Final = {"bf16": 2, "fp32": 4, "fp64": 8}
 _INDEX: Final = 8
 # What one thread's sums take at most, with tiles and without; `sums_at_hand` of moe_sweep.hpp asserts it.
-_TILED_SUMS: Final = 1 << 20
+_TILED_SUMS: Final = 3 << 18
 _SUMS: Final = 1 << 14
 # Of fixed_point_rows.hpp, bytes beside the words of 32 values; of multiply_word_panel.hpp, scales and minima beside
 # them, at most.

@@ -27,7 +27,7 @@ constexpr std::int64_t sums_at_hand() {
   constexpr std::int64_t kTile = Kernel::kMaxRows * kPanelWidth;
   if constexpr (Kernel::kBlocked) {
     constexpr std::int64_t kBlock = Kernel::kBlocking.panels * Kernel::kBlocking.groups * kTile;
-    static_assert(kBlock * kBytes <= 1 << 20);
+    static_assert(kBlock * kBytes <= 3 << 18);
     return kBlock;
   }
   constexpr std::int64_t kSums = std::max(kTile, kMostOfRun * kRunRows * kPanelWidth);
