@@ -18,9 +18,11 @@ import ktc
 from ktc.adapters.adapter import attach, attach_several, detach, exporting, read_adapter
 from ktc.adapters.own_weights import as_before
 from ktc.diagnostics import InputRefused
+from ktc.foundation import versions
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.model.manifest.manifest import read_manifest
 
+SINCE_0_19 = versions.release(versions.installed("peft") or "0") >= (0, 19)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -203,6 +205,7 @@ def test_layers_that_peft_would_leave_out_are_noticed(compiled_model: Path, adap
     assert codes(lambda: attach(ktc.load(compiled_model, reference=True), adapter, alone=True)) == ("A605",)
 
 
+@pytest.mark.skipif(not SINCE_0_19, reason="peft 0.18 reads these names as the shared experts' layers")
 def test_shared_experts_that_peft_takes_for_routed_ones_are_noticed(compiled: Path, tmp_path: Path) -> None:
     """As an old peft saves them: a newer one reads the names as the routed experts, without an error."""
     names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
@@ -223,7 +226,7 @@ def test_shared_experts_that_peft_takes_for_routed_ones_are_noticed(compiled: Pa
 
 def test_factors_that_the_file_lacks_are_noticed(compiled_model: Path, adapter: Path) -> None:
     targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
-    change(adapter, target_modules=[*targets, "gate"])
+    change(adapter, target_modules=[*targets, "lm_head"])
     with pytest.raises(InputRefused, match=r"A605: .*the file lacks"):
         attach(ktc.load(compiled_model, reference=True), adapter, alone=True)
 

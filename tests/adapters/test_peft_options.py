@@ -20,10 +20,13 @@ import ktc
 from ktc.adapters.adapter import attach
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
+from ktc.foundation import versions
 from ktc.model import twin
 from ktc.model.manifest.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SINCE_0_19 = versions.release(versions.installed("peft") or "0") >= (0, 19)
+GONE_SINCE_0_19 = {"BONE"}  # an older name of MISS
 CONFIGS: Mapping[str, Any] = {str(kind.value): made for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 
 
@@ -88,7 +91,7 @@ def tied(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_kind_and_every_field_has_a_row() -> None:
-    assert CONFIGS.keys() <= KINDS.keys()
+    assert CONFIGS.keys() - GONE_SINCE_0_19 <= KINDS.keys()
     assert {each.name for each in fields(LoraConfig)} <= FIELDS.keys()
 
 
@@ -154,6 +157,8 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", TRAINED)
 def test_a_model_in_bf16_computes_an_adapter_as_its_training_did(case: str, out: Path, tmp_path: Path) -> None:
     kind, settings = TRAINED[case]
+    if not SINCE_0_19 and case in ("KaSA", "VERA"):
+        pytest.skip("peft 0.18 has no KaSA, and rounds VeRA's projections to bf16 when it loads them (A605)")
     saved(out, CONFIGS[kind](**{**cast("Any", KINDS[kind]), **settings}), tmp_path / "adapter")
     plain = logits(ktc.load(out))
     trained = attach(ktc.load(out), tmp_path / "adapter", alone=True, trainable=True)
@@ -175,6 +180,8 @@ WITH_KERNELS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WITH_KERNELS)
 def test_rows_of_the_table_with_kernels(case: str, out: Path, tmp_path: Path) -> None:
     settings, wanted = WITH_KERNELS[case]
+    if not SINCE_0_19 and case == "self_attn":
+        pytest.skip("peft 0.18 adapts no router")
     folder = saved(out, LoraConfig(**{"r": 4, **Q, **settings}), tmp_path / "adapter")
     if wanted != "equal":
         with pytest.raises(InputRefused, match=wanted):
