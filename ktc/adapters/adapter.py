@@ -75,6 +75,10 @@ class Adapter:
     def lora_alpha(self) -> float:
         return float(self.config["lora_alpha"])
 
+    def names(self, key: str) -> tuple[str, ...]:
+        """Return the list of names that the config has for `key`, empty if it has none."""
+        return tuple(map(str, self.config.get(key) or ()))
+
 
 def read_adapter(folder: Path) -> Adapter:
     """Return the adapter in `folder`. Raise `InputRefused` (A601, A602, A604) with all faults."""
@@ -125,16 +129,15 @@ def require_fit(adapter: Adapter, model: nn.Module, model_name: str) -> None:
 
 def require_quick_patterns(adapter: Adapter, names: Sequence[str]) -> None:
     """Raise `InputRefused` (A602) for a regular expression that PEFT could not finish on these names of modules."""
-    patterns = [each for each in patterns_of(adapter.config) if not _PLAIN_NAME.fullmatch(each)]
+    patterns = [pattern for pattern in patterns_of(adapter.config) if not _PLAIN_NAME.fullmatch(pattern)]
     if not patterns:
         return
-    split = [cast("re.Match[str]", _FLAGS.match(pattern)) for pattern in patterns]
     try:
-        found = search([f"{each[1]}^(.*\\.)?({each[2]})$" for each in split], names)
+        matches = search([_FLAGS.sub(r"\1^(.*\\.)?(\2)$", pattern, count=1) for pattern in patterns], names)
     except TooMuchWork as error:
         message = f"the pattern `{patterns[error.index]:.100}` of `{CONFIG}` cannot be searched: {error}"
         raise InputRefused(damaged(adapter.folder, message)) from error
-    for pattern, names_found in zip(patterns, found, strict=True):
+    for pattern, names_found in zip(patterns, matches, strict=True):
         if isinstance(names_found, Invalid):
             message = f"the pattern `{pattern:.100}` of `{CONFIG}` is invalid: {names_found.reason}"
             raise InputRefused(damaged(adapter.folder, message))
@@ -177,7 +180,10 @@ def attach_several(model: PreTrainedModel, folders: Mapping[str, Path], *, alone
     adapters = {name: read_adapter(folder) for name, folder in folders.items()}
     for adapter in adapters.values():
         require_fit(adapter, model, str(model.name_or_path))
-    _require_one_kind(list(adapters.values()))
+    kinds = sorted({adapter.kind for adapter in adapters.values()})
+    if len(kinds) > 1:
+        message = f"adapters of the kinds {listing(kinds, 9)} do not attach to one model: peft mixes none"
+        raise InputRefused(Diagnostic("A604", message, hint="serve them one by one, or train all with LoRA"))
     first, *others = folders
     attached = attach(model, folders[first], adapter_name=first, alone=alone and not others)
     for name in others:
@@ -190,14 +196,6 @@ def attach_beside(attached: PeftModel, folder: Path, adapter_name: str) -> None:
     adapter, base = read_adapter(folder), cast("PreTrainedModel", attached.get_base_model())
     require_fit(adapter, base, str(base.name_or_path))
     _load_beside(attached, adapter, adapter_name)
-
-
-def _require_one_kind(adapters: Sequence[Adapter]) -> None:
-    """Raise `InputRefused` (A604): PEFT holds adapters of one kind beside each other."""
-    found = {adapter.kind: adapter for adapter in adapters}
-    if len(found) > 1:
-        message = f"adapters of the kinds {listing(sorted(found), 9)} do not attach to one model: peft mixes none"
-        raise InputRefused(Diagnostic("A604", message, hint="serve them one by one, or train all with LoRA"))
 
 
 def _load_beside(attached: PeftModel, adapter: Adapter, adapter_name: str) -> None:
@@ -296,10 +294,10 @@ def read_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
 
 def _misfit(entry: TensorEntry, modules: Mapping[str, nn.Module], whole: bool) -> str:
     """Return the fault of one tensor of the adapter on these modules, "" if it is valid."""
-    found = split_name(entry.name)
-    if found is None:
+    factor = split_name(entry.name)
+    if factor is None:
         return ""  # not a factor: what PEFT makes of it is seen when it is loaded
-    layer, side = found[0].removesuffix(".base_layer"), found[1]
+    layer, side = factor[0].removesuffix(".base_layer"), factor[1]
     expert = _EXPERT.fullmatch(layer)
     module = modules.get(layer) or (modules.get(expert["experts"]) if expert else None)
     if module is None:

@@ -1,4 +1,4 @@
-"""An adapter for inference computes in the precision in which it was trained.
+"""The precision of an adapter for inference: the one in which it was trained.
 
 PEFT loads adapters of bf16 models in fp32, and trainers run them under autocast: matrices are multiplied in bf16, and
 everything else stays in fp32. In: a model with an adapter. Out: the same, with factors of LoRA in the model's dtype,
@@ -7,7 +7,7 @@ which gives the same numbers, and layers of DoRA, KaSA and other kinds under aut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -30,20 +30,17 @@ def cast_as_trained(attached: PeftModel, kind: str) -> None:
     dtype = cast("torch.dtype", cast("Any", attached).dtype)
     if dtype == torch.float32:
         return
-    for layer in _adapted(attached):
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in cast("Iterable[nn.Module]", attached.modules()):
+        if not isinstance(layer, BaseTunerLayer):
+            continue
         if kind == "LORA" and not any(getattr(layer, name, None) for name in _IN_FP32):
             _cast_factors(layer, dtype)
         elif not hasattr(layer, _CONTEXTS):
             vars(layer)[_CONTEXTS] = []
             layer.register_forward_pre_hook(partial(_enter, dtype))
             layer.register_forward_hook(_leave, always_call=True)
-
-
-def _adapted(attached: PeftModel) -> Iterator[nn.Module]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    modules = cast("Iterable[nn.Module]", attached.modules())
-    yield from (each for each in modules if isinstance(each, BaseTunerLayer))
 
 
 def _cast_factors(adapted: nn.Module, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ktc.adapters.adapter import Adapter, require_base
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf import stock_model
+from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.private_api import gate_code
 from ktc.model.manifest import manifest as compiled
 
@@ -47,7 +48,7 @@ class Target:
 
     @property
     def leaf(self) -> str:
-        """Of a stack its own name, of a layer's weight the layer's."""
+        """The last part of a stack's name; for a layer's weight, that of the layer's name."""
         return self.name.removesuffix(".weight").rpartition(".")[2]
 
     @property
@@ -92,8 +93,7 @@ def read_base(folder: Path) -> BaseModel:
         config = cast("PreTrainedConfig", AutoConfig.from_pretrained(folder, trust_remote_code=False))
         model = build_on_meta(config)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        message = f"`{folder.name}` is not a model that the installed transformers builds by itself: {reason}"
+        message = f"the installed transformers does not build `{folder.name}` by itself: {first_line(error)}"
         hint = "adapters of models with code of their own are used as they are, with that code"
         raise InputRefused(Diagnostic("A606", message, hint=hint)) from error
     return BaseModel(folder, name, config, model, targets_of(model), linears_of(model))
@@ -112,16 +112,16 @@ def linears_of(model: nn.Module) -> frozenset[str]:
 
 def targets_of(model: nn.Module) -> Mapping[str, Target]:
     """Return every matrix and every stack of experts' matrices, by parameter name."""
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     for prefix, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        own = cast("Iterable[tuple[str, Tensor]]", module.named_parameters(recurse=False))
-        for order, (leaf, tensor) in enumerate(own):
+        tensors = cast("Iterable[tuple[str, Tensor]]", module.named_parameters(recurse=False))
+        for order, (leaf, tensor) in enumerate(tensors):
             name = f"{prefix}.{leaf}"
             if tensor.dim() == 3 and leaf in _STACKED:
-                found[name] = _stack(name, module, tensor, order)
+                targets[name] = _stack(name, module, tensor, order)
             elif tensor.dim() == 2 and leaf == "weight" and not isinstance(module, nn.Embedding):
-                found[name] = Target(name, tensor.shape[0], tensor.shape[1], order=order)
-    return found
+                targets[name] = Target(name, tensor.shape[0], tensor.shape[1], order=order)
+    return targets
 
 
 def _stack(name: str, module: nn.Module, tensor: Tensor, order: int) -> Target:
@@ -140,7 +140,7 @@ def _is_interleaved(module: nn.Module) -> bool:
     rows = torch.tensor([[0.5, 0.25, 0.75, 0.125, 1.0, 0.375, 0.625, 0.875]])
     moved = rows.clone()
     moved[0, 1] += 1.0
-    before, after = (cast("Tensor", code(each)) for each in (rows, moved))
+    before, after = (cast("Tensor", code(values)) for values in (rows, moved))
     return bool((after - before)[0, 0] != 0)
 
 

@@ -45,11 +45,11 @@ def write_record(
 def read_record(folder: Path) -> Conversion:
     """Return the record in `folder`. Raises InputRefused (Q513)."""
     try:
-        found = decode(read_json(read_regular(folder / RECORD)), Conversion)
+        record = decode(read_json(read_regular(folder / RECORD)), Conversion)
     except (OSError, ValueError, Undecodable) as error:
         message = f"`{folder / RECORD}` cannot be read: {error}"
         raise InputRefused(Diagnostic("Q513", message, hint="convert the model again")) from error
-    if any("/" in file or file.startswith(".") for file in found.files):
+    if any("/" in file or file.startswith(".") for file in record.files):
         message = f"`{folder / RECORD}` names a file outside of its folder"
         raise InputRefused(Diagnostic("Q513", message, hint="convert the model again"))
-    return found
+    return record

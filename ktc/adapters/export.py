@@ -17,7 +17,7 @@ from ktc.adapters import adapter as folders
 from ktc.adapters.adapter import read_adapter, require_lora
 from ktc.adapters.base_model import BaseModel, find_base, read_base
 from ktc.adapters.factors import FactorReader, Factors
-from ktc.adapters.gguf import Instead, read_gguf_adapter, write_gguf
+from ktc.adapters.gguf import read_gguf_adapter, write_gguf
 from ktc.adapters.layouts import place
 from ktc.adapters.peft_layouts import written
 from ktc.adapters.save import require_new, save_adapter
@@ -64,8 +64,7 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
     require_new(path)
     if layout == "gguf":
         with refusing(path), replaced_file(path) as beside:
-            instead = Instead(merged_instead(opened, model), _layout_instead(opened, model))
-            count, notes = write_gguf(opened.factors, opened.base, beside, instead), ()
+            count, notes = write_gguf(opened.factors, opened.base, beside, *_other_ways(opened, model)), ()
             size = beside.stat().st_size
     else:
         content = written(opened.config, opened.factors, opened.base, layout)
@@ -77,22 +76,19 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
     return Exported(path, opened.layout, layout, len(opened.factors), count, size, notes)
 
 
-def merged_instead(opened: Opened, model: Path | None) -> str:
-    """Return the hint by which an adapter without a place in GGUF files gets there, merged into its model."""
+def _other_ways(opened: Opened, model: Path | None) -> tuple[str, str]:
+    """Return the hints for an adapter without a place in GGUF files: its model merged, and another layout."""
+
+    def command(*options: str) -> str:
+        named = [] if model is None else ["--model", str(model)]
+        return f"`{shlex.join(['ktc', 'export', str(opened.path), *options, *named])}`"
+
+    merged = f"{command(*MERGED)} writes the model with the adapter merged; or train without these layers"
     if stored_as(open_index(opened.base.folder)) == "a GGUF file":
-        return "train without these layers: the original is a GGUF file, into which nothing is merged"
-    named = [] if model is None else ["--model", str(model)]
-    command = shlex.join(["ktc", "export", str(opened.path), *MERGED, *named])
-    return f"`{command}` writes the model with the adapter merged; or train without these layers"
-
-
-def _layout_instead(opened: Opened, model: Path | None) -> str:
-    """Return the hint by which an adapter of a model without GGUF files gets to other tools."""
-    has_experts = any(each.target.experts for each in opened.factors)
+        merged = "train without these layers: the original is a GGUF file, into which nothing is merged"
+    has_experts = any(factors.target.experts for factors in opened.factors)
     layout = other_layout(stacked=has_experts and not names_one_by_one(opened.base.model))
-    named = [] if model is None else ["--model", str(model)]
-    command = shlex.join(["ktc", "export", str(opened.path), "--layout", layout, *named])
-    return f"`{command}` writes it for other tools"
+    return merged, f"{command('--layout', layout)} writes it for other tools"
 
 
 def open_adapter(source: Path, model: Path | None = None) -> Opened:
@@ -107,10 +103,10 @@ def open_adapter(source: Path, model: Path | None = None) -> Opened:
     base = find_base(adapter, model)
     placed = place(adapter, base)
     if placed.whole:
-        message = f"adapter `{adapter.folder.name}` has modules that trained themselves, as `{placed.whole[0].name}`"
+        message = f"adapter `{adapter.folder.name}` has modules that were trained whole, as `{placed.whole[0].name}`"
         merge = shlex.join(["ktc", "merge", str(base.folder), str(source), "-o", f"{source.resolve().name}-merged"])
         hint = f"use it with peft as it is, or merge it: `{merge}`"
         raise InputRefused(Diagnostic("A604", message, hint=hint))
     with FactorReader(adapter.weights) as reader:
-        factors = tuple(reader.read(each) for each in placed.placed)
+        factors = tuple(reader.read(weight) for weight in placed.placed)
     return Opened(source, base, placed.layout or "no routed experts", adapter.config, factors)

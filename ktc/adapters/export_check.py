@@ -52,23 +52,23 @@ class Checked:
 
 
 def check(source: Path, exported: Exported, model: Path | None = None, python: str = sys.executable) -> Checked:
-    """Compares the exported adapter with its source; `python` is the interpreter with the peft that reads it.
+    """Compare the exported adapter with its source; `python` is the interpreter with the peft that reads it.
 
     Raises `HostLacks` (A608) where that peft reads another layout, and what `open_adapter` raises.
     """
     wanted = open_adapter(source, model)
-    found = open_adapter(exported.path, model or wanted.base.folder)
+    exported_adapter = open_adapter(exported.path, model or wanted.base.folder)
     if exported.layout == "gguf":
-        return _compared(wanted.factors, found.factors)
+        return _compared(wanted.factors, exported_adapter.factors)
     if python == sys.executable:
-        _require_reading(exported, found)
+        _require_reading(exported, exported_adapter)
     with temporary_folder("check") as folder:
-        return _in_stock_peft(wanted, found, exported.layout, folder, python)
+        return _in_stock_peft(wanted, exported_adapter, exported.layout, folder, python)
 
 
-def _require_reading(exported: Exported, found: Opened) -> None:
+def _require_reading(exported: Exported, opened: Opened) -> None:
     installed = versions.release(versions.installed("peft") or "0")
-    swaps = any(each.target.experts and not each.target.transposed for each in found.factors)
+    swaps = any(factors.target.experts and not factors.target.transposed for factors in opened.factors)
     reads = (installed >= SWAPPED_SINCE) == (exported.layout != "peft-fused-018")
     if swaps and not reads:
         message = f"peft {versions.dotted(installed)} is installed, which does not read the layout `{exported.layout}`"
@@ -79,16 +79,16 @@ def _require_reading(exported: Exported, found: Opened) -> None:
 # In stock peft
 
 
-def _in_stock_peft(wanted: Opened, found: Opened, layout: Layout, folder: Path, python: str) -> Checked:
+def _in_stock_peft(wanted: Opened, exported: Opened, layout: Layout, folder: Path, python: str) -> Checked:
     small = _twin(wanted.base)
     targets = targets_of(small)
-    kept = [cut for each in wanted.factors if (cut := _cut(each, targets))]
-    of_export = [cut for each in found.factors if (cut := _cut(each, targets))]
+    kept = [cut for factors in wanted.factors if (cut := _cut(factors, targets))]
+    of_export = [cut for factors in exported.factors if (cut := _cut(factors, targets))]
     small.save_pretrained(folder / "base")
     _add(small, kept)
     small.save_pretrained(folder / "merged")
     base = replace(wanted.base, model=small, targets=targets, linears=linears_of(small))
-    squares = _save(found.config, of_export, base, layout, folder / "adapter")
+    squares = _save(exported.config, of_export, base, layout, folder / "adapter")
     parts = [python, "-I", str(_PROGRAM), *(str(folder / name) for name in ("base", "merged", "adapter"))]
     done = subprocess.run(parts, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -98,13 +98,13 @@ def _in_stock_peft(wanted: Opened, found: Opened, layout: Layout, folder: Path, 
 
 def _judged(result: Mapping[str, Any], squares: float, weights: int) -> Checked:
     difference, effect, scale = (float(result[name]) for name in ("difference", "effect", "scale"))
-    found = ""
+    fault = ""
     if not math.isclose(float(result["squares"]), squares, rel_tol=1e-4, abs_tol=1e-9):
-        found = "stock peft loads it without an error and leaves a part of it out"
+        fault = "stock peft loads it without an error and leaves a part of it out"
     elif not difference <= _OF_EFFECT * effect + _OF_LOGITS * scale:
-        found = "in stock peft its logits are not those of the source"
+        fault = "in stock peft its logits are not those of the source"
     relative = difference / effect if effect else difference
-    return Checked(not found, relative, difference, effect, str(result["peft"]), weights, found)
+    return Checked(not fault, relative, difference, effect, str(result["peft"]), weights, fault)
 
 
 def _twin(base: BaseModel) -> PreTrainedModel:
@@ -133,14 +133,14 @@ def _cut(factors: Factors, targets: Mapping[str, Target]) -> Factors | None:
 
 def _add(model: PreTrainedModel, factors: Sequence[Factors]) -> None:
     with torch.no_grad():
-        for each in factors:
-            weight = cast("Tensor", model.get_parameter(each.target.name))
-            if not each.target.experts:
-                weight += each.delta()
+        for added in factors:
+            weight = cast("Tensor", model.get_parameter(added.target.name))
+            if not added.target.experts:
+                weight += added.delta()
                 continue
-            for expert in range(each.target.experts):
-                delta = each.delta(expert)
-                weight[expert] += delta.t() if each.target.transposed else delta
+            for expert in range(added.target.experts):
+                delta = added.delta(expert)
+                weight[expert] += delta.t() if added.target.transposed else delta
 
 
 def _save(
@@ -161,17 +161,17 @@ def _last_line(text: str) -> str:
 # Of factors
 
 
-def _compared(wanted: Sequence[Factors], found: Sequence[Factors]) -> Checked:
-    """Return what the factors add to each weight, relative to its largest value."""
-    there = {each.target.name: each for each in found}
+def _compared(wanted: Sequence[Factors], exported: Sequence[Factors]) -> Checked:
+    """Compare the changes that the factors of both make to each weight, relative to the largest one."""
+    there = {factors.target.name: factors for factors in exported}
     worst = effect = difference = 0.0
-    for each in wanted:
-        other = there.get(each.target.name)
+    for factors in wanted:
+        other = there.get(factors.target.name)
         if other is None:
-            words = f"`{each.target.name}` has no factors in the file"
+            words = f"`{factors.target.name}` has no factors in the file"
             return Checked(False, math.inf, math.inf, 0.0, "", len(wanted), words)
-        for expert in range(each.target.experts) if each.target.experts else (None,):
-            delta = each.delta(expert)
+        for expert in range(factors.target.experts) if factors.target.experts else (None,):
+            delta = factors.delta(expert)
             apart, largest = float((delta - other.delta(expert)).abs().max()), float(delta.abs().max())
             worst = max(worst, apart / largest if largest else apart)
             effect, difference = max(effect, largest), max(difference, apart)

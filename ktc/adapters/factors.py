@@ -1,7 +1,7 @@
 """The factors of each adapted weight as tensors: read from any layout, one meaning for all of them.
 
 In: a `Placed` weight of an adapter's file. Out: its `Factors`, A (r, in) and B (out, r), stacked for experts.
-gate and up are joined to one weight's factors and taken apart again; stacks are packed as PEFT keeps them.
+The factors of gate and up are joined to those of one weight and split again; stacks are laid out as PEFT keeps them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
@@ -41,22 +40,26 @@ class Placed:
     slots: tuple[Slot, ...]
     layout: Layout | None = None  # None: a plain layer
 
+    @property
+    def name(self) -> str:
+        return self.target.name
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor of the model that trained itself: `name` in the model, `entry` in the adapter's file.
+    """A tensor of the model that was trained as a whole: `name` in the model, `entry` in the adapter's file.
 
-    `stack` is the target of a stack of experts, `None` for any other tensor.
+    `target` is that of a stack of experts, `None` for any other tensor.
     """
 
     name: str
     entry: TensorEntry
-    stack: Target | None = None
+    target: Target | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """`scaling * B @ A` is what is added to the weight (out, in): A (r, in), B (out, r), of experts (E, ...) each."""
+    """Factors whose `scaling * B @ A` is added to a weight (out, in): A (r, in), B (out, r); for experts (E, ...)."""
 
     target: Target
     a: Tensor
@@ -68,7 +71,7 @@ class Factors:
         return int(self.a.shape[-2])
 
     def delta(self, expert: int | None = None, rows: slice = slice(None)) -> Tensor:
-        """fp32 rows of what is added to one matrix (out, in)."""
+        """Return rows of the sum's second term for one matrix (out, in), in fp32."""
         a, b = (self.a, self.b) if expert is None else (self.a[expert], self.b[expert])
         return (b[rows].float() @ a.float()) * self.scaling
 
@@ -85,21 +88,19 @@ class FactorReader:
         self._file = self._opened.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
 
     def read_whole(self, whole: Whole, expert: int | None, part: str, rows: slice) -> Tensor:
         """Return `rows` of a trained tensor, or of gate or up of one `expert` in a stack of both."""
         stored = self._file.get_slice(whole.entry.name)
-        if expert is None or whole.stack is None:
+        if expert is None or whole.target is None:
             return cast("Tensor", stored[rows])
         matrix = cast("Tensor", stored[expert])
-        matrix = matrix.t() if whole.stack.transposed else matrix
+        matrix = matrix.t() if whole.target.transposed else matrix
         if part:
-            halves = (matrix[0::2], matrix[1::2]) if whole.stack.interleaved else matrix.chunk(2)
-            matrix = halves[part == "up"]
+            gate_and_up = (matrix[0::2], matrix[1::2]) if whole.target.interleaved else matrix.chunk(2)
+            matrix = gate_and_up[part == "up"]
         return matrix[rows]
 
     def read(self, placed: Placed) -> Factors:
@@ -161,7 +162,7 @@ def joined(target: Target, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor
 
 
 def halves(factors: Factors) -> tuple[Tensor, Tensor]:
-    """B of gate and B of up (E, I, r), of the one B that they share in a stack of both."""
+    """Return B of gate and B of up (E, I, r), of the one B that they share in a stack of both."""
     b = factors.b
     if factors.target.interleaved:
         return b[:, 0::2], b[:, 1::2]

@@ -27,9 +27,12 @@ _FACTOR: Final = re.compile(r"(?P<module>.+?)\.(?P<side>lora_A|lora_B)(\.weight)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(layer, "lora_A" or "lora_B") of a tensor of an adapter; the layer may end in `.base_layer`. None: no factor."""
-    found = _FACTOR.fullmatch(name.removeprefix(PREFIX))
-    return (found["module"], found["side"]) if found else None
+    """Return the layer and `lora_A` or `lora_B` of an adapter's tensor, None if it is not a factor.
+
+    The layer may end in `.base_layer`.
+    """
+    factor = _FACTOR.fullmatch(name.removeprefix(PREFIX))
+    return (factor["module"], factor["side"]) if factor else None
 
 
 def no_adapter(folder: Path) -> Diagnostic:
@@ -92,9 +95,9 @@ def tensor_faults(folder: Path, config: Mapping[str, Any], tensors: tuple[Tensor
         yield damaged(folder, f"`{WEIGHTS}` holds no tensors")
     sides: dict[str, set[str]] = {}
     for entry in tensors:
-        if (found := split_name(entry.name)) is not None:
-            sides.setdefault(found[0], set()).add(found[1])
-    alone = [layer for layer, found in sides.items() if len(found) == 1]
+        if (factor := split_name(entry.name)) is not None:
+            sides.setdefault(factor[0], set()).add(factor[1])
+    alone = [layer for layer, names in sides.items() if len(names) == 1]
     if alone:
         yield damaged(folder, f"these layers have one factor of two: {listing(alone, 3)}")
     if config["peft_type"] == "LORA" and (fault := rank_fault(config, [e for e in tensors if is_factor(e.name)])):

@@ -8,7 +8,7 @@ keys and values of `deepseek2`, to which llama.cpp applies no adapter (A606); an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,35 +36,36 @@ class _Piece:
     heads: int = 0  # of rows that the converter orders by pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Instead:
-    """The hints to a user whose adapter has no place in a GGUF file: the model merged, or another layout."""
+def write_gguf(
+    factors: Sequence[Factors], base: BaseModel, path: Path, merged_hint: str = "", layout_hint: str = ""
+) -> int:
+    """Write the adapter to `path` and return its number of tensors.
 
-    merged: str = ""
-    layout: str = ""
+    The hints say how an adapter without a place in a GGUF file is used: merged into its model, or in another layout.
 
-
-def write_gguf(factors: Iterable[Factors], base: BaseModel, path: Path, instead: Instead) -> int:
-    """Write the adapter to `path` and return its number of tensors. Raise `InputRefused` (A606)."""
+    Raises:
+        InputRefused: A606 for an architecture or a weight without a place in GGUF files.
+    """
     gguf = require_gguf()
-    architecture, factors = architecture_of(base, instead.layout), tuple(factors)
-    if faults := tuple(_faults((each.target for each in factors), base, architecture, instead)):
+    architecture = architecture_of(base, layout_hint)
+    targets = [weight.target for weight in factors if not weight.target.experts]
+    if faults := tuple(_faults(targets, base, architecture, merged_hint, layout_hint)):
         raise InputRefused(*faults)
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
-    pieces = {each.target.name: tuple(_named(each.target, base, architecture, name_of)) for each in factors}
+    pieces = {weight.target.name: tuple(_named(weight.target, base, architecture, name_of)) for weight in factors}
     alpha = factors[0].scaling * factors[0].r
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(_KIND, "lora")
     writer.add_float32(_ALPHA, alpha)
     count = 0
-    for each in factors:
+    for weight in factors:
         bs: dict[str, Tensor] = {}
-        if each.target.is_gate_up:
-            bs["gate"], bs["up"] = halves(each)
-        for piece in pieces[each.target.name]:
-            b = bs.get(piece.part, each.b).float() * (each.scaling * each.r / alpha)
-            for side, tensor in (("lora_a", each.a.float()), ("lora_b", _by_pairs(b, piece.heads))):
+        if weight.target.is_gate_up:
+            bs["gate"], bs["up"] = halves(weight)
+        for piece in pieces[weight.target.name]:
+            b = bs.get(piece.part, weight.b).float() * (weight.scaling * weight.r / alpha)
+            for side, tensor in (("lora_a", weight.a.float()), ("lora_b", _by_pairs(b, piece.heads))):
                 writer.add_tensor(f"{piece.name}.{side}", tensor.contiguous().numpy())
                 count += 1
     writer.write_header_to_file()
@@ -90,16 +91,16 @@ def read_gguf_adapter(path: Path, base: BaseModel) -> tuple[Factors, ...]:
     if settings.get(_ARCHITECTURE) != architecture:
         message = f"`{path.name}` is of architecture `{settings.get(_ARCHITECTURE)}`, `{base.name}` of `{architecture}`"
         raise InputRefused(Diagnostic("A603", message, hint="use the model that the adapter was trained on"))
-    tensors = {str(each.name): torch.from_numpy(each.data.copy()) for each in file.tensors}
-    found = tuple(_found(tensors, base, architecture, float(settings.get(_ALPHA) or 0.0)))
+    tensors = {str(tensor.name): torch.from_numpy(tensor.data.copy()) for tensor in file.tensors}
+    factors = tuple(_take_factors(tensors, base, architecture, float(settings.get(_ALPHA) or 0.0)))
     if tensors:
         message = f"`{path.name}` has tensors that no weight of `{base.name}` takes: {listing(tensors, 3)}"
         raise InputRefused(Diagnostic("A603", message, hint="use the model that the adapter was trained on"))
-    return found
+    return factors
 
 
-def _found(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha: float) -> Iterator[Factors]:
-    """Pop from `tensors` the factors of the model's weights."""
+def _take_factors(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha: float) -> Iterator[Factors]:
+    """Yield the factors of the model's weights, and remove them from `tensors`."""
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
     for target in base.targets.values():
         if not target.experts and name_of(target.name) is None:
@@ -112,30 +113,30 @@ def _found(tensors: dict[str, Tensor], base: BaseModel, architecture: str, alpha
                 pairs[piece.part] = (a, _by_halves(b, piece.heads))
         if not pairs:
             continue
-        r = next(iter(pairs.values()))[0].shape[-2]
-        scaling = alpha / r if alpha else 1.0
-        if not target.is_gate_up:
-            yield Factors(target, *next(iter(pairs.values())), scaling)
-            continue
         a, b = next(iter(pairs.values()))
-        nothing = (torch.zeros_like(a), torch.zeros_like(b))
-        yield joined(target, pairs.get("gate", nothing), pairs.get("up", nothing), scaling)
+        scaling = alpha / a.shape[-2] if alpha else 1.0
+        if target.is_gate_up:
+            zeros = (torch.zeros_like(a), torch.zeros_like(b))
+            yield joined(target, pairs.get("gate", zeros), pairs.get("up", zeros), scaling)
+        else:
+            yield Factors(target, a, b, scaling)
 
 
-def _faults(targets: Iterable[Target], base: BaseModel, architecture: str, instead: Instead) -> Iterator[Diagnostic]:
-    """Yield one finding (A606) for each reason why weights have no place in the file."""
-    plain = [target for target in targets if not target.experts]
+def _faults(
+    targets: Sequence[Target], base: BaseModel, architecture: str, merged_hint: str, layout_hint: str
+) -> Iterator[Diagnostic]:
+    """Yield one finding (A606) for each reason why weights of layers have no place in the file."""
     layers = base.config.get_text_config().num_hidden_layers
-    unnamed = without_gguf_name(architecture, layers, [target.name for target in plain])
-    found: dict[tuple[str, str], list[str]] = {}
-    for target in plain:
+    unnamed = without_gguf_name(architecture, layers, [target.name for target in targets])
+    names_by_reason: dict[tuple[str, str], list[str]] = {}
+    for target in targets:
         if why := no_gguf_adapter(architecture, target.module):
             reason = f"cannot go into a GGUF adapter: {why}"
-            found.setdefault((reason, instead.merged), []).append(target.module)
+            names_by_reason.setdefault((reason, merged_hint), []).append(target.module)
         elif target.name in unnamed:
             reason = f"has no name in GGUF files of `{architecture}`"
-            found.setdefault((reason, instead.layout), []).append(target.name)
-    for (why, hint), names in found.items():
+            names_by_reason.setdefault((reason, layout_hint), []).append(target.name)
+    for (why, hint), names in names_by_reason.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield Diagnostic("A606", f"`{names[0]}`{more} {why}", hint=hint)
 
@@ -160,18 +161,19 @@ def heads_by_pairs(leaf: str, base: BaseModel, architecture: str) -> int:
 
 
 def _by_pairs(b: Tensor, heads: int) -> Tensor:
-    """Rows of each head: those of its first and second half taken in turns, as rotary embedding pairs them there."""
+    """Take the rows of each head's first and second half in turns, as the file's rotary embedding pairs them."""
     return b if not heads else b.reshape(heads, 2, -1, b.shape[1]).transpose(1, 2).reshape(b.shape)
 
 
 def _by_halves(b: Tensor, heads: int) -> Tensor:
+    """Undo `_by_pairs`."""
     return b if not heads else b.reshape(heads, -1, 2, b.shape[1]).transpose(1, 2).reshape(b.shape)
 
 
 def architecture_of(base: BaseModel, hint: str = "") -> str:
     """Return the GGUF architecture of the model. Raises InputRefused (A606), with the `hint` or the known models."""
-    if found := gguf_architecture(base.model_type):
-        return found
+    if architecture := gguf_architecture(base.model_type):
+        return architecture
     kinds = sorted(kind for kinds in ARCHITECTURES.values() for kind in kinds)
     raise InputRefused(Diagnostic("A606", no_architecture(base.model_type), hint=hint or f"known are {listing(kinds)}"))
 

@@ -1,4 +1,4 @@
-"""Kinds of adapters beside LoRA: which of them attach to a model, and which values their configs can have.
+"""Kinds of adapters other than LoRA: those that attach to a model, and the values that their configs can have.
 
 In: the JSON object of a config. Out: reasons, in words. PEFT's own classes check no types and allocate by the config
 before the file is read, so numbers are bounded by the sizes in the file.
@@ -34,13 +34,18 @@ def reason_against(kind: object, tensors: Iterable[TensorEntry]) -> str:
     """Return why an adapter of a kind with these tensors does not attach, or ""."""
     if kind == "LORA":
         return ""
-    if not isinstance(kind, str) or kind not in (configs := _configs()):
+    from peft import PromptLearningConfig
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
+
+    peft_type = next((known for known in PEFT_TYPE_TO_CONFIG_MAPPING if known.value == kind), None)
+    if not isinstance(kind, str) or peft_type is None:
         return "the installed peft does not know it"
-    if found := _NOT_ATTACHED.get(kind):
-        return found
-    if _prepends(configs[kind]):
+    if reason := _NOT_ATTACHED.get(kind):
+        return reason
+    if issubclass(cast("type", PEFT_TYPE_TO_CONFIG_MAPPING[peft_type]), PromptLearningConfig):
         return _PREPENDS
-    names, prefix = [entry.name for entry in tensors], _prefix(kind)
+    names = [entry.name for entry in tensors]
+    prefix = cast("Mapping[Any, str]", PEFT_TYPE_TO_PREFIX_MAPPING).get(peft_type, "")
     if names and not any(prefix in name for name in names):
         return f"its file has no tensor of that kind, such as `{prefix}...`"
     return ""
@@ -50,33 +55,11 @@ def value_faults(config: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> I
     """Yield the fields of a config, of another kind than LoRA, whose values no adapter of these tensors has."""
     largest = max((size for entry in tensors for size in entry.shape), default=0)
     for name, value in config.items():
+        is_size = type(value) is int and name not in _NO_SIZES and not name.endswith(_SEEDS)
         if fault := _fault(value, _DEPTH):
             yield f"`{name:.40}` {fault}"
-        elif type(value) is int and _is_size(name) and not -1 <= value <= max(largest, _SMALL):
+        elif is_size and not -1 <= value <= max(largest, _SMALL):
             yield f"`{name:.40}` is {value}, and no tensor has that size"
-
-
-def _configs() -> Mapping[str, type]:
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    return {str(kind.value): cast("type", made) for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-
-
-def _prepends(config: type) -> bool:
-    from peft import PromptLearningConfig
-
-    return issubclass(config, PromptLearningConfig)
-
-
-def _prefix(kind: str) -> str:
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-
-    prefixes = cast("Mapping[Any, str]", PEFT_TYPE_TO_PREFIX_MAPPING)
-    return next((prefix for each, prefix in prefixes.items() if each.value == kind), "")
-
-
-def _is_size(name: str) -> bool:
-    return name not in _NO_SIZES and not name.endswith(_SEEDS)
 
 
 def _fault(value: object, depth: int) -> str:
@@ -91,5 +74,5 @@ def _fault(value: object, depth: int) -> str:
         if not depth:
             return "is nested too deeply"
         inner = cast("Iterable[object]", value.values() if isinstance(value, dict) else value)
-        return next((fault for each in inner if (fault := _fault(each, depth - 1))), "")
+        return next((fault for item in inner if (fault := _fault(item, depth - 1))), "")
     return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,12 +28,13 @@ from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.hf.conversions import EXPERT_LAYERS
 
 _EXPERT = re.compile(r"(?P<experts>.+)\.(?P<number>\d+)\.(?P<part>\w+)")
+_FIT = "use the model that the adapter was trained on"
 SWAPPED_SINCE = (0, 19)  # the release of peft from which A holds the inputs of (E, out, in)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedAdapter:
-    """An adapter whose every tensor has found its weight. `layout` is that of its experts; None: it has none."""
+    """An adapter with the weight of each of its tensors. `layout` is that of its experts; None: it has none."""
 
     adapter: Adapter
     base: BaseModel
@@ -44,62 +45,50 @@ class PlacedAdapter:
 
 def place(adapter: Adapter, base: BaseModel) -> PlacedAdapter:
     """Place every tensor of the adapter at its weight. Raise `InputRefused` (A602, A603, A604, A607)."""
-    problems = list(_variants(adapter))
+    problems = [_refused("A604", adapter, what, hint) for what, hint in variants(adapter.config)]
     pairs, loose = _pairs(adapter)
     whole = [_whole(adapter, base, entry) for entry in loose]
-    problems += [_refused("A604", adapter, found, PLAIN_HINT) for found in whole if isinstance(found, str)][:3]
+    problems += [_refused("A604", adapter, fault, PLAIN_HINT) for fault in whole if isinstance(fault, str)][:3]
     if adapter.config.get("modules_to_save") and not loose:
         problems.append(_refused("A604", adapter, "has `modules_to_save`, and its file none of them", PLAIN_HINT))
     if problems:
         raise InputRefused(*problems)
     reader = _Reader(adapter, base, frozenset(pairs))
-    found: dict[str, list[tuple[Slot, Target]]] = {}
+    slots_of: dict[str, list[tuple[Slot, Target]]] = {}
     for layer, (a, b) in pairs.items():
         slot = reader.slot(layer, a, b)
         if isinstance(slot, str):
             problems.append(_refused("A603", adapter, f"of `{adapter.base}` does not fit `{base.name}`: {slot}", _FIT))
         else:
-            found.setdefault(slot[1].name, []).append(slot)
+            slots_of.setdefault(slot[1].name, []).append(slot)
     if problems:
         raise InputRefused(*problems[:10])
-    targets = [target for slots in found.values() for _, target in slots]
-    require_quick_patterns(adapter, sorted({*pairs, *found, *(target.module for target in targets)}))
-    layout = _layout(adapter, [pair for slots in found.values() for pair in slots])
-    placed = tuple(_placed(adapter, [slot for slot, _ in slots], slots[0][1], layout) for slots in found.values())
-    tensors = tuple(each for each in whole if isinstance(each, Whole))
-    return PlacedAdapter(adapter, base, layout if any(each.layout for each in placed) else None, placed, tensors)
+    targets = [target for slots in slots_of.values() for _, target in slots]
+    require_quick_patterns(adapter, sorted({*pairs, *slots_of, *(target.module for target in targets)}))
+    layout = _layout(adapter, [pair for slots in slots_of.values() for pair in slots])
+    placed = tuple(_placed(adapter, [slot for slot, _ in slots], slots[0][1], layout) for slots in slots_of.values())
+    tensors = tuple(tensor for tensor in whole if isinstance(tensor, Whole))
+    return PlacedAdapter(adapter, base, layout if any(weight.layout for weight in placed) else None, placed, tensors)
 
 
-def is_named(name: str, wanted: Sequence[str]) -> bool:
+def _is_target_parameter(adapter: Adapter, name: str) -> bool:
     """Return whether `target_parameters` has this parameter, compared as PEFT does."""
-    return any(name == each or name.endswith(f".{each}") for each in wanted)
-
-
-# Variants other than plain LoRA
-
-_FIT = "use the model that the adapter was trained on"
+    return f".{name}".endswith(tuple(f".{parameter}" for parameter in adapter.names("target_parameters")))
 
 
 def _refused(code: str, adapter: Adapter, what: str, hint: str) -> Diagnostic:
     return Diagnostic(code, f"adapter `{adapter.folder.name}` {what}", hint=hint)
 
 
-def _variants(adapter: Adapter) -> Iterator[Diagnostic]:
-    yield from (_refused("A604", adapter, what, hint) for what, hint in variants(adapter.config))
-
-
 def _whole(adapter: Adapter, base: BaseModel, entry: TensorEntry) -> Whole | str:
     """Return the tensor of the model that this one of the adapter replaces, or why there is none."""
     name = entry.name.removeprefix(PREFIX)
-    modules = [str(each) for each in cast("Sequence[object]", adapter.config.get("modules_to_save") or ())]
-    if not any(
-        f".{name}".rpartition(".")[0].endswith(f".{module}") or f".{module}." in f".{name}" for module in modules
-    ):
+    if not any(f".{module}." in f".{name}" for module in adapter.names("modules_to_save")):
         return f"tensor `{entry.name}` is neither a factor of a plain LoRA nor of a module in `modules_to_save`"
-    held: Mapping[str, Tensor] = base.model.state_dict()
-    if name not in held or tuple(held[name].shape) != entry.shape:
-        found = f"{list(held[name].shape)}" if name in held else "missing"
-        return f"tensor `{entry.name}` is {list(entry.shape)}, and in the model it is {found}"
+    tensors: Mapping[str, Tensor] = base.model.state_dict()
+    if name not in tensors or tuple(tensors[name].shape) != entry.shape:
+        shape = f"{list(tensors[name].shape)}" if name in tensors else "missing"
+        return f"tensor `{entry.name}` is {list(entry.shape)}, and in the model it is {shape}"
     target = base.targets.get(name)
     return Whole(name, entry, target if target is not None and target.experts else None)
 
@@ -109,12 +98,12 @@ def _pairs(adapter: Adapter) -> tuple[Mapping[str, tuple[TensorEntry, TensorEntr
     sides: dict[str, dict[str, TensorEntry]] = {}
     loose: list[TensorEntry] = []
     for entry in adapter.tensors:
-        found = split_name(entry.name)
-        if found is None or len(entry.shape) != 2:
+        factor = split_name(entry.name)
+        if factor is None or len(entry.shape) != 2:
             loose.append(entry)
         else:
-            sides.setdefault(found[0], {})[found[1]] = entry
-    return {layer: (found["lora_A"], found["lora_B"]) for layer, found in sides.items()}, loose
+            sides.setdefault(factor[0], {})[factor[1]] = entry
+    return {layer: (pair["lora_A"], pair["lora_B"]) for layer, pair in sides.items()}, loose
 
 
 # Where a pair belongs
@@ -124,9 +113,7 @@ class _Reader:
     """Finds the weight of each pair of factors, by the names of the model and the targets of the config."""
 
     def __init__(self, adapter: Adapter, base: BaseModel, layers: frozenset[str]) -> None:
-        self._targets = base.targets
-        self._layers = layers
-        self._parameters = [str(each) for each in adapter.config.get("target_parameters") or ()]
+        self._adapter, self._targets, self._layers = adapter, base.targets, layers
         self._stacks: dict[str, list[Target]] = {}
         for target in base.targets.values():
             if target.experts:
@@ -134,9 +121,7 @@ class _Reader:
 
     def slot(self, layer: str, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
         """Return the pair's place, or a description of its fault."""
-        bare = layer
-        while bare.endswith(".base_layer"):
-            bare = bare.removesuffix(".base_layer")
+        bare = re.sub(r"(\.base_layer)+$", "", layer)
         if bare in self._stacks:
             return self._of_stack(bare, layer.count(".base_layer"), a, b)
         target = self._targets.get(f"{bare}.weight")
@@ -150,7 +135,7 @@ class _Reader:
     def _of_stack(self, module: str, depth: int, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
         """Return the parameter of a wrapper: PEFT wraps a module once per parameter, so the depth identifies it."""
         adapted = sorted(
-            (target for target in self._stacks[module] if is_named(target.name, self._parameters)),
+            (target for target in self._stacks[module] if _is_target_parameter(self._adapter, target.name)),
             key=lambda target: target.order,
         )
         levels = sum(f"{module}{'.base_layer' * level}" in self._layers for level in range(len(adapted) + 1))
@@ -166,20 +151,20 @@ class _Reader:
         return Slot(a, b), target
 
     def _of_expert(self, layer: str, a: TensorEntry, b: TensorEntry) -> tuple[Slot, Target] | str:
-        found = _EXPERT.fullmatch(layer)
-        stacks = self._stacks.get(found["experts"]) if found else None
-        part = EXPERT_LAYERS.get(found["part"]) if found else None
-        if found is None or stacks is None or part is None:
+        expert = _EXPERT.fullmatch(layer)
+        stacks = self._stacks.get(expert["experts"]) if expert else None
+        part = EXPERT_LAYERS.get(expert["part"]) if expert else None
+        if expert is None or stacks is None or part is None:
             return f"the model has no layer `{layer}`"
         leaf = "down_proj" if part == "down" else "gate_up_proj"
-        target = next((each for each in stacks if each.leaf == leaf), None)
-        if target is None or target.interleaved or int(found["number"]) >= target.experts:
+        target = next((stack for stack in stacks if stack.leaf == leaf), None)
+        if target is None or target.interleaved or int(expert["number"]) >= target.experts:
             return f"the model has no expert `{layer}`"
         rows = target.out_features // (1 if part == "down" else 2)
         if (a.shape[1], b.shape[0]) != (target.in_features, rows) or a.shape[0] != b.shape[1]:
             sizes = f"A {list(a.shape)} and B {list(b.shape)}"
             return f"`{layer}` is {rows} x {target.in_features}, its factors are {sizes}"
-        return Slot(a, b, int(found["number"]), part), target
+        return Slot(a, b, int(expert["number"]), part), target
 
 
 def _layout(adapter: Adapter, pairs: Sequence[tuple[Slot, Target]]) -> Layout:
@@ -187,17 +172,17 @@ def _layout(adapter: Adapter, pairs: Sequence[tuple[Slot, Target]]) -> Layout:
     stacked = [(slot, target) for slot, target in pairs if target.experts]
     if any(slot.part for slot, _ in stacked):
         return "per-expert"
-    told = {
+    by_sizes = {
         "peft-fused" if slot.a.shape[1] == target.in_features else "peft-fused-018"
         for slot, target in stacked
         if not target.transposed and target.in_features != target.out_features
     }
-    if len(told) == 1:
-        return cast("Layout", told.pop())
-    if not told and all(target.transposed for _, target in stacked):
+    if len(by_sizes) == 1:
+        return cast("Layout", by_sizes.pop())
+    if not by_sizes and all(target.transposed for _, target in stacked):
         return "peft-fused"  # the same in all releases
     release = str(adapter.config.get("peft_version") or "")
-    if told or not release:
+    if by_sizes or not release:
         what = "has experts whose sizes do not distinguish A from B, and no `peft_version` that decides"
         raise InputRefused(_refused("A607", adapter, what, "write the `peft_version` that saved it into its config"))
     return "peft-fused" if versions.release(release) >= SWAPPED_SINCE else "peft-fused-018"
@@ -212,8 +197,8 @@ def _placed(adapter: Adapter, slots: Sequence[Slot], target: Target, layout: Lay
     asked = {int(_by_pattern(adapter.config.get("rank_pattern"), key, adapter.r)) for key in keys}
     alphas = {float(_by_pattern(adapter.config.get("alpha_pattern"), key, adapter.lora_alpha)) for key in keys}
     if ranks != asked or len(asked) > 1:
-        found, said = (", ".join(map(str, sorted(each))) for each in (ranks, asked))
-        what = f"says rank {said} for `{keys[0]}`, and its file has rank {found}"
+        in_file, in_config = (", ".join(map(str, sorted(numbers))) for numbers in (ranks, asked))
+        what = f"says rank {in_config} for `{keys[0]}`, and its file has rank {in_file}"
         raise InputRefused(_refused("A602", adapter, what, "save the adapter again"))
     if len(alphas) > 1:
         what = f"has several alphas for the experts of `{target.name}`"
@@ -227,16 +212,15 @@ def _key(adapter: Adapter, slot: Slot, target: Target, layout: Layout | None) ->
     """Return the name that `rank_pattern` and `alpha_pattern` match: that of the module, or of the parameter."""
     if layout == "per-expert":
         return (split_name(slot.a.name) or (target.name, ""))[0]
-    parameters = [str(each) for each in adapter.config.get("target_parameters") or ()]
-    return target.name if target.experts or is_named(target.name, parameters) else target.module
+    return target.name if target.experts or _is_target_parameter(adapter, target.name) else target.module
 
 
 def _by_pattern(patterns: object, key: str, default: float) -> float:
     from peft.utils.other import get_pattern_key  # the comparison is PEFT's own
 
     known = cast("dict[str, float]", patterns) if isinstance(patterns, dict) else {}
-    found = cast("str", cast("Any", get_pattern_key)(known.keys(), key))
-    return known.get(found, default)
+    pattern = cast("str", cast("Any", get_pattern_key)(known.keys(), key))
+    return known.get(pattern, default)
 
 
 def key_of(layer: str, side: str) -> str:

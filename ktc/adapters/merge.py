@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -79,12 +79,18 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
 
 
 def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str, Addition]:
-    """By the names of stored tensors what is added to each. Raises `InputRefused` (A611) for what would be left out."""
+    """Return the addition to each stored tensor, by its name.
+
+    Raises:
+        InputRefused: A611 for tied weights, storage that ktc cannot add to, and factors without a stored tensor.
+    """
     base = placed.base
     targets: dict[str, Tensor] = base.model.state_dict()
-    wanted: dict[str, Placed | Whole] = {each.target.name: each for each in placed.placed}
-    wanted |= {each.name: each for each in placed.whole}
-    problems = [_tied(name) for name in wanted if name in tied_names(base.model)]
+    wanted: dict[str, Placed | Whole] = {trained.name: trained for trained in (*placed.placed, *placed.whole)}
+    problems: list[Diagnostic] = []
+    for name in sorted(wanted.keys() & tied_names(base.model)):
+        message = f"`{name}` is tied to another weight of the model, which the adapter does not change"
+        problems.append(Diagnostic("A611", message, hint="train without it, or untie the original first"))
     additions: dict[str, Addition] = {}
     find = placer(base.model, targets)
     for entry in index.tensors.values():
@@ -92,12 +98,13 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
         target = spot.target if isinstance(spot, Place) else ""
         if target not in wanted:
             continue
-        found = _addition(entry, cast("Place", spot), wanted[target])
-        if isinstance(found, str):
-            problems.append(_not_added(entry.name, found))
+        addition = _addition(entry, cast("Place", spot), wanted[target])
+        if isinstance(addition, str):
+            message = f"nothing can be added to stored tensor `{entry.name}`: it {addition}"
+            problems.append(Diagnostic("A611", message, hint="use it with peft"))
         else:
-            additions[entry.name] = found
-    lost = [entry.name for entry in index.tensors.values() if _is_lost(find, entry)]
+            additions[entry.name] = addition
+    lost = [name for name in index.tensors if isinstance(find(name), Unmappable)]
     why = f"there are {listing(lost, 3)}, whose place is not known" if lost else why_missing(base.config, index, ())
     problems += _left_out(wanted, additions.values(), why)
     if problems:
@@ -131,10 +138,9 @@ def _addition(entry: TensorEntry, spot: Place, placed: Placed | Whole) -> Additi
 
 
 def _stored_shape(placed: Placed | Whole, expert: int | None, part: str) -> tuple[int, ...]:
-    target = _target(placed)
-    if target is None or (isinstance(placed, Whole) and expert is None):
-        assert isinstance(placed, Whole)
+    if isinstance(placed, Whole) and (placed.target is None or expert is None):
         return placed.entry.shape
+    target = cast("Target", placed.target)
     if not target.experts:
         return target.out_features, target.in_features
     if expert is not None:
@@ -143,27 +149,13 @@ def _stored_shape(placed: Placed | Whole, expert: int | None, part: str) -> tupl
     return (target.experts, *(reversed(sizes) if target.transposed else sizes))
 
 
-def _target(placed: Placed | Whole) -> Target | None:
-    return placed.stack if isinstance(placed, Whole) else placed.target
-
-
-def _tied(name: str) -> Diagnostic:
-    message = f"`{name}` is tied to another weight of the model, which the adapter does not change"
-    return Diagnostic("A611", message, hint="train without it, or untie the original first")
-
-
-def _not_added(name: str, why: str) -> Diagnostic:
-    return Diagnostic("A611", f"nothing can be added to stored tensor `{name}`: it {why}", hint="use it with peft")
-
-
 def _left_out(wanted: Mapping[str, Placed | Whole], additions: Iterable[Addition], why: str) -> Iterator[Diagnostic]:
-    """Adapted weights, and experts and halves of them, that no stored tensor is."""
+    """Yield a finding for each adapted weight that the checkpoint does not have, or not all experts and halves of."""
     taken: dict[str, set[tuple[int | None, str]]] = {}
-    for each in additions:
-        name = each.placed.name if isinstance(each.placed, Whole) else each.placed.target.name
-        taken.setdefault(name, set()).add((each.expert, each.part))
+    for addition in additions:
+        taken.setdefault(addition.placed.name, set()).add((addition.expert, addition.part))
     for name, placed in wanted.items():
-        target = _target(placed)
+        target = placed.target
         parts = ("gate", "up") if target is not None and target.is_gate_up else ("",)
         complete: list[set[tuple[int | None, str]]] = [{(None, "")}]
         if target is not None and target.experts:
@@ -174,10 +166,6 @@ def _left_out(wanted: Mapping[str, Placed | Whole], additions: Iterable[Addition
         yield Diagnostic("A611", message, hint=why)
 
 
-def _is_lost(find: Callable[[str], Place | Unmappable], entry: TensorEntry) -> bool:
-    return isinstance(find(entry.name), Unmappable)
-
-
 # Writing
 
 
@@ -185,11 +173,7 @@ class _Writer:
     """Copies shards with the same header, and adds to the tensors that an adapter changes."""
 
     def __init__(
-        self,
-        index: CheckpointIndex,
-        additions: Mapping[str, Addition],
-        merged: MergedReader,
-        progress: Progress,
+        self, index: CheckpointIndex, additions: Mapping[str, Addition], merged: MergedReader, progress: Progress
     ) -> None:
         self._index, self._additions, self._merged = index, additions, merged
         self._progress, self._done = progress, 0
@@ -209,7 +193,8 @@ class _Writer:
                 self._done += entry.end - entry.begin
                 self._progress(self._done, self._index.bytes)
             if out.tell() != os.fstat(source.fileno()).st_size:
-                raise InputRefused(_changed(file))
+                hint = f"download or copy `{file}` again"
+                raise InputRefused(Diagnostic("I112", f"`{file}` was cut short while it was merged", hint=hint))
 
     def _add(self, entry: TensorEntry, out: IO[bytes]) -> None:
         """Write one tensor with its addition, a band of rows at a time; stacked matrices one after the other."""
@@ -229,10 +214,6 @@ def _copy(source: IO[bytes], out: IO[bytes], size: int) -> None:
             return  # truncated after its header was read: the size of the shard shows it
         out.write(data)
         size -= len(data)
-
-
-def _changed(file: str) -> Diagnostic:
-    return Diagnostic("I112", f"`{file}` was cut short while it was merged", hint=f"download or copy `{file}` again")
 
 
 def copy_others(folder: Path, out: Path) -> None:

@@ -1,8 +1,8 @@
-"""Rows of a checkpoint's tensors with what an adapter adds to them.
+"""Rows of a checkpoint's tensors with an adapter added to them.
 
-In: what is added to which stored tensor, the factors, and a reader of the original's rows. Out: the rows of
-`W + s B A`, summed in fp32 (fp64 for stored fp64) and rounded once to the stored dtype. The factors of a few weights
-are held, for any size of model.
+In: the addition to each stored tensor, the factors, and a reader of the original's rows. Out: the rows of
+`W + s B A`, summed in fp32 (fp64 for stored fp64) and rounded once to the stored dtype. Memory has the factors of a few
+weights, for any size of model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ktc.adapters.factors import FactorReader, Factors, Placed, Whole, halves
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.reader import TORCH_DTYPE, RowReader
 
-_HELD = 3  # weights whose factors are held, because the tensors of experts alternate
+_MOST_WEIGHTS = 3  # whose factors are in memory, because the tensors of experts alternate
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
     """The change of one stored tensor: by factors of `placed`, of one `expert` or all, and of `part` of their rows.
 
-    A tensor that trained itself takes the place of the stored one.
+    A tensor that was trained as a whole replaces the stored one.
     """
 
     entry: TensorEntry
@@ -39,7 +39,7 @@ class MergedReader:
 
     def __init__(self, additions: Mapping[str, Addition], factors: FactorReader, reader: RowReader) -> None:
         self._additions, self._factors, self._reader = additions, factors, reader
-        self._held: dict[str, Factors] = {}
+        self._kept: dict[str, Factors] = {}
         self.added = 0.0
 
     def read(self, entry: TensorEntry, rows: slice | None = None) -> Tensor:
@@ -63,7 +63,7 @@ class MergedReader:
         return summed.to(TORCH_DTYPE[entry.dtype]).contiguous()
 
     def _trained(self, addition: Addition, whole: Whole, entry: TensorEntry, first: int, stop: int) -> Tensor:
-        """Return the rows `first` to `stop` of a tensor that trained itself, as `entry` stores them."""
+        """Return the rows `first` to `stop` of a tensor that was trained as a whole, as `entry` stores them."""
         shape = addition.entry.shape
         if len(entry.shape) == len(shape):
             return self._factors.read_whole(whole, addition.expert, addition.part, slice(first, stop))
@@ -76,26 +76,26 @@ class MergedReader:
         return matrix[begin : begin + stop - first]
 
     def _delta(self, addition: Addition, first: int, stop: int) -> Tensor:
-        """Return what is added to the rows `first` to `stop` of a matrix, or of all matrices of a stack."""
+        """Return the addition to the rows `first` to `stop` of a matrix, or of all matrices of a stack."""
         assert isinstance(addition.placed, Placed), "whole tensors are read"
         factors = self._of(addition.placed)
         if len(addition.entry.shape) == 2:
             return _part(factors, addition).delta(addition.expert, slice(first, stop))
         per_expert = addition.entry.shape[1]
         parts = [
-            _stack_rows(factors, each, slice(max(first - begin, 0), min(stop - begin, per_expert)))
-            for each in range(first // per_expert, -(-stop // per_expert))
-            for begin in (each * per_expert,)
+            _stack_rows(factors, expert, slice(max(first - begin, 0), min(stop - begin, per_expert)))
+            for expert in range(first // per_expert, -(-stop // per_expert))
+            for begin in (expert * per_expert,)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _of(self, placed: Placed) -> Factors:
-        name = placed.target.name
-        if name not in self._held:
-            while len(self._held) >= _HELD:
-                self._held.pop(next(iter(self._held)))
-            self._held[name] = self._factors.read(placed)
-        return self._held[name]
+        name = placed.name
+        if name not in self._kept:
+            while len(self._kept) >= _MOST_WEIGHTS:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[name] = self._factors.read(placed)
+        return self._kept[name]
 
 
 def as_rows(entry: TensorEntry) -> TensorEntry:
@@ -111,7 +111,7 @@ def _part(factors: Factors, addition: Addition) -> Factors:
 
 
 def _stack_rows(factors: Factors, expert: int, run: slice) -> Tensor:
-    """Return rows of what is added to one expert, as the stack stores them."""
+    """Return rows of the addition to one expert, as the stack stores them."""
     if not factors.target.transposed:
         return factors.delta(expert, run)
     a, b = factors.a[expert].float(), factors.b[expert].float()

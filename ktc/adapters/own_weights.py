@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ktc.adapters.folder import PREFIX
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.linears.absent_weight import AbsentWeight
 
-_PREFIX = "base_model.model."
 # Initialisations of LoRA that leave the weights alone, or give them a new storage (pissa), which is noticed by itself.
 _NOT_IN_PLACE: Final = ("gaussian", "orthogonal", "eva", "pissa")
 
@@ -28,22 +28,22 @@ _NOT_IN_PLACE: Final = ("gaussian", "orthogonal", "eva", "pissa")
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's parameters by the names that they have without adapters, also those held in another form."""
     parts = cast("Iterable[tuple[str, nn.Module]]", cast("Any", model).named_modules(remove_duplicate=False))
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for prefix, module in parts:
-        held = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        tensors = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if isinstance(absent := vars(module).get("weight"), AbsentWeight):
-            held["weight"] = cast("Any", absent)
-        found |= {f"{_plain(prefix)}.{name}".lstrip("."): tensor for name, tensor in held.items()}
-    return found
+            tensors["weight"] = cast("Any", absent)
+        weights |= {f"{_plain(prefix)}.{name}".lstrip("."): tensor for name, tensor in tensors.items()}
+    return weights
 
 
 def embeddings(model: nn.Module) -> frozenset[str]:
     """Return the names of the weights of the embedding and the head, which PEFT may save beside an adapter."""
     ends = [cast("Any", model).get_input_embeddings(), cast("Any", model).get_output_embeddings()]
-    inner = {id(getattr(each, "base_layer", getattr(each, "original_module", each))) for each in ends}
+    inner = {id(getattr(end, "base_layer", getattr(end, "original_module", end))) for end in ends}
     parts = cast("Iterable[tuple[str, nn.Module]]", cast("Any", model).named_modules(remove_duplicate=False))
-    found = (name for name, module in parts if id(module) in inner)
-    return frozenset(f"{_plain(name)}.weight" for name in found)
+    names = (name for name, module in parts if id(module) in inner)
+    return frozenset(f"{_plain(name)}.weight" for name in names)
 
 
 def _plain(name: str) -> str:
@@ -52,7 +52,7 @@ def _plain(name: str) -> str:
 
 def own_name(name: str, weights: Mapping[str, Tensor]) -> str | None:
     """Return which of the model's `weights` a tensor in a file is by its name, `None` for an adapter's own."""
-    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
     return plain if plain in weights else None
 
 
@@ -96,20 +96,21 @@ def unchanged(
     An adapter that is `alone` may change biases by its file, and any weight by its initialisation, as it does on the
     stock model; `put_back` undoes that. `config` is that of the adapter. Raise `InputRefused` (A603) for other changes.
     """
-    weights = {name: each for name, each in own_weights(model).items() if not isinstance(each, AbsentWeight)}
+    weights = {name: weight for name, weight in own_weights(model).items() if not isinstance(weight, AbsentWeight)}
     written = {name: tensor for key, tensor in tensors if (name := own_name(key, weights)) is not None}
-    differing = {name for name, tensor in written.items() if _differs(tensor, weights[name])}
+    same_shape = (name for name, tensor in written.items() if tensor.shape == weights[name].shape)  # or PEFT refuses it
+    differing = {name for name in same_shape if not has_values(weights[name], written[name])}
     copied = differing | _subtracted_in_place(config or {}, weights)
     before = {
-        name: _Before(held, held.detach(), held.detach().clone() if name in copied else None)
-        for name, held in weights.items()
+        name: _Before(weight, weight.detach(), weight.detach().clone() if name in copied else None)
+        for name, weight in weights.items()
     }
     try:
         yield
     except BaseException:
         _put_back(before.values())
         raise
-    changed = {name: each for name, each in sorted(before.items()) if each.is_changed}
+    changed = {name: weight for name, weight in sorted(before.items()) if weight.is_changed}
     if wrong := [name for name in changed if not alone or (name in differing and not name.endswith(".bias"))]:
         _put_back(before.values())
         raise InputRefused(_changing(whose, wrong[0], wrong[0] in differing))
@@ -126,14 +127,14 @@ def put_back(model: nn.Module) -> None:
 def as_before(model: nn.Module) -> Generator[None]:
     """Give the weights of `model` in the context the values that they had before an adapter changed them."""
     changed = _CHANGED.get(model, ())
-    tuned = [each.weight.data for each in changed]
+    tuned = [before.weight.data for before in changed]
     try:
-        for each in changed:
-            each.weight.data = each.original
+        for before in changed:
+            before.weight.data = before.original
         yield
     finally:
-        for each, tensor in zip(changed, tuned, strict=True):
-            each.weight.data = tensor
+        for before, tensor in zip(changed, tuned, strict=True):
+            before.weight.data = tensor
 
 
 def _subtracted_in_place(config: Mapping[str, Any], weights: Iterable[str]) -> set[str]:
@@ -161,14 +162,13 @@ def _changing(whose: str, weight: str, by_file: bool) -> Diagnostic:
     return Diagnostic("A603", message, hint=hint)
 
 
-def _differs(tensor: Tensor, held: Tensor) -> bool:
-    if tensor.shape != held.shape:
-        return False  # PEFT refuses it
-    return not torch.equal(tensor.to(held.dtype), held.detach().to(tensor.device))
+def has_values(weight: Tensor, stored: Tensor) -> bool:
+    """Return whether a weight has the `stored` values, compared in its dtype, to which PEFT converts what it loads."""
+    return torch.equal(stored.to(weight.dtype), weight.detach().to(stored.device))
 
 
 def _put_back(before: Iterable[_Before]) -> None:
     with torch.no_grad():
-        for each in before:
-            if each.is_changed:
-                each.put_back()
+        for weight in before:
+            if weight.is_changed:
+                weight.put_back()

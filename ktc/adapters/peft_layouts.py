@@ -1,18 +1,19 @@
-"""Adapters written in PEFT's layouts: in factors, out the tensors and the `adapter_config.json` of a layout.
+"""Adapters in PEFT's layouts.
 
-Layers that share a name with the projections of experts go by their weights, since peft 0.19 and newer take such names
-in `target_modules` for the routed experts. Refused (A606): experts one by one for a model that keeps them stacked.
+In: factors. Out: the tensors and the `adapter_config.json` of a layout. Layers that share a name with the projections
+of experts are named by their weights: peft 0.19 and newer take such names in `target_modules` for the routed experts.
+Refused (A606): experts one by one for a model that keeps them stacked.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, Layout, halves, packed
@@ -39,17 +40,17 @@ class Written:
 def written(adapter_config: Mapping[str, Any], factors: Iterable[Factors], base: BaseModel, layout: Layout) -> Written:
     """Return the adapter of these `factors` in a layout; `adapter_config` supplies the unchanged settings."""
     factors = tuple(factors)
-    plain = [each for each in factors if not each.target.experts]
-    stacks = [each for each in factors if each.target.experts]
+    plain = [weight for weight in factors if not weight.target.experts]
+    stacks = [weight for weight in factors if weight.target.experts]
     notes: list[str] = []
     if stacks and layout == "per-expert":
         stacks = _even(stacks, base, notes)
         tensors, names = _one_by_one(stacks, base)
     else:
         tensors, names = _fused(stacks, layout), []
-    for each in plain:
-        tensors[key_of(each.target.module, "lora_A")] = each.a.contiguous()
-        tensors[key_of(each.target.module, "lora_B")] = each.b.contiguous()
+    for weight in plain:
+        tensors[key_of(weight.target.module, "lora_A")] = weight.a.contiguous()
+        tensors[key_of(weight.target.module, "lora_B")] = weight.b.contiguous()
     config = _config(adapter_config, plain, stacks, base, layout, names)
     if adapter_config.get("lora_dropout") and not config["lora_dropout"]:
         notes.append("lora_dropout is written as 0: peft takes none beside weights that are adapted by their names")
@@ -60,14 +61,14 @@ def written(adapter_config: Mapping[str, Any], factors: Iterable[Factors], base:
 
 
 def _fused(stacks: Sequence[Factors], layout: Layout) -> dict[str, Tensor]:
-    """PEFT wraps the first parameter of a module innermost."""
     tensors: dict[str, Tensor] = {}
     by_module: dict[str, list[Factors]] = {}
-    for each in stacks:
-        by_module.setdefault(each.target.module, []).append(each)
+    for factors in stacks:
+        by_module.setdefault(factors.target.module, []).append(factors)
     for module, adapted in by_module.items():
-        for depth, each in enumerate(sorted(adapted, key=lambda f: f.target.order, reverse=True)):
-            a, b = packed(each, layout)
+        # PEFT wraps the first parameter of a module innermost.
+        for depth, factors in enumerate(sorted(adapted, key=lambda factors: factors.target.order, reverse=True)):
+            a, b = packed(factors, layout)
             layer = module + ".base_layer" * depth
             tensors[key_of(layer, "lora_A")], tensors[key_of(layer, "lora_B")] = a, b
     return tensors
@@ -78,54 +79,44 @@ def _one_by_one(stacks: Sequence[Factors], base: BaseModel) -> tuple[dict[str, T
     names = _projections(base)
     tensors: dict[str, Tensor] = {}
     used: list[str] = []
-    for each in stacks:
-        bs = dict(zip(("gate", "up"), halves(each), strict=True)) if each.target.is_gate_up else {"down": each.b}
+    for stack in stacks:
+        bs = dict(zip(("gate", "up"), halves(stack), strict=True)) if stack.target.is_gate_up else {"down": stack.b}
         for part, b in bs.items():
             used.append(names[part])
-            for expert in range(each.target.experts):
-                layer = f"{each.target.module}.{expert}.{names[part]}"
-                tensors[key_of(layer, "lora_A")] = each.a[expert].clone()
+            for expert in range(stack.target.experts):
+                layer = f"{stack.target.module}.{expert}.{names[part]}"
+                tensors[key_of(layer, "lora_A")] = stack.a[expert].clone()
                 tensors[key_of(layer, "lora_B")] = b[expert].contiguous()
     return tensors, sorted(set(used))
 
 
 def _projections(base: BaseModel) -> Mapping[str, str]:
     """Return the names of gate, up and down in the model's checkpoints. Raise `InputRefused` (A606)."""
-    if not (found := names_one_by_one(base.model)):
+    if not (names := names_one_by_one(base.model)):
         message = f"experts of the adapter have no layout one by one: {keeps_stacked(base.model_type)}"
         raise InputRefused(Diagnostic("A606", message, hint="use `--layout peft-fused`"))
-    return found
+    return names
 
 
 def _even(stacks: Sequence[Factors], base: BaseModel, notes: list[str]) -> list[Factors]:
-    """Stacks of one rank and one scaling, of every layer that has such: all that this layout's config can say."""
-    r, scaling = max(each.r for each in stacks), stacks[0].scaling
-    even = [_padded(_rescaled(each, scaling), r) for each in stacks]
-    if any(each.r != r or each.scaling != scaling for each in stacks):
+    """Return stacks of one rank and one scaling for all layers with experts: this layout's config has no others."""
+    r, scaling = max(stack.r for stack in stacks), stacks[0].scaling
+    even: list[Factors] = []
+    for stack in stacks:
+        a = functional.pad(stack.a, (0, 0, 0, r - stack.r))
+        b = functional.pad(stack.b * (stack.scaling / scaling), (0, r - stack.r))
+        even.append(Factors(stack.target, a, b, scaling))
+    if any(stack.r != r or stack.scaling != scaling for stack in stacks):
         notes.append(f"experts are brought to rank {r} and scaling {scaling:g}: in this layout all have the same")
-    adapted = {each.target.name for each in stacks}
-    leaves = {each.target.leaf for each in stacks}
+    adapted = {stack.target.name for stack in stacks}
+    leaves = {stack.target.leaf for stack in stacks}
     others = [t for t in base.targets.values() if t.experts and t.leaf in leaves and t.name not in adapted]
-    dtype = stacks[0].a.dtype
-    even += [_nothing(target, r, scaling, dtype) for target in others]
+    for target in others:
+        a = stacks[0].a.new_zeros(target.experts, r, target.in_features)
+        even.append(Factors(target, a, a.new_zeros(target.experts, target.out_features, r), scaling))
     if others:
         notes.append(f"{len(others)} stacks of experts that have no adapter get zeros: this layout is of all layers")
     return even
-
-
-def _rescaled(factors: Factors, scaling: float) -> Factors:
-    return replace(factors, b=factors.b * (factors.scaling / scaling), scaling=scaling)
-
-
-def _padded(factors: Factors, r: int) -> Factors:
-    more = r - factors.r
-    pad = torch.nn.functional.pad
-    return replace(factors, a=pad(factors.a, (0, 0, 0, more)), b=pad(factors.b, (0, more)))
-
-
-def _nothing(target: Target, r: int, scaling: float, dtype: torch.dtype) -> Factors:
-    a = torch.zeros(target.experts, r, target.in_features, dtype=dtype)
-    return Factors(target, a, torch.zeros(target.experts, target.out_features, r, dtype=dtype), scaling)
 
 
 # The config
@@ -140,15 +131,13 @@ def _config(
     expert_names: Sequence[str],
 ) -> dict[str, Any]:
     """Return the old config with targets, ranks and alphas of the layout; use_rslora is folded into the alphas."""
-    modules = [each for each in plain if _by_module(each.target, base)]
-    parameters = [each.target.name for each in plain if not _by_module(each.target, base)]
-    named = [(each, each.target.module if _by_module(each.target, base) else each.target.name) for each in plain]
-    if layout != "per-expert":
-        parameters += [each.target.name for each in stacks]
-        named += [(each, each.target.name) for each in stacks]
-    leading = stacks if layout == "per-expert" and stacks else [each for each, _ in named]
-    (r, alpha), _ = Counter((each.r, _alpha(each)) for each in leading).most_common(1)[0]
-    by_weight = bool(parameters or stacks)
+    by_module = [weight for weight in plain if _goes_by_module(weight.target, base)]
+    by_name = [weight for weight in plain if not _goes_by_module(weight.target, base)]
+    by_name += stacks if layout != "per-expert" else []
+    named = [(weight, weight.target.module) for weight in by_module]
+    named += [(weight, weight.target.name) for weight in by_name]
+    leading = stacks if layout == "per-expert" and stacks else [weight for weight, _ in named]
+    (r, alpha), _ = Counter((weight.r, _alpha(weight)) for weight in leading).most_common(1)[0]
     return {
         **old,
         "peft_type": "LORA",
@@ -157,16 +146,16 @@ def _config(
         "r": r,
         "lora_alpha": alpha,
         "use_rslora": False,
-        "lora_dropout": 0.0 if by_weight else old.get("lora_dropout", 0.0),
-        "target_modules": [*_shortened([each.target.module for each in modules], base), *expert_names],
-        "target_parameters": parameters or None,
-        "rank_pattern": {name: each.r for each, name in named if each.r != r},
-        "alpha_pattern": {name: _alpha(each) for each, name in named if _alpha(each) != alpha},
+        "lora_dropout": 0.0 if by_name or stacks else old.get("lora_dropout", 0.0),
+        "target_modules": [*_shortened([weight.target.module for weight in by_module], base), *expert_names],
+        "target_parameters": [weight.target.name for weight in by_name] or None,
+        "rank_pattern": {name: weight.r for weight, name in named if weight.r != r},
+        "alpha_pattern": {name: _alpha(weight) for weight, name in named if _alpha(weight) != alpha},
         **dict.fromkeys(("layers_to_transform", "layers_pattern", "exclude_modules"), None),
     }
 
 
-def _by_module(target: Target, base: BaseModel) -> bool:
+def _goes_by_module(target: Target, base: BaseModel) -> bool:
     return target.module in base.linears and target.leaf not in EXPERT_NAMES
 
 
@@ -178,17 +167,12 @@ def _alpha(factors: Factors) -> float:
 
 def _version(old: Mapping[str, Any], layout: Layout) -> str:
     """Return the release that the old config names if it wrote this layout, otherwise one that did."""
-    found = str(old.get("peft_version") or "")
-    is_new = versions.release(found or "0") >= SWAPPED_SINCE
-    return found if found and is_new == (layout != "peft-fused-018") else _WRITTEN_BY[layout]
+    release = str(old.get("peft_version") or "")
+    is_new = versions.release(release or "0") >= SWAPPED_SINCE
+    return release if release and is_new == (layout != "peft-fused-018") else _WRITTEN_BY[layout]
 
 
 def _shortened(modules: Sequence[str], base: BaseModel) -> list[str]:
     """Return `q_proj` if every layer of that name is adapted, otherwise full names."""
-    meant = set(modules)
-    of_leaf: dict[str, set[str]] = {}
-    for name in base.linears:
-        of_leaf.setdefault(name.rpartition(".")[2], set()).add(name)
-    whole = {leaf for leaf, names in of_leaf.items() if names <= meant}
-    shown = {leaf if (leaf := name.rpartition(".")[2]) in whole else name for name in modules}
-    return sorted(shown)
+    not_whole = {name.rpartition(".")[2] for name in base.linears - set(modules)}
+    return sorted({name if (leaf := name.rpartition(".")[2]) in not_whole else leaf for name in modules})

@@ -7,7 +7,7 @@ another form, as those of routed experts. PEFT copies a module with its register
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,12 +24,13 @@ def require_registered(adapter: Adapter, model: nn.Module, original: str) -> Non
     """Raise `InputRefused` (A604) if the adapter has values for weights that no module of the model registers."""
     from ktc.adapters.own_weights import own_name, own_weights
 
-    wanted = tuple(str(each) for each in adapter.config.get("modules_to_save") or ())
+    wanted = adapter.names("modules_to_save")
     if not wanted:
         return
     weights = own_weights(model)
     fixed = weights.keys() - cast("Any", model).state_dict().keys()
-    covered = tuple(f"{name}." for name in _modules(model) if name.endswith(wanted))
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    covered = tuple(f"{name}." for name, _ in modules if name.endswith(wanted))
     names = {own_name(entry.name, weights) for entry in adapter.tensors if ".base_layer." not in entry.name}
     if lost := sorted(name for name in names & fixed if name and name.startswith(covered)):
         message = (
@@ -37,10 +38,6 @@ def require_registered(adapter: Adapter, model: nn.Module, original: str) -> Non
             f"`{lost[0]}` from an adapter: it holds that weight in a form of its own"
         )
         raise InputRefused(Diagnostic("A604", message, hint=_instead(adapter, original)))
-
-
-def _modules(model: nn.Module) -> Iterator[str]:
-    yield from (str(name) for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
 
 
 def _instead(adapter: Adapter, original: str) -> str:

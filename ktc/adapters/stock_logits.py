@@ -1,7 +1,7 @@
-"""Run as a program of its own by `export_check`: what stock peft makes of an adapter, beside a model that holds it.
+"""A program that `export_check` runs: the logits of an adapter in stock peft, and those of the model with it merged.
 
 In: three folders, the base, the base with the adapter added to its weights, and the adapter. Out, on stdout: one JSON
-object. ktc cannot be imported here: what is compared is transformers and peft as everybody has them.
+object. ktc cannot be imported here: the comparison is of transformers and peft without changes of ktc.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def main(base: str, merged: str, adapter: str) -> None:
     torch.set_num_threads(1)
 
     def load(folder: str) -> Any:
-        found = cast("Any", transformers.AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
-        return found.eval()
+        model = cast("Any", transformers.AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
+        return model.eval()
 
     def logits(model: Any) -> torch.Tensor:
         ids = torch.arange(3, 3 + 2 * 24).reshape(2, 24) % model.get_input_embeddings().weight.shape[0]

@@ -66,7 +66,7 @@ def _command(kind: type[Request]) -> Callable[..., None]:
     session = inspect.Parameter("session", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Session)
     results = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ResultsFile)
     hints = get_type_hints(kind, localns={"Isa": str})
-    options = [_parameter(each, hints[each.name]) for each in fields(kind) if _is_option(each)]
+    options = [_parameter(field, hints[field.name]) for field in fields(kind) if _is_option(field)]
     command.__doc__ = (kind.__doc__ or "").partition("\n")[0]
     cast("Any", command).__signature__ = inspect.Signature([session, *options, results])
     return in_session()(command)
@@ -128,12 +128,12 @@ def _show(session: Session, request: Request, report: Any, output: Path | None) 
     from ktc.tools.bench.plot import write_figure
     from ktc.tools.bench.report import tables
 
-    found = report.to_json()
+    values = report.to_json()
     session.note(f"measured {request}")
-    session.result(found)
+    session.result(values)
     session.show(tables(report))
     if output is not None:
-        session.emit(json.dumps(found, indent=2), output)
+        session.emit(json.dumps(values, indent=2), output)
     for option, file in request.files.items():
         if file is not None:
             if option == "--plot":

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ktc.cli.tables import plain_table
 from ktc.inference.consistency.report import MEANINGS, PATHS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def modes_table(report: Report) -> Table:
     """Return a row for each model that trains and a column for each that serves: means of calls and of decoding."""
     first = "stock \\ serves" if report.against == "stock" else "trains \\ serves"
     served = [side.name for side in report.served]
-    table = Table(first, *map(escape, served), box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = plain_table(first, *map(escape, served))
     table.title = "mean |dlogp|, calls and decode; mismatched cells in brackets"
     cells = iter(report.cells)
     for side in report.trained:
@@ -42,7 +42,7 @@ def modes_table(report: Report) -> Table:
 def paths_table(report: Report) -> Table:
     """Return a row for each path of each cell."""
     heads = ("pair", "path", "mean", "p99", "max", f"> {report.large:g}", "same token", "tokens")
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = plain_table(*heads)
     for column in table.columns[2:]:
         column.justify, column.no_wrap = "right", True
     for cell in report.cells:
@@ -50,18 +50,18 @@ def paths_table(report: Report) -> Table:
         for path in PATHS:
             pair = f"{cell.trained} -> {cell.served}" if path == PATHS[0] else ""
             table.add_row(Text(pair), path, *_cells(cell.paths[path]), style=style)
-    for name, found in report.stock_rounding.items():
-        table.add_row(Text(f"stock fp32 -> {name}"), "stock's own", *_cells(found), style="dim")
+    for name, difference in report.stock_rounding.items():
+        table.add_row(Text(f"stock fp32 -> {name}"), "stock's own", *_cells(difference), style="dim")
     return table
 
 
-def _cells(found: Difference) -> tuple[str, ...]:
-    values = (_mean(found), _number(found.p99), _number(found.largest))
-    return (*values, f"{found.above:.2%}", f"{found.agreement:.2%}", str(found.tokens))
+def _cells(difference: Difference) -> tuple[str, ...]:
+    values = (_mean(difference), _number(difference.p99), _number(difference.largest))
+    return (*values, f"{difference.above:.2%}", f"{difference.agreement:.2%}", str(difference.tokens))
 
 
-def _mean(found: Difference) -> str:
-    return "0 exactly" if found.exact else _number(found.mean)
+def _mean(difference: Difference) -> str:
+    return "0 exactly" if difference.exact else _number(difference.mean)
 
 
 def _number(value: float | None) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ktc.cli.amounts import size
 from ktc.cli.following import RULES
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -53,7 +54,7 @@ def examine() -> tuple[Host, tuple[Finding, ...]]:
         *(_package(name) for name in versions.SUPPORTED),
         _linears(),
         _gpus(host),
-        _memory(host),
+        Finding("memory", "works", size(host.memory)),
         _huge_pages(),
         _cache(),
         _leftovers(),
@@ -69,20 +70,20 @@ def to_json(host: Host, findings: tuple[Finding, ...]) -> dict[str, object]:
 
 
 def _instruction_set(host: Host) -> Finding:
-    found = f"{', '.join(host.isas)}; {host.cores} cores, {host.threads} threads, {host.numa} NUMA nodes"
+    facts = f"{', '.join(host.isas)}; {host.cores} cores, {host.threads} threads, {host.numa} NUMA nodes"
     if host.isas == ("scalar",):
-        return Finding("instruction set", "limited", found, "kernels are fast from AVX2 on: use a newer CPU")
-    return Finding("instruction set", "works", found)
+        return Finding("instruction set", "limited", facts, "kernels are fast from AVX2 on: use a newer CPU")
+    return Finding("instruction set", "works", facts)
 
 
 def _compiler(host: Host) -> Finding:
     remedy = "install g++ 11 or newer (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`)"
     if host.compiler is None:
         return Finding("C++ compiler", "missing", "not found on PATH", remedy)
-    found = f"{host.compiler.path} {host.compiler.version}"
+    fact = f"{host.compiler.path} {host.compiler.version}"
     major = versions.release(host.compiler.version)[:1]
     too_old = "clang" not in host.compiler.path and major < (_OLDEST_COMPILER,)
-    return Finding("C++ compiler", "limited" if too_old else "works", found, remedy if too_old else "")
+    return Finding("C++ compiler", "limited" if too_old else "works", fact, remedy if too_old else "")
 
 
 def _python_header() -> Finding:
@@ -95,14 +96,14 @@ def _python_header() -> Finding:
 
 def _package(name: str) -> Finding:
     oldest, newest = versions.SUPPORTED[name]
-    found, supported = versions.installed(name), versions.range_of(name)
-    if found is None:
+    version, supported = versions.installed(name), versions.range_of(name)
+    if version is None:
         index = " --index-url https://download.pytorch.org/whl/cpu (without a GPU)" if name == "torch" else ""
         return Finding(name, "missing", "not installed", f"`pip install '{name}>={versions.dotted(oldest)}'`{index}")
-    if not oldest <= versions.release(found)[:2] <= newest:
+    if not oldest <= versions.release(version)[:2] <= newest:
         remedy = f"`pip install '{name}~={versions.dotted(newest)}'`"
-        return Finding(name, "limited", f"{found}, supported are {supported}", remedy)
-    return Finding(name, "works", f"{found} (supported: {supported})")
+        return Finding(name, "limited", f"{version}, supported are {supported}", remedy)
+    return Finding(name, "works", f"{version} (supported: {supported})")
 
 
 def _linears() -> Finding:
@@ -112,20 +113,16 @@ def _linears() -> Finding:
         return Finding(name, "limited", "not measured without torch")
     from ktc.model.linears.choice import predicted_choice
 
-    found = predicted_choice()
-    taken = "ktc's own product" if found.packed else "torch's product"
-    speeds = f"bf16 {found.torch:.0f}, fp32 {found.other:.0f} GFLOP/s"
+    choice = predicted_choice()
+    taken = "ktc's own product" if choice.packed else "torch's product"
+    speeds = f"bf16 {choice.torch:.0f}, fp32 {choice.other:.0f} GFLOP/s"
     return Finding(name, "works", f"{taken} in `kt_linear(prefill = auto)` on the CPU: torch has {speeds}")
 
 
 def _gpus(host: Host) -> Finding:
     if not host.gpus:
         return Finding("GPU", "limited", "none: everything runs on the CPU", "an NVIDIA GPU and a CUDA build of torch")
-    return Finding("GPU", "works", ", ".join(f"{gpu.name} {_gib(gpu.memory)}" for gpu in host.gpus))
-
-
-def _memory(host: Host) -> Finding:
-    return Finding("memory", "works", _gib(host.memory))
+    return Finding("GPU", "works", ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in host.gpus))
 
 
 def _huge_pages() -> Finding:
@@ -136,41 +133,30 @@ def _huge_pages() -> Finding:
     remedy = f"`echo madvise | sudo tee {_HUGE_PAGES}` makes reading the experts faster"
     if mode is None:
         return Finding("huge pages", "limited", "unknown: the kernel does not report it", remedy)
-    return (
-        Finding("huge pages", "limited", "never", remedy)
-        if mode[1] == "never"
-        else Finding("huge pages", "works", mode[1])
-    )
+    if mode[1] == "never":
+        return Finding("huge pages", "limited", "never", remedy)
+    return Finding("huge pages", "works", mode[1])
 
 
 def _cache() -> Finding:
     folder = cache_dir()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
-        return Finding(
-            "cache folder", "missing", f"{folder} cannot be written", "set KTC_CACHE_DIR to a writable folder"
-        )
-    return Finding("cache folder", "works", f"{folder}, {_gib(shutil.disk_usage(existing).free)} free")
+        remedy = "set KTC_CACHE_DIR to a writable folder"
+        return Finding("cache folder", "missing", f"{folder} cannot be written", remedy)
+    return Finding("cache folder", "works", f"{folder}, {size(shutil.disk_usage(existing).free)} free")
 
 
 def _leftovers() -> Finding:
     """Count what killed processes left in the cache, among the temporary files and in the working folder."""
     from ktc.cli import leftovers
 
-    found = leftovers.find()
-    if not found:
+    unfinished = leftovers.find()
+    if not unfinished:
         return Finding("leftovers", "works", "none of killed processes")
-    total = sum(each.bytes for each in found) / 1e6
-    return Finding(
-        "leftovers",
-        "limited",
-        f"{len(found)} of killed processes, {total:,.1f} MB",
-        "`ktc doctor --clean` removes them",
-    )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    total = sum(leftover.bytes for leftover in unfinished) / 1e6
+    fact = f"{len(unfinished)} of killed processes, {total:,.1f} MB"
+    return Finding("leftovers", "limited", fact, "`ktc doctor --clean` removes them")
 
 
 @in_session("as_json", "quiet")
@@ -199,11 +185,12 @@ def _clean(session: Session) -> None:
     from ktc.cli import leftovers
 
     rows: list[dict[str, object]] = []
+    removed: list[leftovers.Leftover] = []
     for left in leftovers.find():
-        removed = leftovers.remove(left)
-        rows.append({"path": str(left.path), "bytes": left.bytes, "removed": removed})
-        session.show(f"{'removed' if removed else 'cannot remove'} {left.path} ({left.bytes / 1e6:,.1f} MB)")
-    total = sum(left_bytes for row in rows if row["removed"] and isinstance(left_bytes := row["bytes"], int))
-    session.show(f"{sum(bool(row['removed']) for row in rows)} leftovers removed, {total / 1e6:,.1f} MB")
+        is_removed = leftovers.remove(left)
+        removed += [left] if is_removed else []
+        rows.append({"path": str(left.path), "bytes": left.bytes, "removed": is_removed})
+        session.show(f"{'removed' if is_removed else 'cannot remove'} {left.path} ({left.bytes / 1e6:,.1f} MB)")
+    session.show(f"{len(removed)} leftovers removed, {sum(left.bytes for left in removed) / 1e6:,.1f} MB")
     session.result({"leftovers": rows})
-    session.exit_code = 0 if all(row["removed"] for row in rows) else 3
+    session.exit_code = 0 if len(removed) == len(rows) else 3

@@ -137,7 +137,8 @@ def command(
     session.result({**evaluation.to_json(), "model": opened.name, "adapter": opened.adapter or None})
     session.result({"sampling": asdict(sampling), "output": None if output is None else str(output)})
     session.show(_table(evaluation, opened.name))
-    session.show(f"{evaluation.definition}\n{_versions(evaluation)}")
+    versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
+    session.show(f"{evaluation.definition}\n{versions}")
     if opened.streams:
         session.next(*serving(out, adapter, weights=weights, trust=trust))
 
@@ -162,12 +163,11 @@ def _check_combination(task: Task, by: By | None, given: Mapping[str, bool]) -> 
 
 def _table(evaluation: Evaluation, name: str) -> Table:
     """Return one row per metric: of the model alone, or of base and tuned with the difference."""
-    from rich import box
-    from rich.table import Table
+    from ktc.cli.tables import plain_table
 
     both = evaluation.lines[0].tuned is not None
     heads = ("base", "tuned", "delta", "95 % of resamples") if both else ("model",)
-    table = Table("%", *heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = plain_table("%", *heads)
     table.title = f"{name}, {evaluation.samples} samples"
     for column in table.columns[1:]:
         column.justify = "right"
@@ -178,7 +178,3 @@ def _table(evaluation: Evaluation, name: str) -> Table:
             cells += [f"{line.tuned:.2f}", f"{line.delta:+.2f}", f"{low:+.2f} to {high:+.2f}"]
         table.add_row(line.name, *cells)
     return table
-
-
-def _versions(evaluation: Evaluation) -> str:
-    return ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())

@@ -129,10 +129,10 @@ def _export_adapter(
     if check:
         from ktc.adapters.export_check import check as compare
 
-        found = compare(adapter, done, model)
-        session.result({"check": asdict(found)})
-        session.show(_verdict(found))
-        session.exit_code = 0 if found.passed else 1
+        checked = compare(adapter, done, model)
+        session.result({"check": asdict(checked)})
+        session.show(_verdict(checked))
+        session.exit_code = 0 if checked.passed else 1
     elif layout != "gguf":
         moved = () if model is None else ("--model", model)
         checked = f"{done.path}-checked"
@@ -148,9 +148,9 @@ def _told(done: Exported) -> str:
     return "\n".join(lines)
 
 
-def _verdict(found: Checked) -> str:
-    where = f"in stock peft {found.peft}" if found.peft else "read back"
-    numbers = f"largest difference {found.difference:.2g}, the adapter's own effect {found.effect:.2g}"
-    if found.passed:
-        return f"the same {where}: relative error {found.relative:.1e} ({numbers}; {found.weights} weights)"
-    return f"NOT the same: {found.found} (relative error {found.relative:.1e}; {numbers})"
+def _verdict(checked: Checked) -> str:
+    where = f"in stock peft {checked.peft}" if checked.peft else "read back"
+    numbers = f"largest difference {checked.difference:.2g}, the adapter's own effect {checked.effect:.2g}"
+    if checked.passed:
+        return f"the same {where}: relative error {checked.relative:.1e} ({numbers}; {checked.weights} weights)"
+    return f"NOT the same: {checked.found} (relative error {checked.relative:.1e}; {numbers})"

@@ -7,7 +7,7 @@ read and no file is written. Refuses a layer the model lacks, and a difference a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,14 +57,26 @@ def render(request: Request) -> str:
     dump = dumps[-1]
     if request.layer is not None and not dump.of_layer(request.layer):
         layers = sorted({layer for block in dump.blocks for layer in block.layers})
-        found = f"{layers[0]} to {layers[-1]}" if layers else "none"
-        raise InputRefused(Diagnostic("U011", f"the model has no layer {request.layer}: its layers are {found}"))
+        numbers = f"{layers[0]} to {layers[-1]}" if layers else "none"
+        raise InputRefused(Diagnostic("U011", f"the model has no layer {request.layer}: its layers are {numbers}"))
     measured = _measured(Path(request.model)) if request.stage == "rewritten" else ()
     if request.form == "html":
         from ktc.stages.pictures.html import render_html
 
         return render_html(dumps, request.layer, measured)
-    return _writer(request.form, request.color, measured)(dump, request.layer)
+    if request.form == "json":
+        return to_json(_of_layer(dump, request.layer))
+    if request.form == "dot":
+        from ktc.stages.pictures.dot import render_dot
+
+        return render_dot(dump, request.layer, measured)
+    if request.form == "svg":
+        from ktc.stages.pictures.svg import render_svg
+
+        return render_svg(dump, request.layer, measured)
+    from ktc.stages.pictures.text import render_text
+
+    return render_text(dump, request.layer, colour=request.color, measured=measured)
 
 
 def following(request: Request) -> Words:
@@ -82,8 +94,8 @@ def _difference(request: Request, first: str, second: str) -> str:
     if request.form not in ("text", "json"):
         raise InputRefused(Diagnostic("U012", f"a difference is written as text or json, not as `{request.form}`"))
     before, after = (_side(request, side) for side in (first, second))
-    found = diff(before, after)
-    return json.dumps(found.to_json(), indent=1) if request.form == "json" else found.text()
+    difference = diff(before, after)
+    return json.dumps(difference.to_json(), indent=1) if request.form == "json" else difference.text()
 
 
 def _side(request: Request, side: str) -> ModelDump:
@@ -130,20 +142,3 @@ def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:
     sites = {site for block in blocks for site in block.sites}
     matches = tuple(m for m in dump.matches if any(m.site == s or m.site.startswith(f"{s}.") for s in sites))
     return replace(dump, blocks=blocks, matches=matches)
-
-
-def _writer(form: str, color: bool, measured: Sequence[Measured]) -> Callable[[ModelDump, int | None], str]:
-    """Return the renderer of a format: a function of a dump and a layer."""
-    if form == "json":
-        return lambda dump, layer: to_json(_of_layer(dump, layer))
-    if form == "dot":
-        from ktc.stages.pictures.dot import render_dot
-
-        return lambda dump, layer: render_dot(dump, layer, measured)
-    if form == "svg":
-        from ktc.stages.pictures.svg import render_svg
-
-        return lambda dump, layer: render_svg(dump, layer, measured)
-    from ktc.stages.pictures.text import render_text
-
-    return lambda dump, layer: render_text(dump, layer, colour=color, measured=measured)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -57,31 +58,27 @@ def _paths() -> Iterator[Path]:
 
 def _folders(place: Path) -> list[Path]:
     try:
-        return sorted(each for each in place.iterdir() if each.is_dir() and not each.name.startswith("."))
+        return sorted(entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError:
         return []
 
 
 def _size(folder: Path) -> int:
-    return sum(each.lstat().st_size for each in folder.rglob("*") if each.is_file())
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-class _build_lock:
-    """The lock of the builder of a kernel library; entering returns whether it was free."""
+@contextmanager
+def _build_lock(build: Path) -> Generator[bool]:
+    """Lock a kernel library as its builder does, and yield whether the lock was free."""
+    from filelock import FileLock, Timeout
 
-    def __init__(self, build: Path) -> None:
-        from filelock import FileLock
-
-        self._lock = FileLock(build.with_suffix(".lock"))
-
-    def __enter__(self) -> bool:
-        from filelock import Timeout
-
-        try:
-            self._lock.acquire(timeout=0)
-        except (OSError, Timeout):
-            return False
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release(force=True)
+    lock = FileLock(build.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except (OSError, Timeout):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

@@ -5,18 +5,17 @@ In: a report. Out: rich renderables. Blocks that no rule rewrote are shown if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from ktc.cli.amounts import count
+from ktc.cli.tables import plain_table
 
 if TYPE_CHECKING:
-    from ktc.inference.prove.report import LayerReport, Report, Row
+    from ktc.inference.prove.report import Report, Row
 
 _COLUMNS = ("layer", "", "ktc", "stock", "ratio", "same experts", "format", "carried", "worst")
 
@@ -25,8 +24,10 @@ def fidelity_table(report: Report, every: bool = False) -> Table:
     """Return one row per comparison: errors against stock in fp32, of ktc and of stock in its own dtype."""
     rows: list[tuple[Row, tuple[str, ...]]] = []
     for layer in report.layers:
-        for row in _shown(layer, every):
+        for row in layer.rows:
             whole = row.kind == "layer"
+            if not (every or row.red or row.rewritten or whole):
+                continue
             carried = _pair(layer.carried.ktc, layer.carried.stock) if layer.carried and whole else ""
             rows.append((row, (str(layer.index) if whole else "", *_cells(row, carried))))
     if report.final is not None:
@@ -34,16 +35,12 @@ def fidelity_table(report: Report, every: bool = False) -> Table:
         carried = _pair(whole_pass.errors.ktc, whole_pass.errors.stock) if whole_pass else ""
         rows.append((report.final.row, ("", *_cells(report.final.row, carried))))
     used = [i for i in range(len(_COLUMNS)) if i < 5 or any(cells[i] for _, cells in rows)]
-    table = Table(*(_COLUMNS[i] for i in used), box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = plain_table(*(_COLUMNS[i] for i in used))
     for column in table.columns[2:-1]:
         column.justify, column.no_wrap = "right", True
     for row, cells in rows:
         table.add_row(*(Text(cells[i]) for i in used), style="bold red" if row.red else "")
     return table
-
-
-def _shown(layer: LayerReport, every: bool) -> Iterator[Row]:
-    return (row for row in layer.rows if every or row.red or row.rewritten or row.kind == "layer")
 
 
 def _cells(row: Row, carried: str) -> tuple[str, ...]:

@@ -46,21 +46,6 @@ if TYPE_CHECKING:
     from ktc.stages.proof import Proof
     from ktc.stages.rewrite import RewrittenBlock
 
-STAGES = (
-    "rules",
-    "model",
-    "capture",
-    "weights",
-    "match",
-    "plan",
-    "rewrite",
-    "prove",
-    "render",
-    "build",
-    "trial",
-    "link",
-)
-
 
 class StageReport:
     """Collects the values of the stages, shows each as it finishes, and turns all of them into tables and JSON."""
@@ -91,7 +76,8 @@ class StageReport:
         if stage == "rules":
             self._session.sources = cast("RuleSet", value).sources
         self._values[stage], self._seconds[stage] = value, now - self._last
-        line = f"{stage:8s}{self._seconds[stage]:6.1f} s  {_summary(stage, value)}"
+        summary = "" if value is None else _SUMMARIES[stage](value)
+        line = f"{stage:8s}{self._seconds[stage]:6.1f} s  {summary}"
         self._console.print(f"  {line}", markup=False, soft_wrap=True)
         self._session.note(line)
         self._following = min(STAGES.index(stage) + 1, len(STAGES) - 1)
@@ -129,9 +115,9 @@ class StageReport:
         weights = cast("WeightMap | None", self._values.get("weights"))
         plan = cast("Plan | None", self._values.get("plan"))
         of_plan = plan.warnings if plan else rules.warnings
-        found = (*of_plan, *(weights.warnings if weights else ()))
+        warnings = (*of_plan, *(weights.warnings if weights else ()))
         over_budget = plan.over_budget if plan else ()
-        self._session.diagnose((*found, *over_budget))
+        self._session.diagnose((*warnings, *over_budget))
         if over_budget:
             self._session.exit_code = HostLacks.exit_code
 
@@ -164,32 +150,21 @@ def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _summary(stage: str, value: Any) -> str:
-    """Return the short description of a stage's value for its line."""
-    return _SUMMARIES[stage](value) if stage in _SUMMARIES and value is not None else ""
-
-
 def _rules(value: RuleSet) -> str:
-    return (
-        f"{count(len(value.rules), 'rule')}, {count(len(value.patterns), 'pattern')}, {count(len(value.units), 'file')}"
-    )
+    counts = count(len(value.rules), "rule"), count(len(value.patterns), "pattern"), count(len(value.units), "file")
+    return ", ".join(counts)
 
 
 def _model(value: ModelSource) -> str:
-    weights = (
-        "no weights"
-        if value.index is None
-        else f"{count(len(value.index.tensors), 'tensor')}, {size(value.index.bytes)}"
-    )
-    return f"{value.config.model_type}, {weights}"
+    if value.index is None:
+        return f"{value.config.model_type}, no weights"
+    return f"{value.config.model_type}, {count(len(value.index.tensors), 'tensor')}, {size(value.index.bytes)}"
 
 
 def _capture(value: CapturedModel) -> str:
     opaque = sum(block.graph is None for block in value.blocks)
-    return (
-        f"{count(len(value.blocks), 'distinct block')} at {count(len(value.sites), 'place')}"
-        + f", {opaque} opaque" * bool(opaque)
-    )
+    blocks = f"{count(len(value.blocks), 'distinct block')} at {count(len(value.sites), 'place')}"
+    return f"{blocks}, {opaque} opaque" if opaque else blocks
 
 
 def _weights(value: WeightMap) -> str:
@@ -197,9 +172,8 @@ def _weights(value: WeightMap) -> str:
 
 
 def _match(value: Matches) -> str:
-    return (
-        f"{count(len(value.matches), 'match', 'matches')}, {count(len(value.near_misses), 'near miss', 'near misses')}"
-    )
+    matches = count(len(value.matches), "match", "matches")
+    return f"{matches}, {count(len(value.near_misses), 'near miss', 'near misses')}"
 
 
 def _plan(value: Plan) -> str:
@@ -217,8 +191,8 @@ def _prove(value: tuple[Proof, ...]) -> str:
     holding = [proof for proof in value if proof.holds]
     worst = max((max(proof.forward, proof.worst_gradient) for proof in holding), default=0.0)
     left = len(value) - len(holding)
-    told = f"{count(len(holding), 'rewrite')} proven, worst error {worst:.1e}"
-    return told + f"; {count(left, 'block')} left, planned again" * bool(left)
+    proven = f"{count(len(holding), 'rewrite')} proven, worst error {worst:.1e}"
+    return f"{proven}; {count(left, 'block')} left, planned again" if left else proven
 
 
 def _render(value: KernelSource) -> str:
@@ -232,8 +206,8 @@ def _build(value: KernelLibrary) -> str:
 def _trial(value: Trial) -> str:
     of = f" of {value.all_layers}" * (value.layers < value.all_layers)
     kernels = "" if value.kernels == "built" else " by its references"
-    told = f"ran {value.layers}{of} layers{kernels}: {count(len(value.ran), 'step')}"
-    return "; ".join((*([told] if value.ran else []), *value.notes))
+    run = f"ran {value.layers}{of} layers{kernels}: {count(len(value.ran), 'step')}"
+    return "; ".join((*([run] if value.ran else []), *value.notes))
 
 
 def _link(value: Path) -> str:
@@ -254,3 +228,4 @@ _SUMMARIES: dict[str, Callable[[Any], str]] = {
     "trial": _trial,
     "link": _link,
 }
+STAGES = tuple(_SUMMARIES)

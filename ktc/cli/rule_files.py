@@ -27,13 +27,13 @@ def fmt_command(
 
     changed: list[str] = []
     session.result({"check": check, "changed": changed})
-    found = formatter.rule_files(files)
-    for path in found:
+    paths = formatter.rule_files(files)
+    for path in paths:
         if formatter.format_file(path, write=not check):
             changed.append(str(path))
             session.show(f"{path}: " + ("is not formatted" if check else "rewritten"))
             session.exit_code = 1 if check else 0
-    session.next(*(("ktc", "check", found[0]) if found else ()))
+    session.next(*(("ktc", "check", paths[0]) if paths else ()))
 
 
 @in_session("as_json")
@@ -44,10 +44,10 @@ def explain_command(
     """Explain the code of a message, with an invalid and a valid example."""
     from ktc.language.explain import explain
 
-    found = explain(code)
-    session.result(asdict(found))
+    explanation = explain(code)
+    session.result(asdict(explanation))
     if not session.as_json:
-        session.emit(str(found), None)
+        session.emit(str(explanation), None)
 
 
 @in_session()
@@ -61,14 +61,14 @@ def import_kt_yaml_command(
     session.require_versions()
     from ktc.tools.kt_yaml import import_kt_yaml
 
-    found = import_kt_yaml(file, model)
-    session.diagnose(found.warnings, found.sources)
-    session.result(found.to_json())
+    imported = import_kt_yaml(file, model)
+    session.diagnose(imported.warnings, imported.sources)
+    session.result(imported.to_json())
     if output is not None or not session.as_json:
-        session.emit(found.program, output)
+        session.emit(imported.program, output)
     if output is None:
-        session.tell(str(found.report).rstrip())
+        session.tell(str(imported.report).rstrip())
         session.next("ktc", "import-kt-yaml", file, model, "-o", f"{file.stem}.ktr")
     else:
-        session.show(str(found.report).rstrip())
+        session.show(str(imported.report).rstrip())
         session.next("ktc", "check", output)

@@ -86,12 +86,9 @@ class Session:
             self._open_log()
         except OSError as error:
             message = f"cannot write the log file `{self._log_file}`"
-            missing = isinstance(error, FileNotFoundError)  # its folder, which the user named
-            refusal = (
-                InputRefused(Diagnostic("U002", f"{message}: {error.strerror}"))
-                if missing
-                else failed(error, "U002", message)
-            )
+            refusal = failed(error, "U002", message)
+            if isinstance(error, FileNotFoundError):  # its folder, which the user named
+                refusal = InputRefused(Diagnostic("U002", f"{message}: {error.strerror}"))
             self.__exit__(type(refusal), refusal, None)
         return self
 
@@ -218,15 +215,15 @@ class Session:
         encodable = text.encode(errors="backslashreplace").decode()
         self._log.info("%7.2f s  %s", time.perf_counter() - self._started, encodable)
 
-    def diagnose(self, found: Iterable[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
+    def diagnose(self, diagnostics: Iterable[Diagnostic], sources: Mapping[str, str] | None = None) -> None:
         """Show diagnostics on stderr, with the source lines that they refer to, and add them to the JSON object."""
-        found, sources = tuple(found), {**self.sources, **(sources or {})}
+        diagnostics, sources = tuple(diagnostics), {**self.sources, **(sources or {})}
         self._result["diagnostics"] = [
             *self._result.get("diagnostics", []),
-            *(words.to_json(each, sources) for each in found),
+            *(words.to_json(diagnostic, sources) for diagnostic in diagnostics),
         ]
         hidden = ("note", "warning") if self._silent else ("note",) if self.quiet else ()
-        shown = [each for each in found if each.severity not in hidden]
+        shown = [diagnostic for diagnostic in diagnostics if diagnostic.severity not in hidden]
         if not shown:
             return
         color = sys.stderr.isatty() and "NO_COLOR" not in os.environ

@@ -61,9 +61,11 @@ def in_session(
 def _with_options(command: Callable[..., None], options: list[inspect.Parameter]) -> inspect.Signature:
     """Return the command's signature with `options` instead of its session, before `**` if there is one."""
     signature = inspect.signature(command, eval_str=True)
-    own = list(signature.parameters.values())[1:]
-    rest = [each for each in own if each.kind is inspect.Parameter.VAR_KEYWORD]
-    return signature.replace(parameters=[*(each for each in own if each not in rest), *options, *rest])
+    parameters = list(signature.parameters.values())[1:]
+    rest = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    return signature.replace(
+        parameters=[*(parameter for parameter in parameters if parameter not in rest), *options, *rest]
+    )
 
 
 def _places(values: Iterable[object]) -> Iterator[Path]:

@@ -6,8 +6,9 @@ the stages; it imports no stage.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
@@ -16,7 +17,9 @@ from rich.text import Text
 from ktc.cli.amounts import count, size
 
 if TYPE_CHECKING:
+    from ktc.cli import doctor
     from ktc.language.dsl import RuleSet
+    from ktc.model.packing import verify
     from ktc.stages.match import Matches
     from ktc.stages.plan import LoraPlan, Plan
     from ktc.stages.proof import Proof
@@ -37,28 +40,29 @@ def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
     """Return one row per rule and kind of rewrite: the rule's matches, the target, its modules and their device."""
     table = _table("rule", "matches", "becomes", "modules", "where")
     for rule in rules.rules:
-        found = str(len(matches.of(rule.name)))
+        num_matches = str(len(matches.of(rule.name)))
         rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan)]
-        for kind, modules, where in rows or [("another rule has these" if found != "0" else "fits nowhere", "", "")]:
-            table.add_row(rule.name, found, kind, modules, where)
-            found = ""
+        without = "fits nowhere" if num_matches == "0" else "another rule has these"
+        for kind, modules, where in rows or [(without, "", "")]:
+            table.add_row(rule.name, num_matches, kind, modules, where)
+            num_matches = ""
     return table
 
 
 def devices_table(plan: Plan) -> Table:
     """Return one column per device: bytes of weights by purpose, the adapter, the budget, and whether they fit."""
     devices = plan.memory.devices
-    table = _table("bytes", *(held.device for held in devices))
+    table = _table("bytes", *(memory.device for memory in devices))
     for kind, words in _KINDS.items():
-        if any(kind in held.kinds for held in devices):
-            table.add_row(words, *(size(held.kinds.get(kind, 0)) for held in devices))
-    table.add_row("weights", *(size(held.weights) for held in devices), style="bold")
-    if any(held.adapter for held in devices):
-        table.add_row("LoRA, its gradients, Adam", *(size(held.adapter) for held in devices))
-    if any(held.streaming for held in devices):
-        table.add_row("streamed weights", *(size(held.streaming) for held in devices))
-    table.add_row("budget", *("unknown" if held.budget is None else size(held.budget) for held in devices))
-    table.add_row("", *(_room(held.weights + held.adapter + held.streaming, held.budget) for held in devices))
+        if any(kind in memory.kinds for memory in devices):
+            table.add_row(words, *(size(memory.kinds.get(kind, 0)) for memory in devices))
+    table.add_row("weights", *(size(memory.weights) for memory in devices), style="bold")
+    if any(memory.adapter for memory in devices):
+        table.add_row("LoRA, its gradients, Adam", *(size(memory.adapter) for memory in devices))
+    if any(memory.streaming for memory in devices):
+        table.add_row("streamed weights", *(size(memory.streaming) for memory in devices))
+    table.add_row("budget", *("unknown" if memory.budget is None else size(memory.budget) for memory in devices))
+    table.add_row("", *(_room(memory.weights + memory.adapter + memory.streaming, memory.budget) for memory in devices))
     return table
 
 
@@ -72,7 +76,7 @@ def _room(needed: int, budget: int | None) -> Text:
 
 def workloads_table(plan: Plan) -> Table:
     """Return the needs of each use on each device at one size of input, and the largest sizes that fit."""
-    devices = [held.device for held in plan.memory.devices]
+    devices = [memory.device for memory in plan.memory.devices]
     first = plan.memory.workloads[0]
     table = _table(
         f"at batch {first.batch}, length {first.length}", *devices, "", "longest at batch 1", f"batch at {first.length}"
@@ -81,10 +85,8 @@ def workloads_table(plan: Plan) -> Table:
         needs = (size(sum(use.needs[device].values())) for device in devices)
         short = ", ".join(f"{device} short by {size(missing)}" for device, missing in use.shortfall.items())
         fits = Text(short, style="bold red") if short else Text("fits", style="green")
-        longest = f"{use.max_length:,}" + (
-            f" ({use.bound} full)" if use.bound in devices else " (the model's own limit)"
-        )
-        table.add_row(use.name, *needs, fits, longest, f"{use.max_batch:,}")
+        bound = f"{use.bound} full" if use.bound in devices else "the model's own limit"
+        table.add_row(use.name, *needs, fits, f"{use.max_length:,} ({bound})", f"{use.max_batch:,}")
     return table
 
 
@@ -93,7 +95,8 @@ def needs_table(plan: Plan) -> Table:
     table = _table("workload", "device", "of that")
     for use in plan.memory.workloads:
         for device, parts in use.needs.items():
-            table.add_row(use.name, device, ", ".join(f"{what} {size(held)}" for what, held in parts.items() if held))
+            sizes = (f"{part} {size(num_bytes)}" for part, num_bytes in parts.items() if num_bytes)
+            table.add_row(use.name, device, ", ".join(sizes))
     return table
 
 
@@ -154,43 +157,27 @@ def reasons_table(plan: Plan) -> Table:
 
 
 def _rewrites_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
-    counts: dict[tuple[str, str], int] = {}
+    counts = Counter[tuple[str, str]]()
     for rewrite in plan.rewrites:
         for action in rewrite.actions:
             if action.rule == rule:
-                key = (action.target.name, rewrite.node_devices.get(action.node, rewrite.device))
-                counts[key] = counts.get(key, 0) + len(rewrite.sites)
-    for outside in plan.uncaptured:
-        if outside.action.rule == rule:
-            key = (outside.action.target.name, outside.device)
-            counts[key] = counts.get(key, 0) + 1
+                device = rewrite.node_devices.get(action.node, rewrite.device)
+                counts[action.target.name, device] += len(rewrite.sites)
+    uncaptured = (linear for linear in plan.uncaptured if linear.action.rule == rule)
+    counts.update((linear.action.target.name, linear.device) for linear in uncaptured)
     for (target, device), modules in counts.items():
         yield target, str(modules), device
 
 
 def _places_of(rule: str, plan: Plan) -> Iterator[tuple[str, str, str]]:
-    devices: dict[str, int] = {}
-    for placement in plan.placements:
-        if placement.rule == rule:
-            devices[placement.device] = devices.get(placement.device, 0) + 1
+    devices = Counter(placement.device for placement in plan.placements if placement.rule == rule)
     for device, modules in devices.items():
         yield "place", str(modules), device
 
 
-class Finding(Protocol):
-    """A row about a part of the machine, or of a compiled model. `remedy` is "" if no action is needed."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def found(self) -> str: ...
-    @property
-    def remedy(self) -> str: ...
-
-
-def findings_table(findings: Iterable[Finding], words: Mapping[str, str] | None = None) -> Table:
+def findings_table(
+    findings: Iterable[doctor.Finding | verify.Finding], words: Mapping[str, str] | None = None
+) -> Table:
     """Return one row per finding, with the remedy below the fact. `words` replace the names of states."""
     table = _table("", "state", "found")
     for finding in findings:
@@ -202,8 +189,13 @@ def findings_table(findings: Iterable[Finding], words: Mapping[str, str] | None 
     return table
 
 
+def plain_table(*columns: str) -> Table:
+    """Return an empty table in the style of all commands."""
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+
+
 def _table(*columns: str) -> Table:
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = plain_table(*columns)
     for column in table.columns:
         column.overflow = "fold"
     return table

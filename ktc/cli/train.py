@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, cast, get_args, get_ori
 import typer
 
 from ktc.cli.amounts import relative
-from ktc.cli.following import answering
+from ktc.cli.following import answering, loading
 from ktc.cli.options import CompiledModel, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
@@ -90,34 +90,33 @@ def register(app: typer.Typer) -> None:
 def _with_settings(command: Command) -> Command:
     """Return the command with the fields of `TrainSettings` as options; typer cannot read `**flags`."""
     signature = inspect.signature(command, eval_str=True)
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [
+        parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     options = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(each.name))
-        for each in fields(TrainSettings)
+        inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(setting.name))
+        for setting in fields(TrainSettings)
     ]
 
     def run(**arguments: Any) -> None:
         command(**arguments)
 
     run.__doc__ = command.__doc__
-    cast("Any", run).__signature__ = signature.replace(parameters=[*own, *options])
+    cast("Any", run).__signature__ = signature.replace(parameters=[*parameters, *options])
     return run
 
 
 def _option(name: str) -> Any:
-    field = next(each for each in fields(TrainSettings) if each.name == name)
+    field = next(setting for setting in fields(TrainSettings) if setting.name == name)
     flag = f"--{name.replace('_', '-')}"
     wanted = types_of_settings()[name]
-    kinds = [each for each in (get_args(wanted) if _is_union(wanted) else (wanted,)) if each is not type(None)]
-    kind = str if get_origin(kinds[0]) is tuple else kinds[0]
+    options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    kind = next(option for option in options if option is not type(None))
+    metavar = "NAME,..." if get_origin(kind) is tuple else None
+    kind = str if metavar else kind
     shown = "" if field.default in (None, ()) or kind is bool else f" [default: {field.default}]"
-    metavar = "NAME,..." if get_origin(kinds[0]) is tuple else None
     declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     return Annotated[kind | None, typer.Option(declared, metavar=metavar, help=f"{field.metadata['help']}{shown}")]
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, UnionType)
 
 
 @contextmanager
@@ -146,7 +145,7 @@ def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
     report = result.report
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
-        again = shlex.join(_going_on(paths))
+        again = shlex.join(_resuming(paths))
         session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"to continue: `{again}`")])
         session.exit_code = INTERRUPTED
         return
@@ -161,8 +160,7 @@ def _data_json(data: PreparedData) -> dict[str, Any]:
     return {"train": asdict(data.train.summary), "held_out": held_out}
 
 
-def _going_on(paths: RunPaths) -> list[str]:
+def _resuming(paths: RunPaths) -> list[str]:
     """Return the command that continues the run, with the options that `train.yaml` does not store."""
-    moved = [] if paths.weights is None else ["--weights", str(paths.weights)]
-    trusted = ["--trust-remote-code"] if paths.trusted else []
-    return ["ktc", "train", str(paths.out), "--output", str(paths.output), "--resume", "auto", *moved, *trusted]
+    options = ("--output", paths.output, "--resume", "auto", *loading(paths.weights, paths.trusted))
+    return ["ktc", "train", *map(str, (paths.out, *options))]

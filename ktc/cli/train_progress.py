@@ -103,10 +103,10 @@ def _say(session: Session, text: str, *, shown: bool) -> None:
 
 
 def _data_line(title: str, data: DataSummary) -> str:
-    found = " (found)" if data.detected else ""
+    form = f"{data.format} (found)" if data.detected else data.format
     cut = f", {data.cut} cut, {data.dropped} dropped" if data.cut or data.dropped else ""
     return (
-        f"{title}: {count(data.rows, 'row')} of `{data.file}`, format {data.format}{found}, template {data.template}; "
+        f"{title}: {count(data.rows, 'row')} of `{data.file}`, format {form}, template {data.template}; "
         f"{count(data.tokens, 'token')}, {data.learned:,} learned; "
         f"lengths {data.shortest} to {data.longest}, at most {data.limit}{cut}"
     )
@@ -114,9 +114,11 @@ def _data_line(title: str, data: DataSummary) -> str:
 
 def _lengths(data: DataSummary) -> Table:
     table = Table("tokens", "rows", "", box=None, pad_edge=False, header_style="bold")
-    most = max(each.rows for each in data.lengths) or 1
-    for each in data.lengths:
-        table.add_row(f"{each.low} to {each.high}", f"{each.rows:,}", "█" * round(30 * each.rows / most))
+    most = max(interval.rows for interval in data.lengths) or 1
+    for interval in data.lengths:
+        table.add_row(
+            f"{interval.low} to {interval.high}", f"{interval.rows:,}", "█" * round(30 * interval.rows / most)
+        )
     return table
 
 
