@@ -107,11 +107,13 @@ def test_no_file_reads_the_environment_but_its_own_and_cli() -> None:
 
 _SAY_NOTHING = frozenset({"each", "found", "held", "own"})  # fit everything: docs/glossary.md, "The law for names"
 _NAMED = (
-    "compiler.py", "diagnostics.py", "inference/quantize", "language", "model/checkpoint", "model/graph",
-    "model/twin", "stages/capture", "stages/link", "stages/match", "stages/pictures", "tools/kt_yaml",
-    "tools/llama_factory", "training",
+    "adapters", "cli", "compiler.py", "diagnostics.py", "foundation", "inference/quantize", "language",
+    "model/checkpoint", "model/graph", "model/twin", "stages/capture", "stages/link", "stages/match",
+    "stages/pictures", "tools/kt_yaml", "tools/llama_factory", "training",
 )  # fmt: skip
 _UNTOUCHED = ("model/checkpoint/gguf_header.py",)
+# Fields of results, whose names are keys of `--json`.
+_JSON_KEYS = (("adapters/export.py", "found"), ("adapters/export_check.py", "found"), ("cli/doctor.py", "found"))
 
 
 def test_names_say_what_things_are() -> None:
@@ -124,7 +126,7 @@ def test_names_say_what_things_are() -> None:
         for file in files
         if file.relative_to(package).as_posix() not in _UNTOUCHED
         for line, name in _bound_names(ast.parse(file.read_text(encoding="utf-8")))
-        if name in _SAY_NOTHING
+        if name in _SAY_NOTHING and (file.relative_to(package).as_posix(), name) not in _JSON_KEYS
     ]
     assert not faults
 

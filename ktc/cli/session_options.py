@@ -61,11 +61,10 @@ def in_session(
 def _with_options(command: Callable[..., None], options: list[inspect.Parameter]) -> inspect.Signature:
     """Return the command's signature with `options` instead of its session, before `**` if there is one."""
     signature = inspect.signature(command, eval_str=True)
-    parameters = list(signature.parameters.values())[1:]
-    rest = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
-    return signature.replace(
-        parameters=[*(parameter for parameter in parameters if parameter not in rest), *options, *rest]
-    )
+    _, *parameters = signature.parameters.values()
+    has_rest = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    end = len(parameters) - has_rest
+    return signature.replace(parameters=[*parameters[:end], *options, *parameters[end:]])
 
 
 def _places(values: Iterable[object]) -> Iterator[Path]:

@@ -90,9 +90,7 @@ def register(app: typer.Typer) -> None:
 def _with_settings(command: Command) -> Command:
     """Return the command with the fields of `TrainSettings` as options; typer cannot read `**flags`."""
     signature = inspect.signature(command, eval_str=True)
-    parameters = [
-        parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    *parameters, _ = signature.parameters.values()
     options = [
         inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(setting.name))
         for setting in fields(TrainSettings)

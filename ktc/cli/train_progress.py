@@ -114,11 +114,9 @@ def _data_line(title: str, data: DataSummary) -> str:
 
 def _lengths(data: DataSummary) -> Table:
     table = Table("tokens", "rows", "", box=None, pad_edge=False, header_style="bold")
-    most = max(interval.rows for interval in data.lengths) or 1
-    for interval in data.lengths:
-        table.add_row(
-            f"{interval.low} to {interval.high}", f"{interval.rows:,}", "█" * round(30 * interval.rows / most)
-        )
+    most = max(bin_.rows for bin_ in data.lengths) or 1
+    for bin_ in data.lengths:
+        table.add_row(f"{bin_.low} to {bin_.high}", f"{bin_.rows:,}", "█" * round(30 * bin_.rows / most))
     return table
 
 

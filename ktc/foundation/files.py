@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -37,8 +37,8 @@ def write_file(path: Path, content: str | bytes) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(data)
         return
-    with replaced_file(path) as beside:
-        beside.write_bytes(data)
+    with replaced_file(path) as draft:
+        draft.write_bytes(data)
 
 
 @contextmanager
@@ -64,10 +64,10 @@ def move_file(finished: Path, path: Path) -> None:
 def new_folder(path: Path) -> Generator[Path]:
     """Yield a folder to fill, which becomes `path` when the block ends. Raises OSError if `path` exists by then."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with folder_beside(path) as beside:
-        yield beside
-        finish_folder(beside)
-        os.rename(beside, path)
+    with folder_beside(path) as draft:
+        yield draft
+        finish_folder(draft)
+        os.rename(draft, path)
         flush(path.parent)
 
 
@@ -75,9 +75,9 @@ def new_folder(path: Path) -> Generator[Path]:
 def files_into(folder: Path) -> Generator[Path]:
     """Yield a folder whose files replace those of `folder` when the block ends, one by one, JSON files last."""
     folder.mkdir(parents=True, exist_ok=True)
-    with folder_beside(folder / "files") as beside:
-        yield beside
-        for file in sorted(beside.iterdir(), key=lambda each: (each.suffix == ".json", each.name)):
+    with folder_beside(folder / "files") as draft:
+        yield draft
+        for file in sorted(draft.iterdir(), key=lambda file: (file.suffix == ".json", file.name)):
             move_file(file, folder / file.name)
 
 
@@ -114,60 +114,55 @@ def temporary_folder(purpose: str) -> Generator[Path]:
 
 
 def prefix_of(path: Path) -> str:
-    """Return the beginning of unfinished names of `path`, behind the dot, short enough for a name."""
+    """Return the beginning of unfinished names of `path` after the dot, short enough for a file name."""
     return os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME]) + "-"
 
 
 def remove_stale_temp(folder: Path) -> None:
     """Remove the unfinished folders of dead processes in `folder`, as far as possible."""
-    for left in leftovers(folder):
-        remove_leftover(left)
+    for unfinished in leftovers(folder):
+        remove_leftover(unfinished)
 
 
 def leftovers(folder: Path) -> list[Path]:
     """Return the unfinished folders of dead processes directly in `folder`, none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            hidden = (each for each in entries if each.name.endswith(_SUFFIX))  # quick, in a folder of a million files
-            named = sorted(each.path for each in hidden if _UNFINISHED.fullmatch(each.name))
+            hidden = (
+                entry for entry in entries if entry.name.endswith(_SUFFIX)
+            )  # quick, in a folder of a million files
+            named = sorted(entry.path for entry in hidden if _UNFINISHED.fullmatch(entry.name))
     except (OSError, ValueError):  # a ValueError from a name with a null byte
         return []
-    return [path for path in map(Path, named) if _is_dead(path)]
+    dead: list[Path] = []
+    for path in map(Path, named):
+        with _locked_if_dead(path) as is_dead:
+            dead += [path] if is_dead else []
+    return dead
 
 
-def remove_leftover(left: Path) -> bool:
+def remove_leftover(unfinished: Path) -> bool:
     """Remove an unfinished folder if its writer is dead. Return whether it is gone."""
-    with _locked_if_dead(left) as dead:
-        if dead:
-            shutil.rmtree(left, ignore_errors=True)
-    return not os.path.lexists(left)
-
-
-def _is_dead(folder: Path) -> bool:
-    with _locked_if_dead(folder) as dead:
-        return dead
+    with _locked_if_dead(unfinished) as is_dead:
+        if is_dead:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return not os.path.lexists(unfinished)
 
 
 @contextmanager
 def _locked_if_dead(folder: Path) -> Generator[bool]:
-    """Yield whether no living process holds the folder; if so, it is locked while the block runs."""
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # gone, a link, or a file: not ours
-        yield False
-        return
-    try:
-        yield _try_lock(lock)
-    finally:
-        os.close(lock)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by its writer, or a file system without locks, where nothing is removed
-        return False
-    return True
+    """Yield whether no living process has locked the folder; if so, it is locked while the block runs."""
+    with ExitStack() as stack:
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            # It is gone, a link or a file; or its writer has locked it; or the file system has no locks, where nothing
+            # is removed.
+            yield False
+            return
+        yield True
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 from ktc.foundation import environment
-from ktc.foundation.isa import INSTRUCTION_SETS, PREFERENCE, InstructionSet, Isa, isa_of
+from ktc.foundation.isa import INSTRUCTION_SETS, PREFERENCE, Isa, isa_of
 
 _NODES = Path("/sys/devices/system/node")
 _ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
@@ -97,11 +97,8 @@ def usable_isas(features: frozenset[str], amx_permitted: bool = True) -> tuple[I
     Linux lists a vector flag only if the kernel saves its registers, so the flags suffice; AMX also needs the kernel's
     permission.
     """
-    return tuple(isa for isa in PREFERENCE if _runs(INSTRUCTION_SETS[isa], features, amx_permitted))
-
-
-def _runs(row: InstructionSet, features: frozenset[str], amx_permitted: bool) -> bool:
-    return row.cpu <= features and (amx_permitted or not row.tiles)
+    rows = (row for row in map(INSTRUCTION_SETS.__getitem__, PREFERENCE) if amx_permitted or not row.tiles)
+    return tuple(row.name for row in rows if row.cpu <= features)
 
 
 def restrict(host: Host, isa: str) -> Host:
@@ -109,13 +106,13 @@ def restrict(host: Host, isa: str) -> Host:
 
     Raises `InputRefused` (H211) for an unknown instruction set, `HostLacks` (H210) if the host cannot run it.
     """
-    usable = "usable here: " + ", ".join(f"`{name}`" for name in host.isas)
+    usable = f"usable here: {listing(host.isas)}"
     wanted = isa_of(isa)
     if wanted is None:
         raise InputRefused(Diagnostic("H211", f"unknown instruction set `{isa}`", hint=usable))
     if wanted not in host.isas:
         lacking = sorted(INSTRUCTION_SETS[wanted].cpu - host.features)
-        missing = ", ".join(f"`{flag}`" for flag in lacking) or "the kernel's permission"
+        missing = listing(lacking) if lacking else "the kernel's permission"
         raise HostLacks(Diagnostic("H210", f"this machine cannot run `{isa}` kernels: it lacks {missing}", hint=usable))
     return replace(host, isas=host.isas[host.isas.index(wanted) :])
 

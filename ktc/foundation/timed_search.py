@@ -52,7 +52,7 @@ def search(expressions: Sequence[str], names: Sequence[str]) -> list[frozenset[s
         raise TooMuchWork(len(answers), f"{MAX_BYTES >> 20} MiB of memory")
     assert done.returncode == 0, f"the search failed: {done.stderr}"
     return [
-        Invalid(found) if isinstance(found, str) else frozenset(names[index] for index in found) for found in answers
+        Invalid(answer) if isinstance(answer, str) else frozenset(map(names.__getitem__, answer)) for answer in answers
     ]
 
 

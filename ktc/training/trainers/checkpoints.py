@@ -33,15 +33,15 @@ def write_checkpoint(
     run: Path,
     state: TrainerState,
     save: Callable[[Path], None],
-    meet: Callable[[], None],
+    barrier: Callable[[], None],
     *,
     writes: bool,
     keep: int | None,
 ) -> None:
     """Write `checkpoint-N` of the trainer's step N into `run`, and remove those beyond the last `keep`, not the best.
 
-    `save` writes the folder of that name below the folder that it receives. Every process calls this; `meet` waits for
-    all of them, and the one that `writes` makes the folder and renames it.
+    `save` writes the folder of that name below the folder that it receives. Every process calls this; `barrier` waits
+    for all of them, and the one that `writes` makes the folder and renames it.
 
     Raises:
         HostLacks: T529 where the machine fails. The checkpoints that were there remain.
@@ -51,9 +51,9 @@ def write_checkpoint(
     with faults_named(run, f"checkpoint `{target}` cannot be written"):
         run.mkdir(parents=True, exist_ok=True)
         with folder_beside(target, mark) if writes else nullcontext(run / unfinished_name(target, mark)) as work:
-            meet()  # the folder is there
+            barrier()  # the folder is there
             save(work)
-            meet()  # every process has written its part
+            barrier()  # every process has written its part
             named_best = _name_best(state, work, target)
             if writes:
                 if named_best:

@@ -48,7 +48,7 @@ def _group(world: object, device: str, timeout: timedelta) -> Group:
     return None if serves.get(device) == wanted else dist.new_group(backend=wanted, timeout=timeout)
 
 
-def meet(groups: Mapping[str, Group]) -> None:
+def barrier(groups: Mapping[str, Group]) -> None:
     """Wait for every process by gloo, before a collective of nccl, which would hang where one is dead.
 
     Raises:

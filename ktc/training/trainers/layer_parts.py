@@ -23,7 +23,7 @@ from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import CannotStack, LayerCall, SplitLayer
 
 
-class _Reached(BaseException):
+class _PartEnd(BaseException):
     """Ends a layer's code where a part ends. Not an `Exception`, which the code might catch."""
 
     def __init__(self, value: Any) -> None:
@@ -31,8 +31,8 @@ class _Reached(BaseException):
         self.value = value
 
 
-def _values(tensor: Tensor | None, parked: HostOffloaded | None) -> Tensor | None:
-    return tensor if tensor is None or parked is None else parked.values(tensor)
+def _values(tensor: Tensor | None, offloaded: HostOffloaded | None) -> Tensor | None:
+    return tensor if tensor is None or offloaded is None else offloaded.values(tensor)
 
 
 class LayerRun:
@@ -66,39 +66,39 @@ class LayerRun:
             out = call_stock(attention, *args, **kwargs)
             if isinstance(out, tuple):
                 self._outputs = len(cast("tuple[Any, ...]", out))
-                raise _Reached(out[0])
-            raise _Reached(out)
+                raise _PartEnd(out[0])
+            raise _PartEnd(out)
 
         return self._reached(x, {attention: stop})
 
     def route(
-        self, x: Tensor, attended: Tensor | None, parked: HostOffloaded | None = None
+        self, x: Tensor, attended: Tensor | None, offloaded: HostOffloaded | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the arguments of the experts: hidden states (B T, H), indices and weights (B T, K).
 
-        `attended` is the attention's output, or the placeholder of `parked`.
+        `attended` is the attention's output, or the placeholder of `offloaded`.
         """
         assert self._split.experts is not None, "a dense layer has no such part"
-        attended = _values(attended, parked)
+        attended = _values(attended, offloaded)
         compiled = self._run_compiled("route", x, attended)
         if compiled is not None:
             return compiled[0]
 
         def stop(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-            raise _Reached((hidden_states, top_k_index, top_k_weights))
+            raise _PartEnd((hidden_states, top_k_index, top_k_weights))
 
         cuts, _ = self._attended(attended)
         return self._reached(x, {**cuts, self._split.experts: stop})
 
     def finish(
-        self, x: Tensor, attended: Tensor | None, parked: HostOffloaded | None, routed: Tensor | None,
-        routed_parked: HostOffloaded | None = None,
+        self, x: Tensor, attended: Tensor | None, offloaded: HostOffloaded | None, routed: Tensor | None,
+        routed_offloaded: HostOffloaded | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the layer's output. `routed` (B T, H) is the output of its experts.
 
-        `attended` and `routed` are values, or the placeholders of parked ones.
+        `attended` and `routed` are values, or the placeholders of offloaded ones.
         """
-        attended, routed = _values(attended, parked), _values(routed, routed_parked)
+        attended, routed = _values(attended, offloaded), _values(routed, routed_offloaded)
         cuts, part = self._attended(attended)
         calls: list[int] = []
         if routed is not None:
@@ -154,7 +154,7 @@ class LayerRun:
     def _reached(self, x: Tensor, cuts: Mapping[nn.Module, Callable[..., Any]]) -> Any:
         try:
             self._run(x, cuts)
-        except _Reached as reached:
+        except _PartEnd as reached:
             return reached.value
         raise CannotStack(f"a `{type(self._split.layer).__name__}` does not always call its parts")
 

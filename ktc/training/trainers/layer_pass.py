@@ -23,7 +23,7 @@ from ktc.training.trainers.layer_parts import LayerRun
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer, fused_in
 
 Routes = tuple[Tensor, Tensor, Tensor]
-Carried = tuple[Tensor | None, HostOffloaded | None]  # a part's result, or the placeholder of a parked one
+Carried = tuple[Tensor | None, HostOffloaded | None]  # a part's result, or the placeholder of an offloaded one
 _MANY: Final = 16_384  # tokens of a pass from which computing takes longer than the bus, which then has time for more
 
 
@@ -38,16 +38,16 @@ def through_layers(
     states = [chunk.hidden for chunk in chunks]
     if compiled is not None:  # the first layer shares its code with layers whose input has a gradient
         states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
-    park = sum(state.shape[0] * state.shape[1] for state in states) >= _MANY
+    offload = sum(state.shape[0] * state.shape[1] for state in states) >= _MANY
     for index, split in enumerate(layers):
         states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
-        states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled, park=park)
+        states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled, offload=offload)
     return states
 
 
 def _through(
     split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None,
-    *, park: bool,
+    *, offload: bool,
 ) -> list[Tensor]:  # fmt: skip
     runs = [
         LayerRun(split, call, x.device, None if compiled is None else compiled.of(split, call, x))
@@ -58,7 +58,7 @@ def _through(
     if split.attention is not None:
         outputs = [cast("Tensor", _part(run, run.attend, x)) for run, x in zip(runs, states, strict=True)]
         uses = 1 if split.experts is None else 2
-        attended = [_parked(out, uses) if park and out.is_cuda else (out, None) for out in outputs]
+        attended = [_offloaded(out, uses) if offload and out.is_cuda else (out, None) for out in outputs]
     inputs: list[tuple[Any, ...]] = [(x, *carried) for x, carried in zip(states, attended, strict=True)]
     if split.experts is not None:
         routes = [cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)]
@@ -73,15 +73,15 @@ def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | HostOffloa
     return cast("Any", checkpointing).checkpoint(part, *tensors, use_reentrant=False)
 
 
-def _parked(result: Tensor, uses: int = 1) -> Carried:
-    parked = HostOffloaded(result, uses)
-    return parked.placeholder, parked
+def _offloaded(result: Tensor, uses: int = 1) -> Carried:
+    offloaded = HostOffloaded(result, uses)
+    return offloaded.placeholder, offloaded
 
 
 def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Carried]:
     """Compute the tokens of all chunks in one call of the experts, and return each chunk's output.
 
-    Experts on the CPU leave it in host memory. From a GPU it is parked there until backward, which recomputes each
+    Experts on the CPU leave it in host memory. From a GPU it is offloaded there until backward, which recomputes each
     chunk's last part.
     """
     rows = [route[0].shape[0] for route in routes]
@@ -94,7 +94,7 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Carrie
         return [(piece, None) for piece in pieces]
     out = cast("Tensor", experts(*(_joined(tensors, device) for tensors in gathered)))
     pieces = zip(torch.split(out, rows), routes, strict=True)
-    return [_parked(piece.to(route[0].device)) for piece, route in pieces]
+    return [_offloaded(piece.to(route[0].device)) for piece, route in pieces]
 
 
 def _joined(pieces: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -52,7 +52,7 @@ class PhaseClock:
     def running(self, experts: Iterable[FusedMoe]) -> AbstractContextManager[None]:
         """Record the kernels of these layers inside the context."""
         packed = (layer.weights.packed for layer in experts)
-        return listening(self._hear, {weights.address for weights in packed if weights is not None})
+        return listening(self._record_call, {weights.address for weights in packed if weights is not None})
 
     @contextmanager
     def fetching(self) -> Generator[None]:
@@ -73,7 +73,7 @@ class PhaseClock:
         yield
         self._backward.append((began, time.perf_counter()))
 
-    def _hear(self, call: KernelCall) -> None:
+    def _record_call(self, call: KernelCall) -> None:
         self._calls.append(call)
 
     def experts(self, began: float, ended: float) -> None:

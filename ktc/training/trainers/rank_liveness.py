@@ -1,9 +1,9 @@
 """Name the process of a run that is missing, when the others cannot continue without it.
 
-Every process counts its meetings (the collectives of a training step) in the store that launched the run. When a
-meeting fails, the counts show which ranks did not arrive. A process that raised an error has published its message
-there. torchrun may end this process before its next meeting; then torchrun's own summary names the rank.
-A process that dies inside a meeting has already reported arrival: the others then know the failed collective alone.
+Every process counts the collectives of its training steps in the store that launched the run. When one fails, the
+counts show which ranks did not arrive. A process that raised an error has published its message there. torchrun may
+end this process before its next collective; then torchrun's own summary names the rank. A process that dies inside a
+collective has already reported arrival: the others then know the failed collective alone.
 Out: one error with the rank, its message, and the checkpoint to continue from.
 """
 
@@ -26,17 +26,17 @@ _MOST_CHARACTERS = 500  # of another process's message
 
 
 class RankLiveness:
-    """One process's view: call `arrive` before each meeting, and `missing` after one that failed."""
+    """One process's view: call `arrive` before each collective, and `missing` after one that failed."""
 
     def __init__(self) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = store_of_the_run("ktc_rank_liveness")
-        self._meetings = 0
+        self._collectives = 0
 
     def arrive(self) -> None:
-        """Publish that this process has arrived at its next meeting."""
-        self._meetings += 1
-        self._store.set(f"meetings/{self._rank}", str(self._meetings))
+        """Publish that this process has arrived at its next collective."""
+        self._collectives += 1
+        self._store.set(f"collectives/{self._rank}", str(self._collectives))
 
     def publish(self, error: BaseException) -> None:
         """Publish this rank's error to the other ranks, if the store of the run still exists."""
@@ -49,8 +49,8 @@ class RankLiveness:
         return [f"rank {rank} stopped with {message}" for rank, message in messages.items() if message]
 
     def missing(self) -> list[str]:
-        """Return the ranks that raised an error; if none did, the ranks that have not arrived at this meeting."""
-        behind = [rank for rank in self._others() if int(self._read(f"meetings/{rank}") or 0) < self._meetings]
+        """Return the ranks that raised an error; if none did, the ranks that have not arrived at this collective."""
+        behind = [rank for rank in self._others() if int(self._read(f"collectives/{rank}") or 0) < self._collectives]
         return self.published_errors() or [f"rank {rank} did not arrive" for rank in behind]
 
     def _others(self) -> list[int]:

@@ -176,7 +176,7 @@ class Stacker:
         chunks = in_chunks(calls, self._decision.chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled)
         rows = [call.hidden.shape[0] for call in calls]
-        finals = [piece for out in outs for piece in _taken_apart(out, rows)]
+        finals = [piece for out in outs for piece in _split_chunk(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
         for given, call, leaf in zip(inputs, calls, leaves, strict=True):
             losses.append(embed_and_head.loss(one, given, num_items, call, leaf))
@@ -266,7 +266,7 @@ def passes(calls: Sequence[ModelCall], limit: int) -> Iterator[tuple[int, int]]:
     yield first, len(calls)
 
 
-def _taken_apart(out: Tensor, rows: list[int]) -> list[Tensor]:
+def _split_chunk(out: Tensor, rows: list[int]) -> list[Tensor]:
     """Split a chunk into its micro-batches, and remove their sizes from the front of `rows`."""
     sizes: list[int] = []
     while sum(sizes) < out.shape[0]:

@@ -119,7 +119,7 @@ class KTrainerMixin(TrainerHooks):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of an optimizer step. The processes count their tokens together."""
-        self._meet()
+        self._barrier()
         return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def on_model_prepared(self) -> None:
@@ -162,17 +162,17 @@ class KTrainerMixin(TrainerHooks):
         Raises:
             HostLacks: T529 where the machine fails; the earlier checkpoints remain.
         """
-        write_checkpoint(run, self.state, save, self._meet, writes=self._writes, keep=self.args.save_total_limit)
+        write_checkpoint(run, self.state, save, self._barrier, writes=self._writes, keep=self.args.save_total_limit)
 
     @property
     def _writes(self) -> bool:
         """Whether this process is the one that writes for its machine or for the run."""
         return cast("bool", self.args.should_save)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self._rank_liveness is not None:
             self._rank_liveness.arrive()
-            gradients.meet(self._groups)
+            gradients.barrier(self._groups)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients."""

@@ -17,7 +17,7 @@ NOT_LEARNED: Final = -100
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedBorder:
+class BorderInToken:
     """An answer that begins inside a token: `alone`, the end of its prompt by itself, and `within`, that in the row.
 
     `rewritten`: the template ends the prompt with other text. `spaces`: those at the end of the prompt that would have
@@ -36,7 +36,7 @@ class Labelled:
 
     ids: list[int]
     labels: list[int]
-    joined: JoinedBorder | None = None
+    joined: BorderInToken | None = None
 
 
 class Labeller:
@@ -51,7 +51,7 @@ class Labeller:
         ids, places = tokens.read(row.text)
         if row.answers is None:
             return Labelled(ids, list(ids))
-        read = _Read(row, tokens, ids, places)
+        read = _TokenisedRow(row, tokens, ids, places)
         labels, joined = [NOT_LEARNED] * len(ids), None
         for answer in row.answers:
             begin = tokens.border(answer.prompt, ids)
@@ -63,7 +63,7 @@ class Labeller:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _TokenisedRow:
     """A row and its tokens; `places` are the characters of each, None for a tokenizer in Python."""
 
     row: RowText
@@ -83,7 +83,7 @@ class _Read:
         after = self.tokens.border(self.row.text[: answer.end], self.ids)
         return start, after.at + after.is_inside_token
 
-    def joined(self, answer: Answer, begin: Border) -> JoinedBorder:
+    def joined(self, answer: Answer, begin: Border) -> BorderInToken:
         """Describe a border inside a token."""
         decode, places = self.tokens.tokenizer.decode, self.places
         later = (at for at in range(begin.at, len(self.ids)) if places is None or places[at][1] > answer.start)
@@ -92,4 +92,4 @@ class _Read:
         helps = not self.tokens.border(prompt, self.ids).is_inside_token
         spaces = answer.prompt[len(prompt) :] if helps else ""
         rewritten = answer.start < len(answer.prompt)
-        return JoinedBorder(decode(list(begin.alone)), decode(self.ids[begin.at : last + 1]), rewritten, spaces)
+        return BorderInToken(decode(list(begin.alone)), decode(self.ids[begin.at : last + 1]), rewritten, spaces)

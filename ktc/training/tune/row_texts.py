@@ -1,7 +1,7 @@
 """Rows of training data as text: the tokenizer's template applied, and the answers located in its output.
 
 In: the turns of a row and a tokenizer. Out: `RowText`. Refused: a template in which an answer cannot be found, or that
-rejects the turns (`Unfound`).
+rejects the turns (`AnswerNotFound`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHAT: Final = frozenset({"system", "user", "assistant", "tool"})
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-class Unfound(Exception):
+class AnswerNotFound(Exception):
     """An answer cannot be located in the template's output, or the template refuses the turns."""
 
 
@@ -55,7 +55,7 @@ class RowWriter:
         self._end = str(tokenizer.eos_token or "")
 
     def write(self, turns: tuple[Turn, ...], everything: bool) -> RowText:
-        """Return the text of one row; `everything` learns the questions too. Raises Unfound."""
+        """Return the text of one row; `everything` learns the questions too. Raises AnswerNotFound."""
         from jinja2 import TemplateError
 
         if not (self.uses_template and turns[0].role in CHAT):
@@ -65,7 +65,7 @@ class RowWriter:
                 return RowText(self._template(turns), None)
             return self._marked(turns) if self._marks else self._rendered(turns)
         except TemplateError as error:  # a template refuses unknown roles
-            raise Unfound(f"the chat template refuses these turns: {error}") from error
+            raise AnswerNotFound(f"the chat template refuses these turns: {error}") from error
 
     def _marked(self, turns: tuple[Turn, ...]) -> RowText:
         """Return the text with the stretches that the template marks as the assistant's.
@@ -101,14 +101,16 @@ class RowWriter:
         until = self._template(turns[: place + 1])
         start = shared_length(prompt, text)
         if start < len(prompt) and not text.startswith(self._template(turns[:place])):
-            raise Unfound(f"the template writes the turns before turn {place + 1} differently once it is answered")
+            raise AnswerNotFound(
+                f"the template writes the turns before turn {place + 1} differently once it is answered"
+            )
         if text.startswith(until):
             return Answer(start, len(until), prompt)
         content = turns[place].content.strip()
         tail = until[until.rindex(content) + len(content) :] if content in until else ""
         content_start = text.find(content + tail, start)
         if content_start < 0:
-            raise Unfound(f"the answer in turn {place + 1} is not found in the output of the template")
+            raise AnswerNotFound(f"the answer in turn {place + 1} is not found in the output of the template")
         return Answer(start, content_start + len(content) + len(tail), prompt)
 
     def _template(self, turns: tuple[Turn, ...], prompt: bool = False) -> str:

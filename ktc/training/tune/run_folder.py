@@ -40,7 +40,7 @@ _OURS = (
 )
 
 # The settings that determine the numbers of a run. Resuming needs the same values.
-_LASTING = (
+_FIXED = (
     "data", "format", "template", "eval_data", "eval_split", "length", "truncate", "packing", "train_on_prompt",
     "rank", "alpha", "dropout", "rslora", "targets", "batch", "accumulation", "precision", "router_aux_loss", "seed",
 )  # fmt: skip
@@ -181,7 +181,7 @@ def checkpoint_faults(checkpoint: Path) -> tuple[str, ...]:
 
 def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -> None:
     """Raise InputRefused (T525) if the settings differ from those that the run began with."""
-    changed = [name for name in _LASTING if getattr(settings, name) != getattr(kept, name)]
+    changed = [name for name in _FIXED if getattr(settings, name) != getattr(kept, name)]
     if changed:
         was = ", ".join(f"`{name}` was `{getattr(kept, name)}`" for name in changed)
         hint = "restore these settings, or start a new run with another `--output`"

@@ -118,14 +118,10 @@ def _experts(report: RunReport) -> Iterator[dict[str, object]]:
 
 
 def _data(title: str, data: DataSummary) -> dict[str, object]:
-    most = max(interval.rows for interval in data.lengths) or 1
+    most = max(bin_.rows for bin_ in data.lengths) or 1
     bins = [
-        {
-            "words": f"{interval.low} to {interval.high}",
-            "rows": interval.rows,
-            "width": round(_WIDEST * interval.rows / most, 2),
-        }
-        for interval in data.lengths
+        {"words": f"{bin_.low} to {bin_.high}", "rows": bin_.rows, "width": round(_WIDEST * bin_.rows / most, 2)}
+        for bin_ in data.lengths
     ]
     return {"title": title, "facts": list(data_facts(data)), "bins": bins, "first": data.first}
 

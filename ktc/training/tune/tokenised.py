@@ -17,8 +17,8 @@ from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.stage_progress import counted
 from ktc.foundation.text_files import bounded
 from ktc.training.tune.examples import Example, TrainingData
-from ktc.training.tune.labels import NOT_LEARNED, JoinedBorder, Labeller
-from ktc.training.tune.row_texts import CHAT, RowWriter, Unfound
+from ktc.training.tune.labels import NOT_LEARNED, BorderInToken, Labeller
+from ktc.training.tune.row_texts import CHAT, AnswerNotFound, RowWriter
 from ktc.training.tune.settings import Template
 
 if TYPE_CHECKING:
@@ -90,12 +90,13 @@ def tokenise(
             found, T519 if no answer is left.
     """
     writer, labeller = RowWriter(tokenizer, template), Labeller(tokenizer)
-    faults, too_long, joined, dropped = list[Diagnostic](), list[tuple[int, int]](), list[tuple[int, JoinedBorder]](), 0
+    faults, dropped = list[Diagnostic](), 0
+    too_long, joined = list[tuple[int, int]](), list[tuple[int, BorderInToken]]()
     rows: list[tuple[list[int], list[int]]] = []
     for example in counted(data.examples, len(data.examples)):
         try:
             row = labeller.label(writer.write(example.turns, train_on_prompt))
-        except Unfound as error:
+        except AnswerNotFound as error:
             faults.append(_at(data.file, example, "T518", str(error)))
             continue
         ids, labels = row.ids[:limit], row.labels[:limit]
@@ -156,7 +157,7 @@ def _empty(data: TrainingData) -> Iterator[Diagnostic]:
         yield Diagnostic("T544", message, Span(data.file, lines[0], 1, lines[0], 2), hint=hint, severity="warning")
 
 
-def _joined(file: str, borders: Sequence[tuple[int, JoinedBorder]]) -> Iterator[Diagnostic]:
+def _joined(file: str, borders: Sequence[tuple[int, BorderInToken]]) -> Iterator[Diagnostic]:
     """Yield one warning for all rows, with the first of them and their number."""
     if not borders:
         return

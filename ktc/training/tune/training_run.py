@@ -123,7 +123,7 @@ class TrainingRun:
         trainer.add_callback(stopper)
         if self._trace is not None:
             trainer.add_callback(self._trace)
-        trainer.add_callback(_Narrator(self._observe, report_of(trainer)))
+        trainer.add_callback(_ProgressReporter(self._observe, report_of(trainer)))
         if self._settings.early_stopping:
             trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
         return trainer
@@ -179,7 +179,7 @@ def _any_process(asked: bool, args: TrainingArguments) -> bool:
     return bool(flag.item())
 
 
-class _Narrator(TrainerCallback):
+class _ProgressReporter(TrainerCallback):
     """Reports the progress of the run."""
 
     def __init__(self, observe: Observe, report: KTReport) -> None:
