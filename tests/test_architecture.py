@@ -105,6 +105,20 @@ def test_no_file_reads_the_environment_but_its_own_and_cli() -> None:
     assert set(readers) <= {"ktc/foundation/environment.py", "ktc/cli/app.py", "ktc/cli/session.py"}
 
 
+_LONGEST = 60  # lines of a function, from `def` to its last; commands of `cli` declare an option per line
+
+
+def test_no_function_outside_cli_is_long() -> None:
+    assert not [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {length} lines"
+        for path in (ROOT / "ktc").rglob("*.py")
+        if "cli" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (length := (node.end_lineno or 0) - node.lineno + 1) > _LONGEST
+    ]
+
+
 _SAY_NOTHING = frozenset({"each", "found", "held", "own"})  # fit everything: docs/glossary.md, "The law for names"
 _NAMED = (
     "adapters", "cli", "compiler.py", "diagnostics.py", "foundation", "inference/quantize", "language",
