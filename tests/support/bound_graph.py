@@ -6,9 +6,10 @@ from kernel_layers import experts_of
 from torch import fx, nn
 
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.own_module import ExpertStack
 from ktc.model.experts.stock_layout import canonical_parts, stock_names
 from ktc.model.graph.typed import named_modules, owner_of
-from ktc.model.loading.graph_block import ExpertStack, stacked_experts
+from ktc.model.loading.graph_block import stacked_experts
 from ktc.model.targets.module_target import replaced
 from ktc.stages.capture import ExpertList
 
@@ -30,7 +31,8 @@ def bind(graph: fx.GraphModule, original: nn.Module, experts: ExpertList | None 
 def load_experts(module: FusedMoe, experts: nn.Module, listed: ExpertList | None = None) -> None:
     """Load the weights of a stock experts module of the same form, or of the modules that `listed` describes."""
     if listed is not None and isinstance(experts, nn.ModuleList):
-        experts = ExpertStack(stacked_experts(experts, module.form, listed.parts))
+        sizes = (module.num_experts, module.hidden, module.intermediate)
+        experts = ExpertStack(stacked_experts(experts, module.form, listed.parts, sizes))
     for name in stock_names(module.form):
         stacked = experts.get_parameter(name)
         for expert in range(module.num_experts):

@@ -1,31 +1,28 @@
 """A stock latent attention module that runs absorbed where that is cheaper: what `mla_absorbed` puts in the model.
 
-In: the stock module and the arguments of the recipe. Out: the same module, patched. The stock code
-projects, rotates and updates the cache, which holds latents and rotary keys, and masks as before: every cache of
-transformers serves. Two of its calls are answered here. `expand_kv` hands the latents on, and the attention function,
-chosen by name in the module's own config, computes on them, or expands them and calls the stock function.
+In: the stock module and the arguments of the recipe. Out: the same module, patched. The stock code projects, rotates,
+masks and updates the cache, which holds latents and rotary keys, as before: every cache of transformers serves. Two of
+its calls are replaced. `expand_kv` returns the latents unchanged, and the attention function, chosen by name in the
+module's own config, computes on them, or expands them and calls the stock function.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 from torch import Tensor, nn
 
 from ktc.model.attention.decode import DecodeAttention, KVCacheView
+from ktc.model.attention.decoding import DecodingAttention, answer_by
 from ktc.model.attention.int8_tensor import plain
-from ktc.model.attention.interface import AnsweredAttention, answer, chosen, implementation_of, stock_function
+from ktc.model.attention.interface import chosen, implementation_of, stock_function
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.latent_sizes import LatentSizes
-from ktc.model.attention.sparse import Sparse, follows_cache
-from ktc.model.attention.sparsity import Traffic
+from ktc.model.attention.sparse import Sparse, log_once
 from ktc.model.attention.up_projection import up_projection
 from ktc.model.hf.latent_cache import EXPAND, caches_latents
 from ktc.model.hf.patching import stock_class
-
-log = logging.getLogger(__name__)
 
 Absorb = Literal["never", "decode", "prefill", "always"]
 NAME: Final = "ktc_latent"  # of the attention function in transformers' register
@@ -48,18 +45,13 @@ class Absorption:
         return few if self.absorb == "decode" else not few
 
 
-class AbsorbedAttention(AnsweredAttention):
+class AbsorbedAttention(DecodingAttention):
     """The code of a latent attention module that absorbs."""
 
     absorption: Absorption
-    decode: DecodeAttention | None
-    sparse: Sparse | None = None
-    traffic: Traffic = Traffic(0, 0, 0)
-    told: str = ""
-    told_of: str = ""
 
     def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Hand on what the cache holds, (B, 1, L, c) and (B, 1, L, r), as keys and values."""
+        """Return what the cache holds, (B, 1, L, c) and (B, 1, L, r), as keys and values."""
         return latent, k_rope
 
 
@@ -75,14 +67,10 @@ def absorb(
         raise ValueError(f"`{stock.__name__}` caches keys and values, and no latents")
     sizes, kv_b = absorption.sizes, module.get_submodule(absorption.kv_b)
     wanted = sizes.heads * (sizes.nope + sizes.value), sizes.latent
-    found = tuple(cast("Tensor", kv_b.weight).shape)
-    if found != wanted:
-        raise ValueError(f"its `{absorption.kv_b}` is {list(found)} instead of {list(wanted)}")
-    answer(module, NAME, latent_attention, AbsorbedAttention)
-    if sparse is not None:
-        follows_cache(stock).put_on(module)
-    made = cast("Any", module)
-    made.absorption, made.decode, made.sparse = absorption, decode, sparse
+    shape = tuple(cast("Tensor", kv_b.weight).shape)
+    if shape != wanted:
+        raise ValueError(f"its `{absorption.kv_b}` is {list(shape)} instead of {list(wanted)}")
+    cast("Any", answer_by(decode, sparse, module, NAME, latent_attention, AbsorbedAttention)).absorption = absorption
     return module
 
 
@@ -92,12 +80,12 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention as transformers' attention functions do: query (B, H, T, n + r) -> (B, T, H, v), and weights.
 
-    `latent` (B, 1, L, c) and `k_rope` (B, 1, L, r) are all positions so far; `indices` (B, T, K) are those that an
-    indexer of the model chose. Weights are returned where the model's own implementation is `eager`.
+    `latent` (B, 1, L, c) and `k_rope` (B, 1, L, r) are all positions so far; the model's indexer chose `indices`
+    (B, T, K). Weights are returned where the model's own implementation is `eager`.
     """
-    own = cast("Any", module)
+    answered = cast("Any", module)
     indices: Tensor | None = more.pop("indices", None)
-    absorption: Absorption = own.absorption
+    absorption: Absorption = answered.absorption
     new, positions = query.shape[2], latent.shape[2]
     mask = attention_mask if indices is None else chosen(attention_mask, indices, positions, query.dtype)
     if absorption.serves(new, positions):
@@ -105,15 +93,16 @@ def latent_attention(
         up = up_projection(module.get_submodule(absorption.kv_b), sizes.heads, sizes.nope)
         if not isinstance(up, str):
             scale, sinks, dropout = cast("float", scaling), more.get("s_aux"), more.get("dropout", 0.0)
-            eager, kv = implementation_of(own) == "eager", KVCacheView(latent, latent, k_rope)
+            eager, kv = implementation_of(answered) == "eager", KVCacheView(latent, latent, k_rope)
             summed: Tensor | None = None
-            if own.sparse is not None and not eager and not dropout:
-                summed = own.sparse.attend(
-                    own, up.absorbed(query), kv, scale=scale, mask=attention_mask, sinks=sinks, indices=indices
+            plain_call = not eager and not dropout
+            if answered.sparse is not None and plain_call:
+                summed = answered.sparse.attend(
+                    answered, up.absorbed(query), kv, scale=scale, mask=attention_mask, sinks=sinks, indices=indices
                 )
-            if summed is None and not eager and not dropout and own.decode and own.decode.serves(query, kv, mask):
-                summed = own.decode(
-                    up.absorbed(query), kv, scale=scale, mask=mask, sinks=sinks, context=own.step_context
+            if summed is None and plain_call and answered.decode and answered.decode.serves(query, kv, mask):
+                summed = answered.decode(
+                    up.absorbed(query), kv, scale=scale, mask=mask, sinks=sinks, context=answered.step_context
                 )
             if summed is not None:
                 return up.out_of_latent(summed.transpose(1, 2)).transpose(1, 2), None
@@ -121,15 +110,7 @@ def latent_attention(
             scores = latent_scores(query, latent[:, 0], k_rope[:, 0], up, scale=scale, elide=absorption.elide)
             out, weights = attend(scores, latent[:, 0], up, mask=mask, sinks=sinks, dropout=dropout)
             return out, weights.to(query.dtype) if eager else None
-        _tell(own, up)
-    key, value = getattr(stock_class(own), EXPAND)(module, plain(latent), plain(k_rope))
+        log_once(answered, f"`{absorption.kv_b}` is not absorbed, its keys are expanded: {up}")
+    key, value = getattr(stock_class(answered), EXPAND)(module, plain(latent), plain(k_rope))
     options = {name: value for name, value in more.items() if name != "s_aux" or value is not None}
-    return stock_function(own)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **options})
-
-
-def _tell(module: Any, reason: str) -> None:
-    """Log once per module and reason that it expands keys although the rule absorbs them."""
-    if module.told != reason:
-        module.told = reason
-        name = module.absorption.kv_b
-        log.warning("layer %s: `%s` is not absorbed, its keys are expanded: %s", module.layer_idx, name, reason)
+    return stock_function(answered)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **options})

@@ -6,22 +6,21 @@ differentiable, and takes the calls that `serves` accepts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ktc.model.attention.chosen import Chosen
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import PagedTensor, PageTable, memory_of
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel
 from ktc.model.kernels.step_context import StepContext
-from ktc.model.linears.gemv import DTYPES, is_plain, is_traced
+from ktc.model.linears.gemv import DTYPES, is_plain, is_traced, threads_for
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
-_BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
 
 
 class KVCacheView(NamedTuple):
@@ -33,8 +32,8 @@ class KVCacheView(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that the cache has."""
-        return [each for each in self if each is not None]
+        """The tensors that the cache has."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,19 @@ class DecodeAttention:
 
     def serves(self, query: Tensor, kv: KVCacheView, mask: Tensor | None) -> bool:
         """Return whether the kernel takes this call: few tokens, under `no_grad`, plain CPU tensors of its dtype."""
-        if not self._is_few(query) or not is_seen_mask(mask):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_traced():
             return False
-        tensors = [query, *map(memory_of, kv.tensors)]
-        dtype = DTYPES[self.kernel.dtype]
-        if not all(t.dtype == dtype and t.device.type == "cpu" and is_plain(t) for t in tensors):
+        if query.shape[2] > MOST_TOKENS or not is_seen_mask(mask) or not self._is_plain(query):
             return False
-        return len(set(map(table_of, kv.tensors))) == 1 and all(each.stride(-1) == 1 for each in tensors[1:])
+        return len(set(map(table_of, kv.tensors))) == 1 and all(map(self._reads, kv.tensors))
+
+    def _reads(self, tensor: Tensor) -> bool:
+        """Return whether the kernel reads a tensor of the cache."""
+        memory = memory_of(tensor)
+        return self._is_plain(memory) and memory.stride(-1) == 1
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return tensor.dtype == DTYPES[self.kernel.dtype] and tensor.device.type == "cpu" and is_plain(tensor)
 
     def __call__(
         self, query: Tensor, kv: KVCacheView, *, scale: float, mask: Tensor | None = None,
@@ -67,7 +72,7 @@ class DecodeAttention:
         out = query.new_empty((B, T, H, kv.values.shape[-1]))
         sizes = {"batch": B, "key_heads": K, "group": H // K, "tokens": T, "positions": L, "scale": scale}
         seen = seen_by_kernel(mask, B, T, L)
-        nbytes = sum(each.nbytes for each in kv.tensors)
+        nbytes = sum(tensor.nbytes for tensor in kv.tensors)
         call = self._forward(query.detach().contiguous(), kv, seen, sinks, out, sizes, nbytes)
         if context is not None:
             context.record_call(*call, out)
@@ -86,19 +91,15 @@ class DecodeAttention:
             "scale": scale, "chosen": chosen.positions.data_ptr(), "counts": chosen.counts.data_ptr(), "sequences": T,
             "selectors_per_kv_head": selectors // kv.keys.shape[1],
         }  # fmt: skip
-        nbytes = chosen.positions.numel() * sum(each.shape[-1] * each.itemsize for each in kv.tensors)
+        nbytes = chosen.positions.numel() * sum(tensor.shape[-1] * tensor.itemsize for tensor in kv.tensors)
         self._forward(rows, kv, None, sinks, out, sizes, nbytes)
         return out
-
-    def _is_few(self, query: Tensor) -> bool:
-        plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and not is_traced()
-        return plain and query.shape[2] <= MOST_TOKENS
 
     def _forward(
         self, query: Tensor, kv: KVCacheView, seen: Tensor | None, sinks: Tensor | None, out: Tensor,
         sizes: Arguments, nbytes: int,
     ) -> tuple[Any, Any, Callable[..., Arguments], tuple[Tensor | None, ...]]:  # fmt: skip
-        """Fill `out`. Return the call for later, its engine, what makes its arguments, and the tensors that it read."""
+        """Fill `out`. Return what a recorder needs: the call, its engine, its arguments by tensors, and the tensors."""
         sinks = None if sinks is None else sinks.detach().float().contiguous()
         native, engine = self.kernel.opened(threads_for(nbytes, self.threads))
         table = table_of(kv.keys)
@@ -106,21 +107,21 @@ class DecodeAttention:
 
         def arguments(*tensors: Any) -> Arguments:
             query, keys, values, rope_keys, seen, sinks, pages, lengths, out = tensors
-            found = sizes | {
+            fields = sizes | {
                 "query": query.data_ptr(), "keys": view(keys), "values": view(values), "out": out.data_ptr(),
                 "element_bytes": element_bytes,
             }  # fmt: skip
             if rope_keys is not None:
-                found["rope_keys"] = view(rope_keys)
+                fields["rope_keys"] = view(rope_keys)
             if seen is not None:
-                found |= mask_view(seen)
+                fields |= mask_view(seen)
             if sinks is not None:
-                found["sinks"] = sinks.data_ptr()
+                fields["sinks"] = sinks.data_ptr()
             if pages is not None:
-                found |= _pages_view(pages, lengths, (keys, values, rope_keys))
-            return found
+                fields |= _pages_view(pages, lengths, (keys, values, rope_keys))
+            return fields
 
-        memories = (None if each is None else memory_of(each) for each in kv)
+        memories = (None if tensor is None else memory_of(tensor) for tensor in kv)
         of_table = (None, None) if table is None else (table.pages, table.lengths)
         reads = (query, *memories, seen, sinks, *of_table)
         with KERNEL_LOCK:
@@ -128,9 +129,12 @@ class DecodeAttention:
         return native.call, engine, arguments, reads
 
 
-def threads_for(nbytes: int, threads: int) -> int:
-    """Return how many of `threads` a call takes that reads `nbytes`."""
-    return min(threads, max(1, nbytes // _BYTES_PER_THREAD))
+def decoders(model: nn.Module) -> Iterator[tuple[Any, DecodeAttention]]:
+    """Yield the attention modules that have a kernel, with it."""
+    for module in model.modules():
+        decode = getattr(module, "decode", None)
+        if isinstance(decode, DecodeAttention):
+            yield module, decode
 
 
 def seen_by_kernel(mask: Tensor | None, batch: int, tokens: int, positions: int) -> Tensor | None:
@@ -161,16 +165,16 @@ def view(tensor: Tensor) -> Arguments:
 
 def table_of(tensor: Tensor) -> PageTable | None:
     """Return where the sequences of keys or values in pages are; None where they are not in pages."""
-    held = tensor.codes if isinstance(tensor, Int8Tensor) else tensor
-    return held.table if isinstance(held, PagedTensor) else None
+    memory = tensor.codes if isinstance(tensor, Int8Tensor) else tensor
+    return memory.table if isinstance(memory, PagedTensor) else None
 
 
 def _pages_view(pages: Tensor, lengths: Tensor, memories: Sequence[Tensor | None]) -> Arguments:
     """Return the fields of `AttentionArguments` for a cache in pages, whose sequences have `lengths`."""
-    parts = [part for each in memories if each is not None for part in _parts(each)]
+    parts = [part for memory in memories if memory is not None for part in _parts(memory)]
     return {
         "lengths": lengths.data_ptr(), "pages": pages.data_ptr(), "pages_of_sequence": pages.stride(0),
-        "most_pages": pages.shape[1], "num_pages": min(each.shape[0] for each in parts),
+        "most_pages": pages.shape[1], "num_pages": min(memory.shape[0] for memory in parts),
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ktc.model.attention.decode import DecodeAttention, KVCacheView
 from ktc.model.attention.int8_tensor import plain
-from ktc.model.attention.interface import AnsweredAttention, answer, chosen, stock_function
+from ktc.model.attention.interface import AnsweredAttention, Attention, answer, chosen, stock_function
 from ktc.model.attention.sparse import Sparse, follows_cache
 from ktc.model.attention.sparsity import Traffic
 from ktc.model.kernels.step_context import StepContext
@@ -31,13 +31,21 @@ class DecodingAttention(AnsweredAttention):
     decode: DecodeAttention | None
     sparse: Sparse | None = None
     traffic: Traffic = Traffic(0, 0, 0)
-    told_of: str = ""
+    logged: tuple[str, ...] = ()
 
 
 def decoding(module: nn.Module, decode: DecodeAttention | None, sparse: Sparse | None = None) -> nn.Module:
     """Give `module` the kernel. Raises ValueError for a module without a config."""
+    return answer_by(decode, sparse, module, NAME, decoding_attention, DecodingAttention)
+
+
+def answer_by(
+    decode: DecodeAttention | None, sparse: Sparse | None, module: nn.Module, name: str, function: Attention,
+    patch: type[DecodingAttention],
+) -> nn.Module:  # fmt: skip
+    """Make `module` call `function`, as `answer`, with these two. With `sparse`, its calls follow their cache."""
     stock = type(module)
-    answer(module, NAME, decoding_attention, DecodingAttention)
+    answer(module, name, function, patch)
     if sparse is not None:
         follows_cache(stock).put_on(module)
     made = cast("Any", module)
@@ -50,25 +58,25 @@ def decoding_attention(
     scaling: float | None = None, **more: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention as transformers' attention functions do: query (B, H, T, k) -> (B, T, H, v), and weights."""
-    own = cast("Any", module)
+    answered = cast("Any", module)
     indices: Tensor | None = more.pop("indices", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
-    decode: DecodeAttention | None = own.decode
-    sparse: Sparse | None = own.sparse
+    decode: DecodeAttention | None = answered.decode
+    sparse: Sparse | None = answered.sparse
     kv = KVCacheView(key, value)
     if sparse is not None:
-        seen = _seen(attention_mask, own.step_context)
-        if _is_plain(own, query, key, seen, more):
-            found = sparse.attend(own, query, kv, scale=scale, mask=seen, sinks=sinks, indices=indices)
-            if found is not None:
-                return found, None
+        seen = _seen(attention_mask, answered.step_context)
+        if _is_plain(answered, query, key, seen, more):
+            summed = sparse.attend(answered, query, kv, scale=scale, mask=seen, sinks=sinks, indices=indices)
+            if summed is not None:
+                return summed, None
     mask = attention_mask if indices is None else chosen(attention_mask, indices, key.shape[2], query.dtype)
-    seen = _seen(mask, own.step_context)
-    if decode is not None and decode.serves(query, kv, seen) and _is_plain(own, query, key, seen, more):
-        return decode(query, kv, scale=scale, mask=seen, sinks=sinks, context=own.step_context), None
+    seen = _seen(mask, answered.step_context)
+    if decode is not None and decode.serves(query, kv, seen) and _is_plain(answered, query, key, seen, more):
+        return decode(query, kv, scale=scale, mask=seen, sinks=sinks, context=answered.step_context), None
     key, value = plain(key), plain(value)  # codes of a cache, for a call that the kernel does not take
-    return stock_function(own)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **more})
+    return stock_function(answered)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **more})
 
 
 def _is_plain(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, more: dict[str, Any]) -> bool:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ktc.model.attention.chosen import Chosen
-from ktc.model.attention.decode import KVCacheView, mask_view, seen_by_kernel, threads_for, view
+from ktc.model.attention.decode import KVCacheView, mask_view, seen_by_kernel, view
 from ktc.model.attention.key_codes import signs
 from ktc.model.attention.key_index import KeyIndex
 from ktc.model.attention.sparsity import FORMATS, Sparsity
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Engine, Kernel, NativeSparseAttention
+from ktc.model.linears.gemv import threads_for
 
 
 @dataclass(frozen=True, slots=True)

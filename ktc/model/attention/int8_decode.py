@@ -10,27 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktc.model.attention.decode import DecodeAttention, KVCacheView, is_seen_mask, table_of, view
+from ktc.model.attention.decode import DecodeAttention, view
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import memory_of
 from ktc.model.kernels.kernel_library import Kernel, NativeInt8Attention
-from ktc.model.linears.gemv import DTYPES, is_plain, is_traced
+from ktc.model.linears.gemv import DTYPES, is_traced
 
 
 class Int8DecodeAttention(DecodeAttention):
     """A kernel over codes, and the most threads it may use."""
 
-    def serves(self, query: Tensor, kv: KVCacheView, mask: Tensor | None) -> bool:
-        """Return whether the kernel takes this call: few tokens, under `no_grad`, on the CPU, over codes alone."""
-        if not self._is_few(query) or not is_seen_mask(mask):
+    def _reads(self, tensor: Tensor) -> bool:
+        if not isinstance(tensor, Int8Tensor) or tensor.device.type != "cpu":
             return False
-        dtype = DTYPES[self.kernel.dtype]
-        if not (query.dtype == dtype and query.device.type == "cpu" and is_plain(query)):
-            return False
-        return len(set(map(table_of, kv.tensors))) == 1 and all(
-            isinstance(each, Int8Tensor) and each.device.type == "cpu" and memory_of(each.codes).stride(-1) == 1
-            for each in kv.tensors
-        )
+        return memory_of(tensor.codes).stride(-1) == 1
 
 
 def decoder(kernel: Kernel, threads: int, kv: str) -> DecodeAttention:

@@ -1,16 +1,16 @@
 """`Int8Tensor`: keys or values of a cache as int8 codes with a scale for each position and head.
 
-In: numbers (..., L, d). Out: codes and scales of which a number is code * scale, and a tensor that has the model's
-dtype for PyTorch. Choosing sequences and positions keeps codes; any other operation reads decoded numbers, and
-writing into one is refused, but for `zero_`. An operator of ktc reads `codes` and `scales`.
+In: numbers (..., L, d). Out: codes and scales (a number is code * scale), as a tensor that has the model's dtype for
+PyTorch. Choosing sequences and positions keeps codes. Any other operation reads decoded numbers. Writing into the
+tensor is refused, but for `zero_`. An operator of ktc reads `codes` and `scales`.
 
-A scale belongs to a position and a head, since a new position is then written alone: scales per channel, or per block
-of positions, would change with every key that is greater than those before.
+A scale belongs to a position and a head, since a new position is then written alone. Scales per channel, or per block
+of positions, would change with every key that is greater than the earlier ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -85,36 +85,34 @@ class Int8Tensor(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Keep codes where an operation chooses sequences or positions; decode for all others."""
-        own = args[0] if args else None
-        if isinstance(own, Int8Tensor):
-            if _keeps_rows(func, own, args):
-                return own._each(lambda part: func(part, *args[1:], **(kwargs or {})))
+        first = args[0] if args else None
+        if isinstance(first, Int8Tensor):
+            if _keeps_rows(func, first, args):
+                codes, scales = (func(part, *args[1:], **(kwargs or {})) for part in (first.codes, first.scales))
+                return Int8Tensor(codes, scales, first.dtype)
             if func is _ATEN.zero_.default:
-                own.codes.zero_()
-                own.scales.zero_()
-                return own
+                first.codes.zero_()
+                first.scales.zero_()
+                return first
             if schema_of(func).is_mutable:
                 raise NotImplementedError(f"`{func}` would write into the codes of a cache")
         decoded = tree_map_only(Int8Tensor, Int8Tensor.decoded, (tuple(args), dict(kwargs or {})))
         return func(*decoded[0], **decoded[1])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Int8Tensor:
-        return Int8Tensor(change(self.codes), change(self.scales), self.dtype)
 
-
-def _keeps_rows(func: Any, own: Int8Tensor, args: Sequence[Any]) -> bool:
+def _keeps_rows(func: Any, tensor: Int8Tensor, args: Sequence[Any]) -> bool:
     """Return whether an operation on codes and on scales alike leaves rows whole."""
     if func not in _BY_ROWS:
         return False
-    last = own.dim() - 1
+    last = tensor.dim() - 1
     if func is _ATEN.index.Tensor:
         return len(args[1]) <= last
     if func in (_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.index_select.default):
         dim = args[1] if len(args) > 1 else 0
-        whole = func is _ATEN.slice.Tensor and _is_all(args, own.shape[-1])
-        return dim % own.dim() != last or whole
+        whole = func is _ATEN.slice.Tensor and _is_all(args, tensor.shape[-1])
+        return dim % tensor.dim() != last or whole
     if func is _ATEN.unsqueeze.default:
-        return args[1] % (own.dim() + 1) <= last - 1
+        return args[1] % (tensor.dim() + 1) <= last - 1
     return True
 
 
@@ -124,5 +122,5 @@ def _is_all(args: Sequence[Any], size: int) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor, decoded where it holds codes, and copied where it is in pages."""
+    """Return the numbers of a tensor: it is decoded where it holds codes, and copied where it is in pages."""
     return tensor.decoded() if isinstance(tensor, Int8Tensor | PagedTensor) else tensor

@@ -1,8 +1,8 @@
 """The attention functions of transformers, which a module calls by the name in its config.
 
 In: a stock attention module. Out: the same module, patched, calling a function of ktc. The module's own
-config is a copy with that function's name, so masks and other layers follow the model's config. The stock function of
-the model's implementation stays at hand for the calls that ktc does not compute.
+config is a copy with that function's name, so masks and other layers follow the model's config. `stock_function` is
+the model's own function, for the calls that ktc does not compute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AnsweredAttention(Patch):
     """The code of an attention module whose core is computed by ktc."""
 
     stock_config: Any
-    step_context: StepContext  # of the model, which gives its own
+    step_context: StepContext  # of the model
 
 
 def answer(module: nn.Module, name: str, function: Attention, patch: type[AnsweredAttention]) -> None:
@@ -57,14 +57,13 @@ def implementation_of(module: Any) -> str:
 def stock_function(module: Any) -> Attention:
     """Return the model's own attention function. Raises InputRefused (L450) for one that takes no mask."""
     implementation = implementation_of(module)
-    if implementation not in _INNER:
-        message = f"attention that ktc computes runs beside `sdpa` or `eager`, and not `{implementation}`"
-        raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
-    function = _function_of(stock_class(module), implementation)
-    if function is None:
+    message = f"attention that ktc computes needs `sdpa` or `eager` beside it, and not `{implementation}`"
+    if implementation in _INNER:
+        function = _function_of(stock_class(module), implementation)
+        if function is not None:
+            return function
         message = f"`{type(module).__name__}` names no function for `eager` attention"
-        raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
-    return function
+    raise InputRefused(Diagnostic("L450", message, hint='load it with `attn_implementation="sdpa"`'))
 
 
 def unknown_function(module: nn.Module) -> str:
@@ -75,7 +74,7 @@ def unknown_function(module: nn.Module) -> str:
     """
     implementation = attention_of(getattr(module, "config", None))
     if implementation is None:
-        return ""  # a class that looks no function up: `answer` has the last word
+        return ""  # a class that looks up no function: `answer` decides
     if implementation not in _INNER:
         return f"the model chooses the attention function `{implementation}`"
     function = _function_of(type(module), implementation)
@@ -95,8 +94,8 @@ def _function_of(stock: type[nn.Module], implementation: str) -> Attention | Non
 @functools.cache
 def _register_of(stock: type[nn.Module]) -> AttentionInterface:
     """Return the register of functions in the file of the class' code, which may override those of all files."""
-    held = _code_of(stock).__globals__.values()
-    return next((each for each in held if isinstance(each, AttentionInterface)), ALL_ATTENTION_FUNCTIONS)
+    names = _code_of(stock).__globals__.values()
+    return next((value for value in names if isinstance(value, AttentionInterface)), ALL_ATTENTION_FUNCTIONS)
 
 
 @functools.cache
@@ -104,8 +103,8 @@ def _eager_function(stock: type[nn.Module]) -> Attention | None:
     """Return the attention function that the class' code names, or its file has by the usual name."""
     code = _code_of(stock)
     named = [code.__globals__.get(name) for name in (*code.__code__.co_names, _EAGER)]
-    found = (each for each in named if isinstance(each, FunctionType) and _takes_operands(each))
-    return next(found, None)
+    functions = (value for value in named if isinstance(value, FunctionType) and _takes_operands(value))
+    return next(functions, None)
 
 
 def _code_of(stock: type[nn.Module]) -> FunctionType:

@@ -43,11 +43,11 @@ class Codes:
 @functools.cache
 def signs(width: int) -> Tensor:
     """Return the fixed signs (width,) in fp32, those of the bits of a multiplicative sequence (Knuth, TAOCP 3.3.4)."""
-    state, found = 0x2545F4914F6CDD1D, list[float]()
+    state, numbers = 0x2545F4914F6CDD1D, list[float]()
     for _ in range(width):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-        found.append(1.0 if state >> 63 else -1.0)
-    return torch.tensor(found)
+        numbers.append(1.0 if state >> 63 else -1.0)
+    return torch.tensor(numbers)
 
 
 def parts(width: int) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Additions in the order of the kernel, so that both round alike."""
+    """Add in the order of the kernel, so that both round alike."""
     size, half = x.shape[-1], 1
     while half < size:
         pairs = x.reshape(*x.shape[:-1], -1, 2, half)
@@ -76,7 +76,7 @@ def _hadamard(x: Tensor) -> Tensor:
 def mean_of(keys: Tensor, visible: Tensor | None = None) -> Tensor:
     """Return the mean (B, K, k) in fp32 of keys (B, K, L, k), of those that are `visible` (B, L).
 
-    It is summed in fp64, so that the order of a machine's sums does not show.
+    It is summed in fp64, so that the order of the sums, which differs between machines, changes nothing.
     """
     total = keys.new_zeros((*keys.shape[:2], keys.shape[3]), dtype=torch.float64)
     for at in range(0, keys.shape[2], _CHUNK):
@@ -94,7 +94,7 @@ def encode(keys: Tensor, mean: Tensor, index: IndexFormat) -> Codes:
     blocks, scales = list[Tensor](), list[Tensor]()
     for at in range(0, L, _CHUNK):  # a multiple of a block
         numbers = rotated(keys[:, :, at : at + _CHUNK].float() - mean[:, :, None])
-        scale = (_scale_of_sign if index == "sign" else _scale_of_int4)(numbers).half()
+        scale = (_scale_of_sign(numbers) if index == "sign" else numbers.abs().amax(-1) / _LARGEST["int4"]).half()
         codes = (numbers / scale.float()[..., None]).round() if index == "int4" else torch.where(numbers < 0, -1.0, 1.0)
         codes = torch.nan_to_num(codes, nan=0.0).clamp(-_LARGEST[index], _LARGEST[index])
         codes = codes.masked_fill((scale == 0)[..., None], 0) if index == "int4" else codes
@@ -107,10 +107,6 @@ def encode(keys: Tensor, mean: Tensor, index: IndexFormat) -> Codes:
             keys.new_zeros((B, K, 0), dtype=torch.float16),
         )
     return Codes(torch.cat(blocks, 2), torch.cat(scales, 2))
-
-
-def _scale_of_int4(numbers: Tensor) -> Tensor:
-    return numbers.abs().amax(-1) / _LARGEST["int4"]
 
 
 def _scale_of_sign(numbers: Tensor) -> Tensor:
@@ -141,10 +137,10 @@ def unpacked(codes: Codes, index: IndexFormat, width: int) -> Tensor:
     four = codes.blocks.view(B, K, N, count, TOKENS, 4)
     if index == "sign":
         shifts = torch.arange(8, dtype=torch.uint8, device=four.device)[:, None]
-        found = (four[..., None, :] >> shifts & 1).flatten(-2).to(torch.int8) * 2 - 1
+        codes_of_four = (four[..., None, :] >> shifts & 1).flatten(-2).to(torch.int8) * 2 - 1
     else:
-        found = torch.cat([four & 15, four >> 4], dim=-1).to(torch.int8) - 8
-    return found.transpose(3, 4).reshape(B, K, N * TOKENS, -1)[..., :width]
+        codes_of_four = torch.cat([four & 15, four >> 4], dim=-1).to(torch.int8) - 8
+    return codes_of_four.transpose(3, 4).reshape(B, K, N * TOKENS, -1)[..., :width]
 
 
 def query_codes(query: Tensor, index: IndexFormat) -> tuple[Tensor, Tensor]:
@@ -156,9 +152,9 @@ def query_codes(query: Tensor, index: IndexFormat) -> tuple[Tensor, Tensor]:
 
 
 def estimates(query: Tensor, codes: Codes, index: IndexFormat, positions: int, scale: float) -> Tensor:
-    """Return estimated scores (B, H, T, L) in fp32, each up to a number that all scores of its query share.
+    """Return estimated scores (B, H, T, L) in fp32. All scores of a query have the same unknown number added.
 
-    Query heads follow each other by key head. `scale` is that of the scores.
+    Query heads are ordered by key head. `scale` is that of the scores.
     """
     B, H, T, width = query.shape
     K = codes.blocks.shape[1]

@@ -1,8 +1,8 @@
-"""`KeyIndex`: codes of the keys of one cache layer, kept beside it, and how they follow what happens to it.
+"""`KeyIndex`: codes of the keys of one cache layer, kept beside it and updated with it.
 
 In: a cache layer of transformers, before and after a stock module updates it. Out: an index that covers the layer's
-keys, or none. An index belongs to the very tensors that it was made of, at their version; a layer that was changed by
-others has none, and one is built again.
+keys, or none. An index is valid for the tensors that it was made of, at their version. After any other change of the
+layer it is built again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -35,13 +35,13 @@ class KeyIndex:
     codes: Codes
     mean: Tensor
     covered: int = 0
-    made_of: tuple[Version, ...] = field(default=())
+    made_of: tuple[Version, ...] = ()
 
     @classmethod
     def of(cls, kv: KVCacheView, visible: Tensor, index: IndexFormat) -> KeyIndex:
         """Return an empty index of a cache, centred by the mean of its `visible` keys (B, L)."""
         B, K = kv.keys.shape[:2]
-        mean = torch.cat([mean_of(each, visible) for each in _keys(kv)], -1).contiguous()
+        mean = torch.cat([mean_of(tensor, visible) for tensor in _keys(kv)], -1).contiguous()
         blocks = kv.keys.new_zeros((B, K, 0, block_bytes(index, mean.shape[-1])), dtype=torch.uint8)
         return cls(index, Codes(blocks, kv.keys.new_zeros((B, K, 0), dtype=torch.float16)), mean)
 
@@ -53,22 +53,22 @@ class KeyIndex:
     def reserve(self, positions: int) -> None:
         """Make room for the codes of `positions` positions."""
         blocks, scales = self.codes.blocks, self.codes.scales
-        needed, held = -(-positions // TOKENS), blocks.shape[2]
-        if needed <= held:
+        needed, capacity = -(-positions // TOKENS), blocks.shape[2]
+        if needed <= capacity:
             return
         B, K, _, size = blocks.shape
         wider = Codes(
             blocks.new_zeros((B, K, needed + _ROOM, size)), scales.new_zeros((B, K, (needed + _ROOM) * TOKENS))
         )
-        wider.blocks[:, :, :held] = blocks
-        wider.scales[:, :, : held * TOKENS] = scales
+        wider.blocks[:, :, :capacity] = blocks
+        wider.scales[:, :, : capacity * TOKENS] = scales
         self.codes = wider
 
     def extend(self, kv: KVCacheView, positions: int) -> None:
         """Add the keys from `covered` up to `positions`, by the reference."""
         self.reserve(positions)
         first = self.covered // TOKENS * TOKENS
-        joined = torch.cat([each[:, :, first:positions] for each in _keys(kv)], -1)
+        joined = torch.cat([tensor[:, :, first:positions] for tensor in _keys(kv)], -1)
         codes = encode(joined, self.mean, self.format)
         end = first // TOKENS + codes.blocks.shape[2]
         self.codes.blocks[:, :, first // TOKENS : end] = codes.blocks
@@ -86,17 +86,17 @@ class KeyIndex:
 
 
 def _keys(kv: KVCacheView) -> list[Tensor]:
-    return [each for each in (kv.keys, kv.rope_keys) if each is not None]
+    return [tensor for tensor in (kv.keys, kv.rope_keys) if tensor is not None]
 
 
 def is_followed(layer: object) -> bool:
-    """Return whether an index can follow a cache layer: one that holds every token, and appends new ones."""
+    """Return whether an index can follow a cache layer: one that keeps every token, and appends new ones."""
     appends = type(layer) in (DynamicLayer, StaticLayer) or getattr(layer, "appends", False)
     return appends and not any(t.is_inference() for t in _tensors(layer))
 
 
 def index_of(layer: object) -> KeyIndex | None:
-    """Return the index of a layer's keys as they are now. Those from `covered` on, or beyond the layer's, are not."""
+    """Return the index of a layer's present keys, None without one. It covers no key beyond the layer's."""
     index = cast("KeyIndex | None", vars(layer).get(_INDEX))
     if index is None or not _are_unchanged(index.made_of, _tensors(layer)):
         return None
@@ -113,7 +113,7 @@ def keep_index(layer: object, index: KeyIndex | None) -> None:
 
 @contextmanager
 def carried(layer: object, change: Callable[[KeyIndex], None]) -> Generator[None]:
-    """While the body changes the keys of a layer, change its index alike."""
+    """Apply `change` to the index of a layer whose keys the body changes."""
     index = index_of(layer) if _INDEX in vars(layer) else None
     yield
     if _INDEX in vars(layer):
@@ -128,17 +128,18 @@ def length_of(layer: object) -> int:
 
 
 def _tensors(layer: object) -> list[Tensor]:
-    held = (cast("Any", layer).keys, cast("Any", layer).values)
-    return [each for each in held if isinstance(each, Tensor)]
+    parts = (cast("Any", layer).keys, cast("Any", layer).values)
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
-def _are_unchanged(made_of: tuple[Version, ...], held: list[Tensor]) -> bool:
-    if len(made_of) != len(held) or any(each.is_inference() for each in held):
+def _are_unchanged(made_of: tuple[Version, ...], present: list[Tensor]) -> bool:
+    if len(made_of) != len(present) or any(tensor.is_inference() for tensor in present):
         return False
     return all(
-        seen() is each and version == version_of(each) for (seen, version), each in zip(made_of, held, strict=True)
+        seen() is tensor and version == version_of(tensor)
+        for (seen, version), tensor in zip(made_of, present, strict=True)
     )
 
 
 def _versions(layer: object) -> tuple[Version, ...]:
-    return tuple((weakref.ref(each), version_of(each)) for each in _tensors(layer))
+    return tuple((weakref.ref(tensor), version_of(tensor)) for tensor in _tensors(layer))

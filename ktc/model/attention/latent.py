@@ -30,7 +30,7 @@ def latent_scores(
     """
     B, H, T, _ = query.shape
     if elide:
-        q_latent, q_rope = (each.reshape(B, H * T, -1) for each in up.parts(query))
+        q_latent, q_rope = (part.reshape(B, H * T, -1) for part in up.parts(query))
         scores = _elided(q_latent, latent, q_rope, k_rope, scale)
     else:
         joined = up.absorbed(query).reshape(B, H * T, -1)
@@ -88,7 +88,7 @@ def _wide(scores: Tensor) -> Tensor:
 def _elided(q_latent: Tensor, latent: Tensor, q_rope: Tensor, k_rope: Tensor, scale: float) -> Tensor:
     """Return the scaled sum of two products, (B, M, c) with (B, L, c) and (B, M, r) with (B, L, r) -> (B, M, L)."""
     tensors = q_latent, latent, q_rope, k_rope
-    alike = q_latent.is_cuda and {each.dtype for each in tensors} in ({torch.bfloat16}, {torch.float16})
+    alike = q_latent.is_cuda and {tensor.dtype for tensor in tensors} in ({torch.bfloat16}, {torch.float16})
     if alike and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cuda"):
         return cast("Tensor", _WideScores.apply(*tensors, scale))
     return (_wide(_products(q_latent, latent)) + _products(q_rope, k_rope)) * scale

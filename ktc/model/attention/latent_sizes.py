@@ -1,4 +1,4 @@
-"""The sizes of latent attention, and from how many new tokens on expanded keys take fewer FLOPs."""
+"""The sizes of latent attention, and the number of new tokens from which expanded keys take fewer FLOPs."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def copies() -> Generator[list[Tensor]]:
 
 
 class PagedTensor(Tensor):
-    """`memory` (pages, heads, PAGE, d), of which `table` says what belongs to which sequence."""
+    """`memory` (pages, heads, PAGE, d), and the `table` of the pages of each sequence."""
 
     memory: Tensor
     table: PageTable
@@ -74,8 +74,8 @@ class PagedTensor(Tensor):
         positions = columns - (self.shape[2] - self.table.lengths[:, None])
         present, positions = positions >= 0, positions.clamp(min=0)
         pages = self.table.pages.long().gather(1, positions // PAGE)
-        found = self.memory[pages, :, positions % PAGE]  # (B, columns, heads, d)
-        return torch.where(present[:, :, None, None], found, 0).transpose(1, 2)
+        rows = self.memory[pages, :, positions % PAGE]  # (B, columns, heads, d)
+        return torch.where(present[:, :, None, None], rows, 0).transpose(1, 2)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PagedTensor({tuple(self.shape)}, dtype={self.dtype})"

@@ -29,7 +29,7 @@ class SparseReads:
         layers = f"{self.layers} layer{'' if self.layers == 1 else 's'}"
         if not self.tokens:
             return f"sparse attention in {layers}: every step was short enough to be dense"
-        read, dense = (each / 1e6 for each in (self.bytes_per_token, self.dense_bytes_per_token))
+        read, dense = (nbytes / 1e6 for nbytes in (self.bytes_per_token, self.dense_bytes_per_token))
         return (
             f"sparse attention in {layers}: {read:,.3f} MB per token read, dense {dense:,.3f} MB ({dense / read:.1f}x),"
             f" over {self.tokens:,} tokens"
@@ -39,18 +39,18 @@ class SparseReads:
 def counters(model: nn.Module) -> dict[str, Traffic]:
     """Return the counter of every module with sparse attention, by name."""
     modules = cast("Iterator[tuple[str, Any]]", model.named_modules())
-    return {name: each.traffic for name, each in modules if isinstance(getattr(each, "sparse", None), Sparse)}
+    return {name: module.traffic for name, module in modules if isinstance(getattr(module, "sparse", None), Sparse)}
 
 
 def reads_since(model: nn.Module, before: Mapping[str, Traffic]) -> SparseReads | None:
-    """Return what `model` has read since `before`; None for a model without sparse attention."""
+    """Return the reads of `model` since `before`; None for a model without sparse attention."""
     spent = [now - before[name] for name, now in counters(model).items()]
     if not spent:
         return None
-    sparse = [each for each in spent if each.tokens]
+    sparse = [traffic for traffic in spent if traffic.tokens]
     return SparseReads(
         len(spent),
-        max((each.tokens for each in sparse), default=0),
-        sum((each.index + each.gathered) / each.tokens for each in sparse),
-        sum(each.dense / each.tokens for each in sparse),
+        max((traffic.tokens for traffic in sparse), default=0),
+        sum((traffic.index + traffic.gathered) / traffic.tokens for traffic in sparse),
+        sum(traffic.dense / traffic.tokens for traffic in sparse),
     )

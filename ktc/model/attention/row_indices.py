@@ -1,7 +1,7 @@
 """Indices of a running batch: each row has its own, in the positions of its own sequence.
 
 In: keys of rows that are aligned at their last token, padded on the left. Out: `Chosen` in the columns of the batch. An
-index has the mean and the codes that it would have alone, so a row's choice does not depend on the rows beside it.
+index has the mean and the codes that it would have alone, so a row's choice does not depend on other rows.
 """
 
 from __future__ import annotations

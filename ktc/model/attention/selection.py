@@ -24,7 +24,7 @@ def visible_positions(mask: Tensor | None, batch: int, tokens: int, positions: i
 
 
 def choose(scores: Tensor, key_heads: int, visible: Tensor, sparsity: Sparsity) -> Chosen:
-    """Return the positions of the greatest scores (B, H, T, L), the first and the last ones. Ties go to the first."""
+    """Return the positions of the greatest scores (B, H, T, L), the first and the last; of equal scores the first."""
     B, H, T, L = scores.shape
     if sparsity.shared:
         scores = shared(scores.view(B, key_heads, H // key_heads, T, L), visible)
@@ -55,7 +55,7 @@ def attend_chosen(
     at = chosen.positions.long().transpose(1, 2)  # (B, S, T, M)
     batch = torch.arange(B, device=at.device).view(B, 1, 1, 1)
     head = (torch.arange(S, device=at.device) // (S // kv.keys.shape[1])).view(1, S, 1, 1)
-    rows = [each[batch, head, at] for each in kv if each is not None]
+    rows = [tensor[batch, head, at] for tensor in kv if tensor is not None]
     keys, values = rows[0] if kv.rope_keys is None else torch.cat([rows[0], rows[2]], -1), rows[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = torch.einsum("bsgtk,bstmk->bsgtm", query.view(B, S, H // S, T, -1).to(wide), keys.to(wide)) * scale

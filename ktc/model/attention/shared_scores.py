@@ -1,9 +1,9 @@
 """Scores that the query heads of a key head share: the reference of the kernel, bit for bit.
 
-In: scores (B, K, G, T, L) of the G query heads of each key head. Out: the sum of their softmax (B, K, T, L), whose
-powers of two are linear between whole exponents: the bits of such a power are its logarithm, so they take a product and
-a sum. The order of positions that have one query head is that of its scores. Beyond 2^100 times a query's greatest
-sampled weight weights are equal, and below 2^-100.
+In: scores (B, K, G, T, L) of the G query heads of each key head. Out: the sum of their softmax (B, K, T, L). Its powers
+of two are linear between whole exponents: the bits of such a power are its logarithm, so they take a product and a sum.
+With one query head, positions are ordered as by its scores. Relative to a query's greatest sampled weight, all weights
+above 2^100 are equal, and all below 2^-100.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ONE: Final = 127 * _EXPONENT  # the bits of 1.0
 
 
 def shared(scores: Tensor, visible: Tensor) -> Tensor:
-    """Return the shared scores in fp32 of positions that are `visible` (B, T, L); others have any."""
+    """Return the shared scores in fp32 of positions that are `visible` (B, T, L); those of others mean nothing."""
     *outer, L = scores.shape
     blocks = -(-L // (TOKENS * _STRETCH)) * _STRETCH
     room = blocks * TOKENS - L
@@ -57,6 +57,6 @@ def _of_bits(bits: Tensor) -> Tensor:
 def _in_order(numbers: Tensor, dim: int) -> Tensor:
     """Sum one after the other, since the result depends on the order."""
     first, *others = numbers.unbind(dim)
-    for each in others:
-        first = first + each
+    for addend in others:
+        first = first + addend
     return first

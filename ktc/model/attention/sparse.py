@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.model.attention.chosen import Chosen
-from ktc.model.attention.decode import MOST_TOKENS, DecodeAttention, KVCacheView
+from ktc.model.attention.decode import MOST_TOKENS, DecodeAttention, KVCacheView, is_seen_mask
 from ktc.model.attention.index_kernel import IndexKernel
 from ktc.model.attention.key_codes import estimates
 from ktc.model.attention.key_index import KeyIndex, index_of, is_followed, keep_index, length_of
@@ -35,12 +35,11 @@ _CACHE: Final = "past_key_values"
 
 @dataclass(slots=True)
 class FollowedLayer:
-    """A cache layer during one call of its module: its index as it was before, and how many positions it held."""
+    """A cache layer during one call of its module, and its index."""
 
     cache: Any
     number: int
     index: KeyIndex | None
-    before: int
 
     @property
     def layer(self) -> Any:
@@ -67,29 +66,30 @@ class Sparse:
 
         `mask` is bool, (B or 1, 1, T, L); `indices` (B, T, K) are the choice of the model's indexer.
         """
-        bool_mask = mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
-        if torch.is_grad_enabled() or query.shape[2] > MOST_TOKENS or is_traced() or not bool_mask:
+        if torch.is_grad_enabled() or query.shape[2] > MOST_TOKENS or is_traced() or not is_seen_mask(mask):
             return None
-        native = self.decode is not None and self.decode.serves(query, kv, mask)
+        decode = self.decode if self.decode is not None and self.decode.serves(query, kv, mask) else None
         if indices is not None:
             chosen = _of_indexer(indices, kv, mask)
             lengths = [kv.keys.shape[2]] * len(query)
         elif self.indexer:
             return None
         else:
-            lengths, chosen = self._by_index(module, query, kv, mask, scale, native=native)
+            lengths, chosen = self._by_index(module, query, kv, mask, scale, decode)
         if chosen is None:
             return None
         module.traffic = module.traffic + self._traffic(query, kv, chosen, lengths, by_index=indices is None)
-        if native:
-            assert self.decode is not None, "a call that the kernel serves has one"
-            return self.decode.of_chosen(query, kv, chosen, scale=scale, sinks=sinks)
-        return attend_chosen(query, kv, chosen, scale=scale, sinks=sinks)
+        attended = attend_chosen if decode is None else decode.of_chosen
+        return attended(query, kv, chosen, scale=scale, sinks=sinks)
 
     def _by_index(
-        self, module: Any, query: Tensor, kv: KVCacheView, mask: Tensor | None, scale: float, *, native: bool
-    ) -> tuple[list[int], Chosen | None]:
-        """Return the positions of each row, and those chosen by the index of the followed cache layer."""
+        self, module: Any, query: Tensor, kv: KVCacheView, mask: Tensor | None, scale: float,
+        decode: DecodeAttention | None,
+    ) -> tuple[list[int], Chosen | None]:  # fmt: skip
+        """Return the positions of each row, and those chosen by the index of the followed cache layer.
+
+        The kernel `decode` chooses; without one, PyTorch.
+        """
         followed: FollowedLayer | None = module.step_context.followed_layer
         layer = None if followed is None else followed.layer
         if followed is None or layer is None or layer.keys is not kv.keys:
@@ -103,19 +103,21 @@ class Sparse:
         if isinstance(rows, RowIndices) and query.shape[2] == 1:
             lengths = row_lengths(mask, len(query), length)
             if lengths is not None:
-                return lengths, self._by_row(rows, lengths, query, kv, scale, native=native)
+                return lengths, self._by_row(rows, lengths, query, kv, scale, decode)
         if not is_followed(layer):
-            _tell(module, type(layer).__name__)
+            reason = "no index follows this cache (or `torch.inference_mode`, whose tensors have no versions)"
+            log_once(module, f"attention over `{type(layer).__name__}` stays dense: {reason}")
             return [], None
         rope_keys = None if kv.rope_keys is None else kv.rope_keys[:, :, :length]
         keys = kv.keys[:, :, :length]
         kv = KVCacheView(keys, keys if kv.values is kv.keys else kv.values[:, :, :length], rope_keys)
         mask = None if mask is None else mask[..., :length]
-        followed.index, chosen = self._select(followed.index, query, kv, mask, scale, native=native)
+        followed.index, chosen = self._select(followed.index, query, kv, mask, scale, decode)
         return [length] * len(query), chosen
 
     def _by_row(
-        self, rows: RowIndices, lengths: list[int], query: Tensor, kv: KVCacheView, scale: float, *, native: bool
+        self, rows: RowIndices, lengths: list[int], query: Tensor, kv: KVCacheView, scale: float,
+        decode: DecodeAttention | None,
     ) -> Chosen:  # fmt: skip
         """Return the positions that each row of a running batch reads, chosen by the row's own index."""
         H, (K, columns) = query.shape[1], kv.keys.shape[1:3]
@@ -124,33 +126,26 @@ class Sparse:
             if length <= self.sparsity.budget:
                 parts.append(every_position(length, K if self.sparsity.shared else H, query.device))
                 continue
-            own = query[at : at + 1], row_of(kv, at, length)
-            rows.rows[at], chosen = self._select(rows.rows[at], *own, None, scale, native=native)
+            row = query[at : at + 1], row_of(kv, at, length)
+            rows.rows[at], chosen = self._select(rows.rows[at], *row, None, scale, decode)
             parts.append(chosen)
         return joined(parts, [columns - length for length in lengths])
 
     def _select(
-        self,
-        index: KeyIndex | None,
-        query: Tensor,
-        kv: KVCacheView,
-        mask: Tensor | None,
-        scale: float,
-        *,
-        native: bool,
-    ) -> tuple[KeyIndex, Chosen]:
+        self, index: KeyIndex | None, query: Tensor, kv: KVCacheView, mask: Tensor | None, scale: float,
+        decode: DecodeAttention | None,
+    ) -> tuple[KeyIndex, Chosen]:  # fmt: skip
         """Return the index with all keys of `kv`, made where it is missing, and what it chooses."""
         B, _, T, _ = query.shape
         K, length = kv.keys.shape[1:3]
         visible = visible_positions(mask, B, T, length, query.device)
         if index is None or index.format != self.sparsity.index:
             index = KeyIndex.of(kv, visible[:, -1], self.sparsity.index)
-        if not native:
+        if decode is None:
             index.extend(kv, length)
             scores = estimates(query, index.codes, index.format, length, scale)
             return index, choose(scores, K, visible, self.sparsity)
-        assert self.decode is not None, "a call that the kernel serves has one"
-        kernel = IndexKernel(self.decode.kernel, self.decode.threads)
+        kernel = IndexKernel(decode.kernel, decode.threads)
         kernel.extend(index, kv, length)
         return index, kernel.select(index, query, mask, self.sparsity, scale)
 
@@ -159,8 +154,8 @@ class Sparse:
     ) -> Traffic:  # fmt: skip
         """Return the bytes that a call reads, counted from its tensors."""
         K = kv.keys.shape[1]
-        parts = {id(each): each for each in kv.tensors}  # latents are keys and values
-        row_bytes = sum(each.shape[-1] * each.itemsize for each in parts.values())
+        parts = {id(tensor): tensor for tensor in kv.tensors}  # latents are keys and values
+        row_bytes = sum(tensor.shape[-1] * tensor.itemsize for tensor in parts.values())
         sizes = query.shape[1], K, row_bytes, query.shape[-1]
         index = sum(self.sparsity.traffic(length, *sizes).index for length in lengths) if by_index else 0
         gathered = int(chosen.counts.sum()) * row_bytes
@@ -183,10 +178,10 @@ def _of_indexer(indices: Tensor, kv: KVCacheView, mask: Tensor | None) -> Chosen
 @contextmanager
 def following(context: StepContext, cache: Any, number: int) -> Generator[None]:
     """While a stock module updates layer `number` of `cache` and attends to it, keep the index of that layer."""
-    followed = FollowedLayer(cache, number, None, 0)
+    followed = FollowedLayer(cache, number, None)
     layer = followed.layer
     if layer is not None and is_followed(layer) and layer.is_initialized:
-        followed.index, followed.before = index_of(layer), length_of(layer)
+        followed.index = index_of(layer)
         keep_index(layer, None)  # after an error there is none
     with context.entered(followed_layer=followed):
         yield
@@ -212,9 +207,8 @@ def follows_cache(stock: type[nn.Module]) -> type[Patch]:
     return type("FollowsCache", (Patch,), {"forward": followed})
 
 
-def _tell(module: Any, layer: str) -> None:
-    """Log once per module and kind of cache that attention stays dense."""
-    if module.told_of != layer:
-        module.told_of = layer
-        reason = "no index follows this cache (or `torch.inference_mode`, whose tensors have no versions)"
-        log.warning("layer %s: attention over `%s` stays dense: %s", module.layer_idx, layer, reason)
+def log_once(module: Any, message: str) -> None:
+    """Log a warning about an attention module, once for each message."""
+    if message not in module.logged:
+        module.logged = (*module.logged, message)
+        log.warning("layer %s: %s", module.layer_idx, message)

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 IndexFormat = Literal["int4", "sign"]
 FORMATS: Final[tuple[IndexFormat, ...]] = ("int4", "sign")
-TOKENS: Final = 16  # of a block of codes, which one instruction multiplies together
+TOKENS: Final = 16  # of a block of codes: one instruction multiplies the block
 _TOGETHER: Final = {"int4": 8, "sign": 32}  # neighbours of a key whose codes are four bytes
 _CODE_BITS: Final = {"int4": 4, "sign": 1}
 _SCALE_BYTES: Final = 2
@@ -40,7 +40,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """The `k` positions with the greatest estimated scores, the first `sink` and the last `local` ones.
+    """How sparse attention chooses: `k` positions with the greatest estimates, the first `sink`, the last `local`.
 
     Each query head chooses its own; with `shared`, the query heads of a key head choose together. `index` is the
     format of the keys' codes.

@@ -13,26 +13,21 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from ktc.model.experts.lora import Factors
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.plain import has_hooks, is_plain_linear
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """One adapter: `a` (rank, c), `b` (H, n + v, rank)."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
 class UpProjection:
-    """`weight` (H, n + v, c): the rows of each head, those of the keys first. `nope` is n."""
+    """`weight` (H, n + v, c): the rows of each head, those of the keys first. `nope` is n.
+
+    The factors of each adapter are `a` (rank, c) and `b` (H, n + v, rank).
+    """
 
     weight: Tensor
     nope: int
-    adapters: tuple[LowRank, ...] = ()
+    adapters: tuple[Factors, ...] = ()
 
     def parts(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return the parts of queries that meet latents and rotary keys: (B, H, T, n + r) -> (..., c), (..., r)."""
@@ -45,17 +40,17 @@ class UpProjection:
     def into_latent(self, q_nope: Tensor) -> Tensor:
         """Absorb W_UK into queries: (B, H, T, n) -> (B, H, T, c)."""
         out = _per_head(q_nope, self.weight[:, : self.nope])
-        for each in self.adapters:
-            low = _per_head(q_nope.to(each.b.dtype), each.b[:, : self.nope])
-            out = out + (low @ each.a * each.scale).to(out.dtype)
+        for adapter in self.adapters:
+            low = _per_head(q_nope.to(adapter.b.dtype), adapter.b[:, : self.nope])
+            out = out + (low @ adapter.a * adapter.scale).to(out.dtype)
         return out
 
     def out_of_latent(self, summed: Tensor) -> Tensor:
         """Apply W_UV to weighted sums of latents: (B, H, T, c) -> (B, H, T, v)."""
         out = _by_rows(summed, self.weight[:, self.nope :])
-        for each in self.adapters:
-            low = summed.to(each.a.dtype) @ each.a.T
-            out = out + (_by_rows(low, each.b[:, self.nope :]) * each.scale).to(out.dtype)
+        for adapter in self.adapters:
+            low = summed.to(adapter.a.dtype) @ adapter.a.T
+            out = out + (_by_rows(low, adapter.b[:, self.nope :]) * adapter.scale).to(out.dtype)
         return out
 
 
@@ -74,15 +69,14 @@ def _by_rows(rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def up_projection(module: nn.Module, heads: int, nope: int) -> UpProjection | str:
-    """Return the up-projection that calling `module` applies, or why it is not one."""
-    adapters: tuple[LowRank, ...] = ()
+    """Return the up-projection that calling `module` applies, or the reason why it has none."""
+    adapters: tuple[Factors, ...] | str = ()
     base = module
     if isinstance(module, LoraLinear):
         base = module.get_base_layer()
-        found = _adapters(module, heads)
-        if isinstance(found, str):
-            return found
-        adapters = found
+        adapters = _adapters(module, heads)
+        if isinstance(adapters, str):
+            return adapters
         if has_hooks(module):
             return "it has hooks"
     plain = is_plain_linear(base) or (type(base) is FusedLinear and not has_hooks(base))
@@ -93,13 +87,13 @@ def up_projection(module: nn.Module, heads: int, nope: int) -> UpProjection | st
     return UpProjection(base.weight.view(heads, -1, base.weight.shape[1]), nope, adapters)
 
 
-def _adapters(module: LoraLinear, heads: int) -> tuple[LowRank, ...] | str:
+def _adapters(module: LoraLinear, heads: int) -> tuple[Factors, ...] | str:
     layer = cast("Any", module)
     if layer.disable_adapters:
         return "merged adapters are disabled" if layer.merged else ()
     if layer.merged:
         return ()
-    found: list[LowRank] = []
+    factors: list[Factors] = []
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
@@ -109,5 +103,5 @@ def _adapters(module: LoraLinear, heads: int) -> tuple[LowRank, ...] | str:
             return f"its adapter `{name}` is not plain LoRA"
         if drops and layer.lora_dropout[name].p > 0:
             return f"its adapter `{name}` has dropout in training"
-        found.append(LowRank(a.weight, b.weight.view(heads, -1, b.weight.shape[1]), float(layer.scaling[name])))
-    return tuple(found)
+        factors.append(Factors(a.weight, b.weight.view(heads, -1, b.weight.shape[1]), float(layer.scaling[name])))
+    return tuple(factors)

@@ -90,9 +90,9 @@ class StepRecorder:
     """How steps are captured.
 
     `record` computes an output on a device of type `device` and returns it with a function that computes it again, at
-    the same address; the tensors that it is given change between runs. `launch` puts the experts of the CPU into a
-    stream of a GPU, in the order of a new `order`. Batches are filled up to a power of two where they are `rounded`.
-    `ahead` says that `generate` continues while a step is computed. `code` is that of the warning about other steps.
+    the same address. The tensors that it takes change between runs. `launch` puts the experts of the CPU into a stream
+    of a GPU, in the order of a new `order`. With `rounded`, batches are filled up to a power of two. With `ahead`,
+    `generate` continues while a step is computed. `code` is that of the warning about steps that are not captured.
     """
 
     record: Record = record_graph
@@ -107,7 +107,7 @@ class StepRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why the steps of `cache` are not captured. `of_state` says that it holds for others in the same state."""
+    """Why the steps of `cache` are not captured; with `of_state`, also those of other caches in the same state."""
 
     cache: weakref.ref[DynamicCache]
     reason: str
@@ -119,9 +119,9 @@ _ALL: Final[weakref.WeakSet[DecodeGraphs]] = weakref.WeakSet()
 
 def _renew_locks() -> None:
     """Give a child of a fork locks without a holder: a thread that it does not have may hold the old ones."""
-    for each in _ALL:
-        each._busy = threading.RLock()  # pyright: ignore[reportPrivateUsage]
-        each._last = None  # pyright: ignore[reportPrivateUsage] - a thread of the parent waits for it
+    for graphs in _ALL:
+        graphs._busy = threading.RLock()  # pyright: ignore[reportPrivateUsage]
+        graphs._last = None  # pyright: ignore[reportPrivateUsage] - a thread of the parent waits for it
 
 
 os.register_at_fork(after_in_child=_renew_locks)
@@ -131,10 +131,10 @@ class DecodeGraphs:
     """The captured steps of one model. Copies of the model begin without any."""
 
     def __init__(self, recorder: StepRecorder | None = None) -> None:
-        self._recorder = recorder or StepRecorder()
+        self.recorder = recorder or StepRecorder()
         self._busy = threading.RLock()
         _ALL.add(self)
-        self._memories: list[StepMemory] = []  # the last used last
+        self._memories: list[StepMemory] = []  # least recently used first
         self._steps: dict[int, CapturedStep] = {}  # by the id of their memory
         self._state: ModelState | None = None
         self._told: set[str] = set()
@@ -142,7 +142,7 @@ class DecodeGraphs:
         self._last: PendingStep | None = None  # step of a `generate` that continues meanwhile
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraphs:
-        return DecodeGraphs(self._recorder)
+        return DecodeGraphs(self.recorder)
 
     def __reduce__(self) -> Any:
         return DecodeGraphs, ()
@@ -188,11 +188,6 @@ class DecodeGraphs:
         if last is not None:
             last.settle()
 
-    @property
-    def recorder(self) -> StepRecorder:
-        """How the steps are recorded."""
-        return self._recorder
-
     def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         """Return why a call cannot be a captured step, "" if it can."""
         given = {name for name, value in inputs.items() if value is not None and value is not False}
@@ -200,7 +195,7 @@ class DecodeGraphs:
         if more:
             return f"it is called with `{more[0]}`"
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        device = self._recorder.device
+        device = self.recorder.device
         if ids is None or ids.device.type != device or ids.shape[1] != 1:
             return f"it is not one new token per sequence on `{device}`"
         if model.training or torch.is_grad_enabled():
@@ -214,21 +209,16 @@ class DecodeGraphs:
     def _captured(self, model: PreTrainedModel, inputs: Inputs) -> CapturedStep | str:
         """Return the step on the memory that holds the cache, or why there is none."""
         cache: DynamicCache = inputs[CACHE]
-        memory = next((each for each in self._memories if each.is_used_by(cache)), None)
+        memory = next((memory for memory in self._memories if memory.is_used_by(cache)), None)
         try:
             if memory is None or not memory.holds(cache):
                 if reason := self._refused(model, cache):
                     return reason
                 memory = self._taken(cache, inputs["input_ids"].shape[0])
             if id(memory) not in self._steps:
-                self._steps[id(memory)] = capture(model, memory, inputs, self._recorder)
+                self._steps[id(memory)] = capture(model, memory, inputs, self.recorder)
             return self._steps[id(memory)]
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:  # of code not made for graphs
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that cannot be captured
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             self._memories.clear()
             self._steps.clear()
@@ -243,7 +233,7 @@ class DecodeGraphs:
         For a new long one, those are dropped that are smaller and that no other cache uses: kept for later caches, they
         would take several times the memory of the last. `cache` itself keeps what it is a view of until it is copied.
         """
-        rows, capacity = rounded(batch) if self._recorder.rounded else batch, capacity_for(length_of(cache) + 1)
+        rows, capacity = rounded(batch) if self.recorder.rounded else batch, capacity_for(length_of(cache) + 1)
         memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
         if memory is None:
             smaller = [m for m in self._memories if m.rows == rows and DOUBLED <= m.capacity < capacity]
@@ -284,9 +274,9 @@ class DecodeGraphs:
         """Log why a step is not captured, once for each reason."""
         if reason not in self._told:
             self._told.add(reason)
-            message = f"a decoding step runs without {self._recorder.form}: {reason}"
-            hint = f"see `ktc explain {self._recorder.code}`"
-            log.warning("%s", render([Diagnostic(self._recorder.code, message, hint=hint, severity="warning")]))
+            message = f"a decoding step runs without {self.recorder.form}: {reason}"
+            hint = f"see `ktc explain {self.recorder.code}`"
+            log.warning("%s", render([Diagnostic(self.recorder.code, message, hint=hint, severity="warning")]))
 
 
 def _misshapen(inputs: Mapping[str, Any]) -> str:
@@ -370,29 +360,29 @@ def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, recorder
 
 
 def record_step(
-    model: PreTrainedModel, memory: StepPlaces, found: Inputs, recorder: StepRecorder, constant: Inputs | None = None
+    model: PreTrainedModel, memory: StepPlaces, example: Inputs, recorder: StepRecorder, constant: Inputs | None = None
 ) -> tuple[Inputs, Any, Replay, HostNodes | None]:  # fmt: skip
-    """Record a step of `model` that reads ids, positions and present columns such as `found` of all rows of `memory`.
+    """Record a step of `model` that reads ids, positions and present columns like those of `example`, of all rows.
 
     Inputs that are `constant` are the same in all steps. Return the inputs that the step reads, the output that it
     writes, a function that repeats it, and its host nodes. Raises as `capture`.
     """
     with torch.inference_mode(mode=False):  # later steps write to them, perhaps outside of it
-        held = {name: value.clone() for name, value in found.items()}
+        inputs = {name: value.clone() for name, value in example.items()}
     nodes = None if recorder.launch is None else HostNodes(recorder.launch, recorder.order())
     context = StepContext.given_to(model)
 
     def compute() -> Any:
-        read = held | (constant or {})
+        read = inputs | (constant or {})
         given = read | {"attention_mask": masks_of(model, memory, read)}
         with nullcontext() if nodes is None else nodes.recorded(context):
             return model(**given, past_key_values=memory.cache, use_cache=True, return_dict=True)
 
-    output, replay = recorder.record(compute, held["input_ids"].device, (*held.values(), *memory.tensors), context)
+    output, replay = recorder.record(compute, inputs["input_ids"].device, (*inputs.values(), *memory.tensors), context)
     more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
     if more:
         raise ValueError(f"the model returns `{more[0]}`")
-    return held, output, replay, nodes
+    return inputs, output, replay, nodes
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:
@@ -402,21 +392,22 @@ def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:
     present = torch.ones((batch, memory.capacity), dtype=torch.int64, device=ids.device)
     if mask is not None:
         present[:, :length] = mask
-    found = {"input_ids": ids, "position_ids": inputs["position_ids"], "attention_mask": present}
-    return {name: _rows(value, batch, memory.rows) for name, value in found.items()}
+    values = {"input_ids": ids, "position_ids": inputs["position_ids"], "attention_mask": present}
+    return {name: _rows(value, batch, memory.rows) for name, value in values.items()}
 
 
 def masks_of(model: PreTrainedModel, memory: StepPlaces, inputs: Inputs) -> Any:
-    """Return the masks of a step as `generate` makes them for a static cache: (rows, 1, 1, capacity), or one per kind
-    of layers. Columns after the position are left out."""
+    """Return the masks of a step as `generate` makes them for a static cache.
+
+    They are (rows, 1, 1, capacity), or one for each kind of layer. Columns after the position are masked.
+    """
     ids = inputs["input_ids"]
     make: Any = getattr(model, _MAKE_MASKS, getattr(masking_utils, _MAKE_MASKS))
-    no_values = torch.empty((*ids.shape, 0), dtype=model.dtype, device=ids.device)  # the sizes are read alone
+    no_values = torch.empty((*ids.shape, 0), dtype=model.dtype, device=ids.device)  # only the sizes are read
     options: dict[str, Any] = {
         **inputs,
         "config": model.config,
         "inputs_embeds": no_values,
-        "input_embeds": no_values,  # of transformers before 5.3
         "past_key_values": memory.cache,
         "cache_position": memory.position,
     }
@@ -435,4 +426,4 @@ def _rows(value: Tensor, batch: int, rows: int) -> Tensor:
 
 def _name_of(model: nn.Module, packed: PackedExperts) -> str:
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
-    return next(name for name, each in modules if isinstance(each, FusedMoe) and each.weights.packed is packed)
+    return next(name for name, module in modules if isinstance(module, FusedMoe) and module.weights.packed is packed)

@@ -4,8 +4,8 @@ In: a model whose decoding steps become CUDA graphs. Out: the same model, in whi
 
     weight * (x / sqrt(mean(x^2) + eps))
 
-(RMSNorm, arXiv 1910.07467) is of a class that has PyTorch's kernel for the fraction. It rounds as the
-stock code does: once after the fraction, once after the product. Sums may be added in another order.
+(RMSNorm, arXiv 1910.07467) calls PyTorch's kernel for the fraction. It rounds as the stock code does: once after the
+fraction, once after the product. The order of the sums may differ.
 A module is recognised by its graph, and the first of its kind is compared with its stock code. Others stay as they are.
 """
 
@@ -24,6 +24,7 @@ from torch.nn import functional
 from ktc.model.graph.typed import named_modules, nodes_of
 from ktc.model.hf.patching import Patch
 from ktc.model.linears.plain import has_hooks
+from ktc.model.steps.recording import operator_name
 
 _ROWS: Final = 16  # of the input on which a graph is recorded and both codes are compared
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,17 +73,17 @@ def fuse_norms(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
 
 def _attributes(norm: nn.Module) -> tuple[tuple[str, object], ...]:
     """Return the attributes of a module by value, and those that are not plain values by identity."""
-    held = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
+    attributes = {name: value for name, value in vars(norm).items() if not name.startswith("_")}
     plain = str | int | float | bool | None
-    return tuple((name, value if isinstance(value, plain) else id(value)) for name, value in held.items())
+    return tuple((name, value if isinstance(value, plain) else id(value)) for name, value in attributes.items())
 
 
 def _candidates(model: nn.Module, device: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that consist of one vector."""
     for name, module in named_modules(model):
-        held = {**vars(module)["_parameters"], **vars(module)["_buffers"]}
-        weight = held.get("weight")
-        if weight is None or len(held) > 1 or has_hooks(module) or any(True for _ in module.children()):
+        tensors = {**vars(module)["_parameters"], **vars(module)["_buffers"]}
+        weight = tensors.get("weight")
+        if weight is None or len(tensors) > 1 or has_hooks(module) or any(True for _ in module.children()):
             continue
         if weight.dim() == 1 and weight.device.type == device and weight.dtype in _DTYPES:
             yield name, module
@@ -103,14 +104,14 @@ def _epsilon_name(norm: nn.Module) -> str | None:
         name = next((key for key, value in vars(norm).items() if type(value) is float and value == epsilon), None)
         if epsilon is None or name is None:
             return None
-        found = random * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
-    return name if _same(found, expected) else None
+        computed = random * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
+    return name if _same(computed, expected) else None
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
+def _same(computed: Tensor, expected: Tensor) -> bool:
     if expected.dtype != torch.float32:
-        return float((found == expected).float().mean()) >= _EQUAL
-    return float((found - expected).square().sum()) <= _TOLERANCE**2 * float(expected.square().sum())
+        return float((computed == expected).float().mean()) >= _EQUAL
+    return float((computed - expected).square().sum()) <= _TOLERANCE**2 * float(expected.square().sum())
 
 
 def _epsilon(graph: fx.GraphModule) -> float | None:
@@ -119,9 +120,9 @@ def _epsilon(graph: fx.GraphModule) -> float | None:
     x = nodes[0]
     weight, *more = [node for node in nodes if node.op == "get_attr"] or [None]
     called = [node for node in nodes if node.op == "call_function"]
-    casts = [node for node in called if _name(node) == "_to_copy"]
+    casts = [node for node in called if operator_name(node.target) == "_to_copy"]
     chain = [node for node in called if node not in casts]
-    if more or [_name(node) for node in chain] != [*_STEPS, "mul"]:
+    if more or [operator_name(node.target) for node in chain] != [*_STEPS, "mul"]:
         return None
 
     def source(node: Any) -> Any:
@@ -136,12 +137,8 @@ def _epsilon(graph: fx.GraphModule) -> float | None:
         and (mean.args[0], list(mean.args[1]), mean.args[2]) == (square, [-1], True)
         and biased.args[0] is mean and isinstance(biased.args[1], float)
         and root.args[0] is biased
-        and {source(each) for each in scaled.args} == {x, root}
-        and {source(each) for each in weighted.args} == {weight, scaled}
+        and {source(factor) for factor in scaled.args} == {x, root}
+        and {source(factor) for factor in weighted.args} == {weight, scaled}
         and source(nodes[-1].args[0]) is weighted
     )  # fmt: skip
     return biased.args[1] if is_norm else None
-
-
-def _name(node: Any) -> str:
-    return str(node.target.__name__).partition(".")[0]

@@ -1,4 +1,4 @@
-"""Keys and values in memory with room for further tokens, so that a step of decoding copies one token and not all.
+"""Keys and values in memory with room for further tokens, so that a decoding step copies one token and not all.
 
 In: a `DynamicCache` that only the caller holds. Out: the same cache, whose full-attention layers append in place.
 Values and shapes are those of `DynamicLayer`, which concatenates. A tensor that a caller changed (beams, crops,
@@ -78,23 +78,23 @@ class GrowingLayer(DynamicLayer):
             super().batch_select_indices(indices)
 
 
-def appended(layer: DynamicLayer, name: str, held: Tensor, new: Tensor) -> Tensor:
+def appended(layer: DynamicLayer, name: str, present: Tensor, new: Tensor) -> Tensor:
     """Return `held` (..., L, d) with `new` (..., T, d) behind it, in memory that the layer keeps by this name."""
-    length = held.shape[-2] if held.numel() else 0
+    length = present.shape[-2] if present.numel() else 0
     whole = length + new.shape[-2]
     room = cast("Tensor | None", vars(layer).get(name))
-    if room is None or room.shape[-2] < whole or not _begins(room, held, new):
+    if room is None or room.shape[-2] < whole or not _begins(room, present, new):
         room = zeros_on_huge_pages((*new.shape[:-2], -(-whole // _ROOM) * _ROOM, new.shape[-1]), new)
         if length:
-            room[..., :length, :] = held
+            room[..., :length, :] = present
         setattr(layer, name, room)
     room[..., length:whole, :] = new
     return room[..., :whole, :]
 
 
-def _begins(room: Tensor, held: Tensor, new: Tensor) -> bool:
+def _begins(room: Tensor, present: Tensor, new: Tensor) -> bool:
     """Return whether `held` is the first rows of `room`, and `new` fits behind them."""
     sizes = (room.shape[:-2], room.shape[-1], room.dtype, room.device)
-    if sizes != (new.shape[:-2], new.shape[-1], new.dtype, new.device) or held.shape[:-2] != room.shape[:-2]:
+    if sizes != (new.shape[:-2], new.shape[-1], new.dtype, new.device) or present.shape[:-2] != room.shape[:-2]:
         return False
-    return held.numel() > 0 and held.data_ptr() == room.data_ptr() and held.stride() == room.stride()
+    return present.numel() > 0 and present.data_ptr() == room.data_ptr() and present.stride() == room.stride()

@@ -8,7 +8,7 @@ change codes. Refused (L454): keys and values that require gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.attention.decode import MOST_TOKENS
+from ktc.model.attention.decode import MOST_TOKENS, decoders
 from ktc.model.attention.int8_decode import Int8DecodeAttention, quantised
 from ktc.model.attention.int8_tensor import Int8Tensor, plain
 from ktc.model.decode_steps.growing_cache import appended
@@ -26,12 +26,11 @@ from ktc.model.kernels.kernel_library import Kernel
 
 def int8_kernels(model: nn.Module) -> dict[int, Kernel]:
     """Return the kernel of every layer whose attention reads int8 codes, by the layer's number."""
-    found = dict[int, Kernel]()
-    for module in cast("Iterator[Any]", model.modules()):
-        decode = getattr(module, "decode", None)
-        if isinstance(decode, Int8DecodeAttention):
-            found[int(module.layer_idx)] = decode.kernel
-    return found
+    return {
+        int(module.layer_idx): decode.kernel
+        for module, decode in decoders(model)
+        if isinstance(decode, Int8DecodeAttention)
+    }
 
 
 def as_int8(cache: DynamicCache, kernels: Mapping[int, Kernel]) -> DynamicCache:
@@ -74,10 +73,10 @@ class Int8Layer(DynamicLayer):
         if self.get_seq_length() > 0:
             self.batch_select_indices(torch.arange(cast("Tensor", self.keys).shape[0]).repeat_interleave(repeats))
 
-    def _appended(self, name: str, held: Any, new: Tensor) -> Int8Tensor:
+    def _appended(self, name: str, present: Any, new: Tensor) -> Int8Tensor:
         added = new if isinstance(new, Int8Tensor) else quantised(self.kernel, new)
-        if not isinstance(held, Int8Tensor):
-            held = Int8Tensor.of(held.reshape(*new.shape[:-2], -1, new.shape[-1]))
-        codes = appended(self, f"_room_of_{name}", held.codes, added.codes)
-        scales = appended(self, f"_room_of_{name}_scales", held.scales, added.scales)
+        if not isinstance(present, Int8Tensor):
+            present = Int8Tensor.of(present.reshape(*new.shape[:-2], -1, new.shape[-1]))
+        codes = appended(self, f"_room_of_{name}", present.codes, added.codes)
+        scales = appended(self, f"_room_of_{name}_scales", present.scales, added.scales)
         return Int8Tensor(codes, scales, new.dtype)

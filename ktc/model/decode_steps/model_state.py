@@ -22,8 +22,8 @@ from ktc.model.experts.private_api import HOOKS, version_of
 from ktc.model.hf.private_api import attention_of, experts_of
 from ktc.model.manifest.code_facts import functions_of
 
-_OWN: Final = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are compared otherwise
-# Modules whose hooks do nothing in a decoding step that returns logits alone, or what a replay does too.
+_COMPARED_ELSEWHERE: Final = frozenset(vars(nn.Module()))  # tensors, children and hooks
+# Modules whose hooks a replay may leave out: they do nothing in a step that returns logits alone, or a replay does it.
 _IDLE: Final = ("ktc.", "transformers.")
 # Bytes of a tensor whose values are compared. A step reads larger ones where they are; of small ones, such as a
 # router's weights, it may have copies in another dtype.
@@ -47,16 +47,20 @@ class ModelState:
         """Return the present state."""
         tensors = (*model.parameters(), *model.buffers())
         config, modules = getattr(model, "config", None), tuple(model.modules())
-        found = (
+        facts = (
             *map(_identity, tensors),
-            *(_checksum(each) for each in tensors if each.device.type == "cpu" and each.nbytes <= _MOST_CHECKED),
+            *(
+                _checksum(tensor)
+                for tensor in tensors
+                if tensor.device.type == "cpu" and tensor.nbytes <= _MOST_CHECKED
+            ),
             _implementations(config),
             *(_facts(module) for module in modules),
-            *(_methods(each) for each in dict.fromkeys(map(type, modules))),
+            *(_methods(module_class) for module_class in dict.fromkeys(map(type, modules))),
             None if config is None else repr(config.to_dict()),
             *(torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)),
         )
-        return cls(tensors, found)
+        return cls(tensors, facts)
 
     def is_same(self, other: ModelState | None) -> bool:
         """Return whether a step of the one state serves the other."""
@@ -64,7 +68,7 @@ class ModelState:
 
 
 def foreign_hook(model: nn.Module) -> str:
-    """Return the name of a module with a forward hook of a user's, which a replay would not call, "" without one."""
+    """Return the name of a module with a user's forward hook, which a replay would not call; "" without one."""
     for name, module in cast("Any", model).named_modules():
         hooks = [hook for kind in HOOKS[:2] for hook in cast("dict[int, object]", vars(module)[kind]).values()]
         if any(not getattr(hook, "__module__", "").startswith(_IDLE) for hook in hooks):
@@ -79,14 +83,14 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _facts(module: nn.Module) -> tuple[object, ...]:
-    held = vars(module)
-    hooks = tuple(tuple(held[kind]) for kind in HOOKS[:2])
-    own = [(name, value) for name, value in held.items() if name not in _OWN]
-    plain = tuple((name, spelled) for name, value in own if (spelled := _spelled(value)))
-    code = tuple((name, cast("object", value)) for name, value in own if isinstance(value, _CODE))
-    held_tensors = tuple((name, *_identity(value)) for name, value in own if type(value) is Tensor)
-    configs = tuple((name, _implementations(value)) for name, value in own if isinstance(value, PreTrainedConfig))
-    return id(module), type(module), module.training, hooks, plain, code, configs, held_tensors
+    attributes = vars(module)
+    hooks = tuple(tuple(attributes[kind]) for kind in HOOKS[:2])
+    settings = [(name, value) for name, value in attributes.items() if name not in _COMPARED_ELSEWHERE]
+    plain = tuple((name, spelled) for name, value in settings if (spelled := _spelled(value)))
+    code = tuple((name, cast("object", value)) for name, value in settings if isinstance(value, _CODE))
+    tensors = tuple((name, *_identity(value)) for name, value in settings if type(value) is Tensor)
+    configs = tuple((name, _implementations(value)) for name, value in settings if isinstance(value, PreTrainedConfig))
+    return id(module), type(module), module.training, hooks, plain, code, configs, tensors
 
 
 def _identity(tensor: Tensor) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Steps that a GPU computes while `generate` continues: Python's work between two steps costs no time of its own then.
+"""Steps that a GPU computes while `generate` continues, so that Python works between two steps at the same time.
 
 In: a step that a device has begun. Out: the step is done, and its errors are raised, where `generate` asks its stopping
 criteria whether to continue, before it reads a token. The thread sleeps until then: the cores belong to the experts.
@@ -64,7 +64,7 @@ class StepAhead:
         self._last: PendingStep | None = None
 
     def begin(self, step: PendingStep) -> None:
-        """Let the step be waited for later. The one before is done: see `finish`."""
+        """Keep a step that has begun, for `finish`. The one before is done."""
         self._last = step
 
     def finish(self) -> None:

@@ -4,8 +4,8 @@ In: a `DynamicCache` of transformers, as `generate` fills it with a prompt. Out:
 which the `DynamicCache` is then a view, and a cache of `StepLayer`s, through which a model reads and appends at the
 position that a tensor on the device holds. Layers with a window have all positions too: masks leave the others out.
 Tensors of keys and values that outlive their cache stay as they are: while one lives, no other cache takes the memory.
-Refused (`unfit`): layers that hold something else than keys and values of each position, and empty ones, as those are
-that share keys and values with another layer.
+Refused (`unfit`): layers that hold something else than keys and values of each position, and empty layers, such as
+those that share keys and values with another layer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def rounded(number: int, least: int = 1) -> int:
 class StepMemory:
     """Keys and values of `rows` sequences with room for `capacity` positions, of every layer.
 
-    `position` (1,) int64 is where a step writes, and `cache` what its model gets. Rows beyond a batch repeat its first.
+    A step writes at `position` (1,) int64, and its model reads `cache`. Rows beyond a batch repeat its first.
     """
 
     def __init__(self, cache: DynamicCache, rows: int, capacity: int) -> None:
@@ -129,15 +129,15 @@ class StepMemory:
 
     def holds(self, cache: DynamicCache) -> bool:
         """Return whether `cache` is a view of this memory, with room for another position."""
-        found, length = _layers(cache), length_of(cache)
-        if len(found) != len(self.held) or length >= self.capacity:
+        layers, length = _layers(cache), length_of(cache)
+        if len(layers) != len(self.held) or length >= self.capacity:
             return False
-        kept_views = [kept for layer in found for kept in (layer.keys, layer.values)]
+        kept_views = [kept for layer in layers for kept in (layer.keys, layer.values)]
         if len(self._views) == len(kept_views) and all(map(_is_same, self._views, kept_views)):
-            return all(_length(layer) == length for layer in found)
+            return all(_length(layer) == length for layer in layers)
         return all(
             _is_view(kept, memory, length) and _length(layer) == length
-            for layer, pair in zip(found, self.held, strict=True)
+            for layer, pair in zip(layers, self.held, strict=True)
             for kept, memory in zip((layer.keys, layer.values), pair, strict=True)
         )
 
@@ -152,7 +152,7 @@ class StepMemory:
                 memory[:batch, :, first:length] = source
                 memory[batch:, :, first:length] = source[:1]
             keys, values = map(_alias, pair)
-            shown += [weakref.ref(each.untyped_storage()) for each in (keys, values)]
+            shown += [weakref.ref(tensor.untyped_storage()) for tensor in (keys, values)]
             layer.keys, layer.values = keys[: layer.keys.shape[0]], values[: layer.values.shape[0]]
             if type(layer) is GrowingLayer:
                 layer.release()
@@ -177,12 +177,13 @@ class StepMemory:
 
 
 def shapes_of(cache: DynamicCache) -> tuple[tuple[Shape, Shape, torch.dtype, torch.device], ...]:
-    """Return what two caches that one memory can serve have in common, in each layer."""
-    found: list[tuple[Shape, Shape, torch.dtype, torch.device]] = []
-    for layer in _layers(cache):
-        keys, values = cast("Tensor", layer.keys), cast("Tensor", layer.values)
-        found.append(((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device))
-    return tuple(found)
+    """Return the properties of each layer that caches of one memory share."""
+    layers = [(cast("Tensor", layer.keys), cast("Tensor", layer.values)) for layer in _layers(cache)]
+    return tuple((_sizes(keys), _sizes(values), keys.dtype, keys.device) for keys, values in layers)
+
+
+def _sizes(kept: Tensor) -> Shape:
+    return kept.shape[1], kept.shape[3]
 
 
 def capacity_for(positions: int) -> int:
@@ -213,7 +214,7 @@ def _positions(kept: Tensor, memory: Tensor, first: int, end: int) -> Tensor:
 
 
 def _is_same(view: _View, kept: Tensor) -> bool:
-    """Return whether `kept` is a tensor that `show` made, with its memory: then it needs no comparison of strides."""
+    """Return whether `kept` is a tensor that `show` made, with its memory, so that its strides need no comparison."""
     return view[0]() is kept and view[1] == kept.data_ptr()
 
 

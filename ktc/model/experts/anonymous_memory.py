@@ -7,7 +7,7 @@ import mmap
 from typing import Final
 
 HUGE_PAGE: Final = 2 << 20  # bytes
-_COLLAPSE: Final = 25  # MADV_COLLAPSE of Linux 6.1: now, and not when the kernel's thread finds it
+_COLLAPSE: Final = 25  # MADV_COLLAPSE of Linux 6.1: at once, and not when the kernel's thread gets there
 
 
 def anonymous(size: int, what: str) -> mmap.mmap:

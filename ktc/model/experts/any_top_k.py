@@ -6,8 +6,20 @@ set. In: a call's tensors with any number K. Out: the same call as rows of `top_
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+RoutedCall = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A call of experts with rows (T, H), indices (T, K) and weights (T, K)."""
+
+
+def with_top_k(top_k: int, call: RoutedCall, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return the result of `call`, which takes `top_k` choices, for any number of choices: (T, H)."""
+    if index_TK.shape[1] == top_k:
+        return call(x_TH, index_TK, weights_TK)
+    return per_token(call(*rows_of(top_k, x_TH, index_TK, weights_TK)), x_TH.shape[0])
 
 
 def rows_of(top_k: int, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:

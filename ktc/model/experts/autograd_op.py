@@ -1,7 +1,7 @@
 """`ktc::fused_moe`: a layer's routed experts as a registered operator, with its backward and its shapes without data.
 
 In: the packed weights as bytes, hidden states, the router's choice, factors of LoRA, and the key of a kernel
-(`PackedExperts.key`), which says all that tensors do not. Out: the layer's output, and what backward reads of it.
+(`PackedExperts.key`), which has everything else. Out: the layer's output, and the bytes that backward reads.
 So `torch.compile` traces through the experts as through any operator. Refused: a second derivative.
 """
 
@@ -71,9 +71,9 @@ def fused_moe(
 def _forward(packed: Tensor, x: Tensor, index: Tensor, weights: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     trailing = _Trailing(*arguments)
     _require(trailing.experts, packed, index, (x, weights))
-    experts, lora, interleaved = trailing.experts.holding(packed), trailing.lora, trailing.interleaved
+    experts, lora, interleaved = trailing.experts.with_bytes(packed), trailing.lora, trailing.interleaved
     out, saved = experts.forward(x, index, weights, save=trailing.keep, lora=lora, interleaved=interleaved)
-    return out, _no_bytes(x) if saved is None else saved
+    return out, x.new_empty(0, dtype=torch.uint8) if saved is None else saved
 
 
 def _forward_shapes(packed: Tensor, x: Tensor, index: Tensor, weights: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -83,13 +83,7 @@ def _forward_shapes(packed: Tensor, x: Tensor, index: Tensor, weights: Tensor, *
 
 
 def _backward(
-    packed: Tensor,
-    grad: Tensor,
-    x: Tensor | None,
-    index: Tensor,
-    weights: Tensor,
-    saved: Tensor,
-    *arguments: Any,
+    packed: Tensor, grad: Tensor, x: Tensor | None, index: Tensor, weights: Tensor, saved: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     trailing = _Trailing(*arguments)
     grad = grad.contiguous()
@@ -98,7 +92,7 @@ def _backward(
         _require(trailing.experts, packed, index, (x, weights))
     if trailing.keep and saved.nbytes < grad.shape[0] * trailing.experts.saved_bytes(*trailing.lora.ranks):
         raise ValueError(f"{saved.nbytes} bytes are fewer than forward saves of {grad.shape[0]} tokens")
-    grad_x, grad_weights, gradients = trailing.experts.holding(packed).backward(
+    grad_x, grad_weights, gradients = trailing.experts.with_bytes(packed).backward(
         grad,
         (index, weights),
         saved=saved if trailing.keep else None,
@@ -110,13 +104,7 @@ def _backward(
 
 
 def _backward_shapes(
-    packed: Tensor,
-    grad: Tensor,
-    x: Tensor | None,
-    index: Tensor,
-    weights: Tensor,
-    saved: Tensor,
-    *arguments: Any,
+    packed: Tensor, grad: Tensor, x: Tensor | None, index: Tensor, weights: Tensor, saved: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     trailing = _Trailing(*arguments)
     gradients = trailing.lora.zeros(trailing.experts.weight_dtype)
@@ -125,11 +113,11 @@ def _backward_shapes(
 
 def _returned(gradients: ExpertsLora, like: Tensor) -> Iterator[Tensor]:
     """Yield four gradients. That of an absent factor is empty, since an operator returns tensors only."""
-    return (like.new_empty(0) if each is None else each for each in gradients.factors)
+    return (like.new_empty(0) if gradient is None else gradient for gradient in gradients.factors)
 
 
 def _require(experts: PackedExperts, packed: Tensor, index: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-    """Raise `ValueError` for tensors that the kernel would read beyond their end. A module gives none; others may.
+    """Raise `ValueError` for tensors that the kernel would read beyond their end. Modules pass none; others may.
 
     `rows` are hidden states or a gradient (T, H), and routing weights (T, K).
     """
@@ -141,14 +129,10 @@ def _require(experts: PackedExperts, packed: Tensor, index: Tensor, rows: tuple[
     )
     for tensor, dtype, shape in wanted:
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape) or not tensor.is_contiguous():
-            found = f"{tensor.dtype} {tuple(tensor.shape)}, {'' if tensor.is_contiguous() else 'not '}contiguous"
-            raise ValueError(f"expected a contiguous tensor of {dtype} {shape}, found {found}")
+            layout = f"{tensor.dtype} {tuple(tensor.shape)}, {'' if tensor.is_contiguous() else 'not '}contiguous"
+            raise ValueError(f"expected a contiguous tensor of {dtype} {shape}, found {layout}")
     if packed.nbytes < experts.nbytes:
         raise ValueError(f"expected {experts.nbytes} packed bytes of {num_experts} experts, found {packed.nbytes}")
-
-
-def _no_bytes(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.uint8)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -167,8 +151,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
         return (None,) * (8 + len(ctx.settings))
     others = ctx.saved_tensors
     factors = others[4:]
-    grad_x, grad_weights, *found = torch.ops.ktc.fused_moe_backward(ctx.packed, grad, *others, *ctx.settings)
-    of_factors = (None if factor is None else each for factor, each in zip(factors, found, strict=True))
+    grad_x, grad_weights, *grad_factors = torch.ops.ktc.fused_moe_backward(ctx.packed, grad, *others, *ctx.settings)
+    of_factors = (None if factor is None else gradient for factor, gradient in zip(factors, grad_factors, strict=True))
     return None, grad_x, None, grad_weights, *of_factors, *[None] * len(ctx.settings)
 
 

@@ -20,15 +20,15 @@ _SIX, _BYTE = 32.0, 74.0  # about the mean of random factors of 6 bits, and the 
 
 
 def dequantise_blocks(blocks: Tensor, name: str) -> Tensor:
-    """fp32 weights (rows, columns) of uint8 blocks of the weight format `name`."""
+    """Return the fp32 weights (rows, columns) in uint8 blocks of the weight format `name`."""
     row = BLOCKS[name]
-    each = blocks.reshape(-1, row.block_bytes)
-    weights = _weights(each, row) if row.scales else _half(each, 0)
+    rows = blocks.reshape(-1, row.block_bytes)
+    weights = _weights(rows, row) if row.scales else _half(rows, 0)
     return weights.reshape(blocks.shape[0], -1)
 
 
 def quantise_blocks(weights: Tensor, name: str) -> Tensor:
-    """uint8 blocks (rows, bytes of a row) of weights whose rows are whole blocks."""
+    """Return uint8 blocks (rows, bytes of a row) for weights whose rows are whole blocks."""
     if not bool(weights.isfinite().all()):
         raise ValueError("weights that are not finite cannot be quantised")
     row = BLOCKS[name]
@@ -53,7 +53,7 @@ def quantise_blocks(weights: Tensor, name: str) -> Tensor:
 
 
 def random_blocks(rows: int, columns: int, name: str, scale: float, generator: torch.Generator) -> Tensor:
-    """Blocks of random codes with finite scales, whose weights are about as large as `scale`: for tests."""
+    """Return blocks of random codes with finite scales, whose weights are about as large as `scale`."""
     row = BLOCKS[name]
     if row.scales is None:
         return _half_bytes(torch.randn(rows, columns, generator=generator) * scale)

@@ -18,7 +18,7 @@ from ktc.diagnostics import Diagnostic, render
 
 log = logging.getLogger(__name__)
 
-_WORD: Final = torch.int16  # what the kernel takes all inputs for: every dtype of them is a multiple of it
+_WORD: Final = torch.int16  # the dtype in which the kernel copies all inputs, whose items are whole words
 _INTERFACE: Final = 3  # version of `__cuda_array_interface__`
 
 

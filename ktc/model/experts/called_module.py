@@ -23,7 +23,7 @@ class CalledExperts(FusedMoe):
 
     Args:
         inputs: the parameters of that `forward` in their order, with their roles.
-        called: what it means by them.
+        called: the meaning of these parameters.
     """
 
     def __init__(self, weights: ExpertsWeights, inputs: Mapping[str, Role], called: Called, **settings: Any) -> None:

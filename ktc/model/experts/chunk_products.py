@@ -34,13 +34,17 @@ class ChunkProducts:
     def __init__(self, form: ExpertsForm, lora: ExpertsLora, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._form, self._sums = form, torch.float64 if dtype == torch.float64 else torch.float32
-        self._gate_up, self._down = (None if each is None else _Factors.of(each, dtype) for each in lora.products)
+        self._gate_up, self._down = (
+            None if factors is None else _Factors.of(factors, dtype) for factors in lora.products
+        )
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Those of A and B of gate_up, and of A and B of down; None without LoRA."""
+        """The gradients of A and B of gate_up, and of A and B of down; None without LoRA."""
         both = (self._gate_up, self._down)
-        return tuple(grad for each in both for grad in ((None, None) if each is None else (each.d_a, each.d_b)))
+        return tuple(
+            grad for factors in both for grad in ((None, None) if factors is None else (factors.d_a, factors.d_b))
+        )
 
     def forward(self, x: Tensor, rows: Rows, run: range, matrices: Matrices) -> Tensor:
         """Compute the outputs of rows, `(S, H) -> (S, H)`."""

@@ -1,7 +1,7 @@
 """Functions without products as one kernel of a GPU each, by `torch.compile`, where the GPU has a compiler for them.
 
-In: a device and a function of tensors. Out: a function of the same results. Without Triton it is the function itself,
-step by step, which a message says once.
+In: a device and a function of tensors. Out: a function with the same results. Without Triton it is the function itself,
+step by step, and the log says so once.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _compiled(function: Callable[_P, _R], dynamic: bool, index: int | None) -> C
     assert isinstance(function, FunctionType), "a closure, not a callable object"
     # torch counts recompilations by code object, which closures of one definition share, and GPUs.
     code = function.__code__.replace(co_firstlineno=function.__code__.co_firstlineno)
-    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    compiled = torch.compile(cast("Callable[_P, _R]", own), dynamic=dynamic)
+    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    compiled = torch.compile(cast("Callable[_P, _R]", copied), dynamic=dynamic)
 
     def on_this_thread(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         # A derivative in `function` is traced by autograd, whose thread of another GPU has no frame of the caller:

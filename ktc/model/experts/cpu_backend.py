@@ -6,13 +6,14 @@ A call with another number of experts per token than the kernel's is cut into ro
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ktc.model.experts.any_top_k import per_token, rows_of
+from ktc.model.experts.any_top_k import with_top_k
 from ktc.model.experts.autograd_op import fused_moe
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
@@ -38,17 +39,14 @@ class CpuKernel(HostBackend):
         return on_host(self._compute, x_TH, index_TK, weights_TK, lora)
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        top_k = self.packed.sizes.top_k
-        if index_TK.shape[1] != top_k:
-            return per_token(self._call(*rows_of(top_k, x_TH, index_TK, weights_TK), lora), x_TH.shape[0])
-        return self._call(x_TH, index_TK, weights_TK, lora)
+        call = functools.partial(self._call, lora)
+        return with_top_k(self.packed.sizes.top_k, call, x_TH, index_TK, weights_TK)
 
-    def _call(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
+    def _call(self, lora: ExpertsLora, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         wants_grad = x_TH.requires_grad or weights_TK.requires_grad or lora.requires_grad
         wants_grad = wants_grad and torch.is_grad_enabled()
         packed, interleaved = self.packed, self.form.interleaved
-        x, index = x_TH.to(packed.dtype).contiguous(), index_TK.contiguous()
-        weights = weights_TK.to(packed.weight_dtype).contiguous()
+        x, index, weights = packed.inputs(x_TH, index_TK, weights_TK)
         if wants_grad or torch.compiler.is_compiling():
             keep = wants_grad and self.activations == "keep"
             out_TH = fused_moe(packed, x, index, weights, lora, interleaved=interleaved, keep=keep)

@@ -107,13 +107,13 @@ class _Resident:
             with torch.inference_mode(mode=False):  # for later calls with gradients
                 self._whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
                 self._pieces = torch.split(self._whole, sizes)
-                for held, piece in zip(self._pieces, source.pieces, strict=True):
-                    held.copy_(piece)
+                for target, piece in zip(self._pieces, source.pieces, strict=True):
+                    target.copy_(piece)
 
     def renew(self, source: StreamSource) -> None:
         """Send the pieces again, if they were sent."""
-        for held, piece in zip(self._pieces, source.pieces, strict=False):
-            held.copy_(piece)
+        for target, piece in zip(self._pieces, source.pieces, strict=False):
+            target.copy_(piece)
 
     def whole(self, source: StreamSource) -> Tensor:
         """Return all pieces as one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ktc.model.experts.any_top_k import per_token, rows_of
+from ktc.model.experts.any_top_k import with_top_k
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
@@ -27,15 +27,12 @@ class HostNode(HostBackend):
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`."""
-        top_k, tokens, dtype = self.packed.sizes.top_k, x_TH.shape[0], x_TH.dtype
-        fits = index_TK.shape[1] == top_k
-        if not fits:
-            x_TH, index_TK, weights_TK = rows_of(top_k, x_TH, index_TK, weights_TK)
-        out = self.nodes.run(
-            self.packed, x_TH.to(self.packed.dtype), index_TK, weights_TK.to(self.packed.weight_dtype), lora,
-            interleaved=self.form.interleaved,
-        )  # fmt: skip
-        return (out if fits else per_token(out, tokens)).to(dtype)
+
+        def call(*rows: Tensor) -> Tensor:
+            inputs = self.packed.inputs(*rows)
+            return self.nodes.run(self.packed, *inputs, lora, interleaved=self.form.interleaved)
+
+        return with_top_k(self.packed.sizes.top_k, call, x_TH, index_TK, weights_TK).to(x_TH.dtype)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Return 0: there is no backward."""

@@ -75,15 +75,15 @@ class HostNodes:
 
         The stream of the calls must be done.
         """
-        found: list[tuple[Exception, str]] = []
+        errors: list[tuple[Exception, str]] = []
         for packed, call in self._calls:  # all of them: an error that stays would be raised after another step
             try:
                 call.rethrow()
             except Exception as error:  # noqa: BLE001 - a kernel's error of any class; the first is raised below
-                found.append((error, name_of(packed)))
-        if not found:
+                errors.append((error, name_of(packed)))
+        if not errors:
             return
-        (first, name), *others = found
+        (first, name), *others = errors
         first.add_note(f"in the experts of `{name}`, computed within a CUDA graph")
         for error, name in others:
             first.add_note(f"and in those of `{name}`: {error}")
@@ -91,7 +91,7 @@ class HostNodes:
 
     def _memory(self, *inputs: Tensor) -> CallMemory:
         """Return the memory of calls with such inputs. None is made in a capture: the steps before it have."""
-        key = tuple((each.shape, each.dtype, each.device) for each in inputs)
+        key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs)
         if key not in self._memories:
             self._memories[key] = CallMemory(*inputs)
         return self._memories[key]

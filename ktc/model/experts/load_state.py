@@ -20,7 +20,7 @@ Part = TypeVar("Part", bound=Hashable)
 
 
 class LoadState(enum.Enum):
-    """Packed weights are restored for a load, loaded, and processed, in a circle."""
+    """The cycle of packed weights: restored for a load, loaded, and processed."""
 
     AWAITING_LOAD = "awaiting a load"
     PACKED_CANONICAL = "loaded, and not processed yet"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ MAX_RANK: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
-    """Factors of one product for all experts: `a` is (E, rank, inputs), `b` (E, outputs, rank).
+class Factors:
+    """LoRA of one product: `a` (..., rank, inputs), `b` (..., outputs, rank), and the scale of their product.
 
-    Outputs are in the order of the stock weight's rows. `parameters` and `scales` are what the factors were made of, of
-    all adapters: what is derived from them is compared with these, because joined factors are new tensors in each call.
+    `parameters` and `scales` are those of all adapters that the factors were made of. A cache compares these, because
+    joined factors are new tensors in each call.
     """
 
     a: Tensor
@@ -39,6 +39,25 @@ class Lora:
     scale: float
     parameters: tuple[Tensor, ...] = ()
     scales: tuple[float, ...] = ()
+
+    @classmethod
+    def joined(cls, adapters: Sequence[Self]) -> Self:
+        """Return several adapters as one of the sum of their ranks, and a single one as it is."""
+        if len(adapters) == 1:
+            return adapters[0]
+        a = torch.cat([adapter.a for adapter in adapters], -2)
+        b = torch.cat([adapter.b * adapter.scale for adapter in adapters], -1)
+        parameters = tuple(parameter for adapter in adapters for parameter in adapter.parameters)
+        return cls(a, b, 1.0, parameters, tuple(adapter.scale for adapter in adapters))
+
+
+class Lora(Factors):
+    """Factors of one product for all experts: `a` is (E, rank, inputs), `b` (E, outputs, rank).
+
+    Outputs are in the order of the stock weight's rows.
+    """
+
+    __slots__ = ()
 
     @property
     def rank(self) -> int:
@@ -62,9 +81,9 @@ class Lora:
     def check(self, what: str, num_experts: int, inputs: int, outputs: int) -> None:
         """Raise `ValueError` for factors that do not fit a product of these sizes."""
         expected = ((num_experts, self.rank, inputs), (num_experts, outputs, self.rank))
-        found = (tuple(self.a.shape), tuple(self.b.shape))
-        if found != expected:
-            raise ValueError(f"LoRA on `{what}`: expected factors of shapes {expected}, found {found}")
+        shapes = (tuple(self.a.shape), tuple(self.b.shape))
+        if shapes != expected:
+            raise ValueError(f"LoRA on `{what}`: expected factors of shapes {expected}, found {shapes}")
         if not 1 <= self.rank <= MAX_RANK:
             raise ValueError(f"LoRA on `{what}`: expected a rank from 1 to {MAX_RANK}, found {self.rank}")
 
@@ -105,9 +124,9 @@ class ExpertsLora:
     @property
     def state(self) -> State:
         """A value that differs after an adapter or its scale changed, or other adapters became active."""
-        held = [lora for lora in self.products if lora is not None]
-        parameters = (each for lora in held for each in (lora.parameters or (lora.a, lora.b)))
-        return state_of(parameters, (scale for lora in held for scale in (lora.scales or (lora.scale,))))
+        adapted = [lora for lora in self.products if lora is not None]
+        parameters = (parameter for lora in adapted for parameter in (lora.parameters or (lora.a, lora.b)))
+        return state_of(parameters, (scale for lora in adapted for scale in (lora.scales or (lora.scale,))))
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -149,12 +168,12 @@ def lora_arguments(lora: ExpertsLora, gradients: ExpertsLora | None = None, *, i
     Both must be in the kernel's dtype (`Lora.to`, `Lora.zeros`) and must outlive the call.
     """
     first, down = (None, None) if gradients is None else gradients.products
-    found: Arguments = {}
+    fields: Arguments = {}
     if lora.gate_up is not None:
-        found["lora_first"] = _factors(lora.gate_up, first, interleaved=interleaved)
+        fields["lora_first"] = _factors(lora.gate_up, first, interleaved=interleaved)
     if lora.down is not None:
-        found["lora_down"] = _factors(lora.down, down, interleaved=interleaved)
-    return found
+        fields["lora_down"] = _factors(lora.down, down, interleaved=interleaved)
+    return fields
 
 
 def _factors(lora: Lora, gradients: Lora | None, *, interleaved: bool) -> Arguments:

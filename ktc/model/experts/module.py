@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.backend import ExpertsBackend, Offload, choose
 from ktc.model.experts.cpu_backend import Activations
-from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.private_api import ConversionHook, LoadHooks
 from ktc.model.experts.stock_layout import stock_names
@@ -61,7 +60,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         self.activations: Activations = activations
         self.offload = offload
         self.guard: Check | None = None  # of the loader
-        self.step_context = StepContext()  # of the model, which gives its own
+        self.step_context = StepContext()  # replaced by that of the model
         self.weights = weights
         self._show()
 
@@ -128,16 +127,16 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
 
     def before_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Refuse weights of experts (L436). A load that is not strict would drop them without a word."""
-        found = next((name for name in state_dict if name.startswith(prefix)), None)
-        if found is not None and not self.weights.training.trains:
-            message = f"`{found}` cannot be loaded into a compiled model: the weights of its experts are fixed"
+        entry = next((name for name in state_dict if name.startswith(prefix)), None)
+        if entry is not None and not self.weights.training.trains:
+            message = f"`{entry}` cannot be loaded into a compiled model: the weights of its experts are fixed"
             hint = "leave the experts out of the state dict, or load the checkpoint: `ktc.load(OUT, weights=FOLDER)`"
             raise InputRefused(Diagnostic("L436", message, hint=hint))
 
     def after_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Count weights that train as loaded."""
         if all(f"{prefix}{name}" in state_dict for name in self.weights.stock):
-            self.weights.loaded_all()
+            self.weights.loads.loaded_all()
 
     @property
     def form(self) -> ExpertsForm:
@@ -154,11 +153,6 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         """Bytes of the packed weights, 0 without a kernel."""
         return self.weights.packed.nbytes if self.weights.packed else 0
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the packed weights and of the tensors that they are made of, 0 without a kernel."""
-        return self.weights.nbytes
-
     def load_expert(self, expert: int, part: ExpertPart, tensor: Tensor) -> None:
         """Store one part of one expert: gate and up are `(I, H)`, down is `(H, I)`, biases `(I,)` and `(H,)`.
 
@@ -173,11 +167,6 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
         """Return the (expert, part) pairs that were never loaded, in order of expert."""
         return self.weights.missing()
-
-    @property
-    def state(self) -> LoadState:
-        """Whether the weights wait for a load."""
-        return self.weights.state
 
     def restore(self, name: str) -> None:
         """Await a load of all weights into the same memory. See `ExpertsWeights.restore`."""
@@ -222,9 +211,9 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     def _check(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> None:
         choices = (*x_TH.shape[:1], *index_TK.shape[-1:])
         expected = ((*x_TH.shape[:1], self.hidden), choices, choices)
-        found = tuple(tuple(tensor.shape) for tensor in (x_TH, index_TK, weights_TK))
-        if found != expected or index_TK.dim() != 2:
-            raise ValueError(f"expected hidden states, indices and weights of shapes {expected}, found {found}")
+        shapes = tuple(tuple(tensor.shape) for tensor in (x_TH, index_TK, weights_TK))
+        if shapes != expected or index_TK.dim() != 2:
+            raise ValueError(f"expected hidden states, indices and weights of shapes {expected}, found {shapes}")
         if index_TK.dtype != torch.int64:
             raise ValueError(f"`top_k_index` must be int64, found {index_TK.dtype}")
         for name, tensor in (("hidden states", x_TH), ("routing weights", weights_TK)):

@@ -7,18 +7,16 @@ a module that does not hold these tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ktc.model.experts.any_top_k import RoutedCall
 from ktc.model.experts.own_layout import Called, Role, TensorLayout
-from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.experts.stock_layout import StockTensor, stock_tensors
 from ktc.model.kernels.form import ExpertsForm
-
-# Of rows (T, H), indices (T, K) and weights (T, K).
-RoutedCall = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +39,22 @@ class OwnExperts:
         return replace(self, sizes=(0, 0, 0))
 
 
-class StockExperts(nn.Module):
-    """The tensors of an experts module in the stock layout of a form; it computes nothing.
+class ExpertStack(nn.Module):
+    """The tensors of experts in the stock layout of their form; it computes nothing."""
 
-    `inputs` and `called` say how the module that replaces it is called.
-    """
-
-    def __init__(self, stacked: Mapping[StockTensor, Tensor], inputs: Mapping[str, Role], called: Called) -> None:
+    def __init__(self, stacked: Mapping[StockTensor, Tensor]) -> None:
         super().__init__()
-        self.inputs = dict(inputs)
-        self.called: Called = called
         for name, tensor in stacked.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+class StockExperts(ExpertStack):
+    """The tensors of an experts module. `inputs` and `called` say how the module that replaces it is called."""
+
+    def __init__(self, stacked: Mapping[StockTensor, Tensor], inputs: Mapping[str, Role], called: Called) -> None:
+        super().__init__(stacked)
+        self.inputs = dict(inputs)
+        self.called: Called = called
 
 
 def stock_experts(
@@ -62,39 +64,24 @@ def stock_experts(
 
     Raises `ValueError` where the module has other tensors.
     """
-    count, hidden, intermediate = sizes
+    count = sizes[0]
 
     def matrices(part: str) -> Tensor:
-        """Return a part of all experts as (E, outputs, inputs), a bias as (E, outputs)."""
-        held = parts.get(part)
-        found = None if held is None else dict(module.named_parameters()).get(held.name)
-        if held is None or found is None:
-            raise ValueError(f"a `{type(module).__name__}` has no `{held or part}`")
-        whole = found.detach()
-        whole = whole.reshape(count, -1, *whole.shape[1:]) if held.flat else whole[:count]
-        return whole.transpose(1, 2) if held.turned else whole
+        layout = parts.get(part)
+        parameter = None if layout is None else dict(module.named_parameters()).get(layout.name)
+        if layout is None or parameter is None:
+            raise ValueError(f"a `{type(module).__name__}` has no `{layout or part}`")
+        whole = parameter.detach()
+        whole = whole.reshape(count, -1, *whole.shape[1:]) if layout.flat else whole[:count]
+        return whole.transpose(1, 2) if layout.turned else whole
 
-    def whole(name: StockTensor) -> Tensor:
-        part = name.replace("_proj", "")
-        if part in parts or not part.startswith("gate_up"):
-            tensor = matrices(part)
-        else:
-            tensor = torch.cat([matrices(part.replace("gate_up", half)) for half in ("gate", "up")], 1)
-        tensor = tensor.transpose(1, 2) if form.transposed and tensor.dim() == 3 else tensor
-        if tuple(tensor.shape) != stock_shape(form, name, count, hidden, intermediate):
-            raise ValueError(f"its experts are of other sizes: `{name}` {list(tensor.shape)}")
-        return tensor
-
-    try:
-        return {name: whole(name) for name in stock_names(form)}
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(str(error).partition("\n")[0]) from error
+    return stock_tensors(form, sizes, parts.keys(), matrices)
 
 
 def call_routed(
     called: Called, num_experts: int, compute: RoutedCall, hidden: Tensor, index: Tensor | None, weights: Tensor | None
 ) -> Tensor:
-    """Call `compute` as a module of this kind means its inputs, and return what the module returns.
+    """Call `compute` with the inputs of a module of this kind, and return the module's output.
 
     `hidden` is (T, H) or has more leading dimensions, which the result keeps; `index` and `weights` are (T, K).
     """

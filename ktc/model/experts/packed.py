@@ -69,21 +69,19 @@ class SlotRows:
 class PackedExperts:
     """Packed weights and the kernel that reads them. Frozen once loaded: copies of a model share them.
 
-    `dtype` is that of hidden states and packed weights, `weight_dtype` that of routing weights.
+    `sizes` are experts, hidden, intermediate, and experts per token. `dtype` is that of hidden states and packed
+    weights, `weight_dtype` that of routing weights. The bytes `packed` are at `address`.
     """
 
     def __init__(self, kernel: Kernel, threads: int, sizes: ExpertsSizes, numa: Numa = "shard") -> None:
         threads = permitted_threads(threads)
-        nodes = nodes_for(threads) if numa == "shard" else ()
-        self._bind(kernel, threads, sizes, nodes)
-        self._hold(huge_pages(self._native.packed_bytes))
-        if nodes:
-            self._native.bind(self._packed, [node.number for node in nodes])
+        self._bind(kernel, threads, sizes, nodes_for(threads) if numa == "shard" else ())
+        self._use_new_memory()
 
     @staticmethod
     @functools.cache
     def named(key: str) -> PackedExperts:
-        """Return the kernel that a `key` names, without weights: `holding` adds them."""
+        """Return the kernel that a `key` names, without weights: `with_bytes` adds them."""
         path, digest, entry, dtype, threads, sizes, nodes = json.loads(key)
         made = PackedExperts.__new__(PackedExperts)
         kernel = Kernel(KernelLibrary(Path(path), digest, ()), entry, dtype)
@@ -93,45 +91,51 @@ class PackedExperts:
 
     def _bind(self, kernel: Kernel, threads: int, sizes: ExpertsSizes, nodes: tuple[NumaNode, ...]) -> None:
         self._native = kernel.instantiate(*sizes, max(1, len(nodes)))
-        self._kernel, self._threads, self._sizes, self._nodes = kernel, threads, sizes, nodes
+        self._kernel, self._threads, self.sizes, self._nodes = kernel, threads, sizes, nodes
         self.dtype = DTYPES[kernel.dtype]
         self.weight_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         library = kernel.library
         of_nodes = [(node.number, node.cpus) for node in nodes]
         self.key = json.dumps((str(library.path), library.digest, kernel.entry, kernel.dtype, threads, sizes, of_nodes))
 
-    def _hold(self, packed: Tensor, *, mapped: bool = False) -> None:
-        self.packed, self._mapped = packed, mapped
-        self._packed = packed.data_ptr()
+    def _use(self, packed: Tensor, *, mapped: bool = False) -> None:
+        """Compute from these bytes. Those that are `mapped` belong to others, and are only read."""
+        self.packed, self.is_mapped = packed, mapped
+        self.address = packed.data_ptr()
 
-    def holding(self, packed: Tensor) -> PackedExperts:
-        """Return the same kernel on other packed bytes, which are only read."""
+    def _use_new_memory(self) -> None:
+        self._use(huge_pages(self._native.packed_bytes))
+        if self._nodes:
+            self._native.bind(self.address, [node.number for node in self._nodes])
+
+    def _copied(self) -> PackedExperts:
         other = self.__new__(type(self))
         vars(other).update(vars(self))
-        other._hold(packed, mapped=True)
+        return other
+
+    def with_bytes(self, packed: Tensor) -> PackedExperts:
+        """Return the same kernel on other packed bytes, which are only read."""
+        other = self._copied()
+        other._use(packed, mapped=True)
         return other
 
     def beside(self) -> PackedExperts:
         """Return the same kernel and threads with memory of its own, in which nothing is loaded."""
-        other = self.__new__(type(self))
-        vars(other).update(vars(self))
-        other._hold(huge_pages(self._native.packed_bytes))
-        if self._nodes:
-            self._native.bind(other._packed, [node.number for node in self._nodes])
+        other = self._copied()
+        other._use_new_memory()
         return other
 
     def unloaded(self) -> PackedExperts:
         """Return the same kernel with memory of its own on one node, in which nothing is loaded."""
-        other = self.__new__(type(self))
-        other._bind(self._kernel, 1, self._sizes, ())
-        other._hold(huge_pages(other._native.packed_bytes))
+        other = self._copied()
+        other._bind(self._kernel, 1, self.sizes, ())
+        other._use_new_memory()
         return other
 
     def with_threads(self, threads: int) -> PackedExperts:
         """Return the same weights with exactly this many threads."""
-        other = self.__new__(type(self))
-        vars(other).update(vars(self))
-        other._bind(self._kernel, threads, self._sizes, self._nodes)
+        other = self._copied()
+        other._bind(self._kernel, threads, self.sizes, self._nodes)
         return other
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
@@ -139,19 +143,9 @@ class PackedExperts:
         return self._native.saved_bytes(1, gate_up_rank, down_rank)
 
     @property
-    def address(self) -> int:
-        """Where the packed weights are."""
-        return self._packed
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the packed weights, expert after expert; cut for several nodes they take up to 2 MB each more."""
-        return self._native.expert_bytes * self._sizes[0]
-
-    @property
-    def sizes(self) -> ExpertsSizes:
-        """Experts, hidden, intermediate, experts per token."""
-        return self._sizes
+        return self._native.expert_bytes * self.sizes.num_experts
 
     @property
     def num_nodes(self) -> int:
@@ -169,12 +163,12 @@ class PackedExperts:
 
     def whole(self) -> Tensor:
         """Return the packed bytes in order of expert, as on one node: a copy if they are cut for several."""
-        assert not self._mapped, "mapped weights have no storage of their own"
+        assert not self.is_mapped, "mapped weights have no storage of their own"
         if not self._nodes:
             return self.packed
         whole = huge_pages(self.nbytes)
-        for expert in range(self._sizes[0]):
-            self._native.join(self._packed, expert, whole.data_ptr() + expert * self._native.expert_bytes)
+        for expert in range(self.sizes.num_experts):
+            self._native.join(self.address, expert, whole.data_ptr() + expert * self._native.expert_bytes)
         return whole
 
     def to_fill(self) -> Tensor:
@@ -182,10 +176,10 @@ class PackedExperts:
         return huge_pages(self.nbytes) if self._nodes else self.whole()
 
     def take(self, filled: Tensor) -> None:
-        """Compute from what was put into `to_fill()`."""
+        """Compute from the bytes that were written into the memory of `to_fill()`."""
         if self._nodes:
-            for expert in range(self._sizes[0]):
-                self._native.shard(filled.data_ptr() + expert * self._native.expert_bytes, expert, self._packed)
+            for expert in range(self.sizes.num_experts):
+                self._native.shard(filled.data_ptr() + expert * self._native.expert_bytes, expert, self.address)
 
     def use_mapping(self, mapping: mmap.mmap) -> None:
         """Compute from packed bytes that are mapped read-only, instead of from storage of our own.
@@ -195,19 +189,14 @@ class PackedExperts:
         if len(mapping) != self.nbytes:
             raise ValueError(f"expected {self.nbytes} packed bytes, found a mapping of {len(mapping)}")
         if self._nodes:
-            self._bind(self._kernel, self._threads, self._sizes, ())
+            self._bind(self._kernel, self._threads, self.sizes, ())
         with warnings.catch_warnings():  # PyTorch has no read-only tensors; this one is never written
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self._hold(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether the bytes are another's, and only read."""
-        return self._mapped
+            self._use(torch.frombuffer(mapping, dtype=torch.uint8), mapped=True)
 
     def require_writable(self) -> None:
         """Raise `RuntimeError` for weights that are mapped read-only."""
-        if self._mapped:
+        if self.is_mapped:
             raise RuntimeError("the experts are mapped read-only from a packed store")
 
     def load(self, expert: int, part: ExpertPart, values: Tensor) -> None:
@@ -255,7 +244,12 @@ class PackedExperts:
 
     def _matrix(self, expert: int, part: ExpertPart, shape: Sequence[int]) -> Arguments:
         rows, columns = (1, *shape)[-2:]
-        return {"packed": self._packed, "expert": expert, "part": part, "rows": rows, "columns": columns}
+        return {"packed": self.address, "expert": expert, "part": part, "rows": rows, "columns": columns}
+
+    def inputs(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tensors of a call as the kernel reads them: contiguous, in its dtypes."""
+        x, weights = x_TH.to(self.dtype), weights_TK.to(self.weight_dtype)
+        return x.contiguous(), index_TK.contiguous(), weights.contiguous()
 
     def forward(
         self,
@@ -278,7 +272,7 @@ class PackedExperts:
         ranks, read = lora.ranks, lora.to(self.weight_dtype)
         saved = _SAVED.take(self._native.saved_bytes(tokens, *ranks)) if save else None
         arguments = self._arguments(read, saved, interleaved=interleaved)
-        with KERNEL_LOCK, kernel_clock.timed(self._packed, "forward", tokens, self._sizes, ranks):
+        with KERNEL_LOCK, kernel_clock.timed(self.address, "forward", tokens, self.sizes, ranks):
             self._native.forward(self._engine, arguments(x_TH, index_TK, weights_TK, out_TH))
         if saved is None and context is not None:
             context.record_call(self._native.call, self._engine, arguments, (x_TH, index_TK, weights_TK), out_TH)
@@ -288,9 +282,9 @@ class PackedExperts:
         self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, lora: ExpertsLora,
         *, interleaved: bool,
     ) -> HostCall:  # fmt: skip
-        """Return `forward` without gradients as a host function of CUDA, on what these tensors hold when it is called.
+        """Return `forward` without gradients as a host function of CUDA, on the values of the tensors at its call.
 
-        A thread of CUDA's calls it, for which there are threads of the library's own.
+        A thread of CUDA calls it, so it runs on threads that the library has for that purpose.
         """
         engine = self._kernel.engine(self._threads, self._nodes, own=True)
         arguments = self._arguments(lora.to(self.weight_dtype), None, interleaved=interleaved)
@@ -299,11 +293,11 @@ class PackedExperts:
     def _arguments(
         self, lora: ExpertsLora, saved: Tensor | None, *, interleaved: bool
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Arguments]:
-        """Return what makes the fields of `ForwardArguments` from hidden states, choices, weights and output."""
+        """Return a function from hidden states, choices, weights and output to the fields of `ForwardArguments`."""
 
         def arguments(x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> Arguments:
             return {
-                "packed": self._packed, "hidden_states": x_TH.data_ptr(), "top_k_index": index_TK.data_ptr(),
+                "packed": self.address, "hidden_states": x_TH.data_ptr(), "top_k_index": index_TK.data_ptr(),
                 "top_k_weights": weights_TK.data_ptr(), "out": out_TH.data_ptr(), "tokens": x_TH.shape[0],
                 "saved": 0 if saved is None else saved.data_ptr(), **lora_arguments(lora, interleaved=interleaved),
             }  # fmt: skip
@@ -323,8 +317,8 @@ class PackedExperts:
     ) -> tuple[Tensor, Tensor, ExpertsLora]:
         """Compute the gradients of hidden states, routing weights and LoRA's factors, and fill `rows`.
 
-        `routing` are the chosen experts and their weights, both (T, K).
-        They come from what forward saved or else from its input; those of the factors need the input too.
+        `routing` are the chosen experts and their weights, both (T, K). Backward reads the bytes that forward saved, or
+        else forward's input; the gradients of the factors need the input too.
         """
         assert saved is not None or x_TH is not None, "backward needs what forward saved, or its input"
         assert x_TH is not None or not any(lora.ranks), "the gradients of LoRA need the input"
@@ -333,7 +327,7 @@ class PackedExperts:
         grad_weights_TK = torch.empty_like(weights_TK)
         read, gradients = lora.to(self.weight_dtype), lora.zeros(self.weight_dtype)
         arguments: Arguments = {
-            "packed": self._packed, "top_k_index": index_TK.data_ptr(), "top_k_weights": weights_TK.data_ptr(),
+            "packed": self.address, "top_k_index": index_TK.data_ptr(), "top_k_weights": weights_TK.data_ptr(),
             "saved": 0 if saved is None else saved.data_ptr(), "hidden_states": 0 if x_TH is None else x_TH.data_ptr(),
             "grad_out": grad_TH.data_ptr(), "grad_hidden_states": grad_x_TH.data_ptr(),
             "grad_top_k_weights": grad_weights_TK.data_ptr(), "tokens": grad_TH.shape[0],
@@ -341,7 +335,7 @@ class PackedExperts:
         }  # fmt: skip
         if rows is not None:
             arguments["rows"] = {"d_first": rows.d_first.data_ptr(), "activated": rows.activated.data_ptr()}
-        with KERNEL_LOCK, kernel_clock.timed(self._packed, "backward", grad_TH.shape[0], self._sizes, lora.ranks):
+        with KERNEL_LOCK, kernel_clock.timed(self.address, "backward", grad_TH.shape[0], self.sizes, lora.ranks):
             self._native.backward(self._engine, arguments)
         return grad_x_TH, grad_weights_TK, gradients
 

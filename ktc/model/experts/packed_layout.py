@@ -1,7 +1,7 @@
 """Packed experts read without the kernel: the matrices in an expert's packed bytes, in every format.
 
-The library's own `unpack` is the meaning (`runtime/include/ktc/weight_format/layout.hpp`); this is the same as tensor
-operations, so that it runs where the bytes are, on a GPU too. A test holds the two together.
+The library's own `unpack` defines the layout (`runtime/include/ktc/weight_format/layout.hpp`). Here the same is done by
+tensor operations, which run on the device of the bytes. A test compares the two.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PackedLayout:
         return compiled_on(packed.device, _reader(self), dynamic=False)(packed)
 
     def read(self, packed: Tensor) -> Matrices:
-        """`matrices`, step by step."""
+        """Read the matrices step by step."""
         ends = self._first_bytes, self._first_bytes + self._down_bytes
         first = self._steps(self.first, packed[:, : ends[0]], self._first_panels, self._padded_hidden)
         lanes = cut(first, -2, self.parts, -1)  # (G, panels, steps, parts, lanes, neighbours)

@@ -185,10 +185,10 @@ class BlockPanels:
         numbers = self.row.numbers
         if self._bits == 8:
             return codes.view(torch.int8).float()
-        found = _fields(codes, 4) if self._bits == 4 else _split_fields(codes, self._bits - 4)
+        codes_of_block = _fields(codes, 4) if self._bits == 4 else _split_fields(codes, self._bits - 4)
         if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
-            return found.float() + numbers[0]
-        return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[found.long()]
+            return codes_of_block.float() + numbers[0]
+        return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[codes_of_block.long()]
 
     def _scales(self, head: Tensor, scales: Halves | Exponent | ScaleAndZero) -> tuple[Tensor, Tensor | None]:
         """Return (..., blocks, scales of one, 32 outputs) and the same of the minima, in fp32."""
@@ -197,7 +197,7 @@ class BlockPanels:
             return powers[cut(head, -1, self.row.span, 1, WIDTH).long()], None
         if isinstance(scales, ScaleAndZero):
             of_lanes = scales_and_minima(cut(head, -1, WIDTH, 4))
-            scale, least = (each.transpose(-1, -2)[..., None, :, :] for each in of_lanes)
+            scale, least = (value.transpose(-1, -2)[..., None, :, :] for value in of_lanes)
             return scale, least
         scale = head[..., :_HALVES].view(torch.float16).float()[..., None, None, :]
         least = None

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-import torch
 from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -53,48 +52,44 @@ class ExpertsParamWrapper(ParamWrapper):
         if parameter_name is None or parameter_name not in ADAPTED:
             raise _refused_target(adapter_name, parameter_name)
         _require_asked_for(adapter_name, kwargs.get("config"))
-        _require_suited(adapter_name, int(kwargs["r"]), kwargs)  # stock PEFT would say less, and too late
+        _require_suited(adapter_name, int(kwargs["r"]), kwargs)  # stock PEFT would refuse later and explain less
         super().__init__(base_layer, adapter_name, parameter_name=parameter_name, **kwargs)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, *args: Any, **kwargs: Any) -> None:
-        """Adds an adapter of rank `r`. Raises `InputRefused` (L432) for settings that experts cannot have."""
+        """Add an adapter of rank `r`. Raises `InputRefused` (L432) for settings that experts cannot have."""
         _require_suited(adapter_name, r, kwargs)
         super().update_layer(adapter_name, r, lora_alpha, *args, **kwargs)
 
     def forward(self, x: Tensor, *args: Any, lora: ExpertsLora = NO_LORA, **kwargs: Any) -> Tensor:
-        """As the experts' own; `lora` is what the wrapper around this one has gathered."""
+        """Call the experts with this parameter's factors and with `lora`, those of the wrappers around this one."""
         self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
         return cast("Any", self.base_layer)(x, *args, lora=self._gathered(lora), **kwargs)
 
     def _gathered(self, lora: ExpertsLora) -> ExpertsLora:
-        """`lora` with this parameter's own factors."""
-        own = None if self.disable_adapters else self._active_lora()
-        if own is None:
+        """Return `lora` with the factors of this parameter."""
+        factors = None if self.disable_adapters else self._active_lora()
+        if factors is None:
             return lora
-        return replace(lora, down=own) if self.parameter_name == "down_proj" else replace(lora, gate_up=own)
+        return replace(lora, down=factors) if self.parameter_name == "down_proj" else replace(lora, gate_up=factors)
 
     def _active_lora(self) -> Lora | None:
         """Return the factors of the active adapters together: A (E, r, in), B (E, out, r).
 
-        A single adapter's are views of PEFT's own matrices. Several are one of the sum of their ranks.
+        Those of a single adapter are views of PEFT's own matrices.
         """
         active = [self._lora_of(str(name)) for name in self.active_adapters if name in self.lora_A]
-        if len(active) < 2:
-            return active[0] if active else None
         rank = sum(lora.rank for lora in active)
-        if rank > MAX_RANK:
+        if len(active) > 1 and rank > MAX_RANK:
             message = f"the active adapters on routed experts have rank {rank} together"
             raise InputRefused(
                 Diagnostic("L432", message, hint=f"the kernels take {MAX_RANK}: `set_adapter` with fewer")
             )
-        a, b = torch.cat([lora.a for lora in active], 1), torch.cat([lora.b * lora.scale for lora in active], 2)
-        parameters = tuple(each for lora in active for each in lora.parameters)
-        return Lora(a, b, 1.0, parameters, tuple(lora.scale for lora in active))
+        return Lora.joined(active) if active else None
 
     def _lora_of(self, name: str) -> Lora:
-        parameters = tuple(cast("Tensor", each[name].weight) for each in (self.lora_A, self.lora_B))
-        a, b = (each.cpu() for each in parameters)
+        parameters = tuple(cast("Tensor", layers[name].weight) for layers in (self.lora_A, self.lora_B))
+        a, b = (parameter.cpu() for parameter in parameters)
         rank = a.shape[0] // self.num_experts
         a, b = a.reshape(self.num_experts, rank, -1), b.reshape(-1, rank, self.num_experts).permute(2, 0, 1)
         if _READS_TRANSPOSED and not cast("Any", self.get_base_layer()).form.transposed:
@@ -103,7 +98,7 @@ class ExpertsParamWrapper(ParamWrapper):
         return Lora(a, b, scale, parameters, (scale,))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Always refused: the weights are packed."""
+        """Refuse (L433): the weights are packed."""
         raise InputRefused(
             Diagnostic(
                 "L433",
@@ -124,8 +119,11 @@ def _refused_target(adapter_name: str, parameter_name: str | None) -> InputRefus
 
 
 def _require_asked_for(adapter_name: str, config: LoraConfig | None) -> None:
-    """Since 0.19, PEFT reads `gate_proj` and the like in `target_modules` as the routed experts' weights, and drops the
-    layers of that name from the targets: shared experts and dense layers would stay as they are without a word."""
+    """Refuse (L434) targets that PEFT has reinterpreted.
+
+    Since 0.19, PEFT reads `gate_proj` and the like in `target_modules` as the routed experts' weights, and drops the
+    layers of that name from the targets: shared experts and dense layers would silently stay as they are.
+    """
     asked: AskedTargets | None = getattr(config, ASKED, None)
     if asked is None or config is None:
         return

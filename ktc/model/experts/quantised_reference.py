@@ -15,7 +15,7 @@ from ktc.foundation.formats import CODES, Codes
 
 
 def quantise(weights: Tensor, method: str, group: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `weights`, which are rounded to bf16 first; `group` 0 is a whole row."""
+    """Return codes and scales for `weights`, which are rounded to bf16 first; `group` 0 is a whole row."""
     rounded = weights.bfloat16().float()
     if not bool(rounded.isfinite().all()):
         raise ValueError("weights that are not finite cannot be quantised")
@@ -32,9 +32,9 @@ def dequantise(codes: Tensor, scales: Tensor, group: int) -> Tensor:
 
 
 def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (..., K) and one scale (..., 1) per row of activations, which are rounded to bf16 first.
+    """Return codes (..., K) and one scale (..., 1) per row of activations, which are rounded to bf16 first.
 
-    A row below 2^-100 counts as zero; the scale of one that is not finite is NaN, and so is all that comes of it.
+    A row below 2^-100 counts as zero. A row that is not finite has the scale NaN, so its products are NaN too.
     """
     rounded = rows.bfloat16().float()
     largest = rounded.abs().amax(-1, keepdim=True)
@@ -45,7 +45,7 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` in integers, both quantised; its gradient is that of `dequantised_product`."""
+    """Compute `x @ weight.T` in integers, both quantised; its gradient is that of `dequantised_product`."""
     codes, scales = quantise(weight, "int8", 0)
     row_codes, row_scales = quantise_rows(x.detach())
     sums = row_codes.double() @ codes.double().T  # exact
@@ -55,12 +55,12 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def dequantised_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` with the weights that int8 codes stand for, as backward multiplies them."""
+    """Compute `x @ weight.T` with the weights of the int8 codes, as backward multiplies them."""
     return x @ dequantise(*quantise(weight, "int8", 0), 0).to(x.dtype).T
 
 
-# For `fused_moe_reference`: what an int8 kernel puts out, and what its gradients are those of. Backward knows gate and
-# up as forward had them, but down's inputs only as they were before they were quantised.
+# For `fused_moe_reference`: the products of an int8 kernel, and those whose gradients it computes. Backward has gate
+# and up as forward had them, but the inputs of down only before their quantisation.
 INT8_FORWARD = (int8_product, int8_product)
 INT8_BACKWARD = (int8_product, dequantised_product)
 

@@ -67,8 +67,8 @@ def _pack(empty: PackedExperts, form: ExpertsForm, generator: torch.Generator) -
                 empty.load_blocks(expert, part, blocks)
             else:
                 empty.load(expert, part, _values((rows, columns), generator))
-    each = empty.nbytes // number
-    return empty.packed[: some * each].clone().view(some, each)
+    nbytes = empty.nbytes // number
+    return empty.packed[: some * nbytes].clone().view(some, nbytes)
 
 
 def _values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -77,16 +77,16 @@ def _values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 def _repeat(some: Tensor, first: int, target: memoryview, copied: Callable[[int], None]) -> None:
     """Copy the rows of `some` over `target` in turn, beginning with row `first`."""
-    number, each = some.shape
+    number, nbytes = some.shape
     into, sources = torch.frombuffer(target, dtype=torch.uint8).data_ptr(), some.data_ptr()
 
     def copy(expert: int) -> None:
-        source = sources + (first + expert) % number * each
-        ctypes.memmove(into + expert * each, source, each)  # without the lock of the interpreter
-        copied(each)
+        source = sources + (first + expert) % number * nbytes
+        ctypes.memmove(into + expert * nbytes, source, nbytes)  # without the lock of the interpreter
+        copied(nbytes)
 
     with ThreadPoolExecutor(host.usable_threads()) as pool:
-        list(pool.map(copy, range(len(target) // each)))
+        list(pool.map(copy, range(len(target) // nbytes)))
 
 
 def _load_values(experts: FusedMoe, seed: int) -> None:

@@ -36,8 +36,8 @@ def check_routing(top_k_index: Tensor, num_experts: int) -> None:
         return
     low, high = (int(bound) for bound in torch.aminmax(top_k_index))
     if low < 0 or high >= num_experts:
-        found = low if low < 0 else high
-        raise IndexError(f"`top_k_index` names expert {found}; this layer has experts 0 to {num_experts - 1}")
+        wrong = low if low < 0 else high
+        raise IndexError(f"`top_k_index` names expert {wrong}; this layer has experts 0 to {num_experts - 1}")
 
 
 def fused_moe_reference(

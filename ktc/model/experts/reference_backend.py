@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktc.model.experts.lora import NO_LORA, ExpertsLora
+from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.experts.staging import HostBackend, on_host
 from ktc.model.experts.tracing import never_traced
@@ -27,9 +27,8 @@ class Reference(HostBackend):
     @never_traced
     def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         tensors = self.weights.effective(lora).values()
-        stock = [each.to(torch.promote_types(each.dtype, x_TH.dtype)) for each in tensors]
-        if self.weights.training.merged:
-            lora = NO_LORA
+        stock = [tensor.to(torch.promote_types(tensor.dtype, x_TH.dtype)) for tensor in tensors]
+        lora = self.weights.beside(lora)
         return fused_moe_reference(x_TH, index_TK, weights_TK, stock, self.weights.form, lora=lora)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:

@@ -41,16 +41,16 @@ class SavedBuffers:
 
     @property
     def free_bytes(self) -> int:
-        """How much is kept for later calls."""
+        """The bytes that are kept for later calls."""
         return sum(map(len, self._free))
 
     @property
     def held_bytes(self) -> int:
-        """How much is lent or kept."""
+        """The bytes that are lent or kept."""
         return self._held
 
     def take(self, size: int) -> Tensor:
-        """Bytes of any content, whose memory comes back when the last tensor on it is gone."""
+        """Return bytes of any content. Their memory is used again once the last tensor on it is freed."""
         if size < SMALLEST:
             return torch.empty(size, dtype=torch.uint8)
         with self._lock:

@@ -46,11 +46,11 @@ class SavedOnHost:
                 before._fetch()
             before = before and before._before and before._before()
         assert self._coming is not None
-        (found, arrived), self._coming = self._coming, None
+        (fetched, arrived), self._coming = self._coming, None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(arrived)
-        found.record_stream(current)
-        return found
+        fetched.record_stream(current)
+        return fetched
 
     def _fetch(self) -> None:
         if self._coming is None:
@@ -104,10 +104,10 @@ class HostOffloaded:
         if self._kept is None:
             assert self._now is not None
             return self._now
-        found = self._kept.back() if self._now is None else self._now
+        values = self._kept.back() if self._now is None else self._now
         self._used += 1
-        self._now = None if self._used % self._uses == 0 else found
-        return found
+        self._now = None if self._used % self._uses == 0 else values
+        return values
 
 
 class _Placeholder(torch.autograd.Function):

@@ -54,7 +54,7 @@ class Slots:
         if self.tokens.device == device:
             return self
         tensors = self.tokens, self.pairs, self.experts, self.places, self.ends
-        tokens, pairs, experts, places, ends = (each.to(device, non_blocking=True) for each in tensors)
+        tokens, pairs, experts, places, ends = (tensor.to(device, non_blocking=True) for tensor in tensors)
         return Slots(tokens, pairs, experts, places, ends, self.bounds)
 
     @property

@@ -1,8 +1,8 @@
 """Activations between a GPU and the host through pinned memory, as nodes of autograd: to the experts and back.
 
-In: tensors on any device. Out: rows in host memory, and rows on a device; gradients take the same way back. Pinned
-blocks come from torch's cache: a layer reuses those that the layer before it released, and autograd keeps the ones it
-still holds. On the CPU nothing is pinned and rows that are alone are not copied.
+In: tensors on any device. Out: rows in host memory, and rows on a device; gradients return the same way. Pinned blocks
+come from torch's cache: a layer reuses those that the layer before it released, unless autograd still needs them. On
+the CPU nothing is pinned, and a single piece is not copied.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _gathered(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def pinned(rows: Tensor) -> Tensor:
-    """`rows` in host memory that a GPU copies from beside other work. The same rows, as autograd sees them."""
+    """Return `rows` in pinned memory, which a GPU copies beside other work. For autograd they are the same rows."""
     return cast("Tensor", _Pinned.apply(rows))
 
 

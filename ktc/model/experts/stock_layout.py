@@ -5,9 +5,10 @@ The one place that knows what `transposed` and `interleaved` mean for data; the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal, cast
 
+import torch
 from torch import Tensor
 
 from ktc.model.checkpoint import Span
@@ -33,6 +34,32 @@ def stock_shape(
         return num_experts, rows
     columns = intermediate if name == "down_proj" else hidden
     return (num_experts, columns, rows) if form.transposed else (num_experts, rows, columns)
+
+
+def stock_tensors(
+    form: ExpertsForm, sizes: tuple[int, int, int], parts: Collection[str], matrices: Callable[[str], Tensor]
+) -> dict[StockTensor, Tensor]:
+    """Return the stock tensors of `form`, of experts, H and I in `sizes`.
+
+    `matrices` returns a part of all experts as (E, outputs, inputs), a bias as (E, outputs). Gate and up are joined
+    where `gate_up` is not among the `parts`. Raises `ValueError` for other sizes, and where `matrices` fails.
+    """
+
+    def whole(name: StockTensor) -> Tensor:
+        part = name.replace("_proj", "")
+        if part in parts or not part.startswith("gate_up"):
+            tensor = matrices(part)
+        else:
+            tensor = torch.cat([matrices(part.replace("gate_up", half)) for half in ("gate", "up")], 1)
+        tensor = tensor.transpose(1, 2) if form.transposed and tensor.dim() == 3 else tensor
+        if tuple(tensor.shape) != stock_shape(form, name, *sizes):
+            raise ValueError(f"its experts are of other sizes: `{name}` {list(tensor.shape)}")
+        return tensor
+
+    try:
+        return {name: whole(name) for name in stock_names(form)}
+    except (AttributeError, RuntimeError, IndexError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
 
 
 def half_of(form: ExpertsForm, name: StockTensor, part: str, intermediate: int) -> tuple[Span, int]:

@@ -64,7 +64,7 @@ class Copies:
         self.finish()
         sent = [self.send(source, target, ()) for _ in range(_PROBES)]
         self.finish()
-        return source.nbytes / min(each.seconds()[0] for each in sent)
+        return source.nbytes / min(arrival.seconds()[0] for arrival in sent)
 
 
 class CudaCopies(Copies):

@@ -74,7 +74,7 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True)
 class StreamFigures:
-    """The traffic to one device: bytes, those of them for nothing, seconds of copies, and of waiting.
+    """The traffic to one device: bytes sent, bytes of them that no visit used, seconds of copies, and of waiting.
 
     `bus_speed` is that of the bus alone, in bytes per second, measured when the ring was made.
     """
@@ -124,17 +124,17 @@ class Ring:
         with self._turn:
             plan = self._begin(source, _Visit(source.number, reverse), required)
             self._visitor = threading.get_ident()
-            held: list[_Sent] = []
+            taken: list[_Sent] = []
 
             def take(number: int) -> Tensor:
-                self._free(held)
-                held.append(self._take(plan, number))
-                return self._memory[held[0].begin : held[0].end]
+                self._free(taken)
+                taken.append(self._take(plan, number))
+                return self._memory[taken[0].begin : taken[0].end]
 
             try:
                 yield take
             finally:
-                self._free(held)
+                self._free(taken)
                 self._leave()
                 self._visitor = 0
 
@@ -216,7 +216,7 @@ class Ring:
         self._sent += piece.nbytes
 
     def _room(self, size: int) -> int | None:
-        """Return where `size` bytes are free, None if they are not. The next copy waits for those who read there."""
+        """Return where `size` bytes are free, None if they are not. The next copy waits for the readers of them."""
         while (begin := self._gap(size)) is None:
             if not self._held[0].done:
                 return None
@@ -252,11 +252,11 @@ class Ring:
         sent.done = True
         self._dropped += sent.end - sent.begin
 
-    def _free(self, held: list[_Sent]) -> None:
+    def _free(self, taken: list[_Sent]) -> None:
         """Free pieces after the work that the device has now, and send further ones."""
-        for sent in held:
+        for sent in taken:
             sent.read, sent.done = self._copies.mark(), True
-        held.clear()
+        taken.clear()
         self._send()
 
     def _leave(self) -> None:
@@ -279,7 +279,7 @@ _rings: Final[weakref.WeakValueDictionary[tuple[torch.device, int], Ring]] = wea
 
 
 def ring_of(device: torch.device, nbytes: int) -> Ring:
-    """Return the ring of this size on a device. It lives as long as somebody holds it."""
+    """Return the ring of this size on a device. It is freed with the last reference to it."""
     ring = _rings.get((device, nbytes))
     if ring is None:
         _rings[device, nbytes] = ring = Ring(device, nbytes)

@@ -1,7 +1,7 @@
 """The streamed backend: a layer's experts on GPUs for many tokens, from the packed weights in host memory.
 
-With thousands of tokens a GPU saves more time than sending it all experts of a layer takes. Experts come in chunks, and
-each matrix of a chunk is multiplied in one grouped product: two forward, three backward, those of LoRA beside them.
+For thousands of tokens, a GPU saves more time than it takes to send all experts of a layer. Experts come in chunks, and
+each matrix of a chunk is multiplied in one grouped product: two forward, three backward, and those of LoRA.
 Several GPUs share a layer's experts: each receives its own through its own bus and multiplies them for all tokens.
 Forward saves its input alone, in host memory. Backward sends the weights again and computes gate and up again. The
 gradient of a routing weight is <h, dh>, with h the input of down and dh its gradient before the weight, so that the
@@ -112,8 +112,8 @@ class _StreamedExperts(torch.autograd.Function):
         x, (grad,) = cast("SavedOnHost", ctx.x).back(), grads
         lora = ExpertsLora.of(factors, ctx.scales)
         shares = [_Share(stream, ctx.slots, x, weights, lora) for stream in ctx.streams]
-        found = [share.backward(grad) for share in shares]
-        d_x, d_weights = (_sum(list(parts)) for parts in zip(*found, strict=True))
+        gradients = [share.backward(grad) for share in shares]
+        d_x, d_weights = (_sum(list(parts)) for parts in zip(*gradients, strict=True))
         d_factors = [_sum(list(parts)) for parts in zip(*(share.gradients for share in shares), strict=True)]
         return None, None, None, None, d_x.to(x.dtype), d_weights.view_as(weights).to(weights.dtype), *d_factors
 
@@ -155,7 +155,7 @@ class _Share:
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Those of LoRA's factors, for all experts; zero outside of the share."""
+        """The gradients of LoRA's factors, for all experts; zero outside of the share."""
         return self._products.gradients
 
     @property
@@ -169,7 +169,7 @@ class _Share:
 
 
 def _sum(parts: list[Any]) -> Any:
-    """Add what the devices found, in their order, on the first of them."""
+    """Add the results of the devices, in their order, on the first of them."""
     total = parts[0]
     for part in parts[1:]:
         total = total if part is None else total + part.to(total.device)

@@ -2,13 +2,14 @@
 
 The layer's weights are packed once after each change, so the micro-batches of a step share them. Forward and the
 gradients of hidden states and routing weights are the kernel's. The gradient of a weight matrix is a product over the
-slots of its expert, of rows that the kernel writes beside; PyTorch multiplies them, one expert after the other, in the
-dtype of the kernel's sums. With a merged adapter these gradients are reduced to its factors' at once:
+slots of its expert, of rows that the kernel writes too. PyTorch multiplies them, one expert after the other, in the
+dtype of the kernel's sums. With a merged adapter, these gradients become those of its factors at once:
 dA = s B^T dW, dB = s dW A^T.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,15 +19,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.any_top_k import per_token, rows_of
+from ktc.model.experts.any_top_k import with_top_k
 from ktc.model.experts.cpu_backend import Activations
-from ktc.model.experts.lora import NO_LORA, ExpertsLora, Lora
+from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.packed import PackedExperts, SlotRows
 from ktc.model.experts.staging import HostBackend, on_host
 from ktc.model.experts.tracing import never_traced
 from ktc.model.experts.weight_training import State
 from ktc.model.experts.weights import ExpertsWeights
-from ktc.model.kernels.form import ExpertsForm
 from ktc.model.kernels.step_context import StepContext
 
 
@@ -45,27 +45,23 @@ class Trained(HostBackend):
     @never_traced
     def _compute(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         packed = self.weights.current(lora)
-        if index_TK.shape[1] != packed.sizes.top_k:
-            rows = rows_of(packed.sizes.top_k, x_TH, index_TK, weights_TK)
-            return per_token(self._call(packed, *rows, lora), x_TH.shape[0])
-        return self._call(packed, x_TH, index_TK, weights_TK, lora)
+        call = functools.partial(self._call, packed, lora)
+        return with_top_k(packed.sizes.top_k, call, x_TH, index_TK, weights_TK)
 
     def _call(
-        self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora
+        self, packed: PackedExperts, lora: ExpertsLora, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
-        x, index = x_TH.to(packed.dtype).contiguous(), index_TK.contiguous()
-        weights = weights_TK.to(packed.weight_dtype).contiguous()
+        x, index, weights = packed.inputs(x_TH, index_TK, weights_TK)
         stock = tuple(self.weights.stock.values())
         trained = (x_TH, weights_TK, *stock, *(factor for factor in lora.factors if factor is not None))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
             call = _Call(self.weights, packed, self.activations == "keep", lora.scales, self.weights.packed_from)
             out_TH = cast("Tensor", _Experts.apply(call, index, x, weights, *lora.factors, *stock))
         else:
-            beside = NO_LORA if self.weights.training.merged else lora
-            interleaved = self.weights.form.interleaved
             out_TH, _ = packed.forward(
-                x, index, weights, save=False, lora=beside, interleaved=interleaved, context=self.context
-            )
+                x, index, weights, save=False, lora=self.weights.beside(lora),
+                interleaved=self.weights.form.interleaved, context=self.context,
+            )  # fmt: skip
         return out_TH.to(x_TH.dtype)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
@@ -88,14 +84,6 @@ class _Call:
     scales: tuple[float, float]
     state: State | None
 
-    @property
-    def form(self) -> ExpertsForm:
-        return self.weights.form
-
-    def beside(self, lora: ExpertsLora) -> ExpertsLora:
-        """Return the factors that the kernel adds: none where they are in the packed weights."""
-        return NO_LORA if self.weights.training.merged else lora
-
 
 def _changed(fqn: str) -> Diagnostic:
     message = f"the weights of `{fqn}` changed between the forward and the backward of one call"
@@ -114,8 +102,9 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor, *others: Tensor | None) -> Tensor:
         lora = ExpertsLora.of(others[:4], call.scales)
         out, saved = call.packed.forward(
-            x, index, weights, save=call.keep, lora=call.beside(lora), interleaved=call.form.interleaved
-        )
+            x, index, weights, save=call.keep, lora=call.weights.beside(lora),
+            interleaved=call.weights.form.interleaved,
+        )  # fmt: skip
         ctx.call = call
         ctx.save_for_backward(index, x, weights, saved, *others[:4])
         return out
@@ -127,7 +116,7 @@ class _Experts(torch.autograd.Function):
         index, x, weights, saved, *factors = ctx.saved_tensors
         if call.weights.packed_from != call.state:
             raise InputRefused(_changed(call.weights.fqn))
-        lora, packed, form = ExpertsLora.of(factors, call.scales), call.packed, call.form
+        lora, packed, form = ExpertsLora.of(factors, call.scales), call.packed, call.weights.form
         wants = ctx.needs_input_grad[_BEFORE_FACTORS:]
         merged = call.weights.training.merged and any(wants[:4])
         rows = None
@@ -135,23 +124,25 @@ class _Experts(torch.autograd.Function):
             parts = 2 if form.gated else 1
             rows = SlotRows.empty(index.numel(), parts, packed.sizes.intermediate, packed.dtype)
         grad = grad.contiguous()
-        grad_x, grad_weights, found = packed.backward(
+        grad_x, grad_weights, of_lora = packed.backward(
             grad,
             (index, weights),
             saved=saved,
             x_TH=x,
-            lora=call.beside(lora),
+            lora=call.weights.beside(lora),
             interleaved=form.interleaved,
             rows=rows,
         )
-        of_factors, of_stock = list(found.factors), list[Tensor | None]()
+        of_factors, of_stock = list(of_lora.factors), list[Tensor | None]()
         if rows is not None:
             slots = _Slots(call.weights, rows, x, grad, index, weights)
             if merged:
                 of_factors = list(slots.of_factors(lora).factors)
             of_stock = slots.of_stock() if any(wants[4:]) else []
         of_stock += [None] * (len(wants) - 4 - len(of_stock))
-        others = (each if wanted else None for each, wanted in zip((*of_factors, *of_stock), wants, strict=True))
+        others = (
+            gradient if wanted else None for gradient, wanted in zip((*of_factors, *of_stock), wants, strict=True)
+        )
         return None, None, grad_x, grad_weights, *others
 
 
@@ -180,12 +171,12 @@ class _Slots:
     def of_stock(self) -> list[Tensor | None]:
         """Return the gradients of the stock tensors, zeros for experts without tokens."""
         form, stock = self.weights.form, self.weights.stock
-        found = [torch.zeros_like(tensor) for tensor in stock.values()]
+        gradients = [torch.zeros_like(tensor) for tensor in stock.values()]
         for expert in self._experts():
             given = (expert.gate_up, expert.down, expert.gate_up_bias, expert.down_bias)
-            for total, each in zip(found, given, strict=False):
-                total[expert.number] = each.t() if form.transposed and each.dim() == 2 else each
-        return list(found)
+            for total, gradient in zip(gradients, given, strict=False):
+                total[expert.number] = gradient.t() if form.transposed and gradient.dim() == 2 else gradient
+        return list(gradients)
 
     def of_factors(self, lora: ExpertsLora) -> ExpertsLora:
         """Return the gradients of a merged adapter's factors."""

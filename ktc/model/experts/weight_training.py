@@ -70,7 +70,7 @@ FROZEN: Final = WeightTraining()
 
 
 class _Steps:
-    """Counts the steps of all optimizers: a fused one changes parameters without counting their versions up."""
+    """Counts the steps of all optimizers: a fused one changes parameters without changing their versions."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -85,10 +85,12 @@ State = tuple[int | float | tuple[int, int], ...]
 
 
 def state_of(parameters: Iterable[Tensor], scales: Iterable[float] = ()) -> State:
-    """Return what differs after parameters changed: by an optimizer, in place, or by taking another tensor's storage.
+    """Return a value that differs after parameters changed: by an optimizer, in place, or by another storage.
 
     They must outlive the state: memory that is free again may be given to another tensor. A change through `.data`
     outside of an optimizer is not seen, as autograd does not see it either. Inference tensors have no versions.
     """
-    versions = ((each.data_ptr(), -1 if each.is_inference() else version_of(each)) for each in parameters)
+    versions = (
+        (parameter.data_ptr(), -1 if parameter.is_inference() else version_of(parameter)) for parameter in parameters
+    )
     return (_STEPS.taken, *versions, *scales)

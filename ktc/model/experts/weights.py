@@ -4,7 +4,7 @@ A layer has both where packed weights change with the parameters that they are m
 
 In: one part of one expert at a time, as values, codes or GGUF blocks, or the packed bytes of all experts at once.
 Out: what backends read, and which parts were never loaded.
-`restore` and `process` are the ends of a load into the same memory (`load_state.py`).
+`restore` begins a load into the same memory, and `process` ends it (`load_state.py`).
 Refused (`ValueError`): a part that the form lacks, another shape, packed bytes or codes without a kernel.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint.int4 import WHOLE_ROW
 from ktc.model.experts.expert_stream import renew_streams
-from ktc.model.experts.load_state import Loads, LoadState
+from ktc.model.experts.load_state import Loads
 from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.stock_layout import StockTensor, canonical_parts, parts_of, stock_names, stock_shape
@@ -40,7 +40,8 @@ class ExpertsWeights:
 
     With a kernel that packs once, the stock tensors are shapes without storage, and every value in them is NaN.
     `dtype` is that of frozen stock tensors and of the reference. `fqn` is the module's name in the model, from the
-    loader. Where weights train, `stock` is the module's own dictionary of parameters, which PyTorch may put others in.
+    loader. Where weights train, `stock` is the module's own dictionary of parameters: PyTorch may replace them there.
+    `packed_from` is the state of the parameters that the packed weights were made of.
     """
 
     fqn: str = "routed experts"
@@ -54,10 +55,10 @@ class ExpertsWeights:
         training: WeightTraining = FROZEN,
     ) -> None:
         self.form, self.sizes, self.dtype, self.packed, self.training = form, sizes, dtype, packed, training
-        self._packed_from: State | None = None
+        self.packed_from: State | None = None
         self.stock: dict[Any, nn.Parameter] = {name: self._stock_tensor(name) for name in stock_names(form)}
         self._generation = 0
-        self._loads: Loads[tuple[int, ExpertPart]] = Loads(itertools.product(range(sizes.num_experts), parts_of(form)))
+        self.loads: Loads[tuple[int, ExpertPart]] = Loads(itertools.product(range(sizes.num_experts), parts_of(form)))
 
     def _stock_tensor(self, name: StockTensor) -> nn.Parameter:
         shape, dtype = stock_shape(self.form, name, *self.sizes[:3]), self.training.stored_in(self.dtype)
@@ -85,19 +86,14 @@ class ExpertsWeights:
             memo[id(self.packed)] = self.packed.beside()
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if self.training.repacks:
-            copied._packed_from, copied._loads = None, self._loads.separate()
+            copied.packed_from, copied.loads = None, self.loads.separate()
         return copied
 
     def become(self, dtype: torch.dtype) -> None:
-        """Hold the stock tensors in another float dtype, as new tensors: copies of the layer share the old ones."""
+        """Convert the stock tensors to another float dtype. They are new tensors: copies of the layer share the old."""
         for name, tensor in self.stock.items():
             self.stock[name] = nn.Parameter(tensor.detach().to(dtype), requires_grad=tensor.requires_grad)
-        self.dtype, self._loads = dtype, self._loads.separate()
-
-    @property
-    def state(self) -> LoadState:
-        """Whether the weights wait for a load."""
-        return self._loads.state
+        self.dtype, self.loads = dtype, self.loads.separate()
 
     def restore(self, name: str) -> None:
         """Await a load of all parts into the same memory. Raises `RuntimeError` for weights that are mapped read-only.
@@ -107,13 +103,13 @@ class ExpertsWeights:
         if self.packed is not None:
             self.packed.require_writable()
             renew_streams(self.packed, sent=False)
-        self._loads.restore(name)
+        self.loads.restore(name)
 
     def process(self) -> None:
         """Admit calls, with copies on GPUs renewed; nothing where that was done. Raises InputRefused (L460)."""
-        if not self._loads.process():
+        if not self.loads.process():
             return
-        self._generation = self._loads.generation
+        self._generation = self.loads.generation
         if self.packed is not None:
             renew_streams(self.packed, sent=True)
 
@@ -124,22 +120,18 @@ class ExpertsWeights:
             return
         for name, tensor in self.stock.items():
             tensor.detach().copy_(other.stock[name])
-        self._packed_from = None
-        self._loads.loaded_all()
-
-    def loaded_all(self) -> None:
-        """Count all parts as loaded: PyTorch loaded the parameters."""
-        self._loads.loaded_all()
+        self.packed_from = None
+        self.loads.loaded_all()
 
     def missing(self) -> tuple[tuple[int, ExpertPart], ...]:
         """Return the (expert, part) pairs that were never loaded, in order of expert."""
         parts = parts_of(self.form)
-        return tuple(sorted(self._loads.missing, key=lambda pair: (pair[0], parts.index(pair[1]))))
+        return tuple(sorted(self.loads.missing, key=lambda pair: (pair[0], parts.index(pair[1]))))
 
     def require_loaded(self) -> None:
         """Raise `RuntimeError` if a part was never loaded, InputRefused (L460) between `restore` and `process`."""
-        self._loads.require_processed(self._generation)
-        if self._loads.missing:
+        self.loads.require_processed(self._generation)
+        if self.loads.missing:
             missing = self.missing()
             raise RuntimeError(f"{len(missing)} expert weights were never loaded, the first is {missing[0]}")
 
@@ -155,8 +147,12 @@ class ExpertsWeights:
             rounds = not self.training.repacks and not part.endswith("_bias")
             kept = self._on_grid(tensor.detach()) if rounds else tensor.detach()
             self._stock_part(expert, part).copy_(kept)
-            self._packed_from = None
-        self._loads.loaded((expert, part))
+            self.packed_from = None
+        self.loads.loaded((expert, part))
+
+    def beside(self, lora: ExpertsLora) -> ExpertsLora:
+        """Return the factors that are added to the products: none where `lora` is merged into the weights."""
+        return NO_LORA if self.training.merged else lora
 
     def current(self, lora: ExpertsLora = NO_LORA) -> PackedExperts:
         """Return the packed weights, packed again if a parameter changed since. `lora` is merged if training says so.
@@ -168,37 +164,32 @@ class ExpertsWeights:
             return packed
         merged = lora if self.training.merged else NO_LORA
         state = (*state_of(self.stock.values()), *merged.state)
-        if state != self._packed_from:
-            self._packed_from = None  # until all experts are packed
+        if state != self.packed_from:
+            self.packed_from = None  # until all experts are packed
             with torch.no_grad():
                 for expert in range(self.sizes.num_experts):
                     self._pack_again(expert, merged)
-            self._packed_from = state
+            self.packed_from = state
         return packed
-
-    @property
-    def packed_from(self) -> State | None:
-        """The state of the parameters that the packed weights were made of."""
-        return self._packed_from
 
     def effective(self, lora: ExpertsLora) -> Mapping[StockTensor, Tensor]:
         """Return the stock tensors as they are multiplied: with a merged adapter, and rounded. Differentiable."""
-        found: dict[StockTensor, Tensor] = dict(self.stock)
+        tensors: dict[StockTensor, Tensor] = dict(self.stock)
         if not self.training.repacks:
-            return found
+            return tensors
         for name, factors in zip(stock_names(self.form), lora.products if self.training.merged else (), strict=False):
             if factors is not None:
                 delta = torch.stack([factors.delta(expert) for expert in range(self.sizes.num_experts)])
-                found[name] = found[name] + (delta.transpose(1, 2) if self.form.transposed else delta)
+                tensors[name] = tensors[name] + (delta.transpose(1, 2) if self.form.transposed else delta)
         if self.training.grid is not None:
             for name in stock_names(self.form)[:2]:
-                rows = found[name].transpose(1, 2) if self.form.transposed else found[name]
+                rows = tensors[name].transpose(1, 2) if self.form.transposed else tensors[name]
                 rounded = self.training.grid.rounded(rows)
-                found[name] = rounded.transpose(1, 2) if self.form.transposed else rounded
-        return found
+                tensors[name] = rounded.transpose(1, 2) if self.form.transposed else rounded
+        return tensors
 
     def _pack_again(self, expert: int, merged: ExpertsLora) -> None:
-        """Pack all parts of one expert from the stock tensors, which gate_up and down begin."""
+        """Pack all parts of one expert from the stock tensors, of which gate_up and down are the first."""
         for name, factors in itertools.zip_longest(stock_names(self.form), merged.products):
             tensor = self.stock[name].detach()[expert]
             if factors is not None:
@@ -211,7 +202,7 @@ class ExpertsWeights:
                     raise InputRefused(not_rounded(f"{self.fqn}.{expert}.{part}", str(error))) from error
 
     def _pack(self, expert: int, part: ExpertPart, values: Tensor) -> None:
-        """Pack one part on the grid. A kernel with scales for groups has those of a row as often as it has groups."""
+        """Pack one part on the grid. A kernel with scales for groups repeats the scale of a row for each group."""
         packed, grid = self._require_packed(), self.training.grid
         coding = packed.coding(part)
         if grid is None or part.endswith("_bias") or coding == ("int4", grid.group):
@@ -232,7 +223,7 @@ class ExpertsWeights:
         return stored and self._keeps_stored(method, group)
 
     def _keeps_stored(self, method: str, group: int) -> bool:
-        """Return whether codes of the checkpoint are already what training would round them to."""
+        """Return whether codes of the checkpoint are already on the grid of training."""
         grid = self.training.grid
         return not self.training.repacks and (grid is None or (method, group) == ("int4", grid.group))
 
@@ -243,7 +234,7 @@ class ExpertsWeights:
         """
         self._check(expert, part, codes)
         self._require_packed().load_codes(expert, part, codes, scales)
-        self._loads.loaded((expert, part))
+        self.loads.loaded((expert, part))
 
     def takes_blocks(self, part: ExpertPart, type_name: str) -> bool:
         """Return whether the kernel multiplies a part in GGUF blocks of this type."""
@@ -256,7 +247,7 @@ class ExpertsWeights:
         Raises `ValueError` for another shape, or if the kernel takes no blocks.
         """
         self._require_packed().load_blocks(expert, part, blocks)
-        self._loads.loaded((expert, part))
+        self.loads.loaded((expert, part))
 
     @property
     def packed_storage(self) -> memoryview:
@@ -269,12 +260,12 @@ class ExpertsWeights:
         filled = packed.to_fill()
         fill(memoryview(filled.numpy().data))
         packed.take(filled)
-        self._loads.loaded_all()
+        self.loads.loaded_all()
 
     def take_packed(self, mapping: mmap.mmap) -> None:
         """Compute from a read-only mapping of bytes in the order of `packed_storage`."""
         self._require_packed().use_mapping(mapping)
-        self._loads.loaded_all()
+        self.loads.loaded_all()
 
     def expert(self, expert: int, part: ExpertPart) -> Tensor:
         """Return a copy of one part, in the dtype it is computed in."""
@@ -288,9 +279,9 @@ class ExpertsWeights:
         return self.packed
 
     def _check(self, expert: int, part: ExpertPart, tensor: Tensor) -> None:
-        expected, found = self._shape(part), tuple(tensor.shape)
-        if found != expected:
-            raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {found}")
+        expected, shape = self._shape(part), tuple(tensor.shape)
+        if shape != expected:
+            raise ValueError(f"expert {expert}, `{part}`: expected shape {expected}, found {shape}")
 
     def _shape(self, part: ExpertPart) -> tuple[int, ...]:
         rows, columns = self.sizes.intermediate, self.sizes.hidden
@@ -301,7 +292,7 @@ class ExpertsWeights:
     def _stock_part(self, expert: int, part: ExpertPart) -> Tensor:
         """Return a view of the stock tensor that holds the part."""
         for name, tensor in self.stock.items():
-            held = dict(canonical_parts(self.form, name, tensor.detach()[expert]))
-            if part in held:
-                return held[part]
+            matrices = dict(canonical_parts(self.form, name, tensor.detach()[expert]))
+            if part in matrices:
+                return matrices[part]
         raise KeyError(part)

@@ -1,7 +1,7 @@
 """`AbsentWeight`: the weight of a layer that holds it in another form, as PEFT and torch see it.
 
 In: a shape, a dtype and a device. Out: a tensor that has these, and no values of its own. Refused (L448): everything
-that would compute with it.
+that would compute with it. `LinearWithoutWeight` is the base of such layers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.experts.load_state import Loads
 
-# What PEFT and torch ask of a weight without its values; properties are `__get__`.
+# The properties that PEFT and torch read of a weight beside its values; a property is `__get__`.
 _WITHOUT_VALUES: Final = frozenset(
     {"__get__", "__repr__", "__format__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex"}
 )
 
 
 class AbsentWeight(Tensor):
-    """A weight's shape, dtype and device without its values. Raises `InputRefused` (L448) for what computes with it."""
+    """A weight's shape, dtype and device without its values. Computing with it raises `InputRefused` (L448)."""
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbsentWeight:
@@ -36,3 +37,19 @@ class AbsentWeight(Tensor):
             hint = "leave the layer out of `place(stream = ...)`, or write `kt_linear(gemv, prefill = torch)`"
             raise InputRefused(Diagnostic("L448", message, hint=hint))
         return cast("Any", super()).__torch_function__(func, types, args, kwargs or {})
+
+
+class LinearWithoutWeight(nn.Linear):
+    """A linear layer that holds its weight in another form. `loads` has the state of that weight."""
+
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, **options)
+        self.loads = Loads(["weight"])
+
+    def restore(self, name: str) -> None:
+        """Await a load into the same memory. Until `process`, calls are refused (L460) with `name`, the module's."""
+        self.loads.restore(name)
+
+    def process(self) -> None:
+        """Admit calls again. Raises InputRefused (L460) without a load."""
+        self.loads.process()

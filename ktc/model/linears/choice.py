@@ -59,17 +59,17 @@ def kept_choice(of: str, measure: Callable[[], Choice]) -> Choice:
     try:
         return decode(read_json(read_regular(path)), Choice)
     except (OSError, ValueError, Undecodable):  # missing, or not what was written
-        found = measure()
+        choice = measure()
     with contextlib.suppress(OSError):  # a cache that cannot be written is one measurement per process
-        write_file(path, json.dumps(asdict(found)))
-    return found
+        write_file(path, json.dumps(asdict(choice)))
+    return choice
 
 
 def measured_choice(packed: Multiply) -> Choice:
     """Measure ktc's product beside torch's, in about 0.2 s of one thread, and log the result."""
-    found = _measured(packed, torch.bfloat16)
-    log.info("linear layers with many rows: %s", found)
-    return found
+    choice = _measured(packed, torch.bfloat16)
+    log.info("linear layers with many rows: %s", choice)
+    return choice
 
 
 def predicted_choice() -> Choice:

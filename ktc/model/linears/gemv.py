@@ -46,7 +46,7 @@ class Gemv:
         """Multiply x (..., inputs) to (..., outputs), for a call that `serves` accepts."""
         x = x.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        native, engine = self.kernel.opened(self._threads(weight))
+        native, engine = self.kernel.opened(threads_for(weight.nbytes, self.threads))
         bias = None if bias is None else bias.detach().contiguous()  # held until the kernel has read it
         with KERNEL_LOCK:
             native.forward(engine, linear_arguments(x, weight, bias, out))
@@ -54,8 +54,10 @@ class Gemv:
             context.record_call(native.call, engine, linear_arguments, (x, weight, bias), out)
         return out
 
-    def _threads(self, weight: Tensor) -> int:
-        return min(self.threads, max(1, weight.numel() * weight.element_size() // _BYTES_PER_THREAD))
+
+def threads_for(nbytes: int, threads: int) -> int:
+    """Return how many of `threads` a call takes that reads `nbytes`."""
+    return min(threads, max(1, nbytes // _BYTES_PER_THREAD))
 
 
 def linear_arguments(

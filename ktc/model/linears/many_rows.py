@@ -42,11 +42,11 @@ class ManyRows:
             return False
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         frozen = [weight] if bias is None else [weight, bias]
-        if dtype != DTYPES[self.kernel.dtype] or any(each.dtype != dtype for each in frozen):
+        if dtype != DTYPES[self.kernel.dtype] or any(tensor.dtype != dtype for tensor in frozen):
             return False
-        if torch.is_grad_enabled() and any(each.requires_grad for each in frozen):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in frozen):
             return False
-        if not all(each.device.type == "cpu" and is_plain(each) for each in (x, *frozen)):
+        if not all(tensor.device.type == "cpu" and is_plain(tensor) for tensor in (x, *frozen)):
             return False
         return self.product == "packed" or self.choice().packed
 

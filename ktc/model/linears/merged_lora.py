@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.linears.trained_linear import Factors, TrainedLinear
+from ktc.model.experts.lora import Factors
+from ktc.model.linears.trained_linear import TrainedLinear
 
 
 class MergedLoraLinear(Linear):
@@ -39,29 +39,21 @@ class MergedLoraLinear(Linear):
         Refused: adapters that differ from row to row (`adapter_names`), which one rounded sum cannot serve.
         """
         if kwargs.pop("adapter_names", None) is not None:
-            message = "a batch with an adapter of its own for each row, which are merged before rounding"
+            message = "each row of the batch names its own adapter, and adapters are merged before rounding"
             raise InputRefused(Diagnostic("L432", message, hint="`set_adapter`, and a batch for each adapter"))
         base = cast("TrainedLinear", self.get_base_layer())
         return base(x, None if self.disable_adapters else self._factors())
 
     def _factors(self) -> Factors | None:
-        names = [str(name) for name in self.active_adapters if name in self.lora_A]
-        scaling = cast("dict[str, float]", self.scaling)
-        if not names:
-            return None
-        pairs = [(_weight(self.lora_A[name]), _weight(self.lora_B[name])) for name in names]
-        scales = tuple(scaling[name] for name in names)
-        parameters = tuple(each for pair in pairs for each in pair)
-        if len(pairs) == 1:
-            return Factors(*pairs[0], scales[0], parameters, scales)
-        joined = torch.cat([b * scale for (_, b), scale in zip(pairs, scales, strict=True)], 1)
-        return Factors(torch.cat([a for a, _ in pairs]), joined, 1.0, parameters, scales)
+        active = [self._factors_of(str(name)) for name in self.active_adapters if name in self.lora_A]
+        return Factors.joined(active) if active else None
+
+    def _factors_of(self, name: str) -> Factors:
+        a, b = (cast("Tensor", layers[name].weight) for layers in (self.lora_A, self.lora_B))
+        scale = float(cast("dict[str, float]", self.scaling)[name])
+        return Factors(a, b, scale, (a, b), (scale,))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Always refused: a merged weight would be rounded as another one."""
+        """Refuse (L433): a merged weight would be rounded again, to another one."""
         message = "an adapter that is merged before rounding is not merged into the loaded model"
         raise InputRefused(Diagnostic("L433", message, hint="save the adapter, and run `ktc merge --int4`"))
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    return cast("Tensor", layer.weight)

@@ -16,25 +16,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.load_state import Loads
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.tracing import never_traced
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
 from ktc.model.kernels.step_context import StepContext
-from ktc.model.linears.absent_weight import AbsentWeight
-from ktc.model.linears.gemv import address
-
-_BYTES_PER_THREAD = 128 << 10  # with less, waking a thread costs more than it saves
+from ktc.model.linears.absent_weight import AbsentWeight, LinearWithoutWeight
+from ktc.model.linears.gemv import address, threads_for
 
 
-class StoredLinear(nn.Linear):
+class StoredLinear(LinearWithoutWeight):
     """`(..., in_features) -> (..., out_features)` in bf16. `format` is that of the blocks."""
 
     kernel: Kernel
     format: str
     threads: int
     packed: Tensor | None
-    loads: Loads[str]
     step_context: StepContext
 
     @classmethod
@@ -46,7 +42,6 @@ class StoredLinear(nn.Linear):
         made.__dict__["weight"] = AbsentWeight.of(shape, linear.weight.dtype, torch.device("cpu"))
         made.register_parameter("bias", linear.bias)
         made.kernel, made.format, made.packed = kernel, weight_format, None
-        made.loads = Loads(["weight"])
         made.threads, made.step_context = permitted_threads(threads), StepContext()
         return made.train(linear.training)
 
@@ -70,14 +65,6 @@ class StoredLinear(nn.Linear):
         assert self.packed is not None and other.packed is not None, "both layers are loaded"
         self.packed.copy_(other.packed)
         self.loads.loaded("weight")
-
-    def restore(self, name: str) -> None:
-        """Await a load into the same memory. Until `process`, calls are refused (L460) with `name`, the module's."""
-        self.loads.restore(name)
-
-    def process(self) -> None:
-        """Admit calls again. Raises InputRefused (L460) without a load."""
-        self.loads.process()
 
     def dequantised(self) -> Tensor:
         """Return the weight (out_features, in_features), each value rounded to bf16."""
@@ -105,8 +92,8 @@ class StoredLinear(nn.Linear):
         out = x.new_empty((*x.shape[:-1], self.out_features))
         packed = self._loaded()
         bias = cast("Tensor | None", self.bias)
-        native, engine = self.kernel.opened(self._num_threads())
-        # held until it was read; `.to(device)` of the model moves it
+        native, engine = self.kernel.opened(threads_for(packed.nbytes, self.threads))
+        # referenced until the kernel has read it; `.to(device)` of the model moves it
         bias = None if bias is None else bias.detach().to("cpu", torch.bfloat16).contiguous()
         with KERNEL_LOCK:
             native.forward(engine, packed_arguments(x, packed, bias, out))
@@ -122,10 +109,6 @@ class StoredLinear(nn.Linear):
         if self.packed is None:
             raise RuntimeError("the layer has no weight yet: `load_blocks` brings it")
         return self.packed
-
-    def _num_threads(self) -> int:
-        assert self.packed is not None
-        return min(self.threads, max(1, self.packed.numel() // _BYTES_PER_THREAD))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse (L449): a copy would train, or save, weights that are blocks."""

@@ -18,18 +18,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.experts.load_state import Loads
 from ktc.model.experts.stream_ring import Ring, StreamSource, ring_of
 from ktc.model.experts.tracing import never_traced
-from ktc.model.linears.absent_weight import AbsentWeight
+from ktc.model.linears.absent_weight import AbsentWeight, LinearWithoutWeight
 
 
-class StreamedLinear(nn.Linear):
+class StreamedLinear(LinearWithoutWeight):
     """`(..., in_features) -> (..., out_features)` on `device`, through a ring of `buffer` bytes."""
 
     device: torch.device
     buffer: int
-    loads: Loads[str]
     source: StreamSource | None = None
     kept: Tensor | None = None
     _ring: Ring | None = None
@@ -41,7 +39,6 @@ class StreamedLinear(nn.Linear):
         made.weight = linear.weight
         made.register_parameter("bias", linear.bias)
         made.device, made.buffer = device, buffer
-        made.loads = Loads(["weight"])
         made.loads.loaded_all()
         return made.train(linear.training)
 
@@ -51,8 +48,8 @@ class StreamedLinear(nn.Linear):
         if weight.device.type != "cpu":
             raise ValueError("weights are streamed from host memory")
         self.kept = weight.detach().contiguous()
-        held = self.kept.flatten().view(torch.uint8)
-        self.source = StreamSource(held, (held,), self)
+        storage = self.kept.flatten().view(torch.uint8)
+        self.source = StreamSource(storage, (storage,), self)
         del self.weight
         self.__dict__["weight"] = AbsentWeight.of(weight.shape, weight.dtype, self.device)  # unregistered
         bias = self._parameters["bias"]
@@ -66,14 +63,10 @@ class StreamedLinear(nn.Linear):
         self.loads.loaded_all()
 
     def restore(self, name: str) -> None:
-        """Await a load into the same memory. Until `process`, calls are refused (L460) with `name`, the module's."""
+        """Await a load into the same memory, and drop what was sent ahead."""
         if self._ring is not None:
             self._ring.forget()
-        self.loads.restore(name)
-
-    def process(self) -> None:
-        """Admit calls again. Raises InputRefused (L460) without a load."""
-        self.loads.process()
+        super().restore(name)
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply on the device of the layer."""

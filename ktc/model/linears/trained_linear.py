@@ -1,13 +1,12 @@
 """`TrainedLinear`: a linear layer whose weight is rounded again after each optimizer step.
 
 The weight trains itself, as a master in fp32 or bf16, or it is frozen and an adapter is added to it before it is
-rounded (`merged_lora.py`). The rounded weight is kept until a parameter changes, so
-the micro-batches of a step share it. Gradients pass the rounding unchanged (Bengio et al., arXiv:1308.3432).
+rounded (`merged_lora.py`). The rounded weight is kept until a parameter changes, so the micro-batches of a step share
+it. Gradients pass the rounding unchanged (Bengio et al., arXiv:1308.3432).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,26 +15,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ktc.diagnostics import InputRefused
+from ktc.model.experts.lora import Factors
 from ktc.model.experts.tracing import never_traced
 from ktc.model.experts.weight_training import FROZEN, State, WeightTraining, not_rounded, state_of
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """`a` (r, in_features), `b` (out_features, r), and the scale of their product.
-
-    `parameters` and `scales` are what they were made of, of all adapters: joined factors are new tensors in each call.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    parameters: tuple[Tensor, ...]
-    scales: tuple[float, ...]
-
-
 class _Rounded:
-    """A rounded weight, and the parameters that it was made of. A copy of the layer has none."""
+    """A rounded weight, and the state of the parameters that it was made of. A copy of the layer begins without."""
 
     def __init__(self) -> None:
         self.weight: Tensor | None = None
@@ -88,7 +74,7 @@ class TrainedLinear(nn.Linear):
         return self.kept.weight
 
     def _rounded(self, dtype: torch.dtype, factors: Factors | None) -> Tensor:
-        """Round the sum. Autocast would round the factors; an inference tensor would be of no use to a later step."""
+        """Round the sum. Autocast would round the factors, and a later step cannot train with an inference tensor."""
         weight, grid = self.weight.detach(), self.weight_training.grid
         off = torch.autocast(weight.device.type, enabled=False)
         with torch.inference_mode(mode=False), torch.no_grad(), off:
@@ -122,15 +108,15 @@ class _Product(torch.autograd.Function):
         x, weight, a, b = ctx.saved_tensors
         of_x, _, of_bias, of_master, _, of_a, of_b = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        found: list[Tensor | None] = [grad @ weight if of_x else None, None, None, None, None, None, None]
+        gradients: list[Tensor | None] = [grad @ weight if of_x else None, None, None, None, None, None, None]
         if of_bias:
-            found[2] = rows.sum(0, dtype=torch.float32).to(ctx.bias)
+            gradients[2] = rows.sum(0, dtype=torch.float32).to(ctx.bias)
         if of_master or of_a or of_b:
             of_weight = rows.t() @ x.reshape(-1, x.shape[-1])
-            found[3] = of_weight.to(ctx.master) if of_master else None
+            gradients[3] = of_weight.to(ctx.master) if of_master else None
             if of_a or of_b:
                 with torch.autocast(grad.device.type, enabled=False):
                     wide = of_weight.float()
-                    found[5] = (ctx.scale * (b.float().t() @ wide)).to(a.dtype)
-                    found[6] = (ctx.scale * (wide @ a.float().t())).to(b.dtype)
-        return tuple(found)
+                    gradients[5] = (ctx.scale * (b.float().t() @ wide)).to(a.dtype)
+                    gradients[6] = (ctx.scale * (wide @ a.float().t())).to(b.dtype)
+        return tuple(gradients)

@@ -1,9 +1,8 @@
 """`target_modules="all-linear"` on a compiled model: the layers that PEFT adapts on the stock one, without the experts.
 
 Since 0.19 PEFT reads it as the linear layers of the attention and, by their former names, the router and the routed
-experts. It leaves out shared experts. In: a config and the model that it is injected into. Out: the config with the
-names that PEFT gives these layers, so that the saved adapter loads on the stock model. A warning (L438) says how to
-add experts.
+experts. It leaves out shared experts. In: a config and the model that it is injected into. Out: the config with PEFT's
+names of these layers, so that the saved adapter loads on the stock model. A warning (L438) explains how to add experts.
 """
 
 from __future__ import annotations
@@ -56,6 +55,6 @@ def _converted(config: Any, model: nn.Module) -> Any:
 
 def _without(name: str, module: FusedMoe) -> Diagnostic:
     path = ".".join(name.split(".")[-2:])
-    names = ", ".join(f'"{path}.{each}"' for each in ADAPTED if each in module.weights.stock)
+    names = ", ".join(f'"{path}.{name}"' for name in ADAPTED if name in module.weights.stock)
     hint = f"for the experts too: `target_parameters=[{names}]`, or the rules `moe-experts-lora`"
     return Diagnostic("L438", f"`{NAME}` adapts no routed experts", hint=hint, severity="warning")

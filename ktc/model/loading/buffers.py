@@ -61,11 +61,11 @@ def _initialised(model: nn.Module, module: nn.Module, name: str) -> Tensor | Non
 
     The parameters beside it are marked as loaded, in the way of transformers, so that they keep their values.
     """
-    held = getattr(module, name)
-    if not held.is_floating_point():
+    placeholder = getattr(module, name)
+    if not placeholder.is_floating_point():
         return None
-    setattr(module, name, torch.full_like(held, torch.nan, device="cpu"))
+    setattr(module, name, torch.full_like(placeholder, torch.nan, device="cpu"))
     is_set = initialise_buffers(model, module)
     value = cast("Tensor", getattr(module, name))
-    setattr(module, name, held)
+    setattr(module, name, placeholder)
     return value if is_set and not value.isnan().any() else None

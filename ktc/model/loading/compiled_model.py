@@ -33,6 +33,7 @@ from ktc.model.loading.load_as import load_as
 
 log = logging.getLogger(__name__)
 
+_LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 _OWN = frozenset({"weights", "reference", "map", "allow_nonfinite"})
 _TAKEN = frozenset({
     "attn_implementation", "config", "dtype", "experts_implementation", "output_loading_info", "quantization_config",
@@ -97,7 +98,7 @@ class CompiledModel(GenerationHooks):
         Takes `config`, `attn_implementation`, `experts_implementation` (of experts that no rule replaced),
         `output_loading_info`, and ktc's own `weights`, `reference`, `map`, `allow_nonfinite`. Placement and dtype are
         the compiler's: `device_map`, `low_cpu_mem_usage`, `max_memory`, `offload_*`, `tp_*` and another dtype are
-        ignored with a line in the log; what is about downloads or trust has no meaning for a folder and is ignored.
+        ignored with a line in the log. Options about downloads or trust do not apply to a folder and are ignored.
         Raises what `ktc.load` raises, and `InputRefused`: L422 for a quantisation config, L424 for other options.
         """
         _check_options(kwargs)
@@ -116,13 +117,8 @@ class CompiledModel(GenerationHooks):
         )
         _tell_ignored(kwargs, model)
         if kwargs.get("output_loading_info"):
-            nothing: dict[str, Any] = {
-                "missing_keys": [],
-                "unexpected_keys": [],
-                "mismatched_keys": [],
-                "error_msgs": [],
-            }
-            return cast("PreTrainedModel", (model, nothing))
+            info: dict[str, list[str]] = {name: [] for name in _LOADING_INFO}
+            return cast("PreTrainedModel", (model, info))
         return model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +132,7 @@ class CompiledModel(GenerationHooks):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As other modules, but of a class that is made again from the stock class, whose name it has.
+        """Reduce to the stock class, from which a copy or a pickle makes this class again.
 
         Copying goes through here, and not through `__deepcopy__`: PEFT's wrappers have the attributes of the model that
         they wrap, so a wrapper would be copied as a bare model. A caller's class derived from this one keeps its own.
@@ -174,7 +170,7 @@ class CompiledModel(GenerationHooks):
         refresh.Stage.for_model(cast("PreTrainedModel", self)).fill(Path(checkpoint)).apply()
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As the stock model counts, packed experts included."""
+        """Count as the stock model does, packed experts included."""
         counted = int(cast("Any", super()).num_parameters(only_trainable, exclude_embeddings))
         if only_trainable:
             return counted
@@ -187,7 +183,7 @@ class CompiledModel(GenerationHooks):
         return counted
 
     def train(self, mode: bool = True) -> PreTrainedModel:
-        """As other modules. Training releases the memory of captured steps."""
+        """Set the mode of all modules. Training releases the memory of captured steps."""
         if mode and self.decode_graphs is not None:
             self.decode_graphs.clear()
         return cast("PreTrainedModel", cast("Any", super()).train(mode))
@@ -219,11 +215,8 @@ class CompiledModel(GenerationHooks):
 
         A streamer reads each token itself, and so each step is waited for.
         """
-        graphs, criteria, config = (
-            self.decode_graphs,
-            options.get("stopping_criteria"),
-            options.get("generation_config"),
-        )
+        graphs, criteria = self.decode_graphs, options.get("stopping_criteria")
+        config = options.get("generation_config")
         ahead: StepAhead | None = None
         if graphs is not None and graphs.recorder.ahead and criteria is not None and options.get("streamer") is None:
             ahead = StepAhead()
@@ -253,7 +246,7 @@ def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuses what would be ignored although its user means something by it."""
+    """Refuse unknown options, which would be ignored although their user expects an effect."""
     known = _OWN | _TAKEN | _HUB | _DECIDED
     problems = [
         Diagnostic("L424", f"`from_pretrained` of a compiled model has no option `{name}`", hint=suggest(name, known))

@@ -2,7 +2,7 @@
 
 In: the stock model of a compiled folder, its recipe, and the bytes up to which a model is kept whole. Out: the same
 model with a shorter list of layers, and the part of the recipe that it has. Settings stay, so caches have room for all
-layers. Weights of removed layers are tied no more.
+layers. Ties of weights in removed layers are dropped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _tensor_names(model: nn.Module) -> dict[nn.Module, frozenset[str]]:
 def _untie_removed(model: nn.Module, before: Mapping[nn.Module, frozenset[str]]) -> None:
     """Keep, in place, the ties whose patterns match tensors that are left.
 
-    A tie that matched nothing before stays: transformers refuses it with its own words.
+    A tie that matched nothing before stays: transformers refuses it with its own message.
     """
     for inner, left in _tensor_names(model).items():
         ties, removed = tie_patterns(inner), before[inner] - left
@@ -89,8 +89,8 @@ def _matches(pattern: str, names: frozenset[str]) -> bool:
 
 def _layers(model: nn.Module, recipe: Sequence[Rewrite]) -> tuple[str, nn.ModuleList | None]:
     """Return the list of modules that holds most of the recipe."""
-    found = Counter(match[1] for step in recipe if (match := _NUMBERED.match(step.fqn)))
-    for name, _ in found.most_common(1):
+    lists = Counter(match[1] for step in recipe if (match := _NUMBERED.match(step.fqn)))
+    for name, _ in lists.most_common(1):
         module = model.get_submodule(name)
         if isinstance(module, nn.ModuleList):
             return name, module

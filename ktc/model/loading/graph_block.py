@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ktc.foundation.regular_files import read_regular
-from ktc.model.experts.stock_layout import StockTensor, stock_names, stock_shape
+from ktc.model.experts.own_module import ExpertStack
+from ktc.model.experts.stock_layout import StockTensor, stock_tensors
 from ktc.model.hf.patching import Patch
 from ktc.model.kernels.form import ExpertsForm, parse_form
 from ktc.model.loading.python_files import module_of
@@ -26,15 +27,6 @@ from ktc.model.manifest.configs import GraphBlockConfig
 
 Forward = Callable[..., Any]
 _PREFIX = "ktc_block_"  # of the names of blocks' modules
-
-
-class ExpertStack(nn.Module):
-    """The tensors of a list of experts, stacked as the stock layout of their form; it computes nothing."""
-
-    def __init__(self, stacked: Mapping[StockTensor, Tensor]) -> None:
-        super().__init__()
-        for name, tensor in stacked.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def graph_block(block: nn.Module, config: GraphBlockConfig, folder: Path) -> nn.Module:
@@ -45,37 +37,32 @@ def graph_block(block: nn.Module, config: GraphBlockConfig, folder: Path) -> nn.
     experts = block.get_submodule(config.experts)
     if not isinstance(experts, nn.ModuleList):
         raise ValueError(f"`{config.experts}` is a `{type(experts).__name__}`")
-    form = parse_form(config.form)
-    stack = ExpertStack(stacked_experts(experts, form, config.parts))
     sizes = (config.num_experts, config.hidden, config.intermediate)
-    for name in stock_names(form):
-        if tuple(getattr(stack, name).shape) != stock_shape(form, name, *sizes):
-            raise ValueError(f"its experts are of other sizes: `{name}` {list(getattr(stack, name).shape)}")
-    block.set_submodule(config.experts, stack)
+    stacked = stacked_experts(experts, parse_form(config.form), config.parts, sizes)
+    block.set_submodule(config.experts, ExpertStack(stacked))
     graph: type[Patch] = type("GraphBlock", (Patch,), {"forward": read_forward(folder / config.file)})
     return graph.put_on(block)
 
 
-def stacked_experts(experts: nn.ModuleList, form: ExpertsForm, names: Mapping[str, str]) -> dict[StockTensor, Tensor]:
-    """Return the stock tensors of `form`, each stacked over all experts. Raise `ValueError` for a missing name."""
+def stacked_experts(
+    experts: nn.ModuleList, form: ExpertsForm, names: Mapping[str, str], sizes: tuple[int, int, int]
+) -> dict[StockTensor, Tensor]:
+    """Return the stock tensors of `form`, each stacked over all experts. `sizes` are the experts, H and I.
+
+    Raises `ValueError` for a missing name, and experts of other sizes.
+    """
 
     def piece(expert: nn.Module, name: str) -> Tensor:
         owner, _, leaf = names.get(name, "").rpartition(".")
-        found = getattr(expert.get_submodule(owner), leaf, None)
-        if not isinstance(found, Tensor):
+        tensor = getattr(expert.get_submodule(owner), leaf, None)
+        if not isinstance(tensor, Tensor):
             raise ValueError(f"a `{type(expert).__name__}` has no `{names.get(name, name)}`")
-        return found.detach()
+        return tensor.detach()
 
-    def whole(expert: nn.Module, name: StockTensor) -> Tensor:
-        part = name.replace("_proj", "")
-        if part in names or not part.startswith("gate_up"):
-            return piece(expert, part)
-        return torch.cat([piece(expert, part.replace("gate_up", half)) for half in ("gate", "up")])
+    def matrices(part: str) -> Tensor:
+        return torch.stack([piece(expert, part) for expert in experts])
 
-    try:
-        return {name: torch.stack([whole(expert, name) for expert in experts]) for name in stock_names(form)}
-    except (AttributeError, RuntimeError) as error:
-        raise ValueError(str(error).partition("\n")[0]) from error
+    return stock_tensors(form, sizes, names.keys(), matrices)
 
 
 @contextmanager

@@ -56,22 +56,22 @@ def stock_class(
     """
     if manifest.model.own_code:
         return _class_of_its_own_code(manifest, folder, checkpoint or Path(manifest.model.folder), trust_remote_code)
-    found = getattr(transformers, manifest.model.class_name, None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found is not PreTrainedModel):
+    stock = getattr(transformers, manifest.model.class_name, None)
+    if not (isinstance(stock, type) and issubclass(stock, PreTrainedModel) and stock is not PreTrainedModel):
         message = f"transformers {transformers.__version__} has no model class `{manifest.model.class_name}`"
         hint = f"install transformers {manifest.versions.transformers}, or compile again: `{manifest.renewal(folder)}`"
         raise InputRefused(Diagnostic("L403", message, hint=hint))
-    return found
+    return stock
 
 
 def _class_of_its_own_code(manifest: Manifest, folder: Path, checkpoint: Path, trusted: bool) -> type[PreTrainedModel]:
-    compiled, found = manifest.model.code, remote_code.code_files(checkpoint)
+    compiled, present = manifest.model.code, remote_code.code_files(checkpoint)
     if not trusted:
         file = remote_code.model_file(checkpoint) or ", ".join(compiled)
         message = f"`{folder.name}` is a model of its own code, and loading it would run `{checkpoint / file}`"
         hint = "if you trust that code: `load(trust_remote_code=True)`"
         raise InputRefused(Diagnostic("L425", message, hint=hint))
-    changed = sorted(name for name in compiled.keys() | found if compiled.get(name) != found.get(name))
+    changed = sorted(name for name in compiled.keys() | present if compiled.get(name) != present.get(name))
     if changed:
         message = f"the code of the model is not the one that was compiled: `{checkpoint / changed[0]}` differs"
         hint = f"compile again: `{manifest.renewal(folder)}`"

@@ -84,7 +84,7 @@ def load_as(
     experts: str | None = None,
     **options: Unpack[LoadOptions],
 ) -> PreTrainedModel:
-    """`load` as an instance of `model_class`, with a `config` that was read from the folder and then changed.
+    """Load as an instance of `model_class`, with a `config` that was read from the folder and then changed.
 
     The model gets a copy of `config`. Raises TypeError for an unknown option.
     """
@@ -107,7 +107,7 @@ def load_as(
     remembered = remember(model, manifest.rewrites)
     realise(model, manifest.rewrites, library, folder)
     if not reference:
-        check_bytes(model, manifest, folder, placement)  # before anything is read, and below of what was
+        check_bytes(model, manifest, folder, placement)  # before anything is read; `completed` checks the loaded model
     with progress_bar(f"loading {folder.name}") as bar:
         fill(model, placement, progress=options.get("progress") or bar)
     if library is not None:
@@ -143,7 +143,7 @@ def completed(
     if manifest.cuda_graph and not reference:
         fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
-    entry = next((each.entry for each in manifest.kernels if each.spec["op"] == "step"), None)
+    entry = next((kernel.entry for kernel in manifest.kernels if kernel.spec["op"] == "step"), None)
     if entry is not None and made_from.library is not None and not reference:
         cast("Any", model).decode_graphs = native_steps(made_from.library.kernel(entry), num_threads(manifest))
     cast("Any", model).loaded_from = made_from
@@ -216,10 +216,10 @@ def _version_mismatches(manifest: Manifest, folder: Path, with_library: bool) ->
     problems: list[Diagnostic] = []
     for field in fields(Versions):
         exact = field.name == "python_abi"
-        made, found = getattr(manifest.versions, field.name), getattr(installed, field.name)
-        if (made == found if exact else _series(made) == _series(found)) or (exact and not with_library):
+        made, present = getattr(manifest.versions, field.name), getattr(installed, field.name)
+        if (made == present if exact else _series(made) == _series(present)) or (exact and not with_library):
             continue
-        message = f"`{folder.name}` was compiled with {field.name} {made}, installed is {found}"
+        message = f"`{folder.name}` was compiled with {field.name} {made}, installed is {present}"
         problems.append(Diagnostic("L403", message, hint=f"compile again: `{manifest.renewal(folder)}`"))
     return problems
 
@@ -246,12 +246,12 @@ def check_assumptions(manifest: Manifest, model: PreTrainedModel, folder: Path) 
 
     Raise `InputRefused` (L427) for other settings; log a warning (L428) for other code of replaced classes.
     """
-    found = assumptions_of(model, manifest.rewrites)
+    present = assumptions_of(model, manifest.rewrites)
     hint = f"compile again: `{manifest.renewal(folder)}`"
-    changed = list(itertools.islice(assumptions.differences(manifest.assumptions, found), 8))
+    changed = list(itertools.islice(assumptions.differences(manifest.assumptions, present), 8))
     if changed:
-        raise InputRefused(*(Diagnostic("L427", each, hint=hint) for each in changed))
-    for name in assumptions.changed_code(manifest.assumptions, found):
+        raise InputRefused(*(Diagnostic("L427", difference, hint=hint) for difference in changed))
+    for name in assumptions.changed_code(manifest.assumptions, present):
         message = f"the code of `{name}` is not the code that was compiled, which runs instead"
         log.warning("%s", render([Diagnostic("L428", message, hint=hint, severity="warning")]))
 
@@ -267,8 +267,8 @@ def read_rows(folder: Path, manifest: Manifest) -> tuple[WeightSource, ...]:
 
 def read_config(folder: Path, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """Return the config of the compiled model, in the class that its model class takes."""
-    own = remote_code.config_class_of(model_class)
-    return cast("PreTrainedConfig", (own or AutoConfig).from_pretrained(folder))
+    config_class = remote_code.config_class_of(model_class)
+    return cast("PreTrainedConfig", (config_class or AutoConfig).from_pretrained(folder))
 
 
 # The model itself
@@ -308,7 +308,7 @@ def realised_on_meta(
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Some tensors (a router's correction bias) stay fp32 in a model of half precision: the class names them."""
+    """Keep the tensors in fp32 that the class names, such as a router's correction bias, in a 16-bit model."""
     kept = kept_in_fp32(model, half=dtype == torch.float16)
     if not kept or dtype not in (torch.float16, torch.bfloat16):
         return

@@ -32,9 +32,8 @@ _INSTALLED = "_ktc_installed"
 def install() -> None:
     """Make every `LoraConfig` that is built from now on know ktc's modules, and `all-linear` of compiled models.
 
-    A second call changes nothing.
-
-    PEFT, TRL and LLaMA-Factory build their configs themselves, so the class is where all of them pass.
+    The class is patched, since PEFT, TRL and LLaMA-Factory build their configs themselves. A second call changes
+    nothing.
     """
     original = cast("Any", LoraConfig).__post_init__
     if getattr(original, _INSTALLED, False):
@@ -73,7 +72,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
     install()
     values: dict[str, Any] = cast("dict[str, Any]", content) if isinstance(content, dict) else {"": content}
     faults = list(value_faults(values))
-    if unknown := sorted(values.keys() - {each.name for each in fields(LoraConfig)}):
+    if unknown := sorted(values.keys() - {field.name for field in fields(LoraConfig)}):
         faults.append(f"`{unknown[0]:.40}` is not known")
     try:
         if not faults:

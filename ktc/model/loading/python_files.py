@@ -11,7 +11,7 @@ from ktc.foundation.regular_files import read_regular
 
 
 class _Text(importlib.abc.InspectLoader):
-    """A module from its text, which stays readable for tracebacks and `torch.compile` where the file is gone."""
+    """A module from its text, which tracebacks and `torch.compile` can read after the file is gone."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._text = path, read_regular(path).decode()

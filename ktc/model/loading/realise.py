@@ -1,7 +1,8 @@
-"""The recipe carried out: in a stock model and the recipe, out the same model with the modules put in place.
+"""The modules of a recipe, put into a stock model.
 
-On meta tensors nothing is allocated for what a kernel packs; on a model with real weights they move into the new
-modules. Refused: a step for a module that is not there or of another kind.
+In: a stock model and the recipe. Out: the same model with the modules in place. On meta tensors nothing is allocated
+for weights that a kernel packs. On a model with real weights these move into the new modules. Refused: a step for a
+module that is missing or of another kind.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def realise(
             made = _made(old, step, kernel, folder)
         except WrongModule as error:
             raise InputRefused(_no_such_module(step, str(error))) from error
-        except ValueError as error:  # the sizes of another model, or no activation of ours
+        except ValueError as error:  # the sizes of another model, or an unknown activation
             raise InputRefused(_no_such_module(step, f"a `{type(old).__name__}` of another kind ({error})")) from error
         if isinstance(made, FusedMoe):
             made.weights.fqn = step.fqn
@@ -86,15 +87,15 @@ def own_experts(module: nn.Module, config: OwnExpertsConfig) -> StockExperts:
 
 
 def _linear(module: nn.Module, *, plain: bool = False) -> nn.Linear:
-    """Return a layer that keeps its weights elsewhere; `plain` without code of its own. Raises `WrongModule`."""
+    """Return `module` as a linear layer; with `plain` it must have no code of its own. Raises `WrongModule`."""
     if not isinstance(module, nn.Linear) or (plain and not is_plain_linear(module)):
         raise WrongModule(f"a `{type(module).__name__}`" + " with code of its own" * isinstance(module, nn.Linear))
     return module
 
 
-def _no_such_module(step: Rewrite, found: str) -> Diagnostic:
+def _no_such_module(step: Rewrite, present: str) -> Diagnostic:
     return Diagnostic(
         "L420",
-        f"rule `{step.rule}` puts `{step.module}` at `{step.fqn}`, where this model has {found}",
+        f"rule `{step.rule}` puts `{step.module}` at `{step.fqn}`, where this model has {present}",
         hint="compile it again: the modules of the model are not those that were compiled",
     )

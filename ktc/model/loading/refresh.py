@@ -28,6 +28,7 @@ from ktc.model.checkpoint import open_index
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.private_api import unsaved_buffers
+from ktc.model.linears.absent_weight import LinearWithoutWeight
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
@@ -36,7 +37,7 @@ from ktc.model.packed_store import weight_store
 from ktc.model.packed_store.memory import in_gib, tensor_bytes
 from ktc.model.packed_store.new_checkpoint import require_same_codes, require_same_config
 
-Packed = FusedMoe | StoredLinear | StreamedLinear
+Packed = FusedMoe | LinearWithoutWeight
 
 
 def restore(model: PreTrainedModel) -> None:
@@ -58,8 +59,8 @@ def load(model: PreTrainedModel, checkpoint: Path, progress: Progress | None = N
         message = "weights are loaded over those that the model computes with"
         raise InputRefused(Diagnostic("L460", message, hint="call `restore_weights()` first, or `refresh(FOLDER)`"))
     shell = _shell(model)
-    for _, made, held in _pairs(shell, model):
-        _share(made, held)
+    for _, made, target in _pairs(shell, model):
+        _share(made, target)
     _fill(shell, model, checkpoint, progress)
     for _, module in _packed(model):
         if isinstance(module, StreamedLinear):
@@ -93,8 +94,8 @@ class StagedWeights:
         """Copy them into the model's memory. Raises InputRefused (L461), before anything is changed."""
         restore(self.of)
         with torch.no_grad():
-            for made, held in self.pairs:
-                _copy(made, held)
+            for made, target in self.pairs:
+                _copy(made, target)
         _loaded(self.of, self.checkpoint)
         process(self.of)
 
@@ -123,7 +124,7 @@ class Stage:
             hint = "make room, or `restore_weights`, `load_weights` and `process_weights`, which need one tensor"
             raise HostLacks(Diagnostic("L462", message, hint=hint))
         _fill(self.shell, self.of, checkpoint, progress)
-        pairs = tuple((made, held) for _, made, held in _pairs(self.shell, self.of))
+        pairs = tuple((made, target) for _, made, target in _pairs(self.shell, self.of))
         return StagedWeights(self.of, checkpoint, needed, pairs)
 
 
@@ -160,7 +161,7 @@ def _packed(model: nn.Module) -> Iterator[tuple[str, Packed]]:
 
 
 def _loaded(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Note that the weights are those of `checkpoint`, which adapters saved from now on name as their base."""
+    """Record that the weights are those of `checkpoint`, which adapters saved from now on name as their base."""
     of = cast("Any", model)
     of.weights_state = LoadState.PACKED_CANONICAL
     of.name_or_path = of.config.name_or_path = str(checkpoint.absolute())
@@ -195,29 +196,29 @@ def _fill(shell: PreTrainedModel, model: PreTrainedModel, checkpoint: Path, prog
 def _pairs(shell: nn.Module, model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yield every module of the shell with the model's, past adapters. Raises InputRefused (L461)."""
     for fqn, made in cast("Iterator[tuple[str, nn.Module]]", shell.named_modules()):
-        held = _plain_module(model, fqn)
-        fault = "no module" if held is None else _misfit(made, held)
-        if held is None or fault:
+        target = _plain_module(model, fqn)
+        fault = "no module" if target is None else _misfit(made, target)
+        if target is None or fault:
             message = f"the weights of this model cannot be replaced: `{fqn}` has {fault}"
             raise InputRefused(Diagnostic("L461", message, hint="load the compiled folder again"))
-        yield fqn, made, held
+        yield fqn, made, target
 
 
 def _plain_module(model: nn.Module, fqn: str) -> nn.Module | None:
     """Return a module by its stock name, without the wrappers that PEFT puts around it."""
-    found: Any = model
+    module: Any = model
     for name in fqn.split(".") if fqn else ():
-        found = getattr(found, name, None)
-        while isinstance(inner := getattr(found, "base_layer", getattr(found, "original_module", None)), nn.Module):
-            found = inner
-    return found if isinstance(found, nn.Module) else None
+        module = getattr(module, name, None)
+        while isinstance(inner := getattr(module, "base_layer", getattr(module, "original_module", None)), nn.Module):
+            module = inner
+    return module if isinstance(module, nn.Module) else None
 
 
-def _misfit(made: nn.Module, held: nn.Module) -> str:
-    if isinstance(made, Packed) and (type(made) is not type(held) or made.extra_repr() != held.extra_repr()):
-        return f"a `{type(held).__name__}` of another kind"
+def _misfit(made: nn.Module, target: nn.Module) -> str:
+    if isinstance(made, Packed) and (type(made) is not type(target) or made.extra_repr() != target.extra_repr()):
+        return f"a `{type(target).__name__}` of another kind"
     for name, tensor in _own_tensors(made):
-        other = getattr(held, name, None)
+        other = getattr(target, name, None)
         if not isinstance(other, Tensor) or other.shape != tensor.shape:
             return f"another `{name}`"
     return ""
@@ -232,26 +233,26 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in absent)
 
 
-def _copy(made: nn.Module, held: nn.Module) -> None:
-    if isinstance(made, FusedMoe) and isinstance(held, FusedMoe):
-        held.weights.copy_from(made.weights)
-    if isinstance(made, StoredLinear) and isinstance(held, StoredLinear):
-        held.copy_from(made)
+def _copy(made: nn.Module, target: nn.Module) -> None:
+    if isinstance(made, FusedMoe) and isinstance(target, FusedMoe):
+        target.weights.copy_from(made.weights)
+    if isinstance(made, StoredLinear) and isinstance(target, StoredLinear):
+        target.copy_from(made)
     for name, tensor in _own_tensors(made):
-        if isinstance(held, StreamedLinear) and name == "weight":
-            held.copy_from(tensor)
+        if isinstance(target, StreamedLinear) and name == "weight":
+            target.copy_from(tensor)
         else:
-            cast("Tensor", getattr(held, name)).detach().copy_(tensor)
+            cast("Tensor", getattr(target, name)).detach().copy_(tensor)
 
 
-def _share(made: nn.Module, held: nn.Module) -> None:
+def _share(made: nn.Module, target: nn.Module) -> None:
     """Let a module of the shell write into the model's memory."""
-    if isinstance(made, FusedMoe) and isinstance(held, FusedMoe):
-        made.weights = held.weights
-    if isinstance(made, StoredLinear) and isinstance(held, StoredLinear):
-        made.packed, made.loads = held.packed, held.loads
+    if isinstance(made, FusedMoe) and isinstance(target, FusedMoe):
+        made.weights = target.weights
+    if isinstance(made, StoredLinear) and isinstance(target, StoredLinear):
+        made.packed, made.loads = target.packed, target.loads
     for name, tensor in list(_own_tensors(made)):
-        of_device = held.kept if isinstance(held, StreamedLinear) and name == "weight" else getattr(held, name)
+        of_device = target.kept if isinstance(target, StreamedLinear) and name == "weight" else getattr(target, name)
         shared = cast("Tensor", of_device).detach()
         if isinstance(tensor, nn.Parameter):
             setattr(made, name, nn.Parameter(shared, requires_grad=False))

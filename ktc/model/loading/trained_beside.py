@@ -1,10 +1,10 @@
-"""The record beside an adapter of the weights that it was trained beside, and its comparison with a loaded model.
+"""The record of the weights beside which an adapter was trained, and its comparison with a loaded model.
 
-An adapter that was trained beside INT4 experts is another function beside bf16 ones, and nothing in PEFT's files says
-so. In: a model that ktc has loaded. Out: `adapter_ktc.json` in the adapter's folder, and a warning (A612) where another
+An adapter that was trained beside INT4 experts is another function beside bf16 ones, and PEFT's files do not record it.
+In: a model that ktc has loaded. Out: `adapter_ktc.json` in the adapter's folder, and a warning (A612) where another
 model's experts have other values. Adapters without the record, as stock PEFT saves them, are not compared. Linear
-layers are not either: those of a quantised checkpoint are held as the bf16 values of its codes. Which modules training
-rounded is in the record for merges, which round the same ones.
+layers are not compared either: those of a quantised checkpoint have the bf16 values of its codes. The record also names
+the modules that training rounded, so that a merge rounds the same ones.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class TrainedBeside:
     def of(cls, model: nn.Module) -> TrainedBeside:
         """Return the record of a model, under an adapter or not."""
         modules = dict(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
-        experts = {_in_words(each) for each in modules.values() if isinstance(each, FusedMoe)}
-        rounded = {_of_original(fqn): words for fqn, each in modules.items() if (words := _rounded(each))}
+        experts = {_in_words(module) for module in modules.values() if isinstance(module, FusedMoe)}
+        rounded = {_of_original(fqn): words for fqn, module in modules.items() if (words := _rounded(module))}
         return cls(tuple(sorted(experts)), rounded)
 
 
 def write_record(folder: Path, model: nn.Module) -> None:
-    """Record in an adapter's folder what `model` is. Raises OSError."""
+    """Write the record of `model` into an adapter's folder. Raises OSError."""
     write_file(folder / RECORD, json.dumps(asdict(TrainedBeside.of(model)), indent=1) + "\n")
 
 
 def rounded_modules(folder: Path) -> Mapping[str, str] | None:
-    """Return which modules were rounded in training, by FQN and in words; `None` where nothing says so.
+    """Return the grids of the modules that were rounded in training, by FQN; `None` without a record of them.
 
     Raises InputRefused (A602) for a damaged record.
     """
@@ -82,10 +82,10 @@ def find_difference(folder: Path, model: nn.Module) -> Diagnostic | None:
     """
     if not os.path.lexists(folder / RECORD):
         return None
-    trained, found = _read(folder / RECORD)[0], TrainedBeside.of(model)
-    if len(trained.experts) == len(found.experts) and all(map(_same, trained.experts, found.experts)):
+    trained, present = _read(folder / RECORD)[0], TrainedBeside.of(model)
+    if len(trained.experts) == len(present.experts) and all(map(_same, trained.experts, present.experts)):
         return None
-    beside, here = (" and ".join(each.experts) or "no fused experts" for each in (trained, found))
+    beside, here = (" and ".join(record.experts) or "no fused experts" for record in (trained, present))
     message = f"adapter `{folder.name}` was trained beside experts in {beside}, and these are in {here}"
     hint = "its answers differ from those in training; `ktc consistency` measures how much"
     return Diagnostic("A612", message, hint=hint, severity="warning")
@@ -94,10 +94,10 @@ def find_difference(folder: Path, model: nn.Module) -> Diagnostic | None:
 def _read(path: Path) -> tuple[TrainedBeside, Mapping[str, str] | None]:
     """Return the record, and its rounded modules: `None` in one of a version that did not write them."""
     try:
-        found = read_json(read_text(path, unreadable="A602", not_utf8="A602", most_bytes=_LARGEST))
-        if isinstance(found, dict) and "rounded" not in found:
-            return decode({**cast("dict[str, object]", found), "rounded": {}}, TrainedBeside), None
-        record = decode(found, TrainedBeside)
+        content = read_json(read_text(path, unreadable="A602", not_utf8="A602", most_bytes=_LARGEST))
+        if isinstance(content, dict) and "rounded" not in content:
+            return decode({**cast("dict[str, object]", content), "rounded": {}}, TrainedBeside), None
+        record = decode(content, TrainedBeside)
         return record, record.rounded
     except (Undecodable, ValueError) as error:
         message = f"`{path}` is damaged: {error}"

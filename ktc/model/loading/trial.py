@@ -95,11 +95,11 @@ def try_out(folder: Path, *, has_weights: bool = True) -> Trial:
 
 def _tried(folder: Path, has_weights: bool) -> Trial:
     with _undisturbed():
-        with _telling("reading the folder"):
+        with _refusing("reading the folder"):
             subject, notes = _opened(folder)
-        with _telling("building the modules and attaching the adapter"):
+        with _refusing("building the modules and attaching the adapter"):
             model, layers, remembered = _built(subject, has_weights=has_weights)
-        with _telling("loading it with random weights"):
+        with _refusing("loading it with random weights"):
             model = _filled(subject, model, layers, remembered)
         ran, failed = attempted(model, subject.lora)
         if failed:
@@ -198,15 +198,16 @@ def _excused(subject: _Subject, failed: Mapping[str, Exception], layers: FirstLa
 
     Raises `InputRefused` for a step in which it does not.
     """
-    if all(memory_fault(error) is not None for error in failed.values()):
-        return [f"{step}: not tried to the end, this machine lacks memory" for step in failed]
+    short = [step for step, error in failed.items() if memory_fault(error) is not None]
+    notes = [f"{step}: not tried to the end, this machine lacks memory" for step in short]
+    if len(notes) == len(failed):
+        return notes
     _, theirs = attempted(_loaded_stock(subject), _of_stock(subject))
     who = "the stock model" if layers.is_whole else f"the stock model's first {layers.kept} layers alone"
-    notes = list[str]()
     for step, error in failed.items():
-        if memory_fault(error) is not None:
-            notes.append(f"{step}: not tried to the end, this machine lacks memory")
-        elif step in theirs and _is_alike(error, theirs[step]):
+        if step in short:
+            continue
+        if step in theirs and _is_alike(error, theirs[step]):
             notes.append(f"{step}: {who} raise{'s' if layers.is_whole else ''} {_in_words(theirs[step])}")
         else:
             raise _refused(step, error) from error
@@ -228,8 +229,8 @@ def _of_stock(subject: _Subject) -> LoraConfig | None:
 
 
 @contextmanager
-def _telling(step: str) -> Generator[None]:
-    """Turn what the step raises into a refusal of it; memory that is short is not one."""
+def _refusing(step: str) -> Generator[None]:
+    """Raise a refusal for an exception of the step, unless memory is short."""
     try:
         yield
     except Exception as error:  # code of models and libraries raises anything
@@ -239,10 +240,10 @@ def _telling(step: str) -> Generator[None]:
 
 
 def _refused(step: str, error: Exception) -> InputRefused:
-    told = error.diagnostics if isinstance(error, KtcError) else ()
-    words = "it is refused" if told else f"it raises {_in_words(error)}"
-    hint = "nothing was written; `ktc explain I147` has what to do"
-    return InputRefused(Diagnostic("I147", f"the compiled model would not work: {step}: {words}", hint=hint), *told)
+    causes = error.diagnostics if isinstance(error, KtcError) else ()
+    words = "it is refused" if causes else f"it raises {_in_words(error)}"
+    hint = "nothing was written; see `ktc explain I147`"
+    return InputRefused(Diagnostic("I147", f"the compiled model would not work: {step}: {words}", hint=hint), *causes)
 
 
 def _in_words(error: Exception) -> str:

@@ -86,8 +86,8 @@ def _save_and_load(tuned: PeftModel) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tuned.save_pretrained(folder)
         library = cast("Any", peft)
-        found = library.set_peft_model_state_dict(tuned, library.load_peft_weights(folder, device="cpu"))
-    missing, unexpected = cast("tuple[list[str], list[str]]", (found.missing_keys, found.unexpected_keys))
+        result = library.set_peft_model_state_dict(tuned, library.load_peft_weights(folder, device="cpu"))
+    missing, unexpected = cast("tuple[list[str], list[str]]", (result.missing_keys, result.unexpected_keys))
     lost = [name for name in missing if "lora_" in name] + unexpected
     if lost:
         raise RuntimeError(f"the adapter does not come back: {listing(lost, 3)}")

@@ -1,1 +1,1 @@
-"""The manifest of an OUT, what it assumes about stock code, and the watch over later changes."""
+"""The manifest of an OUT, its assumptions about stock code, and the guard against later changes."""

@@ -44,10 +44,10 @@ class Assumptions:
 NO_ASSUMPTIONS = Assumptions({}, (), {})
 
 
-def differences(assumed: Assumptions, found: Assumptions) -> Iterator[str]:
-    """Yield the values that differ, in sites that both have: "`config.limit` is 3.0, and was 7.0 ..."."""
-    yield from _changes("`{}`", assumed.config, found.config)
-    theirs = {site: row.modules for row in found.sites for site in row.sites}
+def differences(assumed: Assumptions, present: Assumptions) -> Iterator[str]:
+    """Yield a sentence for each value that differs, in sites of both: "`config.limit` is 3.0, and was 7.0 ..."."""
+    yield from _changes("`{}`", assumed.config, present.config)
+    theirs = {site: row.modules for row in present.sites for site in row.sites}
     for row in assumed.sites:
         for site in row.sites:
             if site in theirs:
@@ -59,11 +59,11 @@ def _changed_modules(
 ) -> Iterator[str]:  # fmt: skip
     now = {module.name: module for module in after}
     for module in before:
-        where, found = ".".join(filter(None, (site, module.name))), now.get(module.name)
-        if found is None or found.class_name != module.class_name:
+        where, replacement = ".".join(filter(None, (site, module.name))), now.get(module.name)
+        if replacement is None or replacement.class_name != module.class_name:
             yield f"`{where}` is not the `{module.class_name}` that was compiled"
         else:
-            yield from _changes(f"`{{}}` of `{where}`", module.attributes, found.attributes)
+            yield from _changes(f"`{{}}` of `{where}`", module.attributes, replacement.attributes)
 
 
 def _changes(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
@@ -73,6 +73,6 @@ def _changes(what: str, before: Mapping[str, str], after: Mapping[str, str]) -> 
             yield f"{what.format(name)} is {now}, and was {before[name]} when the model was compiled"
 
 
-def changed_code(assumed: Assumptions, found: Assumptions) -> tuple[str, ...]:
+def changed_code(assumed: Assumptions, present: Assumptions) -> tuple[str, ...]:
     """Return the classes whose code is not the code that was compiled."""
-    return tuple(name for name, sha256 in assumed.code.items() if found.code.get(name, sha256) != sha256)
+    return tuple(name for name, sha256 in assumed.code.items() if present.code.get(name, sha256) != sha256)

@@ -22,9 +22,9 @@ def functions_of(module_class: type[nn.Module]) -> Iterator[tuple[type, str, Fun
     """Yield the methods and properties that a class defines or inherits below `nn.Module`: owner, name, function."""
     for owner in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:
         for name, value in vars(owner).items():
-            found = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(found, FunctionType):
-                yield owner, name, found
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, FunctionType):
+                yield owner, name, function
 
 
 def digest(module_class: type[nn.Module]) -> str:
@@ -36,7 +36,7 @@ def digest(module_class: type[nn.Module]) -> str:
 
 def names_read(classes: Iterable[type[nn.Module]], config: PreTrainedConfig, holders: frozenset[str]) -> frozenset[str]:
     """Return the keys of `config` that the classes read in a call. `holders` are the attributes that hold it."""
-    called = (f for each in classes for _, name, f in functions_of(each) if name != "__init__")
+    called = (f for module_class in classes for _, name, f in functions_of(module_class) if name != "__init__")
     mentioned = (_names(function.__code__) for function in _reached(called))
     read = frozenset[str]().union(*(names for names in mentioned if names & holders))
     aliases: dict[str, str] = getattr(config, "attribute_map", {})
@@ -46,18 +46,18 @@ def names_read(classes: Iterable[type[nn.Module]], config: PreTrainedConfig, hol
 
 def _reached(functions: Iterable[FunctionType]) -> list[FunctionType]:
     """Return the functions, those that they wrap or close over, and the helpers of their modules that they mention."""
-    waiting, found = list(functions), dict[int, FunctionType]()
+    waiting, reached = list(functions), dict[int, FunctionType]()
     while waiting:
         function = waiting.pop()
-        if id(function) in found:
+        if id(function) in reached:
             continue
-        found[id(function)] = function
+        reached[id(function)] = function
         cells = (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
         mentioned = (function.__globals__.get(name) for name in _names(function.__code__))
-        helpers = (each for each in mentioned if getattr(each, "__module__", None) == function.__module__)
+        helpers = (value for value in mentioned if getattr(value, "__module__", None) == function.__module__)
         candidates = (getattr(function, "__wrapped__", None), *cells, *helpers)
-        waiting += [each for each in candidates if isinstance(each, FunctionType)]
-    return list(found.values())
+        waiting += [value for value in candidates if isinstance(value, FunctionType)]
+    return list(reached.values())
 
 
 def _is_filled(cell: object) -> bool:
@@ -74,5 +74,5 @@ def _names(code: CodeType) -> frozenset[str]:
 def _source(function: FunctionType) -> str:
     try:
         return inspect.getsource(function.__code__)
-    except (OSError, TypeError):  # made at run time: its code stands for its source
+    except (OSError, TypeError):  # made at run time: its code takes the place of its source
         return repr((function.__code__.co_code, sorted(_names(function.__code__))))

@@ -116,11 +116,11 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole record. `placement` maps module names to devices; the nearest ancestor's entry counts. `memory` has the
-    bytes of tensors that the plan puts on each device, nothing where there was no plan. With `cuda_graph` the loaded
-    model captures its decoding steps.
+    """The whole record.
 
-    `files` has the sha256 of the files in `SEALED`, and of the code of blocks.
+    `placement` maps module names to devices; the nearest ancestor's entry counts. `memory` has the bytes of tensors
+    that the plan puts on each device, nothing where there was no plan. With `cuda_graph` the loaded model captures its
+    decoding steps. `files` has the sha256 of the files in `SEALED`, and of the code of blocks.
     """
 
     schema: int
@@ -182,11 +182,11 @@ def check_sealed(manifest: Manifest, folder: Path) -> None:
     problems: list[Diagnostic] = []
     for name in manifest.files:
         try:
-            found = hashlib.sha256(read_regular(folder / name)).hexdigest()
+            digest = hashlib.sha256(read_regular(folder / name)).hexdigest()
         except OSError as error:
             problems.append(Diagnostic("L404", f"`{folder / name}` cannot be read: {error.strerror}", hint=hint))
             continue
-        if found != manifest.files[name]:
+        if digest != manifest.files[name]:
             message = f"`{folder / name}` was altered after the model was compiled"
             problems.append(Diagnostic("L404", message, hint=hint))
     if problems:

@@ -1,4 +1,4 @@
-"""Changes of a loaded model that its compiled code would ignore: said once, at the next forward.
+"""Changes of a loaded model that its compiled code would ignore: logged once, at the next forward.
 
 In: the stock model before the recipe is realised (`remember`) and the compiled one after (`guard`).
 Out: a `StaleChangeGuard` in each module of experts, and before each block whose code is a graph. It compares snapshots
@@ -27,13 +27,14 @@ from ktc.diagnostics import Diagnostic, listing, render
 from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.private_api import HOOKS
+from ktc.model.graph.typed import named_modules
 from ktc.model.manifest.code_facts import functions_of
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.manifest.stock_facts import Region, class_name, config_path, regions, settings, spelled
 
 log = logging.getLogger(__name__)
 
-_HELD = ("_modules", "_parameters")  # of a module, in its `__dict__`
+_TENSORS = ("_modules", "_parameters")  # of a module, in its `__dict__`
 _SETTING = "`{what}.{name}` is now {now}, and the compiled code has {before}"
 _UNCALLED = "`{what}.{name}` was replaced, and the compiled code does not call it"
 _HOOKED = "`{what}` has hooks, and the compiled code does not call it"
@@ -43,7 +44,7 @@ _HINT = "undo the change, or compile again with it"
 
 @dataclass(slots=True)
 class Snapshot:
-    """Some attributes of an object (`where` is `__dict__`) or children of a module, with their values at the time."""
+    """Some attributes of an object (`where` is `__dict__`) or children of a module, with their values at one time."""
 
     owner: Any
     what: str
@@ -58,11 +59,11 @@ class Snapshot:
 
     def renew(self) -> None:
         """Take the present values."""
-        held = getattr(self.owner, self.where)
+        attributes = getattr(self.owner, self.where)
         names = self.names if len(self.names) > 1 else self.names * 2  # of one name, `itemgetter` makes no tuple
-        there = bool(names) and all(name in held for name in names)
+        there = bool(names) and all(name in attributes for name in names)
         self.read = operator.itemgetter(*names) if there else functools.partial(_values_of, names)
-        self.values = tuple(map(_copied, cast("tuple[object, ...]", self.read(held))))
+        self.values = tuple(map(_copied, cast("tuple[object, ...]", self.read(attributes))))
 
     def is_current(self) -> bool:
         """Return whether all values are as they were. Each forward of a layer calls this."""
@@ -80,8 +81,8 @@ class Snapshot:
                 yield name, self.sentence.format(what=self.what, name=name, **facts)
 
 
-def _values_of(names: tuple[str, ...], held: Mapping[str, object]) -> tuple[object, ...]:
-    return tuple(map(held.get, names))
+def _values_of(names: tuple[str, ...], present: Mapping[str, object]) -> tuple[object, ...]:
+    return tuple(map(present.get, names))
 
 
 def _described(before: object, now: object) -> str:
@@ -101,34 +102,34 @@ def _copied(value: Any) -> object:
 
 @dataclass(frozen=True, slots=True)
 class StaleChangeGuard:
-    """The snapshots that one module compares before it computes. The watches of a model share `said`.
+    """The snapshots that one module compares before it computes. The guards of a model share `logged`.
 
-    A module that is copied alone, as PEFT copies one that trains, keeps the watch: it holds other modules.
+    A module that is copied alone, as PEFT copies one that trains, keeps the guard: it refers to other modules.
     """
 
     snapshots: tuple[Snapshot, ...]
-    said: set[tuple[str, str]]
+    logged: set[tuple[str, str]]
     stays: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleChangeGuard:
-        return self if self.stays else StaleChangeGuard(*copy.deepcopy((self.snapshots, self.said), memo))
+        return self if self.stays else StaleChangeGuard(*copy.deepcopy((self.snapshots, self.logged), memo))
 
     def __reduce__(self) -> Any:
-        """Become None in a pickle: a model that is read from one is not watched."""
+        """Become None in a pickle: a model that is read from one has no guard."""
         return type(None), ()
 
     def check(self) -> None:
         """Log every change (L428) that was not logged before. Layers with the same change have one line."""
         for snapshot in self.snapshots:
             if not snapshot.is_current():
-                self._say(snapshot)
+                self._log(snapshot)
                 snapshot.renew()
 
-    def _say(self, snapshot: Snapshot) -> None:
+    def _log(self, snapshot: Snapshot) -> None:
         for name, sentence in snapshot.changes():
             key = re.sub(r"\.\d+(?=\.|$)", ".*", snapshot.what), name
-            if key not in self.said:
-                self.said.add(key)
+            if key not in self.logged:
+                self.logged.add(key)
                 log.warning("%s", render([Diagnostic("L428", sentence, hint=_HINT, severity="warning")]))
 
     def __call__(self, *_: object) -> None:
@@ -148,8 +149,8 @@ class Remembered:
 
 def remember(model: PreTrainedModel, recipe: Sequence[Rewrite]) -> tuple[Remembered, ...]:
     """Return what the rewrites replace in the stock `model`."""
-    found = regions(model, recipe)
-    return tuple(Remembered(each.fqn, settings(each.module), tuple(_shared(model, each))) for each in found)
+    replaced = regions(model, recipe)
+    return tuple(Remembered(region.fqn, settings(region.module), tuple(_shared(model, region))) for region in replaced)
 
 
 def _shared(model: PreTrainedModel, region: Region) -> Iterator[Snapshot]:
@@ -157,8 +158,8 @@ def _shared(model: PreTrainedModel, region: Region) -> Iterator[Snapshot]:
         if names:
             yield Snapshot(config, config_path(model, config) or path, tuple(sorted(names)))
     functions = dict[type, list[str]]()
-    for each in sorted(region.classes, key=class_name):
-        for owner, name, _ in functions_of(each):
+    for module_class in sorted(region.classes, key=class_name):
+        for owner, name, _ in functions_of(module_class):
             functions.setdefault(owner, []).append(name)
     for owner, names in functions.items():
         yield Snapshot(owner, class_name(owner), tuple(dict.fromkeys(names)), _UNCALLED)
@@ -167,41 +168,40 @@ def _shared(model: PreTrainedModel, region: Region) -> Iterator[Snapshot]:
 def guard(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Remembered], folder: Path) -> None:
     """Put a guard into every module that a rewrite made. The settings of replaced experts stay readable."""
     files = {step.fqn: str(step.args["file"]) for step in recipe if step.module == "graph_block"}
-    shared = {(id(each.owner), each.names): each for region in remembered for each in region.shared}
-    said = set[tuple[str, str]]()
+    shared = {(id(snapshot.owner), snapshot.names): snapshot for region in remembered for snapshot in region.shared}
+    logged = set[tuple[str, str]]()
     for number, region in enumerate(remembered):
         module = model.get_submodule(region.fqn)
-        # The first and the last region see what all share, in case a user replaces one of them.
+        # The first and the last region check the shared snapshots, in case a user replaces one of the two.
         common = tuple(shared.values()) if number in (0, len(remembered) - 1) else ()
         if region.fqn in files:
             called = called_modules(read_regular(folder / files[region.fqn]).decode())
-            module.register_forward_pre_hook(StaleChangeGuard((*common, *_of_block(module, region.fqn, called)), said))
+            snapshots = (*common, *_of_block(module, region.fqn, called))
+            module.register_forward_pre_hook(StaleChangeGuard(snapshots, logged))
         elif isinstance(module, FusedMoe):
             vars(module).update({n: value for n, value in region.settings.items() if not hasattr(module, n)})
             names = tuple(name for name in region.settings if name in vars(module))
-            own = [Snapshot(module, region.fqn, names)] if names else []
+            if names:
+                common = (*common, Snapshot(module, region.fqn, names))
             trains = module.weights.training.trains
-            held = _HELD[:1] if trains else _HELD  # a load or a functional call gives it other parameters
-            module.guard = StaleChangeGuard((*common, *own, Snapshot(module, region.fqn, held, _GIVEN)), said, trains)
+            tensors = _TENSORS[:1] if trains else _TENSORS  # a load or a functional call gives it other parameters
+            snapshots = (*common, Snapshot(module, region.fqn, tensors, _GIVEN))
+            module.guard = StaleChangeGuard(snapshots, logged, trains)
 
 
 def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:
     """Yield snapshots of a block and of the modules in it that its code does not call."""
-    found = _of_modules(block, fqn, called)
-    return (snapshot for snapshot in found if snapshot.names)
-
-
-def _of_modules(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:
     skipped = tuple(f"{name}." for name in called)
-    for name, module in cast("Iterator[tuple[str, nn.Module]]", block.named_modules()):
+    for name, module in named_modules(block):
         if name in called or name.startswith(skipped):
             continue
         what = f"{fqn}.{name}".rstrip(".")
-        configs = (attribute for attribute, held in vars(module).items() if isinstance(held, PreTrainedConfig))
-        yield Snapshot(module, what, (*settings(module), *configs))
+        configs = (attribute for attribute, value in vars(module).items() if isinstance(value, PreTrainedConfig))
+        if names := (*settings(module), *configs):
+            yield Snapshot(module, what, names)
         children = (child for child, _ in module.named_children())
-        uncalled = tuple(child for child in children if f"{name}.{child}".lstrip(".") not in called)
-        yield Snapshot(module, what, uncalled, _UNCALLED, "_modules")
+        if uncalled := tuple(child for child in children if f"{name}.{child}".lstrip(".") not in called):
+            yield Snapshot(module, what, uncalled, _UNCALLED, "_modules")
         if name:
             yield Snapshot(module, what, ("forward",), _UNCALLED)
             yield Snapshot(module, what, HOOKS, _HOOKED)

@@ -9,29 +9,22 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ktc.model.graph.typed import named_modules
 from ktc.model.manifest.assumptions import AssumedModule, AssumedSites, Assumptions
 from ktc.model.manifest.code_facts import digest, names_read
+from ktc.model.manifest.manifest import Rewrite
 
 # Attributes of every module, of transformers' bookkeeping, and the layer's own number.
 NOT_SETTINGS = frozenset({*vars(nn.Module()), "_is_hf_initialized", "_is_expert_parallel", "layer_idx"})
 _REPLACING = ("graph_block", "fused_moe")
-
-
-class Step(Protocol):
-    """A step of the recipe."""
-
-    @property
-    def fqn(self) -> str: ...
-    @property
-    def module(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class Region:
         """The configs that its modules hold, by path, and the keys that its code reads in a call."""
         holders = defaultdict[int, set[str]](set)
         configs = dict[int, tuple[str, PreTrainedConfig]]()
-        for name, module in _named_modules(self.module):
+        for name, module in named_modules(self.module):
             for attribute, value in vars(module).items():
                 if isinstance(value, PreTrainedConfig):
                     holders[id(value)].add(attribute)
@@ -63,23 +56,27 @@ class Region:
         }
 
 
-def regions(model: nn.Module, recipe: Sequence[Step]) -> tuple[Region, ...]:
-    """Return what the recipe replaces in a stock model, the outermost modules alone; `realise` refuses missing ones."""
-    modules = dict(_named_modules(model))
+def regions(model: nn.Module, recipe: Sequence[Rewrite]) -> tuple[Region, ...]:
+    """Return the outermost modules of a stock model that the recipe replaces; `realise` refuses missing ones."""
+    modules = dict(named_modules(model))
     blocks = tuple(f"{step.fqn}." for step in recipe if step.module == "graph_block")
     replaced = (step.fqn for step in recipe if step.module in _REPLACING and not step.fqn.startswith(blocks))
     return tuple(Region(fqn, modules[fqn]) for fqn in replaced if fqn in modules)
 
 
-def assumptions_of(model: PreTrainedModel, recipe: Sequence[Step]) -> Assumptions:
+def assumptions_of(model: PreTrainedModel, recipe: Sequence[Rewrite]) -> Assumptions:
     """Return the facts about a stock model, as it was built, on which the recipe rests."""
     replaced = regions(model, recipe)
     sites = defaultdict[tuple[Any, ...], list[str]](list)
     for region in replaced:
         rows = _modules(region.module)
         sites[tuple((row.name, row.class_name, tuple(row.attributes.items())) for row in rows)].append(region.fqn)
-    classes = {each for region in replaced for each in region.classes}
-    code = {class_name(each): digest(each) for each in classes if not each.__module__.startswith("torch.")}
+    classes = {module_class for region in replaced for module_class in region.classes}
+    code = {
+        class_name(module_class): digest(module_class)
+        for module_class in classes
+        if not module_class.__module__.startswith("torch.")
+    }
     return Assumptions(
         _config_values(model, replaced),
         tuple(
@@ -91,21 +88,21 @@ def assumptions_of(model: PreTrainedModel, recipe: Sequence[Step]) -> Assumption
 
 
 def _config_values(model: PreTrainedModel, replaced: Sequence[Region]) -> dict[str, str]:
-    found = dict[str, str]()
+    spellings = dict[str, str]()
     for region in replaced:
-        for path, (held, names) in region.configs.items():
-            at = config_path(model, held) or path
-            values = {f"{at}.{name}": spelled(vars(held)[name]) for name in sorted(names)}
-            found |= {name: value for name, value in values.items() if value is not None}
-    return found
+        for path, (config, names) in region.configs.items():
+            at = config_path(model, config) or path
+            values = {f"{at}.{name}": spelled(vars(config)[name]) for name in sorted(names)}
+            spellings |= {name: value for name, value in values.items() if value is not None}
+    return spellings
 
 
-def config_path(model: PreTrainedModel, held: PreTrainedConfig) -> str:
+def config_path(model: PreTrainedModel, config: PreTrainedConfig) -> str:
     """Return `config`, or `config.text_config` and the like: where the model has this config; "" if nowhere."""
-    if held is model.config:
+    if config is model.config:
         return "config"
     parts = vars(model.config).items()
-    return next((f"config.{name}" for name, part in parts if part is held), "")
+    return next((f"config.{name}" for name, part in parts if part is config), "")
 
 
 def class_name(module_class: type[nn.Module]) -> str:
@@ -152,18 +149,14 @@ def _joined(kind: str, items: Sequence[object]) -> str | None:
 def _modules(root: nn.Module) -> tuple[AssumedModule, ...]:
     """Return the modules below `root`; those of a list count once if they are equal."""
     rows = defaultdict[str, list[AssumedModule]](list)
-    for name, module in _named_modules(root):
+    for name, module in named_modules(root):
         values = {key: cast("str", spelled(value)) for key, value in sorted(settings(module).items())}
         rows[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)].append(AssumedModule(name, class_name(type(module)), values))
-    found = list[AssumedModule]()
+    assumed = list[AssumedModule]()
     for pattern, equal in rows.items():
         first = equal[0]
         if all((row.class_name, row.attributes) == (first.class_name, first.attributes) for row in equal):
-            found.append(dataclasses.replace(first, name=pattern))
+            assumed.append(dataclasses.replace(first, name=pattern))
         else:
-            found += equal
-    return tuple(found)
-
-
-def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
+            assumed += equal
+    return tuple(assumed)

@@ -46,7 +46,7 @@ def tensor_bytes(model: nn.Module, placement: Mapping[str, str]) -> dict[str, in
     for module in model.modules():
         if isinstance(module, FusedMoe | StoredLinear):
             totals["cpu"] = totals.get("cpu", 0) + (
-                module.weight_bytes if isinstance(module, FusedMoe) else module.packed_bytes
+                module.weights.nbytes if isinstance(module, FusedMoe) else module.packed_bytes
             )
     return totals
 

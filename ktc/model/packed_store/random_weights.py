@@ -90,11 +90,11 @@ def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most:
             layer.load_blocks(random_blocks(layer.out_features, layer.in_features, layer.format, STD, generator))
         if not isinstance(layer, FusedMoe):
             continue
-        if layer.weight_bytes <= left:
-            left -= layer.weight_bytes
+        if layer.weights.nbytes <= left:
+            left -= layer.weights.nbytes
             random.fill(layer, number, lambda size: None)
         else:
-            layer.weights.loaded_all()
+            layer.weights.loads.loaded_all()
 
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
-"""The memory of a program: one block in which the tensors between its operations have places, used again and again.
+"""The memory of a program: one block in which the tensors between its operations have places that are reused.
 
-In: a recording. Out: for each of its tensors one with the same sizes and strides, in the block where the step allocated
-it, otherwise itself.
+In: a recording. Out: for each of its tensors one with the same sizes and strides. It is in the block if the step
+allocated it, otherwise it is the tensor itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.model.steps.recording import Operation, Recording, storage
+from ktc.model.steps.recording import Recording, storage
 
 _ALIGNMENT: Final = 64  # bytes: a line of the cache
 
@@ -54,7 +54,7 @@ def _places(recording: Recording, kept: Sequence[Tensor]) -> tuple[dict[int, int
     lives: dict[int, tuple[int, int]] = {}
     sizes: dict[int, int] = {}
     for number, operation in enumerate(recording.operations):
-        for tensor in _used(operation):
+        for tensor in (*operation.reads, *operation.writes):
             place = storage(tensor)
             if place in recording.inner:
                 lives[place] = lives.get(place, (number, number))[0], number
@@ -65,14 +65,10 @@ def _places(recording: Recording, kept: Sequence[Tensor]) -> tuple[dict[int, int
     offsets: dict[int, int] = {}
     alive: list[tuple[int, int, int]] = []  # end of life, offset, end of bytes
     for place, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
-        alive = [each for each in alive if each[0] >= begin]
+        alive = [life for life in alive if life[0] >= begin]
         offsets[place] = _first_gap(((at, until) for _, at, until in alive), sizes[place])
         alive.append((end, offsets[place], offsets[place] + sizes[place]))
     return offsets, max((offsets[place] + sizes[place] for place in offsets), default=0)
-
-
-def _used(operation: Operation) -> Iterable[Tensor]:
-    return (*operation.reads, *operation.writes)
 
 
 def _first_gap(taken: Iterable[tuple[int, int]], size: int) -> int:

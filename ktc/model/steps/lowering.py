@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,7 +30,7 @@ _NOTHING: Final[Arguments] = {"data": 0, "type": _FP32, "sizes": [1, 1, 1], "str
 
 @dataclass(slots=True)
 class Builder:
-    """A program in the making. `constants` are what it reads beside the tensors of the step."""
+    """A program that is being built. It reads `constants` beside the tensors of the step."""
 
     kernel: NativeStep
     program: NativeProgram
@@ -40,8 +41,8 @@ class Builder:
     def add(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]) -> bool:
         """Append an operation that writes `outs`. Return whether there is a native one."""
         lower = _LOWERED.get(name)
-        tensors = (each for each in tree_iter((args, outs)) if isinstance(each, Tensor))
-        if lower is None or any(each.dtype not in TYPES for each in tensors):
+        tensors = (value for value in tree_iter((args, outs)) if isinstance(value, Tensor))
+        if lower is None or any(tensor.dtype not in TYPES for tensor in tensors):
             return False
         try:
             return lower(self, outs, *args, **kwargs)
@@ -49,7 +50,7 @@ class Builder:
             TypeError,
             IndexError,
             ZeroDivisionError,
-        ):  # of arguments that a form does not have, tensors without dims
+        ):  # arguments that no form has, tensors without dims
             return False
 
     def pointwise(self, function: str, out: Tensor, *inputs: Any) -> bool:
@@ -57,8 +58,8 @@ class Builder:
         computed = _computed(out, inputs)
         if computed is None or (len(inputs) > 1 and _rounds_first(function, inputs)):
             return False
-        tensors = [self._tensor(each, computed).expand(out.shape) for each in inputs]
-        if any(each.is_conj() or each.is_neg() for each in (out, *tensors)):
+        tensors = [self._tensor(value, computed).expand(out.shape) for value in inputs]
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in (out, *tensors)):
             return False
         views = _merged(out, *tensors)
         self.program.pointwise(self.kernel, function, views[0], views[1:], computed)
@@ -82,20 +83,22 @@ class Builder:
             return False
         if min(out.shape[-2:]) > _MOST_ROWS and out.dtype != torch.float64:
             return False  # PyTorch's is faster
-        made = [each if each.dim() == 3 else each.unsqueeze(0) for each in (out, a, b)]
+        made = [matrix if matrix.dim() == 3 else matrix.unsqueeze(0) for matrix in (out, a, b)]
         added = _NOTHING if bias is None else view(bias.expand(made[0].shape))
         whole, left, right = map(view, made)
         self.program.matrix_product(self.kernel, self.engine, whole, left, right, added)
         return True
 
-    def _tensor(self, value: Any, computed: int) -> Tensor:
+    def constant(self, value: Any, dtype: torch.dtype) -> Tensor:
+        """Return a number as a tensor that the program reads; a tensor as it is."""
         if isinstance(value, Tensor):
             return value
-        dtype = torch.float64 if isinstance(value, float) else torch.int64
-        if computed == _COMPLEX:
-            dtype = torch.complex64
         self.constants.append(torch.tensor(value, dtype=dtype))
         return self.constants[-1]
+
+    def _tensor(self, value: Any, computed: int) -> Tensor:
+        real = torch.float64 if isinstance(value, float) else torch.int64
+        return self.constant(value, torch.complex64 if computed == _COMPLEX else real)
 
 
 def view(tensor: Tensor, sizes: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> Arguments:
@@ -116,18 +119,18 @@ def _merged(out: Tensor, *inputs: Tensor) -> list[Arguments]:
     for dim in order:
         steps = [tensor.stride(dim) for tensor in tensors]
         joins = bool(sizes) and all(
-            held[-1] == step * out.shape[dim] for held, step in zip(strides, steps, strict=True)
+            merged[-1] == step * out.shape[dim] for merged, step in zip(strides, steps, strict=True)
         )
         if joins:
             sizes[-1] *= out.shape[dim]
         else:
             sizes.append(out.shape[dim])
-        for held, step in zip(strides, steps, strict=True):
+        for merged, step in zip(strides, steps, strict=True):
             if joins:
-                held[-1] = step
+                merged[-1] = step
             else:
-                held.append(step)
-    return [view(tensor, sizes or [1], held or [0]) for tensor, held in zip(tensors, strides, strict=True)]
+                merged.append(step)
+    return [view(tensor, sizes or [1], merged or [0]) for tensor, merged in zip(tensors, strides, strict=True)]
 
 
 def _kind(dtype: torch.dtype) -> int:
@@ -141,14 +144,14 @@ def _kind(dtype: torch.dtype) -> int:
 
 def _computed(out: Tensor, inputs: Sequence[Any]) -> int | None:
     """Return the type that a function is computed in, None for a mixture of real and complex numbers."""
-    tensors = [each for each in inputs if isinstance(each, Tensor)]
-    kinds = {_kind(each.dtype) for each in tensors}
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    kinds = {_kind(tensor.dtype) for tensor in tensors}
     if out.dtype != torch.bool:
         kinds.add(_kind(out.dtype))
-    if any(isinstance(each, float) for each in inputs):
+    if any(isinstance(value, float) for value in inputs):
         kinds.add(_FP32)  # a number is computed in the precision of the others
     if _COMPLEX in kinds:
-        return _COMPLEX if not kinds & {_FP64, _INT64} and all(each.dtype.is_complex for each in tensors) else None
+        return _COMPLEX if not kinds & {_FP64, _INT64} and all(tensor.dtype.is_complex for tensor in tensors) else None
     return max(kinds, default=_INT64)  # int64, fp32 and fp64 ascend
 
 
@@ -159,13 +162,13 @@ def _rounds_first(function: str, inputs: Sequence[Any]) -> bool:
     """
     if function == "where":
         return False
-    common = functools.reduce(torch.promote_types, [torch.result_type(inputs[0], each) for each in inputs[1:]])
+    common = functools.reduce(torch.promote_types, [torch.result_type(inputs[0], value) for value in inputs[1:]])
     short = common in (torch.bfloat16, torch.float16)
     if short and function != "multiply":
-        numbers = (each for each in inputs if isinstance(each, float | int))
+        numbers = (value for value in inputs if isinstance(value, float | int))
         if any(float(torch.tensor(number, dtype=common)) != number for number in numbers):
             return True
-    dtypes = {each.dtype for each in inputs if isinstance(each, Tensor)}
+    dtypes = {value.dtype for value in inputs if isinstance(value, Tensor)}
     return any(
         torch.promote_types(dtype, common) != common or (short and dtype in (torch.int32, torch.int64))
         for dtype in dtypes
@@ -177,18 +180,12 @@ Outs = Sequence[Tensor]
 Lower = Callable[..., bool]
 
 
-def _function(name: str) -> Lower:
-    def lower(to: Builder, outs: Outs, *inputs: Any, **more: Any) -> bool:
-        return not more and to.pointwise(name, outs[0], *inputs)
-
-    return lower
+def _function(name: str, to: Builder, outs: Outs, *inputs: Any, **more: Any) -> bool:
+    return not more and to.pointwise(name, outs[0], *inputs)
 
 
-def _sum_of(name: str) -> Lower:
-    def lower(to: Builder, outs: Outs, a: Any, b: Any, *, alpha: float = 1) -> bool:
-        return alpha == 1 and to.pointwise(name, outs[0], a, b)
-
-    return lower
+def _sum_of(name: str, to: Builder, outs: Outs, a: Any, b: Any, *, alpha: float = 1) -> bool:
+    return alpha == 1 and to.pointwise(name, outs[0], a, b)
 
 
 def _copy(to: Builder, outs: Outs, source: Any, *_: Any, **__: Any) -> bool:
@@ -199,22 +196,14 @@ def _copy_into(to: Builder, outs: Outs, target: Tensor, source: Any, *_: Any, **
     return to.pointwise("copy", outs[0], source)
 
 
-def _filled(value: float) -> Lower:
-    def lower(to: Builder, outs: Outs, *_: Any, **__: Any) -> bool:
-        return to.pointwise("copy", outs[0], value)
-
-    return lower
+def _filled(value: float, to: Builder, outs: Outs, *_: Any, **__: Any) -> bool:
+    return to.pointwise("copy", outs[0], value)
 
 
-def _comparison(name: str) -> Lower:
-    def lower(to: Builder, outs: Outs, a: Tensor, b: Any) -> bool:
-        common = torch.result_type(a, b)
-        if not isinstance(b, Tensor):  # PyTorch rounds a number to the dtype of the tensor
-            to.constants.append(torch.tensor(b, dtype=common))
-            b = to.constants[-1]
-        return a.dtype == b.dtype == common and to.pointwise(name, outs[0], a, b)
-
-    return lower
+def _comparison(name: str, to: Builder, outs: Outs, a: Tensor, b: Any) -> bool:
+    common = torch.result_type(a, b)
+    b = to.constant(b, common)  # PyTorch rounds a number to the dtype of the tensor
+    return a.dtype == b.dtype == common and to.pointwise(name, outs[0], a, b)
 
 
 def _power(to: Builder, outs: Outs, base: Any, exponent: Any) -> bool:
@@ -255,22 +244,14 @@ def _not(to: Builder, outs: Outs, x: Tensor) -> bool:
     return x.dtype == torch.bool and to.pointwise("not", outs[0], x)
 
 
-def _logical(name: str) -> Lower:
-    def lower(to: Builder, outs: Outs, a: Tensor, b: Tensor) -> bool:
-        return a.dtype == b.dtype == torch.bool and to.pointwise(name, outs[0], a, b)
-
-    return lower
+def _logical(name: str, to: Builder, outs: Outs, a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype == torch.bool and to.pointwise(name, outs[0], a, b)
 
 
-def _reduced(name: str) -> Lower:
-    def lower(
-        to: Builder, outs: Outs, x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
-    ) -> bool:  # fmt: skip
-        if dim is None or len(dim) != 1:
-            return False
-        return to.reduce(name, outs[0], x, dim[0], keepdim=keepdim)
-
-    return lower
+def _reduced(
+    name: str, to: Builder, outs: Outs, x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, **_: Any
+) -> bool:  # fmt: skip
+    return dim is not None and len(dim) == 1 and to.reduce(name, outs[0], x, dim[0], keepdim=keepdim)
 
 
 def _softmax(to: Builder, outs: Outs, x: Tensor, dim: int, half_to_float: bool) -> bool:
@@ -286,7 +267,7 @@ def _top_k(
 ) -> bool:  # fmt: skip
     if not x.dim():
         return False
-    values, indices = (each.movedim(dim, -1) for each in outs)
+    values, indices = (out.movedim(dim, -1) for out in outs)
     to.program.top_k(view(values), view(indices), view(x.movedim(dim, -1)), largest, sorted)
     return True
 
@@ -302,8 +283,7 @@ def _scatter(to: Builder, outs: Outs, target: Tensor, dim: int, index: Tensor, s
     if outs[0].data_ptr() != target.data_ptr() and not to.pointwise("copy", outs[0], target):
         return False
     if not isinstance(source, Tensor):
-        to.constants.append(torch.tensor(source, dtype=target.dtype))
-        source = to.constants[-1].expand(index.shape)
+        source = to.constant(source, target.dtype).expand(index.shape)
     if source.dtype != target.dtype or source.shape != index.shape or index.dtype != torch.int64:
         return False
     to.program.scatter(view(outs[0]), view(index), view(source), dim % target.dim())
@@ -325,12 +305,12 @@ def _index_select(to: Builder, outs: Outs, x: Tensor, dim: int, index: Tensor) -
 
 
 def _index(to: Builder, outs: Outs, x: Tensor, indices: Sequence[Tensor | None]) -> bool:
-    """Select a column for each pair of a row and a place of the last dimension: how masks read which are padding."""
-    found = [each for each in indices if each is not None and each.dtype == torch.int64]
+    """Select a column for each pair of a row and a place of the last dimension, as masks read the padding."""
+    selected = [index for index in indices if index is not None and index.dtype == torch.int64]
     out = outs[0]
-    if not len(found) == len(indices) == x.dim() == 2 or not out.is_contiguous():
+    if not len(selected) == len(indices) == x.dim() == 2 or not out.is_contiguous():
         return False
-    (rows, columns), sizes = found, (out.shape[0], out.shape[-1])
+    (rows, columns), sizes = selected, (out.shape[0], out.shape[-1])
     if out.numel() != sizes[0] * sizes[1] or rows.shape != (sizes[0], *[1] * (out.dim() - 1)):
         return False
     if columns.numel() != sizes[1] or columns.shape[-1] != sizes[1]:
@@ -353,17 +333,17 @@ def _embedding(to: Builder, outs: Outs, weight: Tensor, indices: Tensor, *_: Any
 
 def _concatenated(to: Builder, outs: Outs, tensors: Sequence[Tensor], dim: int = 0) -> bool:
     at, out = 0, outs[0]
-    for each in tensors:
-        if each.dim() != out.dim():
+    for tensor in tensors:
+        if tensor.dim() != out.dim():
             return False
-        if not to.pointwise("copy", out.narrow(dim, at, each.shape[dim]), each):
+        if not to.pointwise("copy", out.narrow(dim, at, tensor.shape[dim]), tensor):
             return False
-        at += each.shape[dim]
+        at += tensor.shape[dim]
     return True
 
 
 def _stacked(to: Builder, outs: Outs, tensors: Sequence[Tensor], dim: int = 0) -> bool:
-    return all(to.pointwise("copy", outs[0].select(dim, at), each) for at, each in enumerate(tensors))
+    return all(to.pointwise("copy", outs[0].select(dim, at), tensor) for at, tensor in enumerate(tensors))
 
 
 def _product(to: Builder, outs: Outs, a: Tensor, b: Tensor) -> bool:
@@ -387,21 +367,22 @@ _COMPARISONS: Final = {
     "eq": "equal", "ne": "unequal", "lt": "less", "le": "less_or_equal", "gt": "greater", "ge": "greater_or_equal",
 }  # fmt: skip
 _SPECIAL: Final[dict[str, Lower]] = {
-    "add": _sum_of("add"), "sub": _sum_of("subtract"), "div": _divide, "pow": _power, "clamp": _clamp,
-    "masked_fill": _masked_fill, "gelu": _gelu, "softplus": _softplus, "bitwise_not": _not, "logical_not": _not,
-    "logical_and": _logical("and"), "logical_or": _logical("or"),
+    "add": partial(_sum_of, "add"), "sub": partial(_sum_of, "subtract"), "div": _divide, "pow": _power,
+    "clamp": _clamp, "masked_fill": _masked_fill, "gelu": _gelu, "softplus": _softplus, "bitwise_not": _not,
+    "logical_not": _not, "logical_and": partial(_logical, "and"), "logical_or": partial(_logical, "or"),
     "_to_copy": _copy, "clone": _copy, "copy_": _copy_into, "fill_": _copy_into,
-    "zeros": _filled(0), "zeros_like": _filled(0), "new_zeros": _filled(0), "zero_": _filled(0),
-    "ones": _filled(1), "ones_like": _filled(1), "new_ones": _filled(1),
-    "mean": _reduced("mean"), "sum": _reduced("sum"), "amax": _reduced("maximum"), "_softmax": _softmax,
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero_"), partial(_filled, 0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), partial(_filled, 1)),
+    "mean": partial(_reduced, "mean"), "sum": partial(_reduced, "sum"), "amax": partial(_reduced, "maximum"),
+    "_softmax": _softmax,
     "topk": _top_k, "gather": _gather, "scatter": _scatter, "index_copy_": _index_copy, "index_select": _index_select,
     "index": _index, "embedding": _embedding, "cat": _concatenated, "stack": _stacked,
     "mm": _product, "bmm": _product, "addmm": _product_and_sum,
 }  # fmt: skip
 _IN_PLACE: Final = ("add", "sub", "mul", "div", "clamp", "masked_fill", "scatter", "pow", "neg", "exp", "sigmoid")
 _LOWERED: Final[dict[str, Lower]] = {
-    **{name: _function(native) for name, native in _PLAIN.items()},
-    **{name: _comparison(native) for name, native in _COMPARISONS.items()},
+    **{name: partial(_function, native) for name, native in _PLAIN.items()},
+    **{name: partial(_comparison, native) for name, native in _COMPARISONS.items()},
     **_SPECIAL,
 }
 _LOWERED.update({f"{name}_": _LOWERED[name] for name in _IN_PLACE})

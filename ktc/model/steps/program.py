@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.private_api import tree_iter, tree_map
-from ktc.model.kernels.kernel_calls import HostCall
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Kernel, NativeProgram, NativeStep
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.steps.arena import Arena
 from ktc.model.steps.lowering import Builder
-from ktc.model.steps.recording import Operation, Recording, record, storage
+from ktc.model.steps.recording import Operation, Recording, operator_name, record, storage, times_written
 
-# Relative Frobenius error of one operation on the same inputs. A bf16 or fp16 whose fp32 is between two of its values
-# may be rounded to either.
+# Relative Frobenius error of one operation on the same inputs. An fp32 value between two values of bf16 or fp16 may be
+# rounded to either.
 TOLERANCE: Final = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.complex64: 1e-5}
 _EXACT_TO: Final = 1e-12  # of fp64; integers are equal
 _NATIVE: Final = "native"
@@ -51,7 +50,7 @@ class StepProgram:
     @property
     def foreign(self) -> tuple[str, ...]:
         """The operations without a native form, in order."""
-        return tuple(each.name for each in self.segments if each.call is not None)
+        return tuple(segment.name for segment in self.segments if segment.call is not None)
 
     def run(self) -> None:
         """Compute the step. Raises what a kernel raises."""
@@ -79,16 +78,17 @@ def record_program(
         step: NativeStep = kernel.native()
         builder = Builder(step, step.program(), kernel.engine(threads))
         parts = [_appended(operation, arena, builder) for operation in recording.operations]
-        program = StepProgram(builder.program, _joined(parts), arena.nbytes, (recording.held, arena, builder, parts))
+        program = StepProgram(builder.program, _joined(parts), arena.nbytes, (recording.kept, arena, builder, parts))
         _compare(recording, arena, parts, builder.program)
         program.run()
-        return recording.output, program, tuple(arena[each] for each in kept)
+        return recording.output, program, tuple(arena[tensor] for tensor in kept)
 
 
 def _appended(operation: Operation, arena: Arena, builder: Builder) -> Segment:
     begin = len(builder.program)
-    if operation.call is not None:
-        bound = _bound(operation, arena)
+    if (recorded := operation.call) is not None:
+        reads = tuple(None if tensor is None else arena[tensor] for tensor in recorded.reads)
+        bound = recorded.bind(reads, arena[recorded.out])
         builder.kept.append(bound)
         builder.program.call(bound.native)
         return Segment(_NATIVE, begin, len(builder.program))
@@ -98,30 +98,22 @@ def _appended(operation: Operation, arena: Arena, builder: Builder) -> Segment:
         return arena[value] if isinstance(value, Tensor) else value
 
     args, kwargs = tree_map(placed, (operation.args, operation.kwargs))
-    outs = tuple(arena[each] for each in operation.writes)
-    name = str(of.__name__).partition(".")[0]
-    if of.namespace == "aten" and builder.add(name, args, _without_defaults(kwargs), outs):
+    outs = tuple(arena[tensor] for tensor in operation.writes)
+    if of.namespace == "aten" and builder.add(operator_name(of), args, _without_storage(kwargs), outs):
         return Segment(_NATIVE, begin, len(builder.program))
     begin = len(builder.program)  # what was appended before a part without a native form was met is never run
 
     def call() -> None:
-        found = (each for each in tree_iter(of(*args, **kwargs)) if isinstance(each, Tensor))
-        for out, value in zip(outs, found, strict=False):
+        results = (leaf for leaf in tree_iter(of(*args, **kwargs)) if isinstance(leaf, Tensor))
+        for out, value in zip(outs, results, strict=False):
             if out.data_ptr() != value.data_ptr():
                 out.copy_(value)
 
     return Segment(operation.name, begin, begin, call)
 
 
-def _bound(operation: Operation, arena: Arena) -> HostCall:
-    call = operation.call
-    assert call is not None
-    reads = tuple(None if each is None else arena[each] for each in call.reads)
-    return call.bind(reads, arena[call.out])
-
-
-def _without_defaults(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what says where and how a result is stored: the result of the program says it."""
+def _without_storage(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out where and how a result is stored, which the program's own tensor decides."""
     stored = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
     return {name: value for name, value in kwargs.items() if name not in stored}
 
@@ -142,11 +134,7 @@ def _compare(recording: Recording, arena: Arena, parts: Sequence[Segment], nativ
 
     Memory that is written twice has lost the values of the first time: it keeps what the program wrote.
     """
-    writes: dict[int, int] = {}
-    for operation in recording.operations:
-        for tensor in operation.writes:
-            writes[storage(tensor)] = writes.get(storage(tensor), 0) + 1
-    once = {place for place, count in writes.items() if count == 1}
+    once = {place for place, count in times_written(recording.operations).items() if count == 1}
     for operation, part in zip(recording.operations, parts, strict=True):
         for tensor in operation.reads:
             if storage(tensor) in once:
@@ -157,14 +145,14 @@ def _compare(recording: Recording, arena: Arena, parts: Sequence[Segment], nativ
                 raise ValueError(f"the native form of `{operation.name}` computes other values")
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
+def close(computed: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors are equal up to the rounding of one operation, with NaN and infinities in place."""
-    if found is expected or not (expected.is_floating_point() or expected.is_complex()):
-        return torch.equal(found, expected)
+    if computed is expected or not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(computed, expected)
     finite = torch.isfinite(expected)
-    if not torch.equal(torch.nan_to_num(found)[~finite], torch.nan_to_num(expected)[~finite]):
+    if not torch.equal(torch.nan_to_num(computed)[~finite], torch.nan_to_num(expected)[~finite]):
         return False
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    known, other = expected[finite].to(wide), found[finite].to(wide)
+    known, other = expected[finite].to(wide), computed[finite].to(wide)
     error, size = float((other - known).abs().square().sum().sqrt()), float(known.abs().square().sum().sqrt())
     return error <= TOLERANCE.get(expected.dtype, _EXACT_TO) * size

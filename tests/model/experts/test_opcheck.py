@@ -176,7 +176,7 @@ def test_a_key_names_the_kernel_wherever_it_is_read(load: Load) -> None:
     named = PackedExperts.named(experts.key)
     assert named is PackedExperts.named(str(experts.key))
     inputs = (layer.x.bfloat16(), layer.index, layer.weights.float())
-    found, _ = named.holding(experts.packed).forward(*inputs, save=False)
+    found, _ = named.with_bytes(experts.packed).forward(*inputs, save=False)
     assert torch.equal(found, experts.forward(*inputs, save=False)[0])
     assert SPEC.entry in experts.key
     assert experts.with_threads(3).key != experts.key

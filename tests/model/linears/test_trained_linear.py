@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.experts.lora import Factors
 from ktc.model.experts.weight_training import WeightTraining
 from ktc.model.linears.lora_linear import FusedLinear
-from ktc.model.linears.trained_linear import Factors, TrainedLinear
+from ktc.model.linears.trained_linear import TrainedLinear
 from ktc.model.loading import peft_glue
 
 GRID = Int4Grid(32)
@@ -134,7 +135,7 @@ def test_an_adapter_that_cannot_be_merged_in_every_step_is_refused() -> None:
 def test_a_merged_weight_is_the_same_under_autocast() -> None:
     made = TrainedLinear.from_linear(linear(), WeightTraining(GRID, merged=True))
     outputs, inputs = made.weight.shape
-    factors = Factors(torch.randn(4, inputs), torch.randn(outputs, 4), 0.5, (), ())
+    factors = Factors(torch.randn(4, inputs), torch.randn(outputs, 4), 0.5)
     plain = made.rounded(torch.bfloat16, factors).clone()
     made.kept.weight = None
     with torch.autocast("cpu", dtype=torch.bfloat16):
