@@ -1,4 +1,4 @@
-"""A stock latent attention module that runs absorbed where that is cheaper: what `mla_absorbed` puts in the model.
+"""A stock latent attention module that runs absorbed where that is cheaper, as `mla_absorbed` puts it in the model.
 
 In: the stock module and the arguments of the recipe. Out: the same module, patched. The stock code projects, rotates,
 masks and updates the cache, which holds latents and rotary keys, as before: every cache of transformers serves. Two of
@@ -51,7 +51,7 @@ class AbsorbedAttention(DecodingAttention):
     absorption: Absorption
 
     def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the cache holds, (B, 1, L, c) and (B, 1, L, r), as keys and values."""
+        """Return the content of the cache, (B, 1, L, c) and (B, 1, L, r), as keys and values."""
         return latent, k_rope
 
 

@@ -1,4 +1,4 @@
-"""A stock attention module whose few new tokens a kernel computes: what `fused_attention` puts in the model.
+"""A stock attention module whose few new tokens a kernel computes, as `fused_attention` puts it in the model.
 
 In: the stock module and a kernel. Out: the same module. Its attention function takes the calls that the kernel serves,
 and gives all others to the model's own.

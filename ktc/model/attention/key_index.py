@@ -80,7 +80,7 @@ class KeyIndex:
         self.covered = min(self.covered, positions)
 
     def choose_sequences(self, chosen: Callable[[Tensor], Tensor]) -> None:
-        """Apply to the first dimension what the cache layer applies to that of its keys."""
+        """Change the first dimension as the cache layer changes that of its keys."""
         self.codes = Codes(chosen(self.codes.blocks).contiguous(), chosen(self.codes.scales).contiguous())
         self.mean = chosen(self.mean).contiguous()
 

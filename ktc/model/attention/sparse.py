@@ -51,7 +51,7 @@ class FollowedLayer:
 class Sparse:
     """The sparse attention of a module. `decode` is a kernel of both kinds; without one, PyTorch computes.
 
-    `indexer` says that the model's own indexer chooses.
+    With `indexer`, the model's own indexer chooses.
     """
 
     sparsity: Sparsity
@@ -135,7 +135,7 @@ class Sparse:
         self, index: KeyIndex | None, query: Tensor, kv: KVCacheView, mask: Tensor | None, scale: float,
         decode: DecodeAttention | None,
     ) -> tuple[KeyIndex, Chosen]:  # fmt: skip
-        """Return the index with all keys of `kv`, made where it is missing, and what it chooses."""
+        """Return the index with all keys of `kv`, made where it is missing, and its choice."""
         B, _, T, _ = query.shape
         K, length = kv.keys.shape[1:3]
         visible = visible_positions(mask, B, T, length, query.device)

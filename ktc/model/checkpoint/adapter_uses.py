@@ -37,7 +37,7 @@ class AdapterFacts:
 
 
 def refused_later(facts: AdapterFacts) -> tuple[Diagnostic, ...]:
-    """Return what `ktc export` and `ktc merge` will refuse about the adapter."""
+    """Return the reasons for which `ktc export` and `ktc merge` will refuse the adapter."""
     if facts.own_code:
         message = "`ktc export` and `ktc merge` will refuse the adapter: the model's class is code of its own"
         return (_found(message, "use the adapter with peft, or with `ktc generate` and `ktc serve`", "note"),)
@@ -124,7 +124,7 @@ def _has_experts(facts: AdapterFacts) -> bool:
 
 
 def _is_whole_name(layer: str) -> bool:
-    """Return whether a name says in which layer it is, and is none of routed experts, whose names are made."""
+    """Return whether a name includes its layer, and is not one of routed experts, whose names are constructed."""
     return "." in layer and ".experts." not in layer
 
 

@@ -1,6 +1,6 @@
 """Names of GGUF files by the convention: `BaseName-SizeLabel-Version-Encoding-Type.gguf`.
 
-The settings of a file say the same more reliably than its name, so names are written and never read.
+The settings of a file have the same facts more reliably than its name, so names are written and never read.
 """
 
 from __future__ import annotations

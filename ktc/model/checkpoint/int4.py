@@ -23,7 +23,6 @@ WHOLE_ROW: Final = -1
 LARGEST: Final = 7
 _SMALLEST_SCALE: Final = 1e-5  # of a group of zeros
 _PER_WORD: Final = 8
-_SHIFTS: Final = torch.arange(_PER_WORD, dtype=torch.int32) * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +114,18 @@ def packed(codes: Tensor) -> Tensor:
     """
     rows, columns = codes.shape
     words = -(-columns // _PER_WORD)
-    nibbles = torch.zeros(rows, words * _PER_WORD, dtype=torch.uint8, device=codes.device)
-    nibbles[:, :columns] = codes.view(torch.uint8) + 8  # wraps: -8 to 7 are 0 to 15
-    low, high = nibbles.view(rows, -1, 2).unbind(-1)
+    unsigned = torch.zeros(rows, words * _PER_WORD, dtype=torch.uint8, device=codes.device)
+    unsigned[:, :columns] = codes.view(torch.uint8) + 8  # wraps: -8 to 7 are 0 to 15
+    low, high = unsigned.view(rows, -1, 2).unbind(-1)
     return (low | high << 4).view(torch.int32)  # little-endian: the first byte has the first two codes
 
 
 def unpacked(words: Tensor, columns: int) -> Tensor:
     """Return the codes (rows, columns), int8, of packed words."""
-    nibbles = (words.unsqueeze(-1) >> _SHIFTS.to(words.device)) & 0xF
-    return (nibbles - 8).to(torch.int8).flatten(1)[:, :columns]
+    return nibbles(words)[:, :columns] - 8
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """Return the unsigned 4-bit codes in the bytes of each row (rows, ...), lowest bits first, as int8."""
+    pairs = words.view(torch.uint8)
+    return torch.stack((pairs & 0xF, pairs >> 4), dim=-1).view(torch.int8).view(pairs.shape[0], -1)

@@ -181,8 +181,8 @@ class WeightSource:
     def int4_group(self) -> int:
         """The weights in a block of INT4 that has zero points or fp16 scales: its groups, or an even part; 0 for none.
 
-        Codes that are kept as such, with bf16 scales, stand for their products in bf16. In blocks they would not be
-        rounded, and what was trained on the rounded ones would not be what serves.
+        Codes that are kept as such, with bf16 scales, stand for their products in bf16. In blocks the products would
+        not be rounded, and serving would differ from training.
         """
         quantised = self.quantised
         if quantised is None or quantised.method != "int4" or self.plain_codes or self.steps or self.span is not None:
@@ -257,19 +257,14 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
 
 def write_sources(sources: Sequence[WeightSource]) -> str:
     """Return the text of `weights.json`: a JSON array with one row per line, without fields that have defaults."""
-    return "[\n" + ",\n".join(json.dumps(_row(source)) for source in sources) + "\n]\n"
+    rows = (
+        {name: value for name, value in asdict(source).items() if getattr(source, name) != _DEFAULT.get(name, MISSING)}
+        for source in sources
+    )
+    return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
 
 
-def _row(source: WeightSource) -> dict[str, Any]:
-    whole = asdict(source)
-    return {f.name: whole[f.name] for f in fields(source) if getattr(source, f.name) != f.default}
-
-
-_DEFAULTS: dict[str, Any] = {
-    f.name: list(cast("tuple[()]", f.default)) if f.default == () else f.default
-    for f in fields(WeightSource)
-    if f.default is not MISSING
-}
+_DEFAULT: dict[str, Any] = {field.name: field.default for field in fields(WeightSource) if field.default is not MISSING}
 
 
 def read_sources(text: str | bytes) -> tuple[WeightSource, ...]:
@@ -281,7 +276,8 @@ def read_sources(text: str | bytes) -> tuple[WeightSource, ...]:
 
 
 def _read_source(row: object) -> WeightSource:
-    whole = {**_DEFAULTS, **cast("dict[str, Any]", row)} if isinstance(row, dict) else row
+    defaults: dict[str, Any] = {name: list[Any]() if value == () else value for name, value in _DEFAULT.items()}
+    whole = {**defaults, **cast("dict[str, Any]", row)} if isinstance(row, dict) else row
     try:
         source = decode(whole, WeightSource)
         _check(source)

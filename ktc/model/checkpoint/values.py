@@ -17,6 +17,7 @@ from torch import Tensor
 from ktc.model.checkpoint import gguf_values
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.index import CheckpointIndex
+from ktc.model.checkpoint.int4 import nibbles
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.checkpoint.source import COUNTED, Method, Operation, Quantised, Step, WeightSource
 from ktc.model.checkpoint.uint4 import blocks_of
@@ -76,7 +77,7 @@ def read_codes(
     of_row = scales.repeat_interleave(source.quantised.block[0], 0)[:rows]
     assert source.plain_codes is not None, "other codes are dequantised"
     of_row = of_row.repeat_interleave(-(-source.quantised.block[1] // source.plain_codes[1]), 1)
-    return codes.view(torch.uint8) if source.quantised.method == "fp8" else _nibbles(codes)[:, :columns] - 8, of_row
+    return codes.view(torch.uint8) if source.quantised.method == "fp8" else nibbles(codes)[:, :columns] - 8, of_row
 
 
 def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None) -> Tensor:
@@ -105,7 +106,7 @@ def _int4_blocks(
     """Return blocks of a scale, a zero point and codes. Codes without zero points are offset by 8."""
     _, columns = quantised.shape
     group = source.int4_group
-    codes = _nibbles(reader.read(index.tensors[source.source_key]))[:, :columns]
+    codes = nibbles(reader.read(index.tensors[source.source_key]))[:, :columns]
     scales = reader.read(index.tensors[quantised.scale.key]).float()
     zeros = _zero_points(reader, index, quantised)
     of_groups = torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.int()
@@ -162,13 +163,7 @@ def _zero_points(reader: TensorReader, index: CheckpointIndex, quantised: Quanti
     if quantised.zero_point is None:
         return None
     words = reader.read(index.tensors[quantised.zero_point.key])
-    return _nibbles(words.t().contiguous())[:, : quantised.shape[-2]].t() - 8
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """Return the unsigned 4-bit codes of a row's bytes, lowest bits first, as int8."""
-    packed = words.view(torch.uint8)
-    return torch.stack((packed & 0xF, packed >> 4), dim=-1).view(torch.int8).view(packed.shape[0], -1)
+    return nibbles(words.t().contiguous())[:, : quantised.shape[-2]].t() - 8
 
 
 def _fp8(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], columns: int) -> Tensor:
@@ -197,7 +192,7 @@ def _scale_values(scales: Tensor) -> Tensor:
 
 
 def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], columns: int) -> Tensor:
-    values = (_nibbles(codes)[:, :columns] - 8).to(scales.dtype)
+    values = (nibbles(codes)[:, :columns] - 8).to(scales.dtype)
     if zeros is not None:
         values = _by_group(torch.sub, values, zeros.to(scales.dtype), block[1])
     return _scaled(values, scales, block)
@@ -205,7 +200,7 @@ def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int,
 
 def _mxfp4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], columns: int) -> Tensor:
     table = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
-    return _scaled(table[_nibbles(codes)[:, :columns].int()], _scale_values(scales), block)
+    return _scaled(table[nibbles(codes)[:, :columns].int()], _scale_values(scales), block)
 
 
 def _scaled(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
@@ -238,12 +233,7 @@ def _laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:
     return tensor
 
 
-def _deinterleave(tensor: Tensor, dim: int) -> Tensor:
-    places = torch.arange(tensor.shape[dim]).reshape(-1, 2).t().reshape(-1)
-    return tensor.index_select(dim, places)
-
-
-def _deinterleave_runs(tensor: Tensor, dim: int, runs: int) -> Tensor:
+def _deinterleave(tensor: Tensor, dim: int, runs: int = 1) -> Tensor:
     in_run = torch.arange(tensor.shape[dim]).reshape(runs, -1, 2)
     return tensor.index_select(dim, in_run.transpose(1, 2).reshape(-1))
 
@@ -255,7 +245,7 @@ def _unflatten(tensor: Tensor, dim: int, count: int) -> Tensor:
 _STEPS: dict[Operation, Callable[..., Tensor]] = {
     "transpose": torch.transpose,
     "deinterleave": _deinterleave,
-    "deinterleave_runs": _deinterleave_runs,
+    "deinterleave_runs": _deinterleave,
     "unsqueeze": torch.unsqueeze,
     "unflatten": _unflatten,
 }

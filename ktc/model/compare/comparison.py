@@ -1,8 +1,8 @@
 """The comparison of stock with another model on one case: each side's values by name, their errors, and the verdict.
 
-In: two sides, and what computes a case on one of them. Out: a frozen `Comparison`. Foreign code raises anything: what
-stock raises ends the case, and what the other side alone raises is a difference. Errors in fp32 above the limit are
-decided in fp64, since rounding may explain them.
+In: two sides, and a function that computes a case on one of them. Out: a frozen `Comparison`. Foreign code raises
+anything: an error of stock ends the case, and an error of the other side alone is a difference. Errors in fp32 above
+the limit are decided in fp64, since rounding may explain them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ktc.model.compare.double import InDouble
 from ktc.model.compare.errors import TOLERANCE, relative_error
+from ktc.model.hf.foreign_errors import first_line
 
 S = TypeVar("S")
 Values = Mapping[str, Tensor | None]
@@ -25,7 +26,7 @@ Floors = Callable[[Values], Callable[[str], float]]
 class Comparison:
     """The relative Frobenius error of each value by name, or why there is none.
 
-    `refused` is what stock itself raises, `raised` what the other side alone raises, in one line. `alone` names values
+    `refused` is the error of stock itself, `raised` that of the other side alone, in one line. `alone` names values
     that one side alone has: a missing value counts as zero.
     """
 
@@ -90,4 +91,4 @@ def decided(single: Comparison, case: Callable[[S, S], Comparison], in_double: C
 
 def in_a_line(error: BaseException) -> str:
     """Return an exception as its type and the first line of its message, at most 200 characters."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -5,11 +5,13 @@ In: calls of operators inside the context. Out: the same calls with fp64 in the 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ktc.model.experts.grouped_products import outer, times_columns
 from ktc.model.experts.private_api import TorchDispatchMode, pytree
 
 
@@ -31,18 +33,12 @@ def _grouped_products(one: Tensor, other: Tensor, ends: Tensor | None) -> Tensor
     """Return the products of `torch._grouped_mm`: `ends` cut the dimension that is not three-dimensional."""
     if ends is None:
         return torch.bmm(one, other)
-    last = cast("list[int]", ends.tolist())
-    groups = [slice(start, end) for start, end in zip([0, *last], last, strict=False)]
     if one.dim() == other.dim():
-        return torch.stack([one[:, group] @ other[group] for group in groups])
-    of_rows = one.dim() == 2
-    made = one.new_zeros((one.shape[0], other.shape[-1]) if of_rows else (one.shape[1], other.shape[1]))
-    for number, group in enumerate(groups):
-        if of_rows:
-            made[group] = one[group] @ other[number]
-        else:
-            made[:, group] = one[number] @ other[:, group]
-    return made
+        return outer(one.t(), other, ends)
+    if one.dim() == 3:
+        return _grouped_products(other.t(), one.transpose(1, 2), ends).t()
+    products = times_columns(one, other, ends)
+    return functional.pad(products, (0, 0, 0, one.shape[0] - products.shape[0]))  # rows after the last end are zero
 
 
 def _widened(argument: object) -> object:

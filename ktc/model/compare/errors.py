@@ -22,8 +22,8 @@ _SMALL = 1e-3  # of the median norm: a row of about zero has no relative error o
 def relative_error(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
     """Return ||actual - expected|| / max(||expected||, floor).
 
-    A missing tensor counts as zero; if only one is zero, infinity. NaN and infinity must stand in the same places, and
-    the norms are those of the rest.
+    A missing tensor counts as zero; if only one is zero, infinity. NaN and infinity must be in the same places, and the
+    norms are those of the other values.
     """
     if expected is None or not bool(expected.any()):
         if actual is None or not bool(actual.any()):

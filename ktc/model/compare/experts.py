@@ -26,7 +26,7 @@ _UNCHOSEN = -1
 class Experts:
     """Where a layer's routed experts are: the module's path in the layer, its number of experts, and top k.
 
-    `inputs` names the parameters of a module of the model's own with their roles, and `called` is what they mean; empty
+    `inputs` names the parameters of a module of the model's own with their roles, and `called` is their meaning; empty
     for experts of transformers and for a list.
     """
 
@@ -79,7 +79,7 @@ def chosen(experts: Experts, roles: Mapping[Role, Any]) -> Tensor | None:
 
 
 def routed_rows(experts: Experts, roles: Mapping[Role, Any]) -> Tensor:
-    """Return the hidden states of a call in fp32, with as many dimensions as they had; without rows of no token."""
+    """Return the hidden states of a call in fp32, without rows of no token, in their number of dimensions."""
     hidden: Tensor = roles["hidden"].detach().float().cpu()
     rows = hidden.reshape(-1, hidden.shape[-1])
     if experts.called == "by_expert":

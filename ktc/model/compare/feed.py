@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -50,20 +50,16 @@ def choose_tokens(folder: Path, vocabulary: int, text: Path | None, count: int, 
         return Tokens(ids, f"random tokens, seed {seed}", ())
     content = read_text(text, unreadable="N603", not_utf8="N603", most_bytes=_MOST_BYTES)
     tokenizer = read_tokenizer(folder, "N603")
-    ids = _ids(tokenizer, content)[:count]
+    ids = [int(number) for number in tokenizer(content, verbose=False)["input_ids"][:count]]
     if not ids:
         raise InputRefused(Diagnostic("N603", f"`{text}` has no tokens", hint="give a file with some text"))
     pieces = tuple(str(tokenizer.decode([number])) for number in ids)
     return Tokens(torch.tensor([ids]), f"{text.name}, its first {len(ids)} tokens", pieces)
 
 
-def _ids(tokenizer: Any, content: str) -> list[int]:
-    return [int(number) for number in tokenizer(content, verbose=False)["input_ids"]]
-
-
 @contextmanager
 def same_random_numbers(seed: int) -> Generator[None]:
-    """Draw the random numbers of `seed` inside, from PyTorch, Python and NumPy; those after it are as without it."""
+    """Draw the random numbers of `seed` inside, from PyTorch, Python and NumPy. Those after it do not change."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,56 +1,38 @@
 """A compiled folder opened for a comparison, and its stock model on meta.
 
-In: OUT and its checkpoint. Out: a frozen `Opened`, and a `StockModel` without values. Refused: what `ktc.load` refuses,
-and a model whose rewrites are not in one list of layers (N602).
+In: OUT and its checkpoint. Out: an `Opened`, and a `StockModel` without values. Refused: what `ktc.load` refuses, and a
+model whose rewrites are not in one list of layers (N602).
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
 from ktc.model.compare.groups import list_of_layers
 from ktc.model.compare.stock import StockModel, own_dtypes
 from ktc.model.hf import remote_code
 from ktc.model.hf.private_api import EXPERTS
-from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.loading import load, load_as
-from ktc.model.manifest.manifest import Manifest, read_manifest
+from ktc.model.loading import load_as
+from ktc.model.loading.opened import Opened, open_folder
+from ktc.model.manifest.manifest import Manifest
 from ktc.model.packed_store import weights_stage
-from ktc.model.packed_store.packed_store import PackedStore
 from ktc.model.packed_store.placement import check_devices
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A compiled model's folder, checked as for a load, and its checkpoint."""
-
-    folder: Path
-    manifest: Manifest
-    stock_class: type[PreTrainedModel]
-    library: KernelLibrary | None
-    rows: tuple[WeightSource, ...]
-    index: CheckpointIndex
-    store: PackedStore | None
-
-
 def open_compiled(path: Path, weights: Path | None, trusted: bool) -> Opened:
-    """Open the compiled model in `path`. Raises as `ktc.load` does, before any weight is read."""
-    folder = path.resolve()
-    manifest = read_manifest(folder)
-    checkpoint = Path(manifest.model.folder) if weights is None else weights
-    library = load_as.check_fit(manifest, folder, checkpoint, reference=False)
-    stock = load.stock_class(manifest, folder, checkpoint, trust_remote_code=trusted)
-    check_devices(manifest.placement)
-    rows, index = load_as.read_rows(folder, manifest), open_index(checkpoint)
-    store = None if library is None else weights_stage.usable_store(folder, manifest, rows, index, map=False)
-    return Opened(folder, manifest, stock, library, rows, index, store)
+    """Open the compiled model in `path`, with its packed store. Raises as `ktc.load` does."""
+    opened = open_folder(path, weights, trusted=trusted)
+    check_devices(opened.manifest.placement)
+    if opened.library is None:
+        return opened
+    store = weights_stage.usable_store(opened.folder, opened.manifest, opened.rows, opened.index, map=False)
+    return replace(opened, store=store)
 
 
 def open_stock(opened: Opened) -> StockModel:
@@ -78,9 +60,9 @@ def without_router_logits(config: PreTrainedConfig) -> None:
 
 
 def _in_their_own_loop(model: PreTrainedModel, manifest: Manifest) -> None:
-    """Let experts that are replaced add up in the order of their class' own loop, as kernels do.
+    """Let experts that are replaced add their outputs in the order of their class' own loop, as kernels do.
 
-    Kept ones run by the implementation that stock chooses, as in the compiled model.
+    Other experts run by the implementation that stock chooses, as in the compiled model.
     """
     for step in manifest.rewrites:
         experts = cast("Any", model.get_submodule(step.fqn))

@@ -1,12 +1,12 @@
 """The baseline of a quantised kernel: the stock block, on the weights that the format's own reference makes.
 
 A kernel of bf16 weights is measured against the stock block in fp32. A kernel of int4, fp8, int8 or GGUF blocks is not:
-what its format loses was chosen by the rule, and would hide every other error. Its baseline is the stock block in
-fp32, whose weights went through the format's reference quantiser and decoder (`quantised_reference`,
-`block_reference`), matrix by matrix in place; int8 also quantises activations, so its products are the reference's.
-Stock's own error is the same block in the model's own dtype. Permutations, scales, gate and up, and expert numbers are
-still those of the stock model, so a wrong one is found. Weights that the checkpoint stores in the format are taken as
-decoded, since a kernel keeps their codes.
+the rule chose the rounding of its format, which would hide every other error. Its baseline is the stock block in fp32,
+whose weights went through the format's reference quantiser and decoder (`quantised_reference`, `block_reference`),
+matrix by matrix in place; int8 also quantises activations, so its products are the reference's. Stock's own error is
+that of the same block in the model's own dtype. Permutations, scales, gate and up, and expert numbers are still those
+of the stock model, so a wrong one is detected. Weights that the checkpoint stores in the format are taken as decoded,
+since a kernel keeps their codes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.floa
 
 @dataclass(frozen=True, slots=True)
 class ExpertsFormat:
-    """How a kernel holds one layer's experts. A format of `None` keeps the stock values.
+    """The format of one layer's experts in a kernel. Tensors without a format keep the stock values.
 
     `matrices` maps each stock tensor, in the experts module or in each expert of a list, to its format and group size.
     `num_experts` are those with matrices.
@@ -54,7 +54,7 @@ class ExpertsFormat:
 
     @property
     def words(self) -> str:
-        """Name the formats, for people."""
+        """The names of the formats, for messages."""
         return ", ".join(dict.fromkeys(name for name, _ in self.matrices.values()))
 
 
@@ -92,10 +92,11 @@ def format_of(step: Rewrite, manifest: Manifest, rows: Sequence[WeightSource]) -
 
 def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[TensorLayout, str]:
     """Return the stock tensors of weights, with the part that each is: `down`, or gate and up."""
-    block = next((s for s in manifest.rewrites if s.module == "graph_block" and _holds(s, step.fqn)), None)
-    own = own_step(step, manifest)
-    if own is not None:
-        parts = dict(config_of(own).parts)
+    blocks = (s for s in manifest.rewrites if s.module == "graph_block")
+    block = next((s for s in blocks if f"{s.fqn}.{s.args['experts']}" == step.fqn), None)
+    reading = own_step(step, manifest)
+    if reading is not None:
+        parts = dict(config_of(reading).parts)
     elif block is not None:
         parts = {part: TensorLayout(name) for part, name in config_of(block).parts.items()}
     else:
@@ -106,10 +107,6 @@ def _tensors_of(step: Rewrite, manifest: Manifest) -> dict[TensorLayout, str]:
             "down": TensorLayout("down_proj", turned=form.transposed),
         }
     return {tensor: "down" if part == "down" else "gate_up" for part, tensor in parts.items() if "bias" not in part}
-
-
-def _holds(step: Rewrite, fqn: str) -> bool:
-    return fqn == f"{step.fqn}.{step.args['experts']}"
 
 
 def _group(name: str, group: int) -> int:
@@ -127,7 +124,7 @@ def _kept(rows: Sequence[WeightSource], part: str, name: str) -> bool:
 
 
 def through_format(experts: nn.Module, form: ExpertsFormat) -> None:
-    """Replace the weights of stock experts by what the format makes of them, in place and in their dtype."""
+    """Replace the weights of stock experts by their values in the format, in place and in their dtype."""
     with torch.no_grad():
         for tensor, (name, group) in form.matrices.items():
             for matrix in _matrices(experts, tensor, form.num_experts):

@@ -1,4 +1,4 @@
-"""The stock model with the values of one group of tensors at a time: one layer, or what is outside of the layers.
+"""The stock model with the values of one group of tensors at a time: one layer, or all tensors outside of the layers.
 
 In: the stock class, the checkpoint. Out: layers in fp32, then in the model's own dtype. Values are read by safetensors
 and put in place by transformers' loading code; a quantised checkpoint's codes are decoded first. GGUF files, whose
@@ -31,7 +31,7 @@ from ktc.model.packed_store import weight_store
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor of the checkpoint: plain, or with codes; `target` is what it fills, whole or in part."""
+    """A tensor of the checkpoint, plain or with codes, and the `target` that it fills, whole or in part."""
 
     weight: StoredWeight
     target: str

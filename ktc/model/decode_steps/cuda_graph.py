@@ -137,7 +137,7 @@ class DecodeGraphs:
         self._memories: list[StepMemory] = []  # least recently used first
         self._steps: dict[int, CapturedStep] = {}  # by the id of their memory
         self._state: ModelState | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._refusal: _Refusal | None = None  # of `_state`
         self._last: PendingStep | None = None  # step of a `generate` that continues meanwhile
 
@@ -179,7 +179,7 @@ class DecodeGraphs:
             self._settle()
             self._memories.clear()
             self._steps.clear()
-            self._told.clear()
+            self._logged.clear()
             self._state = self._refusal = None
 
     def _settle(self) -> None:
@@ -231,7 +231,8 @@ class DecodeGraphs:
         """Copy a cache into a free memory of its size, or into a new one.
 
         For a new long one, those are dropped that are smaller and that no other cache uses: kept for later caches, they
-        would take several times the memory of the last. `cache` itself keeps what it is a view of until it is copied.
+        would take several times the memory of the last. `cache` itself keeps the memory that it views until it is
+        copied.
         """
         rows, capacity = rounded(batch) if self.recorder.rounded else batch, capacity_for(length_of(cache) + 1)
         memory = next((m for m in self._memories if m.is_free(cache) and m.serves(cache, rows, capacity)), None)
@@ -272,8 +273,8 @@ class DecodeGraphs:
 
     def tell(self, reason: str) -> None:
         """Log why a step is not captured, once for each reason."""
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             message = f"a decoding step runs without {self.recorder.form}: {reason}"
             hint = f"see `ktc explain {self.recorder.code}`"
             log.warning("%s", render([Diagnostic(self.recorder.code, message, hint=hint, severity="warning")]))
@@ -386,7 +387,7 @@ def record_step(
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:
-    """Return what a step on `memory` reads, for all rows: ids, positions, and which columns are not padding."""
+    """Return the inputs of a step on `memory`, for all rows: ids, positions, and which columns are not padding."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     batch, length = ids.shape[0], length_of(inputs[CACHE]) + 1
     present = torch.ones((batch, memory.capacity), dtype=torch.int64, device=ids.device)

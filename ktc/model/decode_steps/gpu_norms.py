@@ -90,7 +90,7 @@ def _candidates(model: nn.Module, device: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _epsilon_name(norm: nn.Module) -> str | None:
-    """Return the attribute in which a norm holds epsilon, None for a module that computes something else."""
+    """Return the attribute in which a norm has its epsilon, None for a module of another computation."""
     weight = cast("Tensor", norm.weight)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, weight.shape[0], generator=generator).to(weight.device, weight.dtype)

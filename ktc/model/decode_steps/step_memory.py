@@ -148,7 +148,7 @@ class StepMemory:
             for kept, memory in zip((layer.keys, layer.values), pair, strict=True):
                 batch, first = kept.shape[0], length - kept.shape[-2]
                 source = kept.clone() if _shares_storage(kept, memory) else kept
-                memory.zero_()  # what a mask leaves out is still multiplied, by 0: an old NaN would stay one
+                memory.zero_()  # masked values are still multiplied, by 0: an old NaN would stay one
                 memory[:batch, :, first:length] = source
                 memory[batch:, :, first:length] = source[:1]
             keys, values = map(_alias, pair)
@@ -197,7 +197,7 @@ def capacity_for(positions: int) -> int:
 
 
 def _empty(kept: Tensor, rows: int, capacity: int) -> Tensor:
-    # zeros: what a mask leaves out is still multiplied, by 0
+    # zeros: masked values are still multiplied, by 0
     return zeros_on_huge_pages((rows, kept.shape[1], capacity, kept.shape[3]), kept)
 
 
@@ -246,7 +246,7 @@ class StepLayer(StaticLayer):
         return keys, values
 
     def get_seq_length(self, *args: Any) -> Any:
-        """Return the position, a tensor: what a model computes from it is part of the captured step."""
+        """Return the position as a tensor, so that a model's computations with it are part of the captured step."""
         return self.position[0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Memory on huge pages: mappings for packed weights and saved activations, and what PyTorch has allocated."""
+"""Memory on huge pages: mappings for packed weights and saved activations, and tensors that PyTorch has allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLLAPSE: Final = 25  # MADV_COLLAPSE of Linux 6.1: at once, and not when the k
 def anonymous(size: int, what: str) -> mmap.mmap:
     """Map `size` zeroed bytes. Memory is taken when it is written, not here.
 
-    Raises `MemoryError` with the number of bytes and `what` they are for.
+    Raises `MemoryError` with the number of bytes and their purpose, `what`.
     """
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

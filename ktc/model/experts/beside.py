@@ -1,4 +1,4 @@
-"""Work beside the stream of a model: what the model does next runs at the same time, until it needs the result.
+"""Work beside the stream of a model: the model's next operations run at the same time, until one needs the result.
 
 In: work whose result is one tensor. Out: the tensor at once, and the model's stream waits for the work before the first
 operation that reads or writes it. A view of it waits for nothing. So a block that adds shared experts to routed ones
@@ -35,7 +35,7 @@ class StreamOrder(Protocol):
         ...
 
     def join(self, device: torch.device) -> None:
-        """Let what the model enqueues next on `device` wait for all work that was started."""
+        """Let the next operations of the model on `device` wait for all work that was started."""
         ...
 
 
@@ -77,7 +77,7 @@ class Beside(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let functions that `torch.compile` has made run as they are; otherwise it would leave them out for good."""
+        """Let compiled functions run as they are; otherwise `torch.compile` would never compile them again."""
         return True
 
     @contextmanager
@@ -105,7 +105,7 @@ class Beside(TorchDispatchMode):
             self._pending = out  # not before: the work itself writes it. After an error too: a part may be under way
 
     def join(self) -> None:
-        """Let the model's stream wait for what was started."""
+        """Let the model's stream wait for the work that was started."""
         if (pending := self._pending) is not None:
             self._pending = None
             self._order.join(pending.device)

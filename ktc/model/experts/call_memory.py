@@ -2,7 +2,7 @@
 
 In: the inputs of a call on the GPU. Out: the same in pinned memory, after one kernel, where a copy of each would be
 three; and the result on the GPU, after one more. A kernel begins sooner after another kernel than a copy does.
-A GPU that the memory was not pinned for takes copies instead, and the log says so, once (L455).
+If the memory was pinned for another GPU, copies are used instead, with one warning in the log (L455).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`CalledExperts`: `FusedMoe` in the place of an experts module that its layer calls in a way of its own.
 
-In: what the stock module took, by position or by name. Out: what it returned. Refused: other arguments.
+In: the arguments of the stock module, by position or by name. Out: its result. Refused: other arguments.
 """
 
 from __future__ import annotations

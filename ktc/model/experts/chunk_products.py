@@ -85,7 +85,7 @@ class ChunkProducts:
         return d_x, d_weights
 
     def _inner(self, x: Tensor, low: Tensor | None, rows: Rows, run: range, matrices: Matrices) -> tuple[Any, ...]:
-        """Return what the activation takes: the product, LoRA's product, the bias, and their experts."""
+        """Return the inputs of the activation: the product, LoRA's product, the bias, and their experts."""
         added = None if self._gate_up is None or low is None else self._gate_up.outputs(low, rows, run)
         return times_rows(x, matrices.gate_up, rows.ends), added, matrices.gate_up_bias, rows.experts
 

@@ -25,7 +25,7 @@ def serves(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
 
 
 def described(device: torch.device) -> str:
-    """Return what multiplies bf16 experts on a device."""
+    """Return the name of the product of bf16 experts on a device."""
     return f"products by {'grouped_mm' if _has_kernel(device, torch.bfloat16) else 'a loop over the experts'}"
 
 

@@ -1,10 +1,10 @@
 """The state of packed weights: waiting for a load, loaded, or in the layout that kernels read.
 
 In: which parts are loaded, and calls of `restore` and `process`. Out: a `LoadState`, and a located refusal (L460) of
-what would compute with other than whole weights.
+computing with incomplete weights.
 
 A first load ends in KERNEL_LAYOUT: each part is written in the kernel's own layout, and nothing was derived from an
-earlier one. After `restore` it ends in PACKED_CANONICAL, and `process` renews what was derived (copies on a GPU).
+earlier one. After `restore` it ends in PACKED_CANONICAL, and `process` renews derived data (copies on a GPU).
 Memory stays where it is, so addresses in captured steps stay valid.
 """
 

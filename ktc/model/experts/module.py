@@ -30,7 +30,7 @@ class Check(Protocol):
     """A check before each call."""
 
     def check(self) -> None:
-        """Report what was changed since the model was loaded."""
+        """Report changes since the model was loaded."""
         ...
 
 
@@ -43,7 +43,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     are registered parameters.
 
     `.to(device)` moves nothing. `.float()`, `.half()` and the like change the dtype of the reference; a kernel computes
-    in the dtype it was built for (L429 says so) and returns the dtype of its hidden states.
+    in the dtype it was built for (a warning, L429) and returns the dtype of its hidden states.
     K may differ from `top_k`. Copies share weights that are frozen.
 
     Args:
@@ -72,14 +72,14 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
             self.weights.stock = cast("dict[Any, nn.Parameter]", self._parameters)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a stock tensor that is not a parameter of the module, or what PyTorch keeps outside `__dict__`."""
+        """Return a stock tensor that is not a parameter of the module, or an attribute that PyTorch keeps elsewhere."""
         weights = self.__dict__.get("weights")
         if isinstance(weights, ExpertsWeights) and name in weights.stock and name not in self._parameters:
             return weights.stock[name]
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, in place of a stock tensor too: kernels do not read it, and the guard says so."""
+        """Register a parameter, in place of a stock tensor too: kernels do not read it, and the guard warns."""
         if name in self.weights.stock:
             self._parameters[name] = param
         else:
@@ -126,7 +126,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         self._show()
 
     def before_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Refuse weights of experts (L436). A load that is not strict would drop them without a word."""
+        """Refuse weights of experts (L436). A load that is not strict would silently drop them."""
         entry = next((name for name in state_dict if name.startswith(prefix)), None)
         if entry is not None and not self.weights.training.trains:
             message = f"`{entry}` cannot be loaded into a compiled model: the weights of its experts are fixed"

@@ -1,8 +1,8 @@
 """Experts modules of a model's own: where they keep the matrices of each expert, and how their layer calls them.
 
-In: a module whose class is not one of transformers' decorated experts, and what capture read from its code. Out: its
-tensors in the stock layout of a form (`StockExperts`), and the routed call that each way of calling it means. Refused:
-a module that does not hold these tensors.
+In: a module whose class is not one of transformers' decorated experts, and the facts that capture read from its code.
+Out: its tensors in the stock layout of a form (`StockExperts`), and its calls as calls of routed experts. Refused: a
+module without these tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ExpertStack(nn.Module):
 
 
 class StockExperts(ExpertStack):
-    """The tensors of an experts module. `inputs` and `called` say how the module that replaces it is called."""
+    """The tensors of an experts module. `inputs` and `called` describe the calls of the module that replaces it."""
 
     def __init__(self, stacked: Mapping[StockTensor, Tensor], inputs: Mapping[str, Role], called: Called) -> None:
         super().__init__(stacked)

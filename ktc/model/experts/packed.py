@@ -264,8 +264,8 @@ class PackedExperts:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the layer's output, and if `save` the bytes that backward needs beside the inputs.
 
-        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up. A call that saves nothing is
-        handed to the recorder of `context`.
+        `interleaved`: the outputs of LoRA on gate_up alternate between gate and up. The recorder of `context` receives
+        a call that saves nothing.
         """
         tokens = x_TH.shape[0]
         out_TH = torch.empty_like(x_TH)

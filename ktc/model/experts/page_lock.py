@@ -1,4 +1,4 @@
-"""Page-locked host memory: a GPU's bus reads it at full speed, beside the work of both sides.
+"""Page-locked host memory: a GPU's bus reads it at full speed, while host and GPU work.
 
 In: a storage in host memory and the object that owns it. The lock ends with the owner: another model may get the same
 address, and the bus would read old pages.
@@ -21,7 +21,7 @@ _tried: Final[set[tuple[int, int]]] = set()  # address and size of every storage
 
 
 def page_lock(storage: Tensor, owner: object) -> None:
-    """Lock the pages of `storage` once, until `owner` is gone. Where that fails, a warning says so."""
+    """Lock the pages of `storage` once, until `owner` is gone. Log a warning where that fails."""
     region = storage.data_ptr(), storage.nbytes
     if region in _tried:
         return
@@ -44,5 +44,5 @@ def _unlock(region: tuple[int, int], *, locked: bool) -> None:
     if not locked:
         return
     for device in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(device)  # what it still copies
+        torch.cuda.synchronize(device)  # it may still copy
     cast("Any", torch.cuda.cudart()).cudaHostUnregister(region[0])

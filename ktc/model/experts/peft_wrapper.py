@@ -157,7 +157,7 @@ def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> N
 
 def _unsuited(r: int, settings: Mapping[str, Any]) -> str:
     """Return the setting of this adapter that experts cannot have, "" if there is none."""
-    # PEFT 0.19 and newer hand on the config, older releases its fields
+    # PEFT 0.19 and newer pass the config, older releases its fields
     config = cast("Mapping[str, Any]", settings["config"].__dict__ if "config" in settings else settings)
     dropout, initialisation = config["lora_dropout"], config["init_lora_weights"]
     if r > MAX_RANK:

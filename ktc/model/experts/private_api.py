@@ -49,7 +49,7 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
 
 
 class LoadHooks(_Module):
-    """A base before a module class: what it does around the loading of its own entries of a state dict."""
+    """A base before a module class: methods that run before and after its own entries of a state dict are loaded."""
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self.before_load(state_dict, prefix)
@@ -60,11 +60,11 @@ class LoadHooks(_Module):
         """Check the entries that begin with `prefix`."""
 
     def after_load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Change what was loaded."""
+        """Change the loaded tensors."""
 
 
 class ConversionHook(_Module):
-    """A base before a module class: what it does where `to`, `float` and the like convert its tensors."""
+    """A base before a module class: a method that runs where `to`, `float` and the like convert its tensors."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(fn, recurse) if self.converts(fn) else self

@@ -1,7 +1,7 @@
 """The kernels' quantised formats in plain PyTorch: codes and scales for given weights, and the weights of codes.
 
 In: one matrix (rows, columns). Out: codes (rows, columns) of one byte and fp32 scales (rows, groups), or bf16 weights.
-`int8` quantises rows of activations too: `int8_product` is what such a kernel computes forward and backward.
+`int8` quantises rows of activations too: `int8_product` is the product of such a kernel, forward and backward.
 The C++ of `runtime/include/ktc/weight_format` must agree to the last bit. Refused: weights that are not finite.
 """
 

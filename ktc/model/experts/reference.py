@@ -1,8 +1,7 @@
-"""The routed experts in plain PyTorch: the meaning of `fused_moe`, and what runs when a model is loaded as reference.
+"""The routed experts in plain PyTorch: the definition of `fused_moe`, and the code of a model loaded as reference.
 
-In: tensors as a stock experts module holds them, and the form that says how to read them. Refused: an expert that does
-not exist, a form and biases that contradict each other. Tensor suffixes: T tokens, H hidden, I intermediate, E experts,
-K experts per token.
+In: tensors as a stock experts module holds them, and their form. Refused: an expert that does not exist, a form and
+biases that contradict each other. Tensor suffixes: T tokens, H hidden, I intermediate, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def fused_moe_reference(
     """Compute routed experts: `(T, H), (T, K) int64, (T, K) -> (T, H)`, differentiable in every float input.
 
     `stock` are gate_up (E, 2I, H) and down (E, H, I), and their biases (E, 2I) and (E, H) where the form has them.
-    They are stored as `form` says: the shapes above are those of a plain form. `lora` adds low-rank products to both,
-    `products` says how else to multiply than with the values themselves.
-    Raises `IndexError` for an expert that does not exist and `ValueError` for an unknown form, or biases where the form
-    has none or the other way round.
+    `form` gives their layout: the shapes above are those of a plain form. `lora` adds low-rank products to both.
+    `products` replace the products with the values themselves.
+    Raises `IndexError` for an expert that does not exist and `ValueError` for an unknown form, or biases that
+    contradict the form.
     Rows of one expert keep the order (k, token) and experts are added in ascending order, as the eager implementation
     of Hugging Face does, so that a model in fp32 generates the same tokens.
     """

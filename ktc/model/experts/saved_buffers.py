@@ -1,4 +1,4 @@
-"""Memory for what forward keeps for backward, used again call after call.
+"""Memory for the values that forward saves for backward, reused call after call.
 
 First touch of fresh pages can cost more than the kernel that fills them: 69 MB of gate and up took 17 to 150 ms beside
 470 ms of forward. An allocator gives blocks of that size back to the system; here a block returns to a list when
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ktc.model.experts.anonymous_memory import HUGE_PAGE, anonymous
 
-# Below it PyTorch's own allocator has blocks at hand, and pages to touch are few.
+# PyTorch's own allocator keeps smaller blocks, and they have few pages to touch.
 SMALLEST: Final = 1 << 20
 
 

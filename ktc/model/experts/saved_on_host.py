@@ -1,8 +1,8 @@
 """Tensors that backward needs, kept in host memory from forward to backward.
 
-In: a tensor on any device. Out: the same values there, when backward asks. Both copies run beside the GPU's other work.
-Backward asks in the reverse of forward's order, so those that were saved before are fetched with each one. On the CPU
-nothing is copied.
+In: a tensor on any device. Out: the same values there, when backward needs them. Both copies run beside the GPU's other
+work. Backward needs tensors in the reverse of forward's order, so some that were saved earlier are fetched with each
+one. On the CPU nothing is copied.
 """
 
 from __future__ import annotations

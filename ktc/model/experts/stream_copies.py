@@ -1,4 +1,4 @@
-"""Copies from host memory to a device beside its other work, and how long they took.
+"""Copies from host memory to a device beside its other work, and their durations.
 
 In: bytes of both sides. Out: an `Arrival`, for which the device's current stream waits before it reads. On the CPU a
 copy is done when it is issued.
@@ -73,7 +73,7 @@ class CudaCopies(Copies):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # which may still read what is to be overwritten
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which may still read the target's old bytes
 
     def send(self, source: Tensor, target: Tensor, after: Sequence[Mark]) -> Arrival:
         with torch.cuda.stream(self._stream):

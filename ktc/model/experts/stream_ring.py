@@ -139,7 +139,7 @@ class Ring:
                 self._visitor = 0
 
     def forget(self) -> None:
-        """Drop what was sent ahead, once it has arrived: its source is about to change."""
+        """Drop the pieces that were sent ahead, once they have arrived: their source is about to change."""
         with self._turn:
             self._copies.finish()
             while self._ready:
@@ -260,7 +260,7 @@ class Ring:
         self._send()
 
     def _leave(self) -> None:
-        """Drop what the visit did not take."""
+        """Drop the pieces that the visit did not take."""
         plan, self._current = self._plans.popleft(), None
         while self._ready and self._ready[0].plan is plan:
             self._give_up(self._ready.popleft())

@@ -6,7 +6,7 @@ Several GPUs share a layer's experts: each receives its own through its own bus 
 Forward saves its input alone, in host memory. Backward sends the weights again and computes gate and up again. The
 gradient of a routing weight is <h, dh>, with h the input of down and dh its gradient before the weight, so that the
 outputs of down are not computed again.
-Out: what the kernel computes, in the GPU's rounding. Refused: what `ExpertStream` refuses.
+Out: the output of the kernel, in the GPU's rounding. Refused: as `ExpertStream`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def compute(
 
 
 class _StreamedExperts(torch.autograd.Function):
-    """Forward keeps hidden states (in host memory), routing and factors; nothing of what it computed."""
+    """Forward keeps hidden states (in host memory), routing and factors, and none of its results."""
 
     @staticmethod
     def forward(

@@ -76,7 +76,7 @@ class Trained(HostBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call as backward sees it. `state` is that of the parameters when forward ran."""
+    """A call, for its backward. `state` is that of the parameters when forward ran."""
 
     weights: ExpertsWeights
     packed: PackedExperts

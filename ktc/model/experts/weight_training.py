@@ -1,4 +1,4 @@
-"""How the weights of a layer's experts are kept beside their packed form: rounded, trained, or merged with an adapter.
+"""The training of a layer's expert weights, which are kept beside their packed form: rounded, trained, or merged.
 
 Three meanings of INT4 in training, which are never mixed in one layer:
 
@@ -28,7 +28,7 @@ MASTERS: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.f
 
 @dataclass(frozen=True, slots=True)
 class WeightTraining:
-    """`grid`: what weights are rounded to, `None` for nothing. `masters`: the dtype of trained weights."""
+    """`grid`: the values that weights are rounded to, `None` for all. `masters`: the dtype of trained weights."""
 
     grid: Int4Grid | None = None
     masters: torch.dtype | None = None

@@ -3,7 +3,7 @@
 A layer has both where packed weights change with the parameters that they are made of (`weight_training.py`).
 
 In: one part of one expert at a time, as values, codes or GGUF blocks, or the packed bytes of all experts at once.
-Out: what backends read, and which parts were never loaded.
+Out: the tensors that backends read, and the parts that were never loaded.
 `restore` begins a load into the same memory, and `process` ends it (`load_state.py`).
 Refused (`ValueError`): a part that the form lacks, another shape, packed bytes or codes without a kernel.
 """
@@ -36,7 +36,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 class ExpertsWeights:
-    """Weights of one layer. `packed` holds them, or `stock` where there is no kernel, or both as `training` says.
+    """Weights of one layer. `packed` holds them, or `stock` where there is no kernel, or both, depending on `training`.
 
     With a kernel that packs once, the stock tensors are shapes without storage, and every value in them is NaN.
     `dtype` is that of frozen stock tensors and of the reference. `fqn` is the module's name in the model, from the
@@ -77,7 +77,7 @@ class ExpertsWeights:
         return self.packed.nbytes + kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsWeights:
-        """Copy what trains and what changes with it; copies of a layer share the rest."""
+        """Copy the weights that train, and those made of them; copies of a layer share the rest."""
         copied = self.__new__(type(self))
         memo[id(self)] = copied
         if not self.training.trains:

@@ -130,7 +130,7 @@ def spelled(operation: ConversionOps) -> str:
 
 
 def names_one_by_one(model: PreTrainedModel) -> Mapping[str, str]:
-    """Return what checkpoints call gate, up and down of one expert, or nothing if they keep experts stacked."""
+    """Return the checkpoint's names of gate, up and down of one expert, or nothing if it keeps experts stacked."""
     names: dict[str, str] = {}
     for step in renamings_and_converters(model)[1]:
         if "MergeModulelist" in [type(operation).__name__ for operation in step.operations]:

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import read_json
 from ktc.foundation.regular_files import read_regular
+from ktc.model.hf.foreign_errors import first_line
 
 FILE = "generation_config.json"
 _MOST_BYTES = 1 << 20
@@ -23,6 +24,5 @@ def read_generation_config(folder: Path) -> GenerationConfig:
             raise ValueError("it is not a JSON object")
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises anything on an invalid value
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        message = f"`{path}` cannot be used: {reason}"
+        message = f"`{path}` cannot be used: {first_line(error) or type(error).__name__}"
         raise InputRefused(Diagnostic("L402", message, hint="copy it from the original model again")) from error

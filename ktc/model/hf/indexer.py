@@ -1,4 +1,4 @@
-"""The indexers that some models of transformers train: small attention that chooses positions (DeepSeek-V3.2)."""
+"""The trained indexers of some models: small attention modules that choose positions (DeepSeek-V3.2)."""
 
 from __future__ import annotations
 

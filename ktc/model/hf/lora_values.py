@@ -1,4 +1,4 @@
-"""The values of a `LoraConfig` in JSON: which of them LoRA can have, and which ranks the tensors of an adapter can.
+"""The values of a `LoraConfig` in JSON: whether LoRA can have them, and whether the adapter's tensors have its ranks.
 
 In: the JSON object. Out: its faults, each with the field. PEFT's own class checks no types: a rank of 1,000,000,000
 allocates before a tensor is read, and `megatron_core` names a module that is imported.
@@ -26,9 +26,9 @@ def value_faults(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"`{name}` is missing"
     for name, (fits, wanted) in _FIELDS.items():
         if name in config and not fits(config[name]):
-            yield f"`{name}` is {_shown(config[name])}, expected {wanted}"
+            yield f"`{name}` is {reprlib.repr(config[name])}, expected {wanted}"
     if config.get("megatron_config"):
-        yield "`megatron_config` is set, by which PEFT imports a module that the file names"
+        yield "`megatron_config` is set, which makes PEFT import a module that the file names"
 
 
 def reason_against(config: Mapping[str, Any]) -> str:
@@ -41,7 +41,7 @@ def reason_against(config: Mapping[str, Any]) -> str:
 
 
 def patterns_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the values of a valid config that PEFT matches as regular expressions with the names of modules."""
+    """Return the values of a valid config that PEFT uses as regular expressions for names of modules."""
     single = (config.get(name) for name in ("target_modules", "exclude_modules"))
     layers: object = config.get("layers_pattern")
     of_layers = cast("list[str]", layers) if isinstance(layers, list) else [layers]
@@ -70,12 +70,8 @@ def rank_fault(config: Mapping[str, Any], factors: Iterable[TensorEntry]) -> str
     return f"no tensor has the rank {max(ranks)}" if max(ranks) > (largest or _SMALL_RANK) else ""
 
 
-def _shown(value: object) -> str:
-    return reprlib.repr(value)
-
-
-def _is_whole(value: object, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high
+def _whole(low: int) -> _Test:
+    return lambda value: type(value) is int and low <= value <= 1 << 20
 
 
 def _is_number(value: object) -> bool:
@@ -88,62 +84,44 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_PATTERN
 
 
-def _are(value: object, test: _Test) -> bool:
-    return isinstance(value, list) and all(test(item) for item in cast("Sequence[object]", value))
+def _is_truth(value: object) -> bool:
+    return type(value) is bool
 
 
-def _pattern(test: _Test) -> _Test:
+def _list_of(test: _Test) -> _Test:
+    return lambda value: isinstance(value, list) and all(map(test, cast("Sequence[object]", value)))
+
+
+def _object_of(test: _Test) -> _Test:
     def fits(value: object) -> bool:
-        if value is None:
-            return True
-        return isinstance(value, dict) and all(
-            _is_name(key) and test(item) for key, item in cast("dict[object, object]", value).items()
-        )
+        items = cast("dict[object, object]", value).items() if isinstance(value, dict) else [(None, None)]
+        return all(_is_name(key) and test(item) for key, item in items)
 
     return fits
 
 
-def _names_or_one(value: object) -> bool:
-    return value is None or _is_name(value) or _are(value, _is_name)
-
-
-def _names(value: object) -> bool:
-    return value is None or _are(value, _is_name)
-
-
-def _truth(value: object) -> bool:
-    return type(value) is bool
-
-
-def _rank(value: object) -> bool:
-    return _is_whole(value, 1, 1 << 20)
-
-
-def _layers(value: object) -> bool:
-    return value is None or _is_whole(value, 0, 1 << 20) or _are(value, lambda item: _is_whole(item, 0, 1 << 20))
-
-
-def _optional_name(value: object) -> bool:
-    return value is None or _is_name(value)
+def _optional(*tests: _Test) -> _Test:
+    return lambda value: value is None or any(test(value) for test in tests)
 
 
 _FIELDS: Final[Mapping[str, tuple[_Test, str]]] = {
-    "r": (_rank, "a rank"),
+    "r": (_whole(1), "a rank"),
     "lora_alpha": (_is_number, "a finite number"),
     "lora_dropout": (lambda value: _is_number(value) and 0 <= cast("float", value) <= 1, "a number from 0 to 1"),
-    "rank_pattern": (_pattern(_rank), "an object of ranks"),
-    "alpha_pattern": (_pattern(_is_number), "an object of finite numbers"),
+    "rank_pattern": (_optional(_object_of(_whole(1))), "an object of ranks"),
+    "alpha_pattern": (_optional(_object_of(_is_number)), "an object of finite numbers"),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "`none`, `all` or `lora_only`"),
-    "init_lora_weights": (lambda value: type(value) is bool or _optional_name(value), "a truth value or a name"),
+    "init_lora_weights": (_optional(_is_truth, _is_name), "a truth value or a name"),
     "task_type": (lambda value: value is None or value in _TASKS, f"one of {', '.join(_TASKS)}"),
-    "layers_to_transform": (_layers, "numbers of layers"),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), (_names_or_one, "a text or several")),
-    **dict.fromkeys(("modules_to_save", "target_parameters"), (_names, "a list of texts")),
+    "layers_to_transform": (_optional(_whole(0), _list_of(_whole(0))), "numbers of layers"),
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules", "layers_pattern"),
+        (_optional(_is_name, _list_of(_is_name)), "a text or several"),
+    ),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), (_optional(_list_of(_is_name)), "a list of texts")),
     **dict.fromkeys(
         ("fan_in_fan_out", "use_rslora", "use_dora", "use_qalora", "lora_bias", "inference_mode"),
-        (_truth, "a truth value"),
+        (_is_truth, "a truth value"),
     ),
-    **dict.fromkeys(
-        ("base_model_name_or_path", "revision", "peft_version"), (_optional_name, "a text")
-    ),
+    **dict.fromkeys(("base_model_name_or_path", "revision", "peft_version"), (_optional(_is_name), "a text")),
 }  # fmt: skip

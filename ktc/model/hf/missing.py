@@ -1,4 +1,4 @@
-"""Why a checkpoint lacks a tensor of the model, as far as its files and config.json say: every cause is looked up."""
+"""Why a checkpoint lacks a tensor of the model: the known causes, by its files and config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def why_missing(config: PreTrainedConfig, index: CheckpointIndex, unused: Sequen
     if other := not_a_causal_lm(config):
         return other
     if absent := absent_shards(index.files):
-        return f"download or copy {listing(absent, 3)}, which the names of the other shards count"
+        return f"download or copy {listing(absent, 3)}, which belong to the numbered shards"
     if unused:
         return f"the checkpoint has {listing(unused, 3)}, for which the model that config.json describes has no place"
     return "no shard is absent, so the checkpoint was saved without it: give the one of the whole model"

@@ -24,21 +24,13 @@ _GENERATION: Final = "ForConditionalGeneration"
 def not_a_causal_lm(config: PreTrainedConfig) -> str:
     """Return which other kind of model config.json names, as a sentence; empty if it names a causal LM or nothing."""
     named = cast("list[str]", getattr(config, "architectures", None) or [""])[0]
-    causal = {*cast("dict[str, Any]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).values(), _own_causal_lm(config)}
+    own_classes = cast("Mapping[str, object]", getattr(config, "auto_map", None) or {})
+    own_class = str(own_classes.get("AutoModelForCausalLM", "")).rpartition(".")[2]
+    causal = {*cast("dict[str, Any]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).values(), own_class}
     if named in causal or named.endswith(_WITH_A_HEAD):
         return ""
     kind = next((words for ending, words in _KINDS.items() if named.endswith(ending)), "")
     if named.endswith(_GENERATION):
-        kind = "an encoder-decoder model" if config.is_encoder_decoder else "a multimodal model" * _has_parts(config)
+        has_parts = config.get_text_config() is not config  # one for the text, besides those of other modalities
+        kind = "an encoder-decoder model" if config.is_encoder_decoder else "a multimodal model" * has_parts
     return f"config.json names `{named}`, {kind}; ktc compiles causal LMs" if kind else ""
-
-
-def _own_causal_lm(config: PreTrainedConfig) -> str:
-    """Return the class that a checkpoint with its own code names for causal language models, "" without one."""
-    named = cast("Mapping[str, object]", getattr(config, "auto_map", None) or {})
-    return str(named.get("AutoModelForCausalLM", "")).rpartition(".")[2]
-
-
-def _has_parts(config: PreTrainedConfig) -> bool:
-    """Return whether the config has one of its own for the text, besides those of other modalities."""
-    return config.get_text_config() is not config

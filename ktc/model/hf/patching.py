@@ -1,9 +1,9 @@
 """Other code for one object: the only way in which ktc changes modules, configs and caches of other libraries.
 
-`Patch` is for good: a class before the object's own, under the name and module of that class. Patches stack, and each
+`Patch` is permanent: a class before the object's own, under the name and module of that class. Patches stack, and each
 of them can be removed. Copies keep them, and a pickle names the stock class.
-`with_attributes` is for a time: attributes of the object itself. Code inside may read the object's exact class.
-`called_as` is for a time too: calls of a module, without its hooks.
+`with_attributes` is a context: it sets attributes of the object itself. Code inside may read the object's exact class.
+`called_as` is a context: it replaces calls of a module, without its hooks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Patch:
 
     @classmethod
     def remove_from(cls, target: object) -> None:
-        """Take the patch back, whether others were put on it or not. Raises ValueError for an object without it."""
+        """Remove the patch, whether others were put on it or not. Raises ValueError for an object without it."""
         stock, patches = _parts(type(target))
         left = list(patches)
         left.remove(cls)
@@ -74,15 +74,15 @@ def _empty(stock: type[Any], patches: tuple[type[Patch], ...]) -> Any:
 @contextmanager
 def with_attributes(target: object, **attributes: object) -> Generator[None]:
     """Set attributes of this one object for a while, past `nn.Module.__setattr__`, which would register modules."""
-    own = vars(target)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    present = vars(target)
+    before = {name: present[name] for name in attributes if name in present}
+    present.update(attributes)
     try:
         yield
     finally:
         for name in attributes.keys() - before.keys():
-            own.pop(name, None)
-        own.update(before)
+            present.pop(name, None)
+        present.update(before)
 
 
 class _CalledAs(Patch):

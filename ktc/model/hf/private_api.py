@@ -67,7 +67,7 @@ def initialise_buffers(model: nn.Module, module: nn.Module) -> bool:
 
 
 def takes_bool_masks(model: nn.Module) -> bool:
-    """Return whether transformers makes bool masks for a model, which its class says by its support of `sdpa`."""
+    """Return whether transformers makes bool masks for a model: it does if the class supports `sdpa`."""
     return bool(getattr(model, "_supports_sdpa", False))
 
 

@@ -64,7 +64,7 @@ def _auto_map(folder: Path) -> Mapping[str, Any]:
 
 
 def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Run the code in `folder`: the config (read from `config_folder`, if given) and the class of the model.
+    """Run the code in `folder`. Return the config (read from `config_folder`, if given) and the class of the model.
 
     The config's class is registered for the model's class alone, so this config always builds this model. Raises
     `InputRefused` (I109) if the code cannot be used.
@@ -85,8 +85,10 @@ def run_code(folder: Path, config_folder: Path | None = None) -> tuple[PreTraine
             config = _class(references["AutoConfig"], folder, PreTrainedConfig).from_pretrained(config_folder or folder)
         else:
             stock = cast("PreTrainedConfig", AutoConfig.from_pretrained(config_folder or folder, local_files_only=True))
-            config = _of_a_class_of_its_own(stock)
-        model_class = _as_auto_model_does(model_class)
+            patch: type[Patch] = type("OwnConfig", (Patch,), {})
+            config = patch.put_on(stock)
+        model_class.register_for_auto_class(_MODEL)  # as `AutoModelForCausalLM` does
+        model_class = cast("Any", auto_factory).add_generation_mixin_to_remote_model(model_class)
         model_class.config_class = type(config)
         AutoModelForCausalLM.register(type(config), model_class, exist_ok=True)
     except Exception as error:  # foreign code raises anything
@@ -110,14 +112,3 @@ def _class(reference: str, folder: Path, wanted: type[Any]) -> Any:
     if not (isinstance(named, type) and issubclass(named, wanted)):
         raise TypeError(f"`{reference}` is not a `{wanted.__name__}`")
     return named
-
-
-def _as_auto_model_does(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Mark the class as code of a checkpoint, and give it `generate` where it was written before that was a mixin."""
-    model_class.register_for_auto_class(_MODEL)
-    return cast("Any", auto_factory).add_generation_mixin_to_remote_model(model_class)
-
-
-def _of_a_class_of_its_own(config: PreTrainedConfig) -> PreTrainedConfig:
-    own: type[Patch] = type("OwnConfig", (Patch,), {})
-    return own.put_on(config)

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint into the stock model by transformers' own loading code, some tensors at a time.
 
 In: the stock model, mostly on meta, and tensors by their names in the checkpoint. Out: the same model with the
-parameters that these tensors fill. `ktc prove` reads the stock side so: rows of `weights.json` play no part in it.
+parameters that these tensors fill. So `ktc prove` reads the stock side without the rows of `weights.json`.
 Refused: a tensor that transformers cannot convert, or that has another shape than its parameter.
 """
 
@@ -43,7 +43,7 @@ def targets_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Fill the parameters of `model` from `tensors`, in the dtypes that the parameters have. Return what went wrong.
+    """Fill the parameters of `model` from `tensors`, in the dtypes of the parameters. Return the faults.
 
     `tensors` may hold slices of safetensors files, which are read one by one.
     """

@@ -18,10 +18,10 @@ from ktc.model.hf.private_api import model_of_config
 def build_on_meta(
     config: PreTrainedConfig, dtype: torch.dtype, model_class: type[PreTrainedModel] | None = None, **options: Any
 ) -> PreTrainedModel:
-    """Return the model of `config` without storage, in evaluation mode: of the class that transformers finds, or of
-    `model_class`.
+    """Return the model of `config` without storage, in evaluation mode.
 
-    `options` are those of `from_config`. Raises what the model's code raises on its config.
+    Its class is `model_class`, or the one that transformers chooses. `options` are those of `from_config`. Raises what
+    the model's code raises on its config.
     """
     with torch.device("meta"):
         if model_class is None:
@@ -34,7 +34,7 @@ def build_on_meta(
 def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config that `AutoModelForCausalLM` gives to `model_class`: all of it, or its part for text.
 
-    The config of a model with images or sound has a part for each; a class that takes the text's alone is given that.
+    The config of a model with images or sound has a part for each. A class that takes the text's part alone gets that.
     """
     wanted = cast("dict[str, Any]", config.sub_configs).get("text_config")
     if wanted is None or getattr(model_class, "config_class", None) is not wanted:

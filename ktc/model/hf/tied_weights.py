@@ -1,4 +1,4 @@
-"""Weights of a model that share their values with another: what is added to the one would change the other."""
+"""Weights of a model that share their values with another, which an addition to either changes."""
 
 from __future__ import annotations
 

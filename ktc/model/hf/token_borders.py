@@ -3,7 +3,7 @@
 In: a tokenizer, and a text with the text before it. Out: the token ids of the whole, and the number of those before
 the part. The parts are never tokenised apart: a tokenizer may join the end of a prompt and the start of its answer, and
 one that puts a space before every text would put it between the two. A part begins at the first token that the text
-before it does not have by itself, as in TRL. Such a token may hold characters of both.
+before it does not have when it is tokenised alone, as in TRL. Such a token may hold characters of both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-Stretch = tuple[int, int]
+Stretch = tuple[int, int]  # the first character of a token, and the one after its last
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.regular_files import read_regular, require_regular
+from ktc.model.hf.foreign_errors import first_line
 
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-_PANIC = "PanicException"  # of libraries in Rust, where one of their own indices is out of range; it is no `Exception`
+_PANIC = "PanicException"  # of libraries in Rust, for an internal fault; it does not derive from `Exception`
 
 
 def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
@@ -23,8 +24,7 @@ def read_tokenizer(folder: Path, code: str, **settings: Any) -> Any:
     except BaseException as error:  # the tokenizers library raises plain `Exception` on an invalid file, or panics
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
-        reason = str(error).strip().partition("\n")[0][:200]
-        message = f"`{folder}` has no tokenizer that can be read: {reason}"
+        message = f"`{folder}` has no tokenizer that can be read: {first_line(error)}"
         raise InputRefused(Diagnostic(code, message, hint=_remedy(folder))) from error
 
 

@@ -52,13 +52,13 @@ class Choice:
 def kept_choice(of: str, measure: Callable[[], Choice]) -> Choice:
     """Return the choice that an earlier process kept for `of` on this processor, or measure and keep it.
 
-    So processes on one machine choose alike, and a resumed run computes what the first one did.
+    So processes on one machine choose alike, and a resumed run computes the same as the first one.
     """
     key = json.dumps((of, cpu_name(), torch.__version__))
     path = environment.cache_dir() / "choices" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
         return decode(read_json(read_regular(path)), Choice)
-    except (OSError, ValueError, Undecodable):  # missing, or not what was written
+    except (OSError, ValueError, Undecodable):  # missing, or changed
         choice = measure()
     with contextlib.suppress(OSError):  # a cache that cannot be written is one measurement per process
         write_file(path, json.dumps(asdict(choice)))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.checkpoint.reader import bands
 from ktc.model.experts.private_api import LoadHooks
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import Gemv
 from ktc.model.linears.many_rows import ManyRows
 
 _STOCK_FORWARD = nn.Linear.forward  # FusedLinear runs a replacement of it too
-_BAND = 1 << 22  # weights that are rounded at once: 16 MB as fp32
 
 
 class FusedLinear(LoadHooks, nn.Linear):
@@ -59,9 +59,8 @@ class FusedLinear(LoadHooks, nn.Linear):
             return
         weight = self.weight.detach()
         rounded = weight if in_place else torch.empty_like(weight)
-        rows = max(1, _BAND // weight.shape[1])
-        for first in range(0, weight.shape[0], rows):
-            rounded[first : first + rows] = self.grid.rounded(weight[first : first + rows])
+        for band in bands(*weight.shape):
+            rounded[band] = self.grid.rounded(weight[band])
         if not in_place:
             self.weight = nn.Parameter(rounded, requires_grad=self.weight.requires_grad)
 

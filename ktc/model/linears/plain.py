@@ -1,4 +1,4 @@
-"""Whether a linear layer is only that: what replaces it would lose code that is around it."""
+"""Whether a linear layer is only that: a replacement would lose other code that runs with it."""
 
 from __future__ import annotations
 

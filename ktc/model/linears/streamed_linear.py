@@ -63,7 +63,7 @@ class StreamedLinear(LinearWithoutWeight):
         self.loads.loaded_all()
 
     def restore(self, name: str) -> None:
-        """Await a load into the same memory, and drop what was sent ahead."""
+        """Await a load into the same memory, and drop pieces that were sent ahead."""
         if self._ring is not None:
             self._ring.forget()
         super().restore(name)

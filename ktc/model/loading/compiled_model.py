@@ -71,7 +71,7 @@ class _Empty:
 class CompiledModel(GenerationHooks):
     """Mixin before a stock causal LM. `decode_graphs` computes the decoding steps of `generate`, where there is one.
 
-    `weights_state` says whether weights are being replaced: see `restore_weights`.
+    `weights_state` is the state of a replacement of the weights: see `restore_weights`.
     """
 
     decode_graphs: DecodeGraphs | None = None

@@ -1,4 +1,4 @@
-"""Loading a compiled model: what `ktc.load` is.
+"""`ktc.load`: a compiled model from its folder.
 
 In: the folder of a compiled model. Out: an HF-compatible causal LM. Refused, besides what `load_as` refuses: a class
 that transformers does not have, model code that is not trusted or not the one that was compiled.

@@ -65,7 +65,7 @@ class LoadedFrom:
 
 
 class LoadOptions(TypedDict, total=False):
-    """The options of `ktc.load` that say how weights are read."""
+    """The options of `ktc.load` about reading weights."""
 
     weights: str | Path | None
     reference: bool
@@ -111,7 +111,7 @@ def load_as(
     with progress_bar(f"loading {folder.name}") as bar:
         fill(model, placement, progress=options.get("progress") or bar)
     if library is not None:
-        _tell_of_spinning(num_threads(manifest))
+        _warn_of_spinning(num_threads(manifest))
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
     made_from = LoadedFrom(folder, manifest, library, reference, options.get("allow_nonfinite", False))
     return completed(model, made_from, placement, remembered, base)
@@ -156,7 +156,7 @@ def num_threads(manifest: Manifest) -> int:
 
 
 @functools.cache
-def _tell_of_spinning(threads: int) -> None:
+def _warn_of_spinning(threads: int) -> None:
     """Warn (L452) where idle threads of PyTorch keep the cores that kernels on other threads need. Once per process."""
     if threads == 1 or torch.get_num_threads() == 1 or on_torch_threads(threads) or not environment.openmp_spins():
         return
@@ -193,7 +193,7 @@ def _filling(
     return fill
 
 
-# What must hold before anything is read
+# Checks before anything is read
 
 
 def check_fit(manifest: Manifest, folder: Path, checkpoint: Path, reference: bool) -> KernelLibrary | None:

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 from ktc.foundation.memory_faults import memory_fault
 from ktc.model.checkpoint import WeightSource
+from ktc.model.hf.foreign_errors import first_line
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.loading import load, load_as, peft_glue
 from ktc.model.loading.buffers import compute_buffers
@@ -114,7 +115,7 @@ def _tried(folder: Path, has_weights: bool) -> Trial:
 
 # The folder ----------------------------------------------------------------------------------------------------------
 def _opened(folder: Path) -> tuple[_Subject, list[str]]:
-    """Return the subject, and a note where this machine cannot run what was built for another one."""
+    """Return the subject, and a note where this machine cannot run kernels that were built for another one."""
     manifest, notes, reference = read_manifest(folder), list[str](), False
     try:
         check_devices(manifest.placement)
@@ -248,9 +249,8 @@ def _refused(step: str, error: Exception) -> InputRefused:
 
 def _in_words(error: Exception) -> str:
     """Return the exception with the place that raised it."""
-    words = (str(error).strip().splitlines() or [""])[0][:200]
     place = _place(error)
-    return f"{type(error).__name__}: {words}{place and f' ({place})'}"
+    return f"{type(error).__name__}: {first_line(error)}{place and f' ({place})'}"
 
 
 def _place(error: Exception) -> str:

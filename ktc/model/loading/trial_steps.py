@@ -1,4 +1,4 @@
-"""The steps of a trial: what users do with a loaded model, once each, on a few tokens.
+"""The steps of a trial: the uses of a loaded model, once each, on a few tokens.
 
 In: a model with any weights, and the adapter of its rules if they have one. Out: the steps that ran, and the exceptions
 of those that did not. A step that fails ends the trial only if the later ones need its result.

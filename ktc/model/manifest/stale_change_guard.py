@@ -148,7 +148,7 @@ class Remembered:
 
 
 def remember(model: PreTrainedModel, recipe: Sequence[Rewrite]) -> tuple[Remembered, ...]:
-    """Return what the rewrites replace in the stock `model`."""
+    """Return the regions of the stock `model` that the rewrites replace, as they are now."""
     replaced = regions(model, recipe)
     return tuple(Remembered(region.fqn, settings(region.module), tuple(_shared(model, region))) for region in replaced)
 

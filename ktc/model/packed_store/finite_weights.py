@@ -1,7 +1,7 @@
-"""Whether weights are finite numbers, and what is said of those that are not.
+"""Whether weights are finite numbers, and the message about those that are not.
 
-A file that a disk or a download has damaged shows as infinities and NaN more often than not, and a single one would
-spread through the whole model without a word.
+A file that a disk or a download has damaged usually holds infinities and NaN, and a single one would silently spread
+through the whole model.
 """
 
 from __future__ import annotations

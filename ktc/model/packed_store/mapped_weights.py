@@ -1,8 +1,8 @@
 """Plain weights mapped from the checkpoint instead of read, after `ktc pack` has checked them.
 
 In: a model on meta tensors, the rows of `weights.json`, the checkpoint's index. Out: the rows that remain to be read:
-those for a GPU, for a module of ours, for another dtype, or misaligned in their file. Mappings are private: a write to
-a parameter copies its page, and the file never changes.
+those for a GPU, for a module of ktc, for another dtype, or misaligned in their file. Mappings are private: a write to a
+parameter copies its page, and the file never changes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ktc.foundation.regular_files import open_regular
 from ktc.model.checkpoint import CheckpointIndex, TensorEntry, WeightSource
 from ktc.model.checkpoint.reader import TORCH_DTYPE
+from ktc.model.graph.typed import owner_of
 from ktc.model.packed_store.placement import device_of
 
-_ALIGNMENT: Final = 8  # what the reference implementation of safetensors writes
+_ALIGNMENT: Final = 8  # of the reference implementation of safetensors
 
 
 def map_weights(
@@ -31,32 +32,30 @@ def map_weights(
     rest: list[WeightSource] = []
     for source in sources:
         entry = index.tensors.get(source.source_key)
-        held = _held(model, source)
-        if entry is None or held is None or not _fits(source, entry, held, placement):
+        old = _parameter(model, source)
+        if entry is None or old is None or not _fits(source, entry, old, placement):
             rest.append(source)
             continue
         if entry.file not in files:
             files[entry.file] = _map_private(index.folder / entry.file)
-        parent, _, leaf = source.target.rpartition(".")
-        tensor = torch.frombuffer(files[entry.file], dtype=held.dtype, count=held.numel(), offset=entry.begin)
-        parameter = nn.Parameter(tensor.view(entry.shape), requires_grad=held.requires_grad)
-        setattr(model.get_submodule(parent), leaf, parameter)
+        tensor = torch.frombuffer(files[entry.file], dtype=old.dtype, count=old.numel(), offset=entry.begin)
+        parameter = nn.Parameter(tensor.view(entry.shape), requires_grad=old.requires_grad)
+        setattr(*owner_of(model, source.target), parameter)
     return tuple(rest)
 
 
-def _held(model: nn.Module, source: WeightSource) -> nn.Parameter | None:
+def _parameter(model: nn.Module, source: WeightSource) -> nn.Parameter | None:
     """Return the parameter that a row fills whole; `None` for parts of experts, buffers and unknown names."""
-    parent, _, leaf = source.target.rpartition(".")
     try:
-        held = getattr(model.get_submodule(parent), leaf, None)
+        parameter = getattr(*owner_of(model, source.target), None)
     except AttributeError:
         return None
-    return held if source.is_plain and isinstance(held, nn.Parameter) else None
+    return parameter if source.is_plain and isinstance(parameter, nn.Parameter) else None
 
 
-def _fits(source: WeightSource, entry: TensorEntry, held: Tensor, placement: Mapping[str, str]) -> bool:
+def _fits(source: WeightSource, entry: TensorEntry, parameter: Tensor, placement: Mapping[str, str]) -> bool:
     as_compiled = (entry.dtype, entry.shape) == (source.dtype, source.shape)
-    as_stored = (TORCH_DTYPE.get(entry.dtype), entry.shape) == (held.dtype, tuple(held.shape))
+    as_stored = (TORCH_DTYPE.get(entry.dtype), entry.shape) == (parameter.dtype, tuple(parameter.shape))
     on_cpu = device_of(source.target, placement).type == "cpu"
     return as_compiled and as_stored and on_cpu and entry.begin % _ALIGNMENT == 0 and entry.begin < entry.end
 

@@ -1,9 +1,8 @@
 """Whether a checkpoint can take the place of the one that a model was compiled from.
 
-In: the compiled model's config, the rows of `weights.json`, and the folder of the other checkpoint. Its codes have to
-mean what the rows read: the compiled config does not say how weights were quantised, since what is loaded is not.
-Refused (L405): another config, and weights that are quantised in another way; quantised weights that do not add up
-(I117).
+In: the compiled model's config, the rows of `weights.json`, and the folder of the other checkpoint. The rows are
+compared with its codes, since the compiled config does not have the quantisation. Refused: another config, and weights
+that are quantised in another way (L405); inconsistent quantised weights (I117).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ktc.model.checkpoint.quantised import stored_weights
 from ktc.model.checkpoint.source import Quantised, WeightSource
 
 _QUANTISATION: Final = "quantization_config"
-# Keys of config.json that say who wrote it, and in which dtype or codes: rows of `weights.json` have those of tensors.
+# Keys of config.json about its writer, and about dtypes or codes: rows of `weights.json` have those of the tensors.
 _OF_THE_WRITER: Final = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", _QUANTISATION,
 })  # fmt: skip
@@ -34,13 +33,13 @@ def require_same_config(compiled: PreTrainedConfig, checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     try:
         content = {name: _plain(part) for name, part in _content(path).items() if name != _QUANTISATION}
-        found = type(compiled).from_dict(copy.deepcopy(content)).to_dict()
+        present = type(compiled).from_dict(copy.deepcopy(content)).to_dict()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         message = f"`{path}` is not the config of this model: {str(error).partition(chr(10))[0][:200]}"
         raise InputRefused(Diagnostic("L405", message, hint="name the folder of a checkpoint")) from error
     wanted = compiled.to_dict()
     differ = sorted(
-        name for name in (wanted.keys() | found.keys()) - _OF_THE_WRITER if wanted.get(name) != found.get(name)
+        name for name in (wanted.keys() | present.keys()) - _OF_THE_WRITER if wanted.get(name) != present.get(name)
     )
     if differ:
         message = f"`{path}` has other values of {listing(differ, 3)} than the compiled model"
@@ -50,7 +49,7 @@ def require_same_config(compiled: PreTrainedConfig, checkpoint: Path) -> None:
 def require_same_codes(sources: Iterable[WeightSource], index: CheckpointIndex) -> None:
     """Raise InputRefused: L405 where a weight is stored in other codes than its row reads, I117 where codes are wrong.
 
-    Sizes and missing tensors are those of the load.
+    The load itself checks sizes and missing tensors.
     """
     if index.gguf is not None:
         return
@@ -60,10 +59,10 @@ def require_same_codes(sources: Iterable[WeightSource], index: CheckpointIndex) 
     weights, problems = stored_weights(index.tensors, config.get(_QUANTISATION) or of_text)
     if problems:
         raise InputRefused(*problems[:10])
-    found = {weight.entry.name: weight.quantised for weight in weights}
+    quantised = {weight.entry.name: weight.quantised for weight in weights}
     for row in sources:
-        if row.source_key in found and _meaning(found[row.source_key]) != _meaning(row.quantised):
-            here, wanted = (_in_words(each) for each in (found[row.source_key], row.quantised))
+        if row.source_key in quantised and _meaning(quantised[row.source_key]) != _meaning(row.quantised):
+            here, wanted = (_in_words(codes) for codes in (quantised[row.source_key], row.quantised))
             message = f"`{row.source_key}` of `{index.folder}` has {here}, and the compiled model reads {wanted}"
             raise InputRefused(Diagnostic("L405", message, hint="compile that model"))
 
@@ -76,10 +75,10 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _plain(part: Any) -> Any:
-    """Return a part of a config without the quantisation that it may have, as a text model's config has."""
+    """Return a part of a config without its quantisation, which that of a text model may have."""
     if not isinstance(part, dict):
         return part
-    return {name: each for name, each in cast("dict[str, Any]", part).items() if name != _QUANTISATION}
+    return {name: value for name, value in cast("dict[str, Any]", part).items() if name != _QUANTISATION}
 
 
 def _meaning(codes: Quantised | None) -> tuple[object, ...]:

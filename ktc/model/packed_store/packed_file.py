@@ -169,7 +169,7 @@ def _workers() -> int:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Take the space now: a full disk is found before minutes of packing. The hole before the data takes none."""
+    """Take the space now, so that a full disk is reported before minutes of packing. The hole takes no space."""
     try:
         os.posix_fallocate(descriptor, DATA, size)
     except OSError as error:

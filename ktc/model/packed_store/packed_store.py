@@ -85,7 +85,7 @@ class PackedStore:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that is to be packed: its step of the recipe, the rows that fill it, and what its bytes come from."""
+    """A layer that is to be packed: its step of the recipe, the rows that fill it, and the origin of its bytes."""
 
     step: Rewrite
     rows: tuple[WeightSource, ...]
@@ -110,16 +110,16 @@ def layers(manifest: Manifest, sources: Sequence[WeightSource], index: Checkpoin
     kernels = {record.entry: record for record in manifest.kernels}
     rules = _digest([manifest.rules.sha256, dict(manifest.rules.settings)])
     checkpoint = checkpoint_digest(index)
-    found: list[Layer] = []
+    made: list[Layer] = []
     for step in manifest.rewrites:
         if not is_stored(step):
             continue
         assert step.kernel is not None
-        own = tuple(rows.get(step.fqn, ()))
+        rows_of_step = tuple(rows.get(step.fqn, ()))
         kernel = _digest([manifest.library.sha256, asdict(kernels[step.kernel]), dict(step.args)])
-        tensors = _digest([manifest.model.config_sha256, [asdict(row) for row in own]])
-        found.append(Layer(step, own, Origin(kernel, rules, tensors, checkpoint)))
-    return tuple(found)
+        tensors = _digest([manifest.model.config_sha256, [asdict(row) for row in rows_of_step]])
+        made.append(Layer(step, rows_of_step, Origin(kernel, rules, tensors, checkpoint)))
+    return tuple(made)
 
 
 def is_stored(step: Rewrite) -> bool:
@@ -170,7 +170,7 @@ def find_store(
 
 
 def read_index(folder: Path) -> PackedIndex:
-    """`packed.json` of the compiled model in `folder`. Raises `InputRefused` (L441)."""
+    """Return `packed.json` of the compiled model in `folder`. Raises `InputRefused` (L441)."""
     path = folder / FOLDER / INDEX
     try:
         index = decode(read_json(read_regular(path)), PackedIndex)

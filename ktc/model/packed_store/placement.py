@@ -47,7 +47,7 @@ def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
         return
     modules = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     streamed = {fqn: str(module.device) for fqn, module in modules.items() if isinstance(module, StreamedLinear)}
-    placement = {**placement, **streamed}  # they compute where their weights are not
+    placement = {**placement, **streamed}  # they compute on another device than that of their weights
     devices = _devices_below(model, placement)
     for fqn, module in modules.items():
         if not fqn or isinstance(module, nn.ModuleList):  # a list is never called
@@ -63,7 +63,7 @@ def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
 
 
 def _devices_below(model: nn.Module, placement: Mapping[str, str]) -> Mapping[str, set[torch.device]]:
-    """For every module the devices of the tensors in it."""
+    """Return the devices of the tensors in every module."""
     below: defaultdict[str, set[torch.device]] = defaultdict(set)
     tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     for name, _ in tensors:
@@ -85,7 +85,7 @@ def _parent(fqn: str) -> str:
 
 
 class _Mover:
-    """The hooks of one module: its tensors come to `device`; a cache stays where its layers keep it."""
+    """The hooks of one module: its inputs move to `device`; a cache stays on the devices of its layers."""
 
     def __init__(self, device: torch.device, gives_back: bool) -> None:
         self._device, self._gives_back = device, gives_back

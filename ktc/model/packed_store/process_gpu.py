@@ -7,6 +7,7 @@ Refused: a model that was placed on several GPUs (L447), fewer visible GPUs than
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ def for_this_process(manifest: Manifest, folder: Path) -> Manifest:
     processes, rank = environment.local_world_size(), environment.local_rank()
     if processes == 1 or not any(_is_gpu(device) for _, device in _uses(manifest)):
         return manifest
-    own = for_process(manifest, folder, rank, processes)
+    changed = for_process(manifest, folder, rank, processes)
     seen = torch.cuda.device_count()
     if seen < processes:
         message = f"torchrun runs {processes} processes on this machine, each on a GPU of its own; this one sees {seen}"
@@ -41,13 +42,13 @@ def for_this_process(manifest: Manifest, folder: Path) -> Manifest:
         raise HostLacks(Diagnostic("L409", message, hint=hint))
     torch.cuda.set_device(rank)
     log.info("process %d of %d on this machine runs `%s` on cuda:%d", rank, processes, folder.name, rank)
-    return own
+    return changed
 
 
 def for_process(manifest: Manifest, folder: Path, rank: int, processes: int) -> Manifest:
     """Return `manifest` for process `rank` of `processes` on a machine: everything on a GPU is on `cuda:RANK`.
 
-    Experts that are streamed to several GPUs are streamed to that one alone, and then none of them stay there: the room
+    Experts that are streamed to several GPUs are streamed to that one alone, and none of them stay there: their memory
     was planned on several.
 
     Raises:
@@ -60,9 +61,9 @@ def for_process(manifest: Manifest, folder: Path, rank: int, processes: int) -> 
         hint = "compile it for one GPU, which every process then has for itself, or start one process per machine"
         raise InputRefused(Diagnostic("L447", message, hint=hint))
     several = len({_name(device) for _, device in _uses(manifest) if _is_gpu(device)}) > 1
-    memory: dict[str, int] = {}
+    memory = Counter[str]()
     for device, size in manifest.memory.items():
-        memory[_own(device, rank)] = memory.get(_own(device, rank), 0) + size
+        memory[_own(device, rank)] += size
     return replace(
         manifest,
         placement={fqn: _own(device, rank) for fqn, device in manifest.placement.items()},

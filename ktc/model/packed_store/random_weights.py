@@ -1,4 +1,4 @@
-"""Random weights instead of a checkpoint: for measuring a model that is not at hand, or larger than any disk here.
+"""Random weights instead of a checkpoint: for measuring a model that is not at hand, or larger than the disk.
 
 In: a model on meta tensors with its modules realised, and a seed. Out: the same model, filled: matrices of standard
 deviation 0.02, weights of norms 1, other vectors 0, experts as they are packed. The values depend on the seed, the
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from ktc.model.experts.block_reference import random_blocks
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.random_experts import STD, RandomExperts
+from ktc.model.graph.typed import named_modules, owner_of
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.packed_store.memory import tensor_bytes
 from ktc.model.packed_store.placement import device_of
@@ -47,17 +47,15 @@ def fill_random(model: nn.Module, placement: Mapping[str, str], seed: int, progr
             tally.add(size)
 
     def fill(name: str) -> None:
-        parent, _, leaf = name.rpartition(".")
         value = _value(name, empty[name], device_of(name, placement), seed)
-        assign(model.get_submodule(parent), leaf, value)
+        assign(*owner_of(model, name), value)
         done(value.nbytes)
 
     with torch.no_grad(), ThreadPoolExecutor(host.usable_threads()) as pool:
         list(pool.map(fill, empty))
-    for fqn, layer in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
-        if isinstance(layer, StoredLinear):
-            generator = torch.Generator().manual_seed(zlib.crc32(fqn.encode()) + seed)
-            layer.load_blocks(random_blocks(layer.out_features, layer.in_features, layer.format, STD, generator))
+    for fqn, module in named_modules(model):
+        if isinstance(module, StoredLinear):
+            _load_random_blocks(module, zlib.crc32(fqn.encode()) + seed)
     random = RandomExperts(seed)
     for layer, experts in enumerate(module for module in model.modules() if isinstance(module, FusedMoe)):
         random.fill(experts, layer, done)
@@ -66,28 +64,24 @@ def fill_random(model: nn.Module, placement: Mapping[str, str], seed: int, progr
 def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most: int) -> None:
     """Fill a model on meta for a trial: random values in up to `most` bytes, then zeros.
 
-    Zeros on a CPU are pages that are only read, which take no memory.
-
-    Tensors of integers are zeros too.
+    Zeros on a CPU are pages that are only read, which take no memory. Tensors of integers are zeros too.
     """
     left = most
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for name, like in tensors.items():
         if not like.is_meta:
             continue
-        parent, _, leaf = name.rpartition(".")
         device = device_of(name, placement)
         is_random = like.is_floating_point() and like.nbytes <= left
         left -= like.nbytes * is_random
         value = _value(name, like, device, seed) if is_random else _zeros(like, device)
         is_parameter = isinstance(like, nn.Parameter)
-        held = nn.Parameter(value, like.requires_grad) if is_parameter else value
-        setattr(model.get_submodule(parent), leaf, held)
+        tensor = nn.Parameter(value, like.requires_grad) if is_parameter else value
+        setattr(*owner_of(model, name), tensor)
     random = RandomExperts(seed)
     for number, layer in enumerate(model.modules()):
         if isinstance(layer, StoredLinear):
-            generator = torch.Generator().manual_seed(seed + number)
-            layer.load_blocks(random_blocks(layer.out_features, layer.in_features, layer.format, STD, generator))
+            _load_random_blocks(layer, seed + number)
         if not isinstance(layer, FusedMoe):
             continue
         if layer.weights.nbytes <= left:
@@ -95,6 +89,11 @@ def fill_within(model: nn.Module, placement: Mapping[str, str], seed: int, most:
             random.fill(layer, number, lambda size: None)
         else:
             layer.weights.loads.loaded_all()
+
+
+def _load_random_blocks(layer: StoredLinear, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layer.load_blocks(random_blocks(layer.out_features, layer.in_features, layer.format, STD, generator))
 
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
@@ -114,7 +113,5 @@ def _value(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype, device=device)
     if value.dim() < 2:
         return value.fill_(1 if name.rpartition(".")[2] == "weight" else 0)
-    generator = torch.Generator(device).manual_seed(
-        seed * 0x1_0000_0001 + zlib.crc32(name.encode())
-    )  # half of it counts on a CPU
-    return value.normal_(0, STD, generator=generator)
+    number = seed * 0x1_0000_0001 + zlib.crc32(name.encode())  # a generator of the CPU uses half of its bits
+    return value.normal_(0, STD, generator=torch.Generator(device).manual_seed(number))

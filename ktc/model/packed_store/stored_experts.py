@@ -1,7 +1,8 @@
 """Rows of `weights.json` that fill a layer's experts.
 
-In: the `FusedMoe` and a row. Out: whether the row fits, and what each of its matrices is. Where the kernel multiplies
-what the checkpoint stores, codes or blocks are loaded without rounding. Refused: scales that are not finite (L407).
+In: the `FusedMoe` and a row. Out: whether the row fits, and the part of each of its matrices. Where the kernel
+multiplies the checkpoint's codes or blocks, they are loaded without rounding. Refused: scales that are not finite
+(L407).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.checkpoint.values import read_blocks, read_codes
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import StockTensor, canonical_parts, half_of, stock_names
+from ktc.model.graph.typed import owner_of
 from ktc.model.kernels.form import ExpertPart, ExpertsForm
 from ktc.model.packed_store.finite_weights import are_numbers, is_finite, not_finite
 
@@ -25,7 +27,7 @@ Loader = Callable[[TensorReader, CheckpointIndex, int | None], None]
 
 
 def misfit_of_experts(experts: FusedMoe, source: WeightSource, leaf: str) -> str:
-    """Say why a row cannot fill the tensor `leaf` of the experts; "" if only shapes are left to compare."""
+    """Return why a row cannot fill the tensor `leaf` of the experts; "" if only shapes are left to compare."""
     if leaf not in stock_names(experts.form) or source.part is None:
         return f"experts of the form `{experts.form}` are not filled so"
     half = is_half(source, leaf)
@@ -39,7 +41,7 @@ def misfit_of_experts(experts: FusedMoe, source: WeightSource, leaf: str) -> str
 
 
 def is_half(source: WeightSource, leaf: str) -> bool:
-    """Gate or up, or a bias of theirs, stored apart, that are one tensor in the model."""
+    """Return whether a row is gate or up, or their bias, stored apart, which are one tensor in the model."""
     halves = {"gate_up_proj": ("gate", "up"), "gate_up_proj_bias": ("gate_bias", "up_bias")}
     return source.part in halves.get(leaf, ())
 
@@ -55,12 +57,11 @@ def by_part(
 
 
 def stored_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool) -> Loader | None:
-    """Load an expert of a row without rounding; `None` where the experts take values only."""
-    parent, _, name = source.target.rpartition(".")
-    experts, leaf = model.get_submodule(parent), cast("StockTensor", name)
+    """Return a function that loads an expert of a row without rounding; `None` where the experts take values only."""
+    experts, leaf = owner_of(model, source.target)
     if not isinstance(experts, FusedMoe):
         return None
-    row = _StoredRow(experts, source, leaf, allow_nonfinite)
+    row = _StoredRow(experts, source, cast("StockTensor", leaf), allow_nonfinite)
     codes, blocks = source.plain_codes, source.plain_blocks
     if codes is not None and all(experts.weights.takes_codes(part, *codes) for part in row.parts):
         return row.load_codes
@@ -81,7 +82,7 @@ class _StoredRow:
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
-        """The parts that the row's matrices are."""
+        """The parts of experts in the row."""
         if self.leaf == "gate_up_proj" and not is_half(self.source, self.leaf):
             return ("gate", "up")
         return (cast("ExpertPart", self.source.part),)

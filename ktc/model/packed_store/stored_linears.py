@@ -12,20 +12,20 @@ from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint import CheckpointIndex, WeightSource, gguf_values
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.checkpoint.values import read_blocks
+from ktc.model.graph.typed import owner_of
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.packed_store.finite_weights import not_finite
 from ktc.model.packed_store.stored_experts import Loader
 
 
 def misfit_of_blocks(layer: StoredLinear, source: WeightSource) -> str:
-    """Say why a row cannot fill the layer's weight; "" if only shapes are left to compare."""
+    """Return why a row cannot fill the layer's weight; "" if only shapes are left to compare."""
     return "" if source.plain_rows == layer.format else f"the layer holds blocks of {layer.format}"
 
 
 def rows_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool) -> Loader | None:
-    """Load a row into a layer that keeps blocks; `None` for all other modules."""
-    parent, _, leaf = source.target.rpartition(".")
-    layer = model.get_submodule(parent)
+    """Return a function that loads a row into a layer that keeps blocks; `None` for all other modules."""
+    layer, leaf = owner_of(model, source.target)
     if not isinstance(layer, StoredLinear) or leaf != "weight":
         return None
 

@@ -9,7 +9,7 @@ value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,6 +23,7 @@ from ktc.model.checkpoint.values import read_weight
 from ktc.model.experts.anonymous_memory import collapse
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import StockTensor
+from ktc.model.graph.typed import named_modules, owner_of
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.packed_store.finite_weights import is_finite, not_finite
 from ktc.model.packed_store.placement import device_of
@@ -41,9 +42,8 @@ def fill(
 ) -> None:
     """Read every row of `sources` into `model`, in the dtypes that its meta tensors have.
 
-    Raises `InputRefused`: L406 where the checkpoint is not the one that was compiled, L408 for rows
-    that fit nothing in the model, L407 for a tensor with a value
-    that is not finite, I112 for a file that was cut short.
+    Raises `InputRefused`: L406 where the checkpoint is not the one that was compiled, L408 for rows that fit nothing in
+    the model, L407 for a tensor with a value that is not finite, I112 for a truncated file.
     """
     _check_targets(model, sources)
     check_unchanged(sources, index)
@@ -51,7 +51,7 @@ def fill(
     done, total = 0, sum(sizes)
     with TensorReader(index.folder) as reader, torch.no_grad():
         for source, size in zip(sources, sizes, strict=True):
-            dtype = _dtype(model, source)
+            dtype = cast("Tensor", getattr(*owner_of(model, source.target))).dtype  # of values restored from codes
             put_stored = stored_loader(model, source, allow_nonfinite) or rows_loader(model, source, allow_nonfinite)
             for expert in experts_of(source):
                 if put_stored is not None:
@@ -61,14 +61,14 @@ def fill(
                 if not allow_nonfinite and not is_finite(tensor):
                     raise InputRefused(not_finite(source, expert))
                 _put(model, source, expert, tensor, placement)
-                del tensor  # before the next read: one piece is held at a time
+                del tensor  # before the next read: one piece is in memory at a time
             done += size
             if progress is not None:
                 progress(done, total)
 
 
 def stored_bytes(source: WeightSource, index: CheckpointIndex) -> int:
-    """Bytes that a row reads, scales included; what the checkpoint lacks counts for nothing."""
+    """Return the bytes that a row reads, scales included; tensors that the checkpoint lacks count as none."""
     entries = (index.tensors.get(stored.key) for stored in source.parts)
     return sum(entry.end - entry.begin for entry in entries if entry is not None)
 
@@ -78,29 +78,23 @@ def experts_of(source: WeightSource) -> Iterable[int | None]:
     return range(source.num_stacked) if source.transform == "per_expert" else (source.expert,)
 
 
-def _dtype(model: nn.Module, source: WeightSource) -> torch.dtype:
-    """Return the dtype for dequantised codes: that of the target parameter."""
-    parent, _, leaf = source.target.rpartition(".")
-    return cast("Tensor", getattr(model.get_submodule(parent), leaf)).dtype
-
-
 def check_unchanged(sources: Iterable[WeightSource], index: CheckpointIndex) -> None:
     """Raise `InputRefused` (L406) with tensors that have changed since the compilation."""
     hint = "compile the model again, or name the checkpoint it was compiled from: `load(weights=...)`"
     problems: list[Diagnostic] = []
     for stored in (stored for source in sources for stored in source.parts):
         entry = index.tensors.get(stored.key)
-        found = "no such tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-        if found != f"{stored.dtype} {list(stored.shape)}":
+        present = "no such tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        if present != f"{stored.dtype} {list(stored.shape)}":
             expected = f"compiled from {stored.dtype} {list(stored.shape)}"
-            message = f"`{stored.key}` was {expected}, the checkpoint has {found}"
+            message = f"`{stored.key}` was {expected}, the checkpoint has {present}"
             problems.append(Diagnostic("L406", message, hint=hint))
     if problems:
         raise InputRefused(*problems[:10])
 
 
 def _check_targets(model: nn.Module, sources: Iterable[WeightSource]) -> None:
-    """Rows that name what the model does not have, or something of another shape."""
+    """Raise `InputRefused` (L408) for rows of tensors that the model lacks or has in another shape."""
     hint = "`weights.json` does not belong to this model; compile it again"
     problems = [
         Diagnostic("L408", f"`weights.json` fills `{source.target}` from `{source.source_key}`: {fault}", hint=hint)
@@ -124,7 +118,7 @@ def check_rows(model: nn.Module, sources: Sequence[WeightSource]) -> None:
     tensors = cast("dict[str, Tensor]", model.state_dict(keep_vars=True))
     written = {id(tensors[name]) for name in filled & tensors.keys()}  # one module may be at two places
     wanted = [name for name, tensor in tensors.items() if tensor.is_meta and id(tensor) not in written]
-    for fqn, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+    for fqn, module in named_modules(model):
         if isinstance(module, FusedMoe):
             wanted += [f"{fqn}.{name}" for name in module.weights.stock]
     _require_filled([name for name in wanted if name not in filled])
@@ -132,13 +126,12 @@ def check_rows(model: nn.Module, sources: Sequence[WeightSource]) -> None:
 
 def _misfit(model: nn.Module, source: WeightSource) -> str:
     """Return why a row cannot be loaded; empty if it can."""
-    parent, _, leaf = source.target.rpartition(".")
     try:
-        module = model.get_submodule(parent)
+        module, leaf = owner_of(model, source.target)
     except AttributeError:
         return "the model has no such module"
-    held = getattr(module, leaf, None)
-    if not isinstance(held, Tensor):
+    tensor = getattr(module, leaf, None)
+    if not isinstance(tensor, Tensor):
         return "the model has no such tensor"
     if isinstance(module, FusedMoe):
         misfit = misfit_of_experts(module, source, leaf)
@@ -146,7 +139,7 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
             return misfit
     if isinstance(module, StoredLinear) and leaf == "weight" and (misfit := misfit_of_blocks(module, source)):
         return misfit
-    return _misfit_of_slice(source, tuple(held.shape), leaf)
+    return _misfit_of_slice(source, tuple(tensor.shape), leaf)
 
 
 def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) -> str:
@@ -166,8 +159,8 @@ def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) ->
         if span.dim >= len(shape) or _places(source, span).stop > shape[span.dim]:
             return f"it is {list(shape)}, the row fills {span.length} from {span.start} of dimension {span.dim}"
         wanted[span.dim] = span.length
-    found = list(source.loaded_shape)
-    return "" if found == wanted else f"it is {list(shape)}, the row gives {found} where {wanted} is needed"
+    loaded = list(source.loaded_shape)
+    return "" if loaded == wanted else f"it is {list(shape)}, the row gives {loaded} where {wanted} is needed"
 
 
 def _leaf_of(part: str) -> str:
@@ -178,8 +171,7 @@ def _leaf_of(part: str) -> str:
 def _put(
     model: nn.Module, source: WeightSource, expert: int | None, tensor: Tensor, placement: Mapping[str, str]
 ) -> None:
-    parent, _, leaf = source.target.rpartition(".")
-    module = model.get_submodule(parent)
+    module, leaf = owner_of(model, source.target)
     if isinstance(module, FusedMoe):
         assert expert is not None, f"the row of `{source.target}` names no expert"
         for part, piece in by_part(source, module.form, cast("StockTensor", leaf), tensor):
@@ -187,11 +179,11 @@ def _put(
         return
     device = device_of(source.target, placement)
     if expert is None and source.span is None:
-        held = cast("Tensor", getattr(module, leaf))
-        if held.is_meta:
-            assign(module, leaf, tensor.to(device, held.dtype).contiguous())
+        target = cast("Tensor", getattr(module, leaf))
+        if target.is_meta:
+            assign(module, leaf, tensor.to(device, target.dtype).contiguous())
         else:
-            held.detach().copy_(tensor)
+            target.detach().copy_(tensor)
         return
     place = _materialised(module, leaf, device)
     place = place.view(source.viewed) if source.viewed else place
@@ -239,11 +231,10 @@ def assign(module: nn.Module, leaf: str, tensor: Tensor) -> None:
 
 def check_filled(model: nn.Module, *, persistent: bool = False) -> None:
     """Raise `InputRefused` (L408) with every tensor, or every `persistent` one, that is still without a value."""
-    found: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    tensors = found.items() if persistent else [*model.named_parameters(), *model.named_buffers()]
-    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    tensors = state.items() if persistent else [*model.named_parameters(), *model.named_buffers()]
     empty = [name for name, tensor in tensors if tensor.is_meta]
-    for name, module in modules:
+    for name, module in named_modules(model):
         if isinstance(module, FusedMoe):
             empty += [f"{name} (expert {expert}, {part})" for expert, part in module.missing()]
         if isinstance(module, StoredLinear) and module.packed is None:

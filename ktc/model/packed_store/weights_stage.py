@@ -49,15 +49,15 @@ def usable_store(
     folder: Path, manifest: Manifest, sources: Sequence[WeightSource], index: CheckpointIndex, *, map: bool
 ) -> PackedStore | None:
     """Return the store to load from, or `None`. Raise `InputRefused` (L441; with `map` also L440, L442, L443)."""
-    found = packed_store.find_store(folder, manifest, sources, index)
-    if isinstance(found, PackedStore):
-        return found
+    store = packed_store.find_store(folder, manifest, sources, index)
+    if isinstance(store, PackedStore):
+        return store
     if map:
         message = f"`{folder}` has no packed store that could be mapped"
         nothing = Diagnostic("L443", message, hint=f"make one: `{packed_store.renewal(folder)}`")
-        raise InputRefused(found or nothing)
-    if found is not None:
-        warnings.warn(f"{found.message}, so the experts are packed again ({found.hint})", stacklevel=4)
+        raise InputRefused(store or nothing)
+    if store is not None:
+        warnings.warn(f"{store.message}, so the experts are packed again ({store.hint})", stacklevel=4)
     return None
 
 
@@ -92,13 +92,13 @@ def _map_experts(model: nn.Module, store: PackedStore) -> None:
         module, path = _experts(model, store, fqn), store.path(fqn)
         try:
             mapped = packed_file.map_read_only(path, header.packed_bytes)
-        except (OSError, ValueError) as error:  # `mmap` says with the latter that the file is too short
+        except (OSError, ValueError) as error:  # `mmap` raises the latter for a file that is too short
             raise InputRefused(packed_store.damaged(store.folder.parent, path, str(error))) from error
         module.weights.take_packed(mapped)
 
 
 def _read_experts(model: nn.Module, store: PackedStore, tally: Tally) -> None:
-    """Layer by layer in the order of the bytes, in large pieces, straight into the modules' huge pages."""
+    """Read layer by layer in the order of the bytes, in large pieces, straight into the modules' huge pages."""
     for fqn in store.headers:
         module, path = _experts(model, store, fqn), store.path(fqn)
         try:
@@ -124,8 +124,8 @@ def _read_file(path: Path, tally: Tally, target: memoryview) -> None:
 def _experts(model: nn.Module, store: PackedStore, fqn: str) -> FusedMoe:
     """Return the module of a layer, which must need exactly the bytes of its file."""
     module = cast("FusedMoe", model.get_submodule(fqn))
-    held = store.headers[fqn].packed_bytes
-    if module.packed_bytes != held:
-        what = f"it has {held} packed bytes, the kernel needs {module.packed_bytes}"
+    stored = store.headers[fqn].packed_bytes
+    if module.packed_bytes != stored:
+        what = f"it has {stored} packed bytes, the kernel needs {module.packed_bytes}"
         raise InputRefused(packed_store.damaged(store.folder.parent, store.path(fqn), what))
     return module

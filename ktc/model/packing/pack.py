@@ -1,8 +1,8 @@
 """Packing a compiled model's experts into its store, one layer at a time, so that a kill costs one layer at most.
 
-In: a compiled model and its checkpoint. Out: `OUT/packed`, complete and sealed, and a report. Layers that are there and
-belong to the model are kept after a look at header and size; leftovers are swept. Refused: a model whose experts no
-kernel runs (L443), values that are not finite (L407), a place that cannot be written (L444), a second packer (L445).
+In: a compiled model and its checkpoint. Out: `OUT/packed`, complete and sealed, and a report. Layers that were packed
+for this model are kept, by their header and size; leftovers are removed. Refused: a model whose experts no kernel runs
+(L443), values that are not finite (L407), a place that cannot be written (L444), a second packer (L445).
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from pathlib import Path
 from typing import cast
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.files import remove_stale_temp
 from ktc.foundation.machine_faults import failed, fault_in
 from ktc.foundation.progress import Progress, Tally
-from ktc.model.checkpoint import CheckpointIndex, WeightSource, open_index
+from ktc.model.checkpoint import CheckpointIndex, WeightSource
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.experts.module import FusedMoe
-from ktc.model.kernels.kernel_library import KernelLibrary
-from ktc.model.loading import load, load_as
+from ktc.model.loading import load_as
 from ktc.model.loading.compiled_model import compiled_class
-from ktc.model.manifest.manifest import Manifest, read_manifest
+from ktc.model.loading.opened import Opened, open_folder
 from ktc.model.packed_store import packed_file, packed_store, weight_store
 from ktc.model.packed_store.finite_weights import is_finite, not_finite
 from ktc.model.packed_store.packed_file import Damaged, Header
@@ -46,22 +44,6 @@ class PackReport:
     packed: tuple[str, ...]
     kept: tuple[str, ...]
     size: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A compiled model opened for packing."""
-
-    folder: Path
-    manifest: Manifest
-    model_class: type[PreTrainedModel]
-    library: KernelLibrary
-    rows: tuple[WeightSource, ...]
-    index: CheckpointIndex
-
-    @property
-    def store(self) -> Path:
-        return self.folder / packed_store.FOLDER
 
 
 def pack(
@@ -81,15 +63,16 @@ def pack(
     opened = _open(Path(path), weights, trust_remote_code)
     checkpoint = packed_store.checkpoint_digest(opened.index)
     layers = packed_store.layers(opened.manifest, opened.rows, opened.index)
-    with _sole_writer(opened.store):
-        kept = {} if force else _finished(opened.store, layers)
+    store = opened.folder / packed_store.FOLDER
+    with _sole_writer(store):
+        kept = {} if force else _finished(store, layers)
         missing = [layer for layer in layers if layer.step.fqn not in kept]
         if not missing and _is_sealed(opened):
             return _report(opened, (), kept)
-        (opened.store / packed_store.INDEX).unlink(missing_ok=True)  # until every layer is there again
-        made = _pack_layers(opened, missing, progress)
+        (store / packed_store.INDEX).unlink(missing_ok=True)  # until every layer is there again
+        made = _pack_layers(opened, store, missing, progress)
         headers = [{**kept, **made}[layer.step.fqn] for layer in layers]
-        _seal(opened, packed_store.make_index(headers, checkpoint))
+        _seal(opened.folder, packed_store.make_index(headers, checkpoint))
     return _report(opened, tuple(made), kept)
 
 
@@ -108,22 +91,17 @@ def pack_in_memory(
         yield layer.step.fqn, digest(layer)
 
 
-def _open(path: Path, weights: str | Path | None, trusted: bool) -> _Opened:
-    folder = path.resolve()
-    manifest = read_manifest(folder)
-    checkpoint = Path(weights) if weights is not None else Path(manifest.model.folder)
-    library = load_as.check_fit(manifest, folder, checkpoint, reference=False)
-    if library is None or not any(map(packed_store.is_stored, manifest.rewrites)):
-        message = f"no kernel runs frozen experts of `{folder}`, so there is nothing to pack"
+def _open(path: Path, weights: str | Path | None, trusted: bool) -> Opened:
+    opened = open_folder(path, weights, trusted=trusted)
+    if opened.library is None or not any(map(packed_store.is_stored, opened.manifest.rewrites)):
+        message = f"no kernel runs frozen experts of `{opened.folder}`, so there is nothing to pack"
         raise InputRefused(Diagnostic("L443", message, hint="compile it by rules with `cpu_moe`"))
-    stock = load.stock_class(manifest, folder, checkpoint, trust_remote_code=trusted)
-    rows = load_as.read_rows(folder, manifest)
-    return _Opened(folder, manifest, compiled_class(stock), library, rows, open_index(checkpoint))
+    return opened
 
 
-def _report(opened: _Opened, packed: tuple[str, ...], kept: dict[str, Header]) -> PackReport:
+def _report(opened: Opened, packed: tuple[str, ...], kept: dict[str, Header]) -> PackReport:
     size = sum(entry.size - packed_file.DATA for entry in packed_store.read_index(opened.folder).layers)
-    return PackReport(opened.store, packed, tuple(kept), size)
+    return PackReport(opened.folder / packed_store.FOLDER, packed, tuple(kept), size)
 
 
 # Finished layers
@@ -132,7 +110,7 @@ def _report(opened: _Opened, packed: tuple[str, ...], kept: dict[str, Header]) -
 @contextmanager
 def _sole_writer(store: Path) -> Generator[None]:
     """Create the store's folder if needed, lock it against other packers, and remove files of killed ones."""
-    with _told_of_writes(store):
+    with _writing(store):
         store.mkdir(exist_ok=True)
         lock = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -141,7 +119,7 @@ def _sole_writer(store: Path) -> Generator[None]:
         except BlockingIOError as error:
             message = f"another process is packing into `{store}`"
             raise InputRefused(Diagnostic("L445", message, hint="wait for it to end")) from error
-        with _told_of_writes(store):
+        with _writing(store):
             remove_stale_temp(store)
             yield
     finally:
@@ -149,8 +127,8 @@ def _sole_writer(store: Path) -> Generator[None]:
 
 
 @contextmanager
-def _told_of_writes(store: Path) -> Generator[None]:
-    """Turn an OSError inside into an error about the store (L444): HostLacks or InputRefused."""
+def _writing(store: Path) -> Generator[None]:
+    """Raise HostLacks or InputRefused (L444) about the store for an OSError inside."""
     try:
         yield
     except OSError as error:
@@ -164,8 +142,8 @@ def _told_of_writes(store: Path) -> Generator[None]:
 
 
 @contextmanager
-def _told_of_reads(checkpoint: Path) -> Generator[None]:
-    """Turn an OSError inside into InputRefused about the checkpoint (L405)."""
+def _reading(checkpoint: Path) -> Generator[None]:
+    """Raise InputRefused (L405) about the checkpoint for an OSError inside."""
     try:
         yield
     except OSError as error:
@@ -175,24 +153,24 @@ def _told_of_reads(checkpoint: Path) -> Generator[None]:
 
 def _finished(store: Path, layers: Sequence[Layer]) -> dict[str, Header]:
     """Return the layers whose file is complete and belongs to the model."""
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     for layer in layers:
         try:
             header = packed_file.read_header(store / packed_store.file_name(layer.step.fqn))
         except (Damaged, FileNotFoundError):
             continue
         if not packed_store.changed(header, layer):
-            found[layer.step.fqn] = header
-    return found
+            headers[layer.step.fqn] = header
+    return headers
 
 
-def _is_sealed(opened: _Opened) -> bool:
+def _is_sealed(opened: Opened) -> bool:
     """Return whether the index matches the finished layers."""
     try:
-        found = packed_store.find_store(opened.folder, opened.manifest, opened.rows, opened.index)
+        store = packed_store.find_store(opened.folder, opened.manifest, opened.rows, opened.index)
     except InputRefused:
         return False
-    return isinstance(found, packed_store.PackedStore)
+    return isinstance(store, packed_store.PackedStore)
 
 
 # Packing
@@ -201,14 +179,15 @@ def _is_sealed(opened: _Opened) -> bool:
 class _Skeleton:
     """The model with its recipe realised, in which one layer after the other gets its experts and loses them.
 
-    What no expert was packed into takes no memory, so it holds one layer at a time.
+    Layers without packed experts take no memory, so the model holds one layer at a time.
     """
 
-    def __init__(self, opened: _Opened) -> None:
-        self.model = load_as.realised_on_meta(opened.model_class, opened.folder, opened.manifest, opened.library)
+    def __init__(self, opened: Opened) -> None:
+        model_class = compiled_class(opened.stock_class)
+        self.model = load_as.realised_on_meta(model_class, opened.folder, opened.manifest, opened.library)
 
     def size(self, layer: Layer) -> int:
-        """Bytes that the packed layer will have."""
+        """Return the bytes that the packed layer will have."""
         return cast("FusedMoe", self.model.get_submodule(layer.step.fqn)).packed_bytes
 
     @contextmanager
@@ -217,7 +196,7 @@ class _Skeleton:
         fqn = layer.step.fqn
         module = cast("FusedMoe", self.model.get_submodule(fqn))
         try:
-            with _told_of_reads(index.folder):
+            with _reading(index.folder):
                 weight_store.fill(self.model, layer.rows, index, {}, progress=tally.stage())
             if module.missing():
                 message = f"nothing in the checkpoint fills `{fqn}` ({len(module.missing())} parts of experts)"
@@ -228,18 +207,20 @@ class _Skeleton:
             setattr(self.model.get_submodule(parent), name, nn.Identity())
 
 
-def _pack_layers(opened: _Opened, missing: Sequence[Layer], progress: Progress | None) -> dict[str, Header]:
+def _pack_layers(
+    opened: Opened, store: Path, missing: Sequence[Layer], progress: Progress | None
+) -> dict[str, Header]:  # fmt: skip
     skeleton = _Skeleton(opened)
-    plain = _plain_rows(opened)
+    plain = [row for row in opened.rows if row.is_plain]  # a mapped load takes these without a check
     to_write = sum(map(skeleton.size, missing))
-    _check_space(opened.store, to_write)
+    _check_space(store, to_write)
     rows = (*plain, *(row for layer in missing for row in layer.rows))
     to_read = sum(weight_store.stored_bytes(row, opened.index) for row in rows)
     tally = Tally(to_write + to_read, progress)
 
     def pack_layer(layer: Layer) -> Header:  # no name may hold one layer while the next is packed
         with skeleton.packed(layer, opened.index, tally) as module:
-            return _write(opened.store, layer, module, tally)
+            return _write(store, layer, module, tally)
 
     made = {layer.step.fqn: pack_layer(layer) for layer in missing}
     _check_finite(plain, opened.index, tally)
@@ -264,13 +245,8 @@ def _check_space(store: Path, needed: int) -> None:
         raise InputRefused(Diagnostic("L444", message, hint="free some space; what is packed already is kept"))
 
 
-def _plain_rows(opened: _Opened) -> tuple[WeightSource, ...]:
-    """Return the rows that a mapped load takes unchanged from the checkpoint, without checking them."""
-    return tuple(row for row in opened.rows if row.is_plain)
-
-
 def _check_finite(rows: Sequence[WeightSource], index: CheckpointIndex, tally: Tally) -> None:
-    with _told_of_reads(index.folder), TensorReader(index.folder) as reader:
+    with _reading(index.folder), TensorReader(index.folder) as reader:
         for row in rows:
             entry = index.tensors.get(row.source_key)
             if entry is not None:
@@ -279,10 +255,10 @@ def _check_finite(rows: Sequence[WeightSource], index: CheckpointIndex, tally: T
                 tally.add(entry.end - entry.begin)
 
 
-def _seal(opened: _Opened, index: PackedIndex) -> None:
+def _seal(folder: Path, index: PackedIndex) -> None:
     """Write the index, and remove files of layers that the model no longer has."""
     named = {entry.file for entry in index.layers}
-    for file in opened.store.glob(f"*{packed_store.SUFFIX}"):
+    for file in (folder / packed_store.FOLDER).glob(f"*{packed_store.SUFFIX}"):
         if file.name not in named:
             file.unlink()
-    packed_store.write_index(opened.folder, index)
+    packed_store.write_index(folder, index)

@@ -1,4 +1,4 @@
-"""Verification of a compiled model's folder: it reads in full what a load checks by headers.
+"""Verification of a compiled model's folder: it reads in full the files whose headers alone a load checks.
 
 In: a compiled model, and its checkpoint. Out: one `Finding` per claim: manifest and sealed files, rules, kernel
 sources, library, checkpoint, packed store with the digest of every byte. Refused: a folder that is not a compiled
@@ -29,7 +29,7 @@ State = Literal["good", "altered", "missing", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One claim and what was found; `remedy` is the command that mends it."""
+    """One claim, its state, and the fact that was found; `remedy` is the command that repairs it."""
 
     name: str
     state: State
@@ -48,8 +48,7 @@ def verify(
     """Check the compiled model in `path`; with `source` also that packing the checkpoint again gives the stored bytes.
 
     `weights` names the checkpoint if it has moved, `trust_remote_code` is that of `ktc.load`, for `source` alone.
-    `progress` counts the packed bytes. Raises `InputRefused` as
-    `read_manifest` does (L400 to L402).
+    `progress` counts the packed bytes. Raises `InputRefused` as `read_manifest` does (L400 to L402).
     """
     folder = Path(path).resolve()
     manifest = read_manifest(folder)
@@ -99,10 +98,10 @@ def _digest(what: str, path: Path, expected: str, remedy: str) -> Finding:
     return _compared(what, file_digest(path), expected, path.name, remedy)
 
 
-def _compared(what: str, found: str, expected: str, name: str, remedy: str) -> Finding:
-    if found == expected:
-        return Finding(what, "good", f"{name}, sha256 {found[:12]}")
-    return Finding(what, "altered", f"{name}: expected sha256 {expected[:12]}, found {found[:12]}", remedy)
+def _compared(what: str, digest: str, expected: str, name: str, remedy: str) -> Finding:
+    if digest == expected:
+        return Finding(what, "good", f"{name}, sha256 {digest[:12]}")
+    return Finding(what, "altered", f"{name}: expected sha256 {expected[:12]}, found {digest[:12]}", remedy)
 
 
 def _checkpoint(folder: Path, manifest: Manifest, checkpoint: Path) -> Iterator[Finding]:
@@ -126,17 +125,17 @@ def _store(folder: Path, manifest: Manifest, checkpoint: Path, progress: Progres
         return
     try:
         rows, index = load_as.read_rows(folder, manifest), open_index(checkpoint)
-        found = packed_store.find_store(folder, manifest, rows, index)
+        store = packed_store.find_store(folder, manifest, rows, index)
     except InputRefused as error:
-        found = error.diagnostics[0]
-    if isinstance(found, PackedStore):
-        yield Finding("packed store", "good", f"{len(found.headers)} layers, {found.size:,} bytes, sealed")
-    elif found is not None:
-        state = "altered" if found.code == "L441" else "stale"
-        yield Finding("packed store", state, found.message, found.hint)
+        store = error.diagnostics[0]
+    if isinstance(store, PackedStore):
+        yield Finding("packed store", "good", f"{len(store.headers)} layers, {store.size:,} bytes, sealed")
+    elif store is not None:
+        state = "altered" if store.code == "L441" else "stale"
+        yield Finding("packed store", state, store.message, store.hint)
     try:
         listed = packed_store.read_index(folder)
-    except InputRefused:  # said above
+    except InputRefused:  # reported above
         return
     yield from _contents(folder, listed, Tally(sum(entry.size - packed_file.DATA for entry in listed.layers), progress))
 
@@ -145,13 +144,13 @@ def _contents(folder: Path, index: packed_store.PackedIndex, tally: Tally) -> It
     for entry in index.layers:
         path = folder / packed_store.FOLDER / packed_store.file_name(entry.fqn)
         try:
-            found = packed_file.stored_digest(path, entry.size - packed_file.DATA, tally.add)
+            digest = packed_file.stored_digest(path, entry.size - packed_file.DATA, tally.add)
         except (OSError, packed_file.Damaged) as error:
             state = "missing" if isinstance(error, FileNotFoundError) else "altered"
             yield Finding("packed layer", state, f"{path.name}: {error}", f"`{packed_store.renewal(folder)}`")
             continue
         remedy = packed_store.damaged(folder, path, "").hint
-        yield _compared("packed layer", found, entry.content, path.name, remedy)
+        yield _compared("packed layer", digest, entry.content, path.name, remedy)
 
 
 def _against_source(folder: Path, checkpoint: Path, trusted: bool) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ _NOTHING: Final[Arguments] = {"data": 0, "type": _FP32, "sizes": [1, 1, 1], "str
 
 @dataclass(slots=True)
 class Builder:
-    """A program that is being built. It reads `constants` beside the tensors of the step."""
+    """A program that is being built. It reads `constants` as well as the tensors of the step."""
 
     kernel: NativeStep
     program: NativeProgram

@@ -2,7 +2,7 @@
 
 In: a computation, and the tensors that change between its runs. Out: its output, whose tensors the program writes, and
 the program. Operations without a native form are called as they are, between native calls.
-Refused (`ValueError`): what `record` refuses, and an operation whose values differ from the recorded ones.
+Refused (`ValueError`): as `record`, and an operation whose values differ from the recorded ones.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _joined(parts: Sequence[Segment]) -> tuple[Segment, ...]:
 def _compare(recording: Recording, arena: Arena, parts: Sequence[Segment], native: NativeProgram) -> None:
     """Run every operation on the recorded values, and raise `ValueError` where it computes others.
 
-    Memory that is written twice has lost the values of the first time: it keeps what the program wrote.
+    Memory that is written twice has lost the values of the first time: it keeps the program's own.
     """
     once = {place for place, count in times_written(recording.operations).items() if count == 1}
     for operation, part in zip(recording.operations, parts, strict=True):

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _READS_LIKE_EXPERTS = re.compile(r"expert", re.IGNORECASE), re.compile(r"top_?k", re.IGNORECASE)
 _NAMES_EXPERTS = re.compile(r"^class \w*Experts?\w*\(", re.MULTILINE)
-# Some classes leave open what every checkpoint sets: whether there are experts, how many, how wide.
+# Defaults that some classes leave open although every checkpoint sets them: whether there are experts, their number and
+# their width.
 _SWITCHES = ("enable_moe_block", "is_moe")
 _LEFT_OPEN: Mapping[str, object] = {
     **dict.fromkeys(EXPERT_COUNTS, 64),
@@ -53,7 +54,7 @@ def moe_families() -> tuple[str, ...]:
     If a model type wraps another one (images, audio), only the type whose own config builds the causal LM is returned.
     A family whose shrunk model cannot be built stays in the list if its code defines a class of experts.
     """
-    return tuple(sorted(_found()))
+    return tuple(sorted(_families_with_experts()))
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -86,9 +87,8 @@ def _filled(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         filled["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
     if settings.get("layer_types", 0) is None:
         kinds = _layer_kinds(model_type)
-        filled |= (
-            {"layer_types": [kinds[i % len(kinds)] for i in range(settings["num_hidden_layers"])]} if kinds else {}
-        )
+        if kinds:
+            filled["layer_types"] = [kinds[i % len(kinds)] for i in range(settings["num_hidden_layers"])]
     for name, usual in _PARTS_LEFT_OPEN.items():
         if isinstance(settings.get(name), dict):
             part = cast("dict[str, Any]", settings[name])
@@ -104,10 +104,10 @@ def _layer_kinds(model_type: str) -> list[str]:
     return [kind for kind in cast("tuple[str, ...]", ALLOWED_LAYER_TYPES) if f'"{kind}"' in code]
 
 
-def _found() -> Iterator[str]:
+def _families_with_experts() -> Iterator[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known = cast("Mapping[str, str | tuple[str, ...]]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    known = cast("Mapping[str, object]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for model_type in known:
         code = _modeling_code(model_type)
         if not all(pattern.search(code) for pattern in _READS_LIKE_EXPERTS):

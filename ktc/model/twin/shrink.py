@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MIN_POSITIONS = 512
 _POSITIONS = ("max_position_embeddings", "model_max_length", "max_seq_len")
-_PLEASE_REPORT = "please report this model's config: the witness builder does not support it yet"
+_PLEASE_REPORT = "please report this model's config: a twin cannot be made of it yet"
 _FIRST_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -39,7 +39,7 @@ def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Conf
         return type(config).from_dict(_shrunk(settings, {}, whole, second))
     except Exception as error:  # foreign config classes raise anything on sizes that do not fit together
         words = first_line(error.__cause__ or error)
-        message = f"no small witness of this `{config.model_type}` config can be made: {words}"
+        message = f"no small twin of this `{config.model_type}` config can be made: {words}"
         raise InputRefused(Diagnostic("I103", message, hint=_PLEASE_REPORT)) from error
 
 

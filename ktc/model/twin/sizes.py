@@ -183,8 +183,8 @@ def _shrink_rotary(small: dict[str, Any], old: Settings) -> None:
     hidden = next((old[name] for name in _HIDDEN if is_size(old.get(name))), 0)
     old_head = old["head_dim"] if is_size(old.get("head_dim")) else hidden // heads
     shares, rotary = set(_rotary_shares(old)), old.get("qk_rope_head_dim")
-    told_twice = {share for share in shares if int(old_head * share) == rotary != old_head}
-    head = next((h for h in _HEAD_DIMS if _fits(h, shares - told_twice) and _fits(h, told_twice, ROTARY)), HEAD_DIM)
+    repeated = {share for share in shares if int(old_head * share) == rotary != old_head}
+    head = next((h for h in _HEAD_DIMS if _fits(h, shares - repeated) and _fits(h, repeated, ROTARY)), HEAD_DIM)
     if is_size(small.get("head_dim")):
         small["head_dim"] = head
     elif head != HEAD_DIM:

@@ -404,7 +404,7 @@ def test_a_failed_capture_is_tried_again_where_it_may_succeed(
             assert difference(sequences.take(lambda **given: graphs.step(model, **given)), sequences.exact()) <= CLOSE
         found.append(len(tried))
     assert found == tries
-    graphs._recorder = StepRecorder(record_eagerly, "cpu", call_at_once)
+    graphs.recorder = StepRecorder(record_eagerly, "cpu", call_at_once)
     model.model.norm.variance_epsilon *= 2
     sequences = Sequences(model, 1)
     assert difference(sequences.take(lambda **given: graphs.step(model, **given)), sequences.exact()) <= CLOSE

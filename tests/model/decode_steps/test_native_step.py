@@ -39,7 +39,7 @@ def generated(model: Any, rows: int = 2, tokens: int = 20, **options: Any) -> An
 def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that programs compute from now on."""
     steps: list[int] = []
-    recorder = model.decode_graphs._recorder
+    recorder = model.decode_graphs.recorder
 
     def record(*given: Any) -> Any:
         output, run = recorder.record(*given)

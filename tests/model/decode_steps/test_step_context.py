@@ -38,7 +38,7 @@ def test_models_that_decode_in_threads_record_their_own_calls(
     for model in models:
         model.decode_graphs.clear()
     both, called = threading.Barrier(2, timeout=60), list[bool]()
-    record, compute_in_turns = models[0].decode_graphs._recorder.record, threading.local()
+    record, compute_in_turns = models[0].decode_graphs.recorder.record, threading.local()
 
     def recorded(compute: Any, *given: Any) -> Any:
         def at_once() -> Any:
@@ -55,7 +55,7 @@ def test_models_that_decode_in_threads_record_their_own_calls(
         return record(at_once, *given)
 
     for model in models:
-        recorder = replace(model.decode_graphs._recorder, record=recorded)
+        recorder = replace(model.decode_graphs.recorder, record=recorded)
         monkeypatch.setattr(model, "decode_graphs", DecodeGraphs(recorder))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(generated, models, prompts))

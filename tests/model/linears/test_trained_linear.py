@@ -161,7 +161,7 @@ def test_a_merged_adapter_counts_with_its_scale_and_one_per_row_is_refused() -> 
     before = wrapped(x)
     wrapped.set_scale("default", 8.0)
     assert not torch.equal(wrapped(x), before)
-    with pytest.raises(InputRefused, match="L432: a batch with an adapter of its own for each row"):
+    with pytest.raises(InputRefused, match="L432: each row of the batch names its own adapter"):
         wrapped(x, adapter_names=["__base__"] * 3)
 
 
