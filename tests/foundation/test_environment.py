@@ -65,9 +65,9 @@ def test_a_load_tells_once_of_threads_that_spin_beside_those_of_kernels(
     monkeypatch.setattr(torch, "get_num_threads", lambda: of_torch)
     monkeypatch.setattr(host, "numa_nodes", lambda: (NumaNode(0, tuple(range(8))),) * nodes)
     monkeypatch.setattr(openmp, "functions", lambda: (1, 1, 1, 1))
-    load_as._tell_of_spinning.cache_clear()
+    load_as._warn_of_spinning.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            load_as._tell_of_spinning(threads)
-    load_as._tell_of_spinning.cache_clear()
+            load_as._warn_of_spinning(threads)
+    load_as._warn_of_spinning.cache_clear()
     assert ["L452" in each.message for each in caplog.records] == [True] * told
