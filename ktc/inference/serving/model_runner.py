@@ -20,8 +20,7 @@ from ktc.inference.serving.generation import Generation
 from ktc.inference.serving.native_rows import NativeRows
 from ktc.inference.serving.request import Request
 from ktc.inference.serving.row_cache import CachedRow, RowCache, cached_row
-from ktc.model.attention.decode import DecodeAttention
-from ktc.model.attention.paged_layers import paged_layers
+from ktc.model.attention.decode import DecodeAttention, paged_layers
 from ktc.model.attention.paged_tensor import copies
 from ktc.model.decode_steps.growing_cache import GrowingLayer
 from ktc.model.decode_steps.int8_cache import Int8Layer

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktc.model.attention.chosen import Chosen
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import PagedTensor, PageTable, memory_of
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel
@@ -21,6 +20,17 @@ from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import DTYPES, is_plain, is_traced, threads_for
 
 MOST_TOKENS: Final = 16  # of a call: with more, products of all rows at once are faster
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Ascending `positions` (B, T, S, M) in int32, of which the first `counts` (B, T, S) are chosen, contiguous both.
+
+    S is the number of query heads, or of key heads where the query heads of one share a choice.
+    """
+
+    positions: Tensor
+    counts: Tensor
 
 
 class KVCacheView(NamedTuple):
@@ -135,6 +145,19 @@ def decoders(model: nn.Module) -> Iterator[tuple[Any, DecodeAttention]]:
         decode = getattr(module, "decode", None)
         if isinstance(decode, DecodeAttention):
             yield module, decode
+
+
+def paged_layers(model: nn.Module) -> dict[int, DecodeAttention]:
+    """Return the kernel of every layer that may read its cache in pages on the CPU, by the layer's number.
+
+    Whether a layer uses the kernel is known after a step (`copies` of `paged_tensor.py`). Sparse attention is left out:
+    its index has positions of contiguous caches.
+    """
+    return {
+        int(module.layer_idx): decode
+        for module, decode in decoders(model)
+        if module.sparse is None and all(parameter.device.type == "cpu" for parameter in module.parameters())
+    }
 
 
 def seen_by_kernel(mask: Tensor | None, batch: int, tokens: int, positions: int) -> Tensor | None:

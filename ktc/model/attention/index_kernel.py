@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktc.model.attention.chosen import Chosen
-from ktc.model.attention.decode import KVCacheView, mask_view, seen_by_kernel, view
+from ktc.model.attention.decode import Chosen, KVCacheView, mask_view, seen_by_kernel, view
 from ktc.model.attention.key_codes import signs
 from ktc.model.attention.key_index import KeyIndex
 from ktc.model.attention.sparsity import FORMATS, Sparsity

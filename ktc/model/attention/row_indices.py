@@ -13,8 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ktc.model.attention.chosen import Chosen
-from ktc.model.attention.decode import KVCacheView
+from ktc.model.attention.decode import Chosen, KVCacheView
 from ktc.model.attention.key_index import KeyIndex
 
 

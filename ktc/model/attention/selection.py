@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktc.model.attention.chosen import Chosen
-from ktc.model.attention.decode import KVCacheView
+from ktc.model.attention.decode import Chosen, KVCacheView
 from ktc.model.attention.shared_scores import shared
 from ktc.model.attention.sparsity import Sparsity
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ktc.model.attention.chosen import Chosen
-from ktc.model.attention.decode import MOST_TOKENS, DecodeAttention, KVCacheView, is_seen_mask
+from ktc.model.attention.decode import MOST_TOKENS, Chosen, DecodeAttention, KVCacheView, is_seen_mask
 from ktc.model.attention.index_kernel import IndexKernel
 from ktc.model.attention.key_codes import estimates
 from ktc.model.attention.key_index import KeyIndex, index_of, is_followed, keep_index, length_of

@@ -165,7 +165,7 @@ class DecodeGraphs:
                     step.finish()
                 else:
                     self._last = step
-                    ahead.begin(step)
+                    ahead.last = step
                 return output
         self.tell(captured)
         return model(**inputs)

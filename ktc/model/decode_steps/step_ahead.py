@@ -58,25 +58,16 @@ class PendingStep:
 
 
 class StepAhead:
-    """The last step of one `generate`."""
+    """The last step that one `generate` has begun, in `last`; the one before is done."""
 
     def __init__(self) -> None:
-        self._last: PendingStep | None = None
-
-    def begin(self, step: PendingStep) -> None:
-        """Keep a step that has begun, for `finish`. The one before is done."""
-        self._last = step
+        self.last: PendingStep | None = None
 
     def finish(self) -> None:
         """Wait for the last step, and raise its error."""
-        last, self._last = self._last, None
+        last, self.last = self.last, None
         if last is not None:
             last.finish()
-
-    def error_before(self, error: BaseException) -> BaseException:
-        """See `PendingStep.error_before`."""
-        last, self._last = self._last, None
-        return error if last is None else last.error_before(error)
 
 
 class BeforeSampling(LogitsProcessor):
@@ -118,6 +109,7 @@ def waited_for_by(ahead: StepAhead | None, context: StepContext) -> Generator[No
             if ahead is not None:
                 ahead.finish()
         except BaseException as error:
-            if ahead is not None and (first := ahead.error_before(error)) is not error:
+            last = None if ahead is None else ahead.last
+            if last is not None and (first := last.error_before(error)) is not error:
                 raise first  # noqa: B904 - its cause is set
             raise

@@ -286,7 +286,7 @@ class PackedExperts:
 
         A thread of CUDA calls it, so it runs on threads that the library has for that purpose.
         """
-        engine = self._kernel.engine(self._threads, self._nodes, own=True)
+        engine = self._kernel.engine(self._threads, self._nodes, separate=True)
         arguments = self._arguments(lora.to(self.weight_dtype), None, interleaved=interleaved)
         return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
 

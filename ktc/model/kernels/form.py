@@ -91,14 +91,14 @@ class ExpertsForm:
 
 def parse_form(text: str) -> ExpertsForm:
     """Return the form whose `str` is this text. Raises `ValueError` for any other text."""
-    found = _FORM.fullmatch(text)
-    if found is None or found["function"] not in get_args(Function):
+    match = _FORM.fullmatch(text)
+    if match is None or match["function"] not in get_args(Function):
         raise ValueError(f"`{text}` is not a form of experts")
-    flags = found["flags"].split()
-    settings = dict(pair.split("=", 1) for pair in (found["settings"] or "").split(", ") if "=" in pair)
+    flags = match["flags"].split()
+    settings = dict(pair.split("=", 1) for pair in (match["settings"] or "").split(", ") if "=" in pair)
     try:
         numbers = {name: float(value) for name, value in settings.items()}
-        activation = Activation(found["function"], **numbers)  # pyright: ignore[reportArgumentType]
+        activation = Activation(match["function"], **numbers)  # pyright: ignore[reportArgumentType]
         form = ExpertsForm(activation, "ungated" not in flags, *(flag in flags for flag in _FLAGS[1:]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`{text}` is not a form of experts") from error

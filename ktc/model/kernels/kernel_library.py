@@ -166,12 +166,12 @@ class Kernel:
             _OPENED[key] = self.native(), self.engine(permitted_threads(threads))
         return _OPENED[key]
 
-    def engine(self, threads: int, nodes: tuple[NumaNode, ...] = (), *, own: bool = False) -> Engine:
+    def engine(self, threads: int, nodes: tuple[NumaNode, ...] = (), *, separate: bool = False) -> Engine:
         """Return the engine of calls with this number of threads. All layers of a process share one set of threads.
 
-        They are the library's `own` also where PyTorch has as many, for a caller that PyTorch's threads do not serve.
+        With `separate` they are the library's also where PyTorch has as many, for a caller on another thread.
         """
-        return _engine(self.library.path, self.library.digest, threads, nodes, own)
+        return _engine(self.library.path, self.library.digest, threads, nodes, separate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +275,12 @@ def _opened(path: Path, digest: str) -> _Module:
         raise InputRefused(
             Diagnostic("L410", f"there is no kernel library at `{path}`", hint="compile the model again")
         )
-    found = file_digest(path)
-    if found != digest:
+    present = file_digest(path)
+    if present != digest:
         raise InputRefused(
             Diagnostic(
                 "L411",
-                f"the kernel library `{path}` was altered: expected sha256 `{digest[:12]}`, found `{found[:12]}`",
+                f"the kernel library `{path}` was altered: expected sha256 `{digest[:12]}`, found `{present[:12]}`",
                 hint="compile the model again; a library is code and is loaded only as it was built",
             )
         )
@@ -304,6 +304,6 @@ def _opened(path: Path, digest: str) -> _Module:
 
 
 @functools.cache
-def _engine(path: Path, digest: str, threads: int, nodes: tuple[NumaNode, ...], own: bool) -> Engine:
-    functions = openmp.NONE if own else openmp.functions()
+def _engine(path: Path, digest: str, threads: int, nodes: tuple[NumaNode, ...], separate: bool) -> Engine:
+    functions = openmp.NONE if separate else openmp.functions()
     return _opened(path, digest).Engine(threads, [node.cpus for node in nodes], functions)

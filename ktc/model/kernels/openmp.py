@@ -45,7 +45,7 @@ def _found() -> Functions:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         loaded = ctypes.CDLL(str(library))  # a symbol is looked up in what this library was linked with
-        found = tuple(ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _NAMES)
+        addresses = tuple(ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _NAMES)
     except (OSError, AttributeError):
         return NONE
-    return cast("Functions", found) if all(found) else NONE
+    return cast("Functions", addresses) if all(addresses) else NONE

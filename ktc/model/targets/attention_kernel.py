@@ -26,8 +26,8 @@ _SCALE = 4  # bytes, of each position and head
 def unknown_core(seen: CapturedNode) -> Unsuited | None:
     """Return why the core keeps its own code (M092): the model computes it by a function that ktc does not know."""
     reason = unknown_function(seen.stock)
-    own = "keep the model's own attention", "the model's own attention stays"
-    return Unsuited("M092", reason, *own) if reason else None
+    remedies = "keep the model's own attention", "the model's own attention stays"
+    return Unsuited("M092", reason, *remedies) if reason else None
 
 
 def choose_attention(plan: NodePlan, seen: CapturedNode) -> AttentionSpec:

@@ -182,15 +182,14 @@ class CpuMoe(ModuleTarget):
             if not isinstance(tensor, torch.Tensor):
                 raise WrongModule(f"a `{type(old).__name__}` without `{name}`")
             if tuple(tensor.shape) != wanted:
-                found = f"`{name}` {list(tensor.shape)} instead of {list(wanted)}"
-                raise WrongModule(f"experts of other sizes: {found}")
+                raise WrongModule(f"experts of other sizes: `{name}` {list(tensor.shape)} instead of {list(wanted)}")
             stacked[name] = tensor
         devices = tuple(map(torch.device, config.prefill))
         offload = Offload(devices, config.prefill_tokens, config.stream_buffer, config.resident) if devices else None
         packed = None if kernel is None else PackedExperts(kernel, config.threads, sizes, config.numa)
         weights = ExpertsWeights(form, sizes, stacked["down_proj"].dtype, packed, training)
-        own = isinstance(old, StockExperts)
-        make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if own else FusedMoe
+        is_own = isinstance(old, StockExperts)
+        make = functools.partial(CalledExperts, inputs=old.inputs, called=old.called) if is_own else FusedMoe
         made = make(weights, activations=config.activations, offload=offload)
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)

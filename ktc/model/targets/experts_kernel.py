@@ -96,17 +96,17 @@ def _formats(
 ) -> tuple[WeightFormat, WeightFormat, int]:
     """Return the formats of gate and up and of down, and the size of their groups, 0 without groups."""
     products = tuple(zip(stored, (("hidden", hidden), ("intermediate", inter)), strict=True))
-    found = [
+    chosen = [
         _kept(asked, formats, size) or _converted(claim, asked, formats, name, size)
         for formats, (name, size) in products
     ]
     # A spec has one size of groups for both.
-    if len({group for name, group in found if name in CODES and len(CODES[name].group_sizes) > 1}) > 1:
-        found = [_converted(claim, asked, formats, name, size) for formats, (name, size) in products]
-    (gate_up, _), (down, _) = found
+    if len({group for name, group in chosen if name in CODES and len(CODES[name].group_sizes) > 1}) > 1:
+        chosen = [_converted(claim, asked, formats, name, size) for formats, (name, size) in products]
+    (gate_up, _), (down, _) = chosen
     if gate_up != down and not FORMATS[gate_up].dtype == FORMATS[down].dtype == "bf16":
         raise _unread(claim, " and ".join(sorted((gate_up, down))))
-    return gate_up, down, next((group for name, group in found if name in CODES), 0)
+    return gate_up, down, next((group for name, group in chosen if name in CODES), 0)
 
 
 def _kept(asked: str, stored: tuple[StoredFormat, ...], size: int) -> tuple[WeightFormat, int] | None:
@@ -132,18 +132,18 @@ def _converted(
     Raise InputRefused (M068) if no kernel has it, or a row is not a multiple of its groups.
     """
     loaded_as = " and ".join(dict.fromkeys(_loaded(dtype) for dtype, _ in stored))
-    found = loaded_as if asked == "stored" else asked
-    row = FORMATS.get(found)
+    method = loaded_as if asked == "stored" else asked
+    row = FORMATS.get(method)
     if row is None:
-        raise _unread(claim, found)
+        raise _unread(claim, method)
     if not row.quantises:
         found_as = " and ".join(dict.fromkeys(dtype for dtype, _ in stored))
-        message = f"`{found}` weights are taken only as stored, and these experts are stored as `{found_as}`"
+        message = f"`{method}` weights are taken only as stored, and these experts are stored as `{found_as}`"
         raise _no_format(claim, message)
     if size % row.whole:
         pieces = "groups" if isinstance(row, Codes) else "blocks"
-        raise _no_format(claim, f"`{found}` cuts rows into {pieces} of {row.whole}, and {name} is {size}")
-    return found, row.group_sizes[0] if isinstance(row, Codes) else 0
+        raise _no_format(claim, f"`{method}` cuts rows into {pieces} of {row.whole}, and {name} is {size}")
+    return method, row.group_sizes[0] if isinstance(row, Codes) else 0
 
 
 def _loaded(stored: str) -> WeightFormat:
@@ -166,8 +166,8 @@ def _no_format(claim: Claim, message: str) -> InputRefused:
 def _isa(claim: Claim, asked: str, host: Host) -> Isa:
     if asked == "auto":
         return host.isas[0]
-    found = isa_of(asked)
-    if found not in host.isas:
+    isa = isa_of(asked)
+    if isa not in host.isas:
         hint = f"this host can run: {', '.join(host.isas)}; or write `isa = auto`"
         raise HostLacks(Diagnostic("M064", f"this host cannot run isa `{asked}`", claim.span, hint=hint))
-    return found
+    return isa

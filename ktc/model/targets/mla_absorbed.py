@@ -90,8 +90,8 @@ class MlaAbsorbed(ModuleTarget):
         reason = f"`{stock.__name__}` caches keys and values, and no latents"
         if caches_latents(stock):
             reason = latent_operands(seen.core).reason
-        own = "keep the model's own code", "the model's own code stays"
-        return Unsuited("M081", reason, *own) if reason else None
+        remedies = "keep the model's own code", "the model's own code stays"
+        return Unsuited("M081", reason, *remedies) if reason else None
 
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
         """Return the kernel for the model's dtype and the layer's cache. Raises InputRefused (M077)."""
@@ -129,10 +129,10 @@ class MlaAbsorbed(ModuleTarget):
         from ktc.model.graph import ops
         from ktc.model.graph.latent import latent_operands
 
-        found, about = latent_operands(node), ops.attributes(node)
-        weight = graph.get_parameter(f"{found.kv_b.meta['fqn']}.weight")
+        operands, about = latent_operands(node), ops.attributes(node)
+        weight = graph.get_parameter(f"{operands.kv_b.meta['fqn']}.weight")
         return LatentCore(
-            weight, found.heads, found.nope, scale=float(about["scale"]), causal=bool(about["causal"]),
+            weight, operands.heads, operands.nope, scale=float(about["scale"]), causal=bool(about["causal"]),
             window=int(about["window"]), elide=self.move_elision,
         )  # fmt: skip
 
@@ -141,8 +141,8 @@ class MlaAbsorbed(ModuleTarget):
         from ktc.model.graph import ops
         from ktc.model.graph.latent import latent_operands
 
-        found, mask, sinks = latent_operands(node), node.args[ops.SDPA_MASK], node.args[ops.SDPA_SINKS]
-        inputs = node.args[0], found.latent, found.k_rope, mask, sinks
+        operands, mask, sinks = latent_operands(node), node.args[ops.SDPA_MASK], node.args[ops.SDPA_SINKS]
+        inputs = node.args[0], operands.latent, operands.k_rope, mask, sinks
         return inputs if sinks is not None else inputs[:4] if mask is not None else inputs[:3]
 
     def described(self, node: fx.Node) -> dict[str, Any]:
@@ -150,9 +150,9 @@ class MlaAbsorbed(ModuleTarget):
         from ktc.model.graph import ops
         from ktc.model.graph.latent import latent_operands
 
-        found = latent_operands(node)
-        sizes = {"heads": found.heads, "nope": found.nope, "rope": found.rope, "value": found.value}
-        return {**ops.attributes(node), **sizes, "latent": found.rank, "kv_b": str(found.kv_b.meta["fqn"])}
+        operands = latent_operands(node)
+        sizes = {"heads": operands.heads, "nope": operands.nope, "rope": operands.rope, "value": operands.value}
+        return {**ops.attributes(node), **sizes, "latent": operands.rank, "kv_b": str(operands.kv_b.meta["fqn"])}
 
     def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> AbsorbedConfig:
         """Return the sizes, the name of the up-projection, and when attention is absorbed."""

@@ -95,8 +95,8 @@ class ModuleTarget(Target):
         together = (action, *others)
         call.meta = {**node.meta, "op": self.name, "attributes": self.described(node), "fqn": action.fqn}
         call.meta |= {
-            "rule": ", ".join(dict.fromkeys(each.rule for each in together)),
-            "span": ", ".join(dict.fromkeys(str(each.span) for each in together)),
+            "rule": ", ".join(dict.fromkeys(action.rule for action in together)),
+            "span": ", ".join(dict.fromkeys(str(action.span) for action in together)),
         }
         if kernel := self.kernel_name(action):
             call.meta["kernel"] = kernel
@@ -123,8 +123,8 @@ def replaced(block: nn.Module, place: str) -> nn.Module:
 def primary_actions(actions: Sequence[NodeAction]) -> Iterator[NodeAction]:
     """Yield one action per node, whose target makes the module: that of a kernel, a quantisation or an adapter."""
     for facet in _CARRYING:
-        held = {action.node for before in _CARRYING[: _CARRYING.index(facet)] for action in _of(actions, before)}
-        yield from (action for action in _of(actions, facet) if action.node not in held)
+        carried = {action.node for before in _CARRYING[: _CARRYING.index(facet)] for action in _of(actions, before)}
+        yield from (action for action in _of(actions, facet) if action.node not in carried)
 
 
 def _of(actions: Sequence[NodeAction], facet: Facet) -> list[NodeAction]:

@@ -9,8 +9,7 @@ import torch
 from kernel_layers import ISAS, built, quick_or_slow
 from torch import Tensor
 
-from ktc.model.attention.chosen import Chosen
-from ktc.model.attention.decode import DecodeAttention, KVCacheView
+from ktc.model.attention.decode import Chosen, DecodeAttention, KVCacheView
 from ktc.model.attention.index_kernel import IndexKernel
 from ktc.model.attention.key_codes import estimates, signs
 from ktc.model.attention.key_index import KeyIndex

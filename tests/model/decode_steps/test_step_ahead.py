@@ -88,7 +88,7 @@ def test_another_thread_waits_for_a_step_and_its_error_stays_with_the_first() ->
 
     ahead, step = StepAhead(), PendingStep(end)
     criterion = BeforeReading(ahead)
-    ahead.begin(step)
+    ahead.last = step
     step.settle()
     with pytest.raises(RuntimeError, match="experts failed"):
         criterion(torch.ones(2, 3), None)
