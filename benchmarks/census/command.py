@@ -89,7 +89,7 @@ def _collect(session: Session, rows: Iterable[Family], total: int, done: list[Fa
             line = _line(row)
             console.print(line, markup=False, soft_wrap=True)
             session.note(line)
-            session.go_on()
+            session.raise_if_interrupted()
             bar.update(task, description=row.family, advance=1)
 
 

@@ -63,15 +63,15 @@ def export(source: Path, layout: ExportLayout, out: Path | None = None, model: P
     path = out or named.with_name(f"{stem}-lora.gguf" if layout == "gguf" else f"{stem}-{layout}")
     require_new(path)
     if layout == "gguf":
-        with refusing(path), replaced_file(path) as beside:
-            count, notes = write_gguf(opened.factors, opened.base, beside, *_other_ways(opened, model)), ()
-            size = beside.stat().st_size
+        with refusing(path), replaced_file(path) as draft:
+            count, notes = write_gguf(opened.factors, opened.base, draft, *_other_ways(opened, model)), ()
+            size = draft.stat().st_size
     else:
         content = written(opened.config, opened.factors, opened.base, layout)
-        with refusing(path), new_folder(path) as beside:
-            save_adapter(beside, content.config, content.tensors)
-            copy_record(source, beside)
-            size = (beside / folders.WEIGHTS).stat().st_size
+        with refusing(path), new_folder(path) as draft:
+            save_adapter(draft, content.config, content.tensors)
+            copy_record(source, draft)
+            size = (draft / folders.WEIGHTS).stat().st_size
         count, notes = len(content.tensors), content.notes
     return Exported(path, opened.layout, layout, len(opened.factors), count, size, notes)
 

@@ -65,16 +65,16 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
     require_new(out)
     with (
         refusing(out),
-        new_folder(out) as beside,
+        new_folder(out) as draft,
         FactorReader(opened.weights) as factors,
         TensorReader(base.folder) as reader,
     ):
         merged = MergedReader(additions, factors, reader)
         writer = _Writer(index, additions, merged, progress or (lambda done, total: None))
         for file in index.files:
-            writer.write(file, beside / file)
-        copy_others(base.folder, beside)
-        write_record(beside, "merge", base.folder, adapter, {}, index.files)
+            writer.write(file, draft / file)
+        copy_others(base.folder, draft)
+        write_record(draft, "merge", base.folder, adapter, {}, index.files)
     return Merged(out, len(additions), len(index.tensors), index.bytes)
 
 

@@ -86,7 +86,7 @@ _CHANGED: Final[WeakKeyDictionary[nn.Module, tuple[_Before, ...]]] = WeakKeyDict
 def unchanged(
     tensors: Iterable[tuple[str, Tensor]],
     model: nn.Module,
-    whose: str,
+    adapter: str,
     *,
     alone: bool,
     config: Mapping[str, Any] | None = None,
@@ -113,7 +113,7 @@ def unchanged(
     changed = {name: weight for name, weight in sorted(before.items()) if weight.is_changed}
     if wrong := [name for name in changed if not alone or (name in differing and not name.endswith(".bias"))]:
         _put_back(before.values())
-        raise InputRefused(_changing(whose, wrong[0], wrong[0] in differing))
+        raise InputRefused(_changing(adapter, wrong[0], wrong[0] in differing))
     if changed:
         _CHANGED[model] = tuple(changed.values())
 
@@ -152,12 +152,12 @@ def _subtracted_in_place(config: Mapping[str, Any], weights: Iterable[str]) -> s
     return {name for name in weights if every or is_target(known, name.rpartition(".")[0])}
 
 
-def _changing(whose: str, weight: str, by_file: bool) -> Diagnostic:
+def _changing(adapter: str, weight: str, by_file: bool) -> Diagnostic:
     if by_file and not weight.endswith(".bias"):
-        message = f"adapter `{whose}` holds other values of `{weight}` than the model, which it would replace"
+        message = f"adapter `{adapter}` holds other values of `{weight}` than the model, which it would replace"
         hint = "use the model that the adapter was trained on, or save it with `save_embedding_layers=False`"
         return Diagnostic("A603", message, hint=hint)
-    message = f"adapter `{whose}` changes `{weight}` of the model, which other adapters and requests use too"
+    message = f"adapter `{adapter}` changes `{weight}` of the model, which other adapters and requests use too"
     hint = "attach it alone: `ktc generate OUT --adapter FOLDER`, or `ktc serve OUT --adapter FOLDER` without updates"
     return Diagnostic("A603", message, hint=hint)
 

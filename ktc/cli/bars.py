@@ -1,4 +1,4 @@
-"""Bars on stderr, if that is a terminal: of rows that are answered, of calls that are measured, of a stage's steps."""
+"""Progress bars on stderr, if that is a terminal: for answered rows, measured calls and the steps of a stage."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 @contextmanager
 def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int], None]]:
     """Show a bar over rows; yield the function that sets the finished rows."""
-    with _bar(session) as bar:
+    with open_bar(session) as bar:
         task = bar.add_task(what, total=total)
 
         def progress(done: int) -> None:
-            session.go_on()
+            session.raise_if_interrupted()
             bar.update(task, completed=done)
 
         yield progress
@@ -32,15 +32,12 @@ def rows_bar(session: Session, what: str, total: int) -> Generator[Callable[[int
 
 @contextmanager
 def calls_bar(session: Session) -> Generator[Callable[[str, int, int], None]]:
-    """Show a bar over calls; yield the function that sets what is measured, the finished calls, and those in all.
-
-    0 calls in all are an unknown number.
-    """
-    with _bar(session) as bar:
+    """Show a bar over calls; yield the function that sets its name, the finished calls and all calls (0: unknown)."""
+    with open_bar(session) as bar:
         task = bar.add_task("loading", total=None)
 
         def progress(what: str, done: int, total: int) -> None:
-            session.go_on()
+            session.raise_if_interrupted()
             bar.update(task, description=what, completed=done, total=total or None)
 
         yield progress
@@ -51,17 +48,17 @@ def steps_bar(session: Session, what: str) -> Generator[None]:
     """Show a bar over the steps that the block reports through `ktc.foundation.stage_progress`."""
     open_bars: list[Progress] = []
 
-    def told(done: int, total: int) -> None:
-        session.go_on()
+    def report(done: int, total: int) -> None:
+        session.raise_if_interrupted()
         if not open_bars:
-            open_bars.append(_bar(session))
+            open_bars.append(open_bar(session))
             open_bars[0].start()
             open_bars[0].add_task(what, total=total)
         open_bars[0].update(open_bars[0].task_ids[0], completed=done, total=total)
         if done == total:
             open_bars.pop().stop()  # the loading of a model draws its own
 
-    with listening(told):
+    with listening(report):
         try:
             yield
         finally:
@@ -98,15 +95,17 @@ def stages_bar(console: Console, quiet: bool) -> Generator[Callable[[str, int, i
 
 
 def _left(done: int, total: int | None, seconds: float) -> str:
-    """Return the time that the other steps take at the pace of those that are done. Rich waits for the second step."""
+    """Return the time for the other steps at the speed of the finished ones. Rich shows none before the second step."""
     if not done or total is None or done == total:
         return ""
     return f"{timedelta(seconds=round(seconds / done * (total - done)))} left"
 
 
-def _bar(session: Session) -> Progress:
+def open_bar(session: Session, *texts: str) -> Progress:
+    """Return a bar that is not started, with a column for each text that its tasks have as a field."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    fields = (TextColumn(f"{{task.fields[{text}]}}") for text in texts)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *fields, TimeRemainingColumn())
     disabled = session.quiet or not sys.stderr.isatty()
     return Progress(*columns, console=session.console, transient=True, disable=disabled)

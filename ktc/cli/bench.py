@@ -58,7 +58,7 @@ def _command(kind: type[Request]) -> Callable[..., None]:
             typed["settings"] = settings_of(typed["settings"])
         request = parse(kind, typed)
         _check_files(request, output)
-        session.go_on()
+        session.raise_if_interrupted()
         with watching(session) as sink:
             report = importlib.import_module(request.module).run(request, sink)
         _show(session, request, report, output)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from ktc.cli.following import after_compiling
-from ktc.cli.options import Seed, Trust, Weights
+from ktc.cli.options import ReportFile, Seed, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -68,9 +68,7 @@ def command(
     exact: Annotated[
         bool, typer.Option("--exact", help="Exit with 1 if a bit of a matched cell's calls differs.")
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
-    ] = None,
+    output: ReportFile = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="F.svg", help="Also draw the report.")] = None,
     seed: Seed = 0,
     weights: Weights = None,
@@ -98,7 +96,7 @@ def command(
 
     if plot is not None:
         require_drawable()
-    session.go_on()
+    session.raise_if_interrupted()
     with calls_bar(session) as observe, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that transformers and PEFT use themselves
         report = measure(request, observe)

@@ -23,6 +23,7 @@ from ktc.cli.options import (
     Reference,
     Seed,
     SystemPrompt,
+    Temperature,
     Trust,
     Weights,
 )
@@ -85,9 +86,7 @@ def command(
         int | None,
         typer.Option("--max-new-tokens", min=1, help="Tokens per answer at most. Default: 256, for questions 32."),
     ] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     reference: Reference = False,
@@ -116,7 +115,7 @@ def command(
     if output is not None:
         require_writable(output)
     opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
-    session.go_on()
+    session.raise_if_interrupted()
     tell_template(session, opened, raw or task == "mcq")
     writes_letters = task == "mcq" and by != "logprob"
     sampling = Sampling(max_new_tokens or (32 if writes_letters else None), temperature, seed=seed)

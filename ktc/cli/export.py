@@ -74,7 +74,7 @@ def command(
         message = "`--check` compares adapters, and this export is a model"
         raise InputRefused(Diagnostic("Q512", message, hint="`ktc verify OUT --source` compares it with its original"))
     if int4 or (gguf and (merged or not is_adapter)):
-        original, adapter = _original(source, model) if is_adapter else (source, None)
+        original, adapter = (model or _original(source), source) if is_adapter else (source, None)
         name = source.resolve().name
         if int4:
             write_int4(
@@ -88,12 +88,12 @@ def command(
     _export_adapter(session, source, "gguf" if gguf else layout, output, model, check)
 
 
-def _original(adapter: Path, model: Path | None) -> tuple[Path, Path]:
-    """Return the original of an adapter, and the adapter."""
+def _original(adapter: Path) -> Path:
+    """Return the folder of the model that an adapter names."""
     from ktc.adapters.adapter import read_adapter, require_lora
     from ktc.adapters.base_model import find_base
 
-    return model or find_base(require_lora(read_adapter(adapter))).folder, adapter
+    return find_base(require_lora(read_adapter(adapter))).folder
 
 
 def _write_gguf(
@@ -104,7 +104,7 @@ def _write_gguf(
 
     with progress_bar(f"writing {output.name}", session.quiet) as bar:
         done = write_gguf_model(model, output, kind, bar, adapter=adapter, shard_bytes=shard_bytes)
-    session.result({**asdict(done), "path": str(done.path)})
+    session.result(asdict(done))
     types = ", ".join(f"{number} {name}" for name, number in sorted(done.types.items()))
     files = done.files[0] if len(done.files) == 1 else count(len(done.files), "file")
     session.show(f"{done.path}: {files}, {done.tensors} tensors ({types}), {size(done.bytes)}")
@@ -124,8 +124,8 @@ def _export_adapter(
     from ktc.adapters.export import export
 
     done = export(adapter, layout, output, model)
-    session.result({**asdict(done), "path": str(done.path)})
-    session.show(_told(done))
+    session.result(asdict(done))
+    session.show(_summary(done))
     if check:
         from ktc.adapters.export_check import check as compare
 
@@ -139,7 +139,7 @@ def _export_adapter(
         session.next("ktc", "export", adapter, *moved, "--layout", layout, "--check", "-o", checked)
 
 
-def _told(done: Exported) -> str:
+def _summary(done: Exported) -> str:
     lines = [
         f"{done.found} -> {done.layout}: {done.path}",
         f"{done.weights} adapted weights, {done.tensors} tensors, {size(done.bytes)}",

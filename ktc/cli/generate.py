@@ -23,6 +23,7 @@ from ktc.cli.options import (
     Reference,
     Seed,
     SystemPrompt,
+    Temperature,
     Trust,
     Weights,
 )
@@ -62,9 +63,7 @@ def command(
             "--max-new-tokens", min=1, help="Tokens per answer at most. Default: 256, or fewer at the model's length."
         ),
     ] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
     top_p: Annotated[
         float, typer.Option("--top-p", help="Sample among the most probable tokens with this total probability.")
     ] = 1.0,
@@ -100,7 +99,7 @@ def command(
     if prompt is not None and not prompt.strip():
         raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
     opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
-    session.go_on()
+    session.raise_if_interrupted()
     tell_template(session, opened, raw)
     if prefill_chunk is not None:
         read_in_chunks(opened, prefill_chunk)

@@ -44,7 +44,7 @@ def command(
     grid = merged_grid(rounded_in_training(model, adapter))
     with progress_bar(f"merging into {output.name}", session.quiet) as bar:
         done = merge(adapter, output, model, bar)
-    session.result({**asdict(done), "path": str(done.path)})
+    session.result(asdict(done))
     session.show(f"{done.path}: {done.changed} of {done.tensors} tensors changed, {size(done.bytes)}")
     if grid:
         session.tell(f"note: training rounded weights to `{grid}`, and these are not rounded: `--int4` rounds them")

@@ -52,4 +52,8 @@ Seed = Annotated[
 ]
 SystemPrompt = Annotated[str, typer.Option("--system", metavar="TEXT", help="The system message before each prompt.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not use the tokenizer's chat template.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")]
+ReportFile = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
+]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows per batch.")]

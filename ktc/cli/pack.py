@@ -60,7 +60,7 @@ def verify_command(
         else:
             findings = verify(out, weights=weights, source=source, trust_remote_code=trust, progress=bar)
     session.show(findings_table(findings))
-    session.result({"out": str(out), "findings": [asdict(finding) for finding in findings]})
+    session.result({"out": out, "findings": [asdict(finding) for finding in findings]})
     session.exit_code = 0 if all(finding.state == "good" for finding in findings) else 1
     if (out / manifest.FILE).is_file():
         session.next(*answering(out, weights=weights, trust=trust))
@@ -75,7 +75,7 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
     from ktc.model.packing.pack import pack as pack_store
 
     started = time.perf_counter()
-    session.go_on()
+    session.raise_if_interrupted()
     try:
         with progress_bar(f"packing {out.name}", session.quiet) as bar:
             report = pack_store(out, weights=weights, force=force, trust_remote_code=trusted, progress=bar)
@@ -85,6 +85,6 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
         )
         raise
     seconds = time.perf_counter() - started
-    session.result({"packed": {**asdict(report), "folder": str(report.folder), "seconds": seconds}})
+    session.result({"packed": {**asdict(report), "seconds": seconds}})
     done = f"{count(len(report.packed), 'layer')} packed in {seconds:.1f} s, {len(report.kept)} there already"
     session.show(f"{relative(report.folder)} holds {size(report.size)}: {done}")

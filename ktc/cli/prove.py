@@ -13,7 +13,7 @@ import typer
 
 from ktc.cli.amounts import relative
 from ktc.cli.following import loading
-from ktc.cli.options import CompiledModel, Seed, Trust, Weights
+from ktc.cli.options import CompiledModel, ReportFile, Seed, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -37,9 +37,7 @@ def prove_command(
     carry: Annotated[
         bool, typer.Option("--carry", help="Also run both models as a whole, each layer on its own model's results.")
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
-    ] = None,
+    output: ReportFile = None,
     seed: Seed = 0,
     weights: Weights = None,
     trust: Trust = False,
@@ -61,7 +59,7 @@ def prove(session: Session, request: Request) -> Report:
     from ktc.inference.prove.report import write_report
     from ktc.inference.prove.run import prove_model
 
-    session.go_on()
+    session.raise_if_interrupted()
     with progress_bar(f"proving {request.path.name}", session.quiet) as bar:
         report = prove_model(request, bar)
     path = write_report(request.path, report)

@@ -61,7 +61,7 @@ def write_int4(
 
     with progress_bar(f"quantising into {output.name}", session.quiet) as bar:
         done = quantize(model, output, SCHEMES[scheme], modules, bar, adapter=adapter, requantise=requantise)
-    session.result({**asdict(done), "path": str(done.path)})
+    session.result(asdict(done))
     resumed = f", {done.resumed_files} files found finished" if done.resumed_files else ""
     session.show(
         f"{done.path}: {done.quantised} of {done.tensors} tensors in {scheme}, "

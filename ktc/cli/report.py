@@ -55,7 +55,7 @@ class StageReport:
         self._values: dict[str, Any] = {}
         self._seconds: dict[str, float] = {}
         self._last = time.perf_counter()
-        self._following = 0
+        self._next_stage = 0
         self._console = console or session.console  # one console prints lines and draws the bar
         self._running: Callable[[str, int, int | None], None] = lambda stage, done, total: None
 
@@ -67,8 +67,8 @@ class StageReport:
             yield
 
     def _step(self, done: int, total: int) -> None:
-        self._session.go_on()
-        self._running(STAGES[self._following], done, total)
+        self._session.raise_if_interrupted()
+        self._running(STAGES[self._next_stage], done, total)
 
     def observe(self, stage: str, value: object) -> None:
         """Record and show the value of a finished stage; this is the compiler's `observe`."""
@@ -80,9 +80,9 @@ class StageReport:
         line = f"{stage:8s}{self._seconds[stage]:6.1f} s  {summary}"
         self._console.print(f"  {line}", markup=False, soft_wrap=True)
         self._session.note(line)
-        self._following = min(STAGES.index(stage) + 1, len(STAGES) - 1)
-        self._session.go_on()
-        self._running(STAGES[self._following], 0, None)
+        self._next_stage = min(STAGES.index(stage) + 1, len(STAGES) - 1)
+        self._session.raise_if_interrupted()
+        self._running(STAGES[self._next_stage], 0, None)
         self._last = now
 
     def finish_check(self) -> None:

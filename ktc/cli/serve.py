@@ -12,12 +12,7 @@ from typing import Annotated
 import typer
 
 from ktc.cli.amounts import size
-from ktc.cli.options import (
-    CompiledModel,
-    Reference,
-    Trust,
-    Weights,
-)
+from ktc.cli.options import CompiledModel, Reference, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -103,7 +98,7 @@ def command(
         models = open_served_models(
             out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None
         )
-        session.go_on()
+        session.raise_if_interrupted()
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
         limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
@@ -117,6 +112,6 @@ def command(
         })  # fmt: skip
         names = ", ".join(models.names)
         # The address is the result of a command that does not end, so `-q` keeps it.
-        told = f"{names} is served at {serve.url(listening)}, with {size(cache_bytes)} of cache (Ctrl-C ends)"
-        typer.echo(told, err=True)
+        line = f"{names} is served at {serve.url(listening)}, with {size(cache_bytes)} of cache (Ctrl-C ends)"
+        typer.echo(line, err=True)
         server.run(sockets=[listening])

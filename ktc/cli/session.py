@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ktc import diagnostics as words
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, render, to_json
 from ktc.foundation import environment, versions
 from ktc.foundation.files import refusing, write_file
 from ktc.foundation.machine_faults import MachineFault, diagnosed, failed, fault_in, is_machine_fault
@@ -40,7 +39,7 @@ _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PLAIN_WIDTH = 120  # columns of tables in a file or a pipe
 
 
-def _ending() -> Iterator[signal.Signals]:
+def _ending_signals() -> Iterator[signal.Signals]:
     """Yield the signals that end a command as Ctrl-C does: what is unfinished is removed first.
 
     A process of torchrun keeps its SIGTERM: torchrun sends it when another one failed
@@ -72,7 +71,7 @@ class Session:
 
     def __enter__(self) -> Session:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._interrupt) for number in _ending()}
+            self._before = {number: signal.signal(number, self._interrupt) for number in _ending_signals()}
         _open_standard_streams()
         sys.stdout.flush()
         # A path that is not UTF-8 has lone surrogates, which are shown escaped.
@@ -81,7 +80,7 @@ class Session:
         self._redirect = redirect_stdout(sys.stderr)
         self._redirect.__enter__()
         sys.unraisablehook = self._unraisable
-        threading.excepthook = self._of_thread
+        threading.excepthook = self._warn_of_thread
         try:
             self._open_log()
         except OSError as error:
@@ -99,7 +98,7 @@ class Session:
             self._report(error)
         try:
             if self.as_json:
-                self._stdout.write(json.dumps(self._result, indent=2) + "\n")
+                self._stdout.write(json.dumps(self._result, indent=2, default=str) + "\n")  # paths as text
             self._stdout.flush()
         except OSError as failure:
             self._report(failure)
@@ -121,11 +120,11 @@ class Session:
         raise KeyboardInterrupt
 
     def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Stay silent about an interrupt that fell into a `__del__`: `go_on` raises it again."""
+        """Stay silent about an interrupt that fell into a `__del__`: `raise_if_interrupted` raises it again."""
         if not (self._interrupted and issubclass(unraisable.exc_type, KeyboardInterrupt)):
             sys.__unraisablehook__(unraisable)
 
-    def _of_thread(self, ended: threading.ExceptHookArgs) -> None:
+    def _warn_of_thread(self, ended: threading.ExceptHookArgs) -> None:
         """Show a fault of the machine that ended a thread of a library, as tensorboard's writer, as a warning."""
         fault = None if ended.exc_value is None else fault_in(ended.exc_value)
         if fault is None:
@@ -133,7 +132,7 @@ class Session:
         else:
             self.diagnose([replace(diagnosed(fault), severity="warning")])
 
-    def go_on(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raise KeyboardInterrupt again if there was one: an import that it interrupted may have swallowed it."""
         if self._interrupted:
             raise KeyboardInterrupt
@@ -193,7 +192,7 @@ class Session:
             self.tell(f"next: {shlex.join(map(str, words))}", style="dim")
 
     def result(self, value: dict[str, Any]) -> None:
-        """Add to the object that `--json` prints; `diagnose` adds its diagnostics."""
+        """Add to the object that `--json` prints, paths as text; `diagnose` adds its diagnostics."""
         self._result = {**self._result, **value}
 
     def emit(self, text: str, output: Path | None) -> None:
@@ -220,15 +219,15 @@ class Session:
         diagnostics, sources = tuple(diagnostics), {**self.sources, **(sources or {})}
         self._result["diagnostics"] = [
             *self._result.get("diagnostics", []),
-            *(words.to_json(diagnostic, sources) for diagnostic in diagnostics),
+            *(to_json(diagnostic, sources) for diagnostic in diagnostics),
         ]
         hidden = ("note", "warning") if self._silent else ("note",) if self.quiet else ()
         shown = [diagnostic for diagnostic in diagnostics if diagnostic.severity not in hidden]
         if not shown:
             return
         color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        typer.echo(words.render(shown, sources, color), err=True, color=color)
-        self.note(words.render(shown, sources))
+        typer.echo(render(shown, sources, color), err=True, color=color)
+        self.note(render(shown, sources))
 
     def _report(self, error: BaseException) -> None:
         if isinstance(error, typer.Exit):
@@ -254,7 +253,9 @@ class Session:
             self._report_fault(error)
         else:
             self.exit_code = 1
-            self._report_bug(error)
+            self._show_trace(error)
+            hint = "" if self.verbose else "run it again with `-v`, and report it with the trace"
+            self.diagnose([Diagnostic("U099", f"this is a bug in ktc: {type(error).__name__}: {error}", hint=hint)])
 
     def _report_fault(self, error: BaseException) -> None:
         fault = fault_in(error)
@@ -268,11 +269,6 @@ class Session:
         self.note(trace)
         if self.verbose:
             typer.echo(trace, err=True)
-
-    def _report_bug(self, error: BaseException) -> None:
-        self._show_trace(error)
-        hint = "" if self.verbose else "run it again with `-v`, and report it with the trace"
-        self.diagnose([Diagnostic("U099", f"this is a bug in ktc: {type(error).__name__}: {error}", hint=hint)])
 
     def _open_log(self) -> None:
         if self._log_file is None:

@@ -5,21 +5,24 @@ In: the events of the run's `observe`, and the run's report. Out: the output of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ktc.cli.amounts import count
+from ktc.cli.bars import open_bar
 from ktc.cli.session import Session
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from ktc.diagnostics import Diagnostic
     from ktc.training.trainers.run_report import RunReport
     from ktc.training.tune.run_folder import RunFolder
     from ktc.training.tune.tokenised import DataSummary
-    from ktc.training.tune.types import PreparedData, Progress
+    from ktc.training.tune.types import PreparedData
+    from ktc.training.tune.types import Progress as StepProgress
 
 _LINES = 20  # of progress, if stderr is not a terminal
 
@@ -29,9 +32,8 @@ class TrainProgress:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._bar: Any = None
-        self._task: Any = None
-        self._told = 0
+        self._bar: Progress | None = None
+        self._printed = 0  # of `_LINES`
 
     def __enter__(self) -> TrainProgress:
         return self
@@ -49,36 +51,24 @@ class TrainProgress:
         elif event == "folder":
             self._session.diagnose(cast("RunFolder", value).left_out)
         elif event == "step":
-            self._step(cast("Progress", value))
+            self._step(cast("StepProgress", value))
 
-    def _step(self, now: Progress) -> None:
+    def _step(self, now: StepProgress) -> None:
         loss = "" if now.loss is None else f"loss {now.loss:.4f}"
         speed = f"{now.tokens_per_second:,.0f} token/s"
         self._session.note(f"step {now.step} of {now.steps}  {loss}  {speed}")
         console = self._session.console
         if not console.is_terminal:
-            part = now.step * _LINES // now.steps
-            if part == self._told:
-                return
-            self._told = part
-            console.print(f"  step {now.step} of {now.steps}  {loss}  {speed}")
+            lines = now.step * _LINES // now.steps
+            if lines != self._printed:
+                console.print(f"  step {now.step} of {now.steps}  {loss}  {speed}")
+            self._printed = lines
             return
-        self._bar = self._bar or _bar(console)
-        if self._task is None:
-            self._task = self._bar.add_task("training", total=now.steps, loss=loss, speed=speed)
-        self._bar.update(self._task, completed=now.step, loss=loss, speed=speed)
-
-
-def _bar(console: Console) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TextColumn("{task.fields[speed]}"), TimeRemainingColumn(),
-    )  # fmt: skip
-    bar = Progress(*columns, console=console, transient=True)
-    bar.start()
-    return bar
+        if self._bar is None:
+            self._bar = open_bar(self._session, "loss", "speed")
+            self._bar.start()
+            self._bar.add_task("training", total=now.steps, loss=loss, speed=speed)
+        self._bar.update(self._bar.task_ids[0], completed=now.step, loss=loss, speed=speed)
 
 
 def show_data(session: Session, data: PreparedData, *, first: bool = False) -> None:

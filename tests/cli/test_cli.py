@@ -249,5 +249,5 @@ def test_an_interrupt_that_an_import_swallows_still_ends_the_command() -> None:
     with pytest.raises(typer.Exit) as left, session:
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        session.go_on()
+        session.raise_if_interrupted()
     assert left.value.exit_code == 130

@@ -188,8 +188,8 @@ class CompiledLayer:
             yield
 
 
-class _Seen(BaseException):
-    """Ends a layer's code where no later random number concerns two parts."""
+class _Decided(BaseException):
+    """Ends a layer's code before its experts: random numbers after them belong to one part."""
 
 
 def _against(split: SplitLayer, call: LayerCall, x: Tensor) -> str:
@@ -207,14 +207,14 @@ def _against(split: SplitLayer, call: LayerCall, x: Tensor) -> str:
     def attention(*args: Any, **kwargs: Any) -> Any:
         drawn.append(not RandomState.now(x.device).equals(states[-1]))
         if split.experts is None:
-            raise _Seen
+            raise _Decided
         out = call_stock(cast("nn.Module", split.attention), *args, **kwargs)
         states.append(RandomState.now(x.device))
         return out
 
     def experts(*args: Any, **kwargs: Any) -> Any:
         drawn.append(not RandomState.now(x.device).equals(states[-1]))
-        raise _Seen
+        raise _Decided
 
     args, kwargs = call.with_hidden(x)
     try:
@@ -225,7 +225,7 @@ def _against(split: SplitLayer, call: LayerCall, x: Tensor) -> str:
             if split.experts is not None:
                 stack.enter_context(called_as(split.experts, experts))
             split.layer.forward(*args, **kwargs)
-    except _Seen:
+    except _Decided:
         return "it draws random numbers outside of its attention, before its experts" if any(drawn) else ""
     finally:
         before.restore()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class EmbedAndHead:
 
         return record(self._layers, begin)
 
-    def loss(self, one: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
+    def loss(self, stock_step: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
         """Run the trainer's step of a micro-batch, from the last layer's output `final` on.
 
         Raises:
@@ -78,8 +79,8 @@ class EmbedAndHead:
         """
 
         def step() -> Tensor:
-            with finished(self._layers, final, self._compare(call.hidden)):
-                return one(self._model, dict(inputs), num_items)
+            with finished(self._layers, final, partial(self._compare, call.hidden)):
+                return stock_step(self._model, dict(inputs), num_items)
 
         if not self.whole_loss:
             try:
@@ -89,15 +90,12 @@ class EmbedAndHead:
                 self.whole_loss = str(why)
         return step()
 
-    def _compare(self, given: Tensor) -> Callable[[Tensor], None]:
-        def compare(x: Tensor) -> None:
-            if x.shape != given.shape:
-                raise CannotStack(_CHANGED)
-            self._changed.append((x != given).any())
-            if len(self._changed) == 1:  # the others wait: each look at a GPU's result lets it run dry
-                self.check_unchanged()
-
-        return compare
+    def _compare(self, recorded: Tensor, x: Tensor) -> None:
+        if x.shape != recorded.shape:
+            raise CannotStack(_CHANGED)
+        self._changed.append((x != recorded).any())
+        if len(self._changed) == 1:  # the others are read later together: each reading makes the host wait for the GPU
+            self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Check that every micro-batch entered the layers as it was recorded.

@@ -49,7 +49,7 @@ def _group(world: object, device: str, timeout: timedelta) -> Group:
 
 
 def barrier(groups: Mapping[str, Group]) -> None:
-    """Wait for every process by gloo, before a collective of nccl, which would hang where one is dead.
+    """Wait for every process by gloo, before a collective of nccl, which would hang if one has ended.
 
     Raises:
         RuntimeError: A process is gone.
@@ -76,9 +76,9 @@ def check_alike(named: Sequence[tuple[str, Parameter]], groups: Mapping[str, Gro
 
 
 @torch.no_grad()
-def broadcast(parameters: Sequence[Tensor], groups: Mapping[str, Group], bucket_bytes: int = BUCKET_BYTES) -> None:
+def broadcast(parameters: Sequence[Tensor], groups: Mapping[str, Group]) -> None:
     """Copy rank 0's values to every process, in place."""
-    for bucket in _buckets(parameters, bucket_bytes):
+    for bucket in _buckets(parameters, BUCKET_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, 0, group=groups[flat.device.type])
         _scatter(flat, bucket)

@@ -102,17 +102,19 @@ class Stacker:
         """Forget the micro-batches of a step that was not finished."""
         self._waiting = []
 
-    def training_step(self, one: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None) -> Tensor:
-        """Return the loss of this call. `one(model, inputs, num_items)` is the stock step of one micro-batch."""
+    def training_step(
+        self, stock_step: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None
+    ) -> Tensor:
+        """Return the loss of this call. `stock_step(model, inputs, num_items)` computes one micro-batch."""
         if self._decision is None:
             self._decide(model)
         if self._decision is not None and not self._decision.on:
-            return one(model, inputs, num_items)
+            return stock_step(model, inputs, num_items)
         self._waiting.append(inputs)
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros((), device=self._trainer.args.device)
         waiting, self._waiting = self._waiting, []
-        return self._step(one, model, waiting, num_items)
+        return self._step(stock_step, model, waiting, num_items)
 
     def _decide(self, model: nn.Module) -> None:
         """Decide as far as possible before the first step; the rest follows when its micro-batches are known."""
@@ -136,7 +138,7 @@ class Stacker:
         self._decision = decision
         log.info("micro-batches are computed %s", decision)
 
-    def _step(self, one: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
+    def _step(self, stock_step: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
         before = states_of_all()
         embed_and_head = EmbedAndHead(
@@ -145,13 +147,13 @@ class Stacker:
         try:
             with embed_and_head.in_training():
                 inputs = embed_and_head.prepared(waiting)
-                calls = [embed_and_head.record(given, num_items) for given in inputs]
+                calls = [embed_and_head.record(micro_batch, num_items) for micro_batch in inputs]
                 if self._decision is None:
                     self._settle(self._sized(waiting, calls, model))
                     assert self._decision is not None
                     embed_and_head.whole_loss = self._decision.whole_loss
                 for first, last in passes(calls, self._decision.tokens):
-                    self._pass(embed_and_head, one, inputs[first:last], calls[first:last], num_items, losses)
+                    self._pass(embed_and_head, stock_step, inputs[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
                 message = f"stacking became impossible in the middle of a step: {why}"
@@ -159,13 +161,13 @@ class Stacker:
             self._give_up(why)
             for state in before:  # the attempt has drawn noise and dropout masks
                 state.restore()
-            losses = [one(model, given, num_items) for given in waiting]
+            losses = [stock_step(model, micro_batch, num_items) for micro_batch in waiting]
         return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
 
     def _pass(
         self,
         embed_and_head: EmbedAndHead,
-        one: TrainingStep,
+        stock_step: TrainingStep,
         inputs: Sequence[Inputs],
         calls: Sequence[ModelCall],
         num_items: Any,
@@ -178,8 +180,8 @@ class Stacker:
         rows = [call.hidden.shape[0] for call in calls]
         finals = [piece for out in outs for piece in _split_chunk(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
-        for given, call, leaf in zip(inputs, calls, leaves, strict=True):
-            losses.append(embed_and_head.loss(one, given, num_items, call, leaf))
+        for micro_batch, call, leaf in zip(inputs, calls, leaves, strict=True):
+            losses.append(embed_and_head.loss(stock_step, micro_batch, num_items, call, leaf))
         embed_and_head.check_unchanged()
         self._note(embed_and_head.whole_loss)
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]

@@ -75,12 +75,12 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
     if held_out:
         yield "loss of held-out data", f"{held_out[0]:.4f} at first, {min(held_out):.4f} at best"
     if report.speed:
-        of = report.speed
-        yield "step time", f"{of.step_time:.3f} s"
-        yield "tokens per step", f"{of.tokens_per_step:,.0f} ({of.padded_per_step:,.0f} with padding)"
-        yield "token/s", f"{of.tokens_per_second:,.1f}"
+        speed = report.speed
+        yield "step time", f"{speed.step_time:.3f} s"
+        yield "tokens per step", f"{speed.tokens_per_step:,.0f} ({speed.padded_per_step:,.0f} with padding)"
+        yield "token/s", f"{speed.tokens_per_second:,.1f}"
         nominal = f"{report.accumulation} x {report.micro_batch} x {report.length} on {report.processes} process(es)"
-        yield "token/s, nominal", f"{of.nominal_tokens_per_second:,.1f} (counted as {nominal})"
+        yield "token/s, nominal", f"{speed.nominal_tokens_per_second:,.1f} (counted as {nominal})"
     yield "trainable parameters", f"{report.trainable_parameters:,} of {report.total_parameters:,}"
     for gpu in report.gpus:
         yield f"peak memory of {gpu.device}", f"{gpu.allocated / _GIB:.2f} GiB, {gpu.reserved / _GIB:.2f} GiB reserved"
@@ -109,10 +109,10 @@ def _phases(report: RunReport) -> Iterator[dict[str, object]]:
 
 
 def _experts(report: RunReport) -> Iterator[dict[str, object]]:
-    for phase, of in report.experts.items():
+    for phase, speed in report.experts.items():
         cells = (
-            f"{of.seconds:.4f}", f"{of.token_layers:,.0f}", f"{of.flops / 1e12:.4f}", f"{of.lora_flops / 1e12:.4f}",
-            f"{of.tflops:.3f}",
+            f"{speed.seconds:.4f}", f"{speed.token_layers:,.0f}", f"{speed.flops / 1e12:.4f}",
+            f"{speed.lora_flops / 1e12:.4f}", f"{speed.tflops:.3f}",
         )  # fmt: skip
         yield {"name": PHASES[phase], "cells": cells}
 
