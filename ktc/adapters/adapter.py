@@ -252,7 +252,7 @@ def _loading(adapter: Adapter, model: PreTrainedModel, alone: bool) -> Generator
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, ImportError) as error:
         message = f"adapter `{name}` does not load on `{model.name_or_path}`: {_first_line(error)}"
         hint = exporting(adapter, model)
-        hint = hint or "peft says so: see whether the adapter loads on the original model, `PeftModel.from_pretrained`"
+        hint = hint or "try whether peft loads it on the original model: `PeftModel.from_pretrained`"
         raise InputRefused(Diagnostic("A603", message, hint=hint)) from error
 
 

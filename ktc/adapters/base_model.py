@@ -91,18 +91,13 @@ def read_base(folder: Path) -> BaseModel:
         raise InputRefused(Diagnostic("A603", message, hint="name the folder of the original with `--model`"))
     try:
         config = cast("PreTrainedConfig", AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        model = build_on_meta(config)
+        vars(config).pop("auto_map", None)
+        model = stock_model.build_on_meta(config, cast("torch.dtype", config.dtype or torch.float32))
     except (OSError, ValueError, KeyError) as error:
         message = f"the installed transformers does not build `{folder.name}` by itself: {first_line(error)}"
         hint = "adapters of models with code of their own are used as they are, with that code"
         raise InputRefused(Diagnostic("A606", message, hint=hint)) from error
     return BaseModel(folder, name, config, model, targets_of(model), linears_of(model))
-
-
-def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the stock model of `config` without storage."""
-    vars(config).pop("auto_map", None)
-    return stock_model.build_on_meta(config, cast("torch.dtype", config.dtype or torch.float32))
 
 
 def linears_of(model: nn.Module) -> frozenset[str]:

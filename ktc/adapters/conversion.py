@@ -1,4 +1,4 @@
-"""The record of a conversion beside its files: of which model and adapter they were made, how, and their digests.
+"""The record of a conversion in its folder: the model, the adapter, the options, and the digests of the files.
 
 In: a folder that is filled. Out: `ktc_conversion.json` in it, by which `ktc verify` compares the files, and makes them
 again. Refused: a record that cannot be read (Q513).

@@ -48,7 +48,7 @@ class Checked:
     effect: float
     peft: str  # the release that read it, "" for GGUF
     weights: int  # adapted weights that the twin has too
-    found: str  # what is wrong, in words
+    found: str  # the fault in words
 
 
 def check(source: Path, exported: Exported, model: Path | None = None, python: str = sys.executable) -> Checked:
@@ -88,7 +88,10 @@ def _in_stock_peft(wanted: Opened, exported: Opened, layout: Layout, folder: Pat
     _add(small, kept)
     small.save_pretrained(folder / "merged")
     base = replace(wanted.base, model=small, targets=targets, linears=linears_of(small))
-    squares = _save(exported.config, of_export, base, layout, folder / "adapter")
+    tensors = written(exported.config, of_export, base, layout).tensors
+    (folder / "adapter").mkdir()
+    save_adapter(folder / "adapter", exported.config, tensors)
+    squares = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
     parts = [python, "-I", str(_PROGRAM), *(str(folder / name) for name in ("base", "merged", "adapter"))]
     done = subprocess.run(parts, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -141,16 +144,6 @@ def _add(model: PreTrainedModel, factors: Sequence[Factors]) -> None:
             for expert in range(added.target.experts):
                 delta = added.delta(expert)
                 weight[expert] += delta.t() if added.target.transposed else delta
-
-
-def _save(
-    config: Mapping[str, Any], factors: Sequence[Factors], base: BaseModel, layout: Layout, folder: Path
-) -> float:
-    """Write the cut adapter with the exported config; return the sum of squares of its tensors."""
-    tensors = written(config, factors, base, layout).tensors
-    folder.mkdir()
-    save_adapter(folder, config, tensors)
-    return sum(float(tensor.double().square().sum()) for tensor in tensors.values())
 
 
 def _last_line(text: str) -> str:

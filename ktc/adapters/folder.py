@@ -1,4 +1,4 @@
-"""The files of an adapter's folder: their names, their headers, and what is wrong with them.
+"""The files of an adapter's folder: their names, their headers and their faults.
 
 In: a folder. Out: the JSON object, the entries of the tensors, and `Diagnostic`s: A601, A602, A604. No values are read.
 """
@@ -50,7 +50,7 @@ def damaged(folder: Path, what: str) -> Diagnostic:
 
 
 def read_config(folder: Path, problems: list[Diagnostic]) -> Mapping[str, Any] | None:
-    """Return the config as a JSON object; what is wrong with it is appended to `problems`."""
+    """Return the config as a JSON object; its faults are appended to `problems`."""
     try:
         content: object = read_json(read_regular(folder / CONFIG, _MOST_CONFIG_BYTES))
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def read_config(folder: Path, problems: list[Diagnostic]) -> Mapping[str, Any] |
 
 
 def read_entries(folder: Path, problems: list[Diagnostic]) -> tuple[TensorEntry, ...]:
-    """Return the tensors by their header; what is wrong with it is appended to `problems`."""
+    """Return the tensors by their header; its faults are appended to `problems`."""
     try:
         return read_header(folder / WEIGHTS)
     except FileNotFoundError:

@@ -9,7 +9,6 @@ keys and values of `deepseek2`, to which llama.cpp applies no adapter (A606); an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,16 +23,6 @@ from ktc.model.checkpoint.adapter_uses import no_architecture, no_gguf_adapter
 from ktc.model.checkpoint.gguf_architectures import ARCHITECTURES, gguf_architecture, gguf_name_of, without_gguf_name
 
 _TYPE, _KIND, _ALPHA, _ARCHITECTURE = "general.type", "adapter.type", "adapter.lora.alpha", "general.architecture"
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One tensor of the GGUF model: a whole weight, or gate, up or down of all experts."""
-
-    name: str
-    target: Target
-    part: str = ""
-    heads: int = 0  # of rows that the converter orders by pairs
 
 
 def write_gguf(
@@ -52,7 +41,7 @@ def write_gguf(
     if faults := tuple(_faults(targets, base, architecture, merged_hint, layout_hint)):
         raise InputRefused(*faults)
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
-    pieces = {weight.target.name: tuple(_named(weight.target, base, architecture, name_of)) for weight in factors}
+    names = {weight.target.name: tuple(_named(weight.target, base, architecture, name_of)) for weight in factors}
     alpha = factors[0].scaling * factors[0].r
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -63,10 +52,10 @@ def write_gguf(
         bs: dict[str, Tensor] = {}
         if weight.target.is_gate_up:
             bs["gate"], bs["up"] = halves(weight)
-        for piece in pieces[weight.target.name]:
-            b = bs.get(piece.part, weight.b).float() * (weight.scaling * weight.r / alpha)
-            for side, tensor in (("lora_a", weight.a.float()), ("lora_b", _by_pairs(b, piece.heads))):
-                writer.add_tensor(f"{piece.name}.{side}", tensor.contiguous().numpy())
+        for name, part, heads in names[weight.target.name]:
+            b = bs.get(part, weight.b).float() * (weight.scaling * weight.r / alpha)
+            for side, tensor in (("lora_a", weight.a.float()), ("lora_b", _by_pairs(b, heads))):
+                writer.add_tensor(f"{name}.{side}", tensor.contiguous().numpy())
                 count += 1
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -106,11 +95,11 @@ def _take_factors(tensors: dict[str, Tensor], base: BaseModel, architecture: str
         if not target.experts and name_of(target.name) is None:
             continue
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        for piece in _named(target, base, architecture, name_of):
-            keys = (f"{piece.name}.lora_a", f"{piece.name}.lora_b")
+        for name, part, heads in _named(target, base, architecture, name_of):
+            keys = (f"{name}.lora_a", f"{name}.lora_b")
             if all(key in tensors for key in keys):
                 a, b = (tensors.pop(key) for key in keys)
-                pairs[piece.part] = (a, _by_halves(b, piece.heads))
+                pairs[part] = (a, _by_halves(b, heads))
         if not pairs:
             continue
         a, b = next(iter(pairs.values()))
@@ -143,14 +132,14 @@ def _faults(
 
 def _named(
     target: Target, base: BaseModel, architecture: str, name_of: Callable[[str], str | None]
-) -> Iterator[_Piece]:
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the tensors of a weight in the file: name, part of stacked experts, and heads whose rows are in pairs."""
     if not target.experts:
-        heads = heads_by_pairs(target.leaf, base, architecture)
-        yield _Piece(str(name_of(target.name)), target, heads=heads)
+        yield str(name_of(target.name)), "", heads_by_pairs(target.leaf, base, architecture)
         return
     layer = next(part for part in target.name.split(".") if part.isdigit())
     for part in ("gate", "up") if target.is_gate_up else (target.leaf.removesuffix("_proj"),):
-        yield _Piece(f"blk.{layer}.ffn_{part}_exps.weight", target, part)
+        yield f"blk.{layer}.ffn_{part}_exps.weight", part, 0
 
 
 def heads_by_pairs(leaf: str, base: BaseModel, architecture: str) -> int:

@@ -63,7 +63,7 @@ def value_faults(config: Mapping[str, Any], tensors: Iterable[TensorEntry]) -> I
 
 
 def _fault(value: object, depth: int) -> str:
-    """Return what is wrong with a value of JSON, or ""."""
+    """Return the fault of a value of JSON, or ""."""
     if isinstance(value, str):
         return "" if len(value) <= LONGEST_PATTERN else "is a text of more than 10,000 characters"
     if type(value) is float:

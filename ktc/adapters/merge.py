@@ -2,7 +2,7 @@
 
 In: the original (a compiled model or its checkpoint) and an adapter of any of PEFT's layouts. Out: a folder with the
 original's shards under the same names, headers and dtypes, its index, config and tokenizer. `s B A` is added in fp32
-and rounded once to the stored dtype. Memory holds the factors of a few weights and some megabytes, for any size.
+and rounded once to the stored dtype. Memory has the factors of a few weights and some megabytes, for any size.
 Refused: quantised and GGUF originals (A610), tensors of the adapter that match no stored tensor, tied weights,
 storage that ktc cannot add to (A611), and an existing folder (A609).
 """
@@ -127,7 +127,7 @@ def _require_floats(base: BaseModel, index: CheckpointIndex) -> None:
 def _addition(entry: TensorEntry, spot: Place, placed: Placed | Whole) -> Addition | str:
     """Return the addition to the stored tensor, or the reason why there cannot be one."""
     if spot.steps or spot.joined:
-        return "is stored in another form than the model holds it"
+        return "is stored in another form than the model has it"
     if entry.dtype not in _FLOATS:
         return f"is stored as {entry.dtype}"
     part = spot.part if spot.expert is not None and spot.part in ("gate", "up") else ""

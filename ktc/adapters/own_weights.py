@@ -21,12 +21,12 @@ from ktc.adapters.folder import PREFIX
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.linears.absent_weight import AbsentWeight
 
-# Initialisations of LoRA that leave the weights alone, or give them a new storage (pissa), which is noticed by itself.
+# Initialisations of LoRA that do not change the weights, or give them a new storage (pissa), which is noticed anyway.
 _NOT_IN_PLACE: Final = ("gaussian", "orthogonal", "eva", "pissa")
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's parameters by the names that they have without adapters, also those held in another form."""
+    """Return the model's parameters by the names that they have without adapters, also those in another form."""
     parts = cast("Iterable[tuple[str, nn.Module]]", cast("Any", model).named_modules(remove_duplicate=False))
     weights: dict[str, Tensor] = {}
     for prefix, module in parts:
@@ -154,7 +154,7 @@ def _subtracted_in_place(config: Mapping[str, Any], weights: Iterable[str]) -> s
 
 def _changing(adapter: str, weight: str, by_file: bool) -> Diagnostic:
     if by_file and not weight.endswith(".bias"):
-        message = f"adapter `{adapter}` holds other values of `{weight}` than the model, which it would replace"
+        message = f"adapter `{adapter}` has other values of `{weight}` than the model, which it would replace"
         hint = "use the model that the adapter was trained on, or save it with `save_embedding_layers=False`"
         return Diagnostic("A603", message, hint=hint)
     message = f"adapter `{adapter}` changes `{weight}` of the model, which other adapters and requests use too"

@@ -30,7 +30,7 @@ _WRITTEN_BY: Mapping[Layout, str] = {"peft-fused": "0.19.0", "per-expert": "0.19
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The content of an adapter folder, and what its user should know of it."""
+    """The content of an adapter folder, and notes for its user."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -53,7 +53,7 @@ def written(adapter_config: Mapping[str, Any], factors: Iterable[Factors], base:
         tensors[key_of(weight.target.module, "lora_B")] = weight.b.contiguous()
     config = _config(adapter_config, plain, stacks, base, layout, names)
     if adapter_config.get("lora_dropout") and not config["lora_dropout"]:
-        notes.append("lora_dropout is written as 0: peft takes none beside weights that are adapted by their names")
+        notes.append("lora_dropout is written as 0: peft takes none for weights that are adapted by their names")
     return Written(config, tensors, tuple(notes))
 
 

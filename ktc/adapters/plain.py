@@ -19,7 +19,7 @@ _PLAIN_INITS: Final = (True, False, "gaussian", "orthogonal", "eva", None)  # th
 
 
 def variants(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a config has beside a plain LoRA, each with a hint."""
+    """Yield the features of a config that a plain LoRA does not have, each with a hint."""
     for key in _VARIANTS:
         if config.get(key):
             yield f"has `{key}`, which is more than a plain LoRA", PLAIN_HINT

@@ -1,6 +1,6 @@
 """Modules that an adapter trained whole (`modules_to_save`) and that a compiled model cannot take.
 
-In: an `Adapter` and the model. Refused (A604), before anything is loaded: values for weights that the model holds in
+In: an `Adapter` and the model. Refused (A604), before anything is loaded: values for weights that the model has in
 another form, as those of routed experts. PEFT copies a module with its registered weights, and would omit the others.
 """
 
@@ -35,7 +35,7 @@ def require_registered(adapter: Adapter, model: nn.Module, original: str) -> Non
     if lost := sorted(name for name in names & fixed if name and name.startswith(covered)):
         message = (
             f"adapter `{adapter.folder.name}` trained {listing(wanted, 3)} whole, and the compiled model does not take "
-            f"`{lost[0]}` from an adapter: it holds that weight in a form of its own"
+            f"`{lost[0]}` from an adapter: it has that weight in another form"
         )
         raise InputRefused(Diagnostic("A604", message, hint=_instead(adapter, original)))
 

@@ -75,7 +75,7 @@ def _unconserved(read: Read, names: set[str], loaded: Iterable[Tensor]) -> str:
     wanted = _squares(tensor for name, tensor in read() if name in names)
     if math.isclose(_squares(loaded), wanted, rel_tol=1e-3, abs_tol=1e-12):
         return ""
-    return f"the values of {listing(sorted(names), 2)} are not those that the model holds"
+    return f"the values of {listing(sorted(names), 2)} are not those in the model"
 
 
 def _squares(tensors: Iterable[Tensor]) -> float:

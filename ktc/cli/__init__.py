@@ -1,1 +1,1 @@
-"""The command line. `app` holds the commands' options; each other module is what a command or a group of them says."""
+"""The command line. `app` has the table of commands; each other module has a command or a group of them."""

@@ -86,7 +86,8 @@ def stages_bar(console: Console, quiet: bool) -> Generator[Callable[[str, int, i
             if stage != running[0]:
                 bar.remove_task(task)
                 task = bar.add_task(stage, total=None, left="")
-            if running[0] != stage or running[2] != total or done < running[1]:  # its speed says nothing about these
+            # the speed of another stage, of other steps or of steps that begin again is not that of these
+            if running[0] != stage or running[2] != total or done < running[1]:
                 begun = time.monotonic()
             running = stage, done, total
             bar.update(task, completed=done, total=total, left=_left(done, total, time.monotonic() - begun))

@@ -69,7 +69,7 @@ def _number(value: float | None) -> str:
 
 
 def verdict(report: Report, faults: tuple[str, ...]) -> Text:
-    """Return the lines below the tables: what the paths are, how both sides computed, and broken bounds."""
+    """Return the lines below the tables: the meaning of the paths, how both sides computed, and broken bounds."""
     lines = Text()
     for path in PATHS:
         lines.append(f"{path}: {MEANINGS[path]}{_exactness(report, path)}\n")

@@ -1,6 +1,6 @@
 """The command that usually follows another one, with arguments that exist: every line runs as it is printed.
 
-In: what a command has made or was given. Out: the words of the next command line, for `Session.next`.
+In: the inputs and results of a command. Out: the words of the next command line, for `Session.next`.
 """
 
 from __future__ import annotations

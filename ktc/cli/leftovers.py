@@ -17,7 +17,7 @@ from typing import Final
 from ktc.foundation import files
 from ktc.foundation.environment import cache_dir
 
-_BUILD: Final = re.compile(r"[0-9a-f]{32}")  # a cached kernel library, complete once it holds its record
+_BUILD: Final = re.compile(r"[0-9a-f]{32}")  # a cached kernel library, complete when it has its record
 _RECORD: Final = "library.json"
 
 

@@ -78,7 +78,7 @@ def _error(value: float | None) -> str:
 
 
 def verdict(report: Report, path: Path) -> Text:
-    """Return the lines below the table: every red row with its reason, then what was compared."""
+    """Return the lines below the table: every red row with its reason, then the extent of the comparison."""
     lines = Text()
     red = [(f"layer {layer.index}, {row.what or 'whole'}", row.red) for layer in report.layers for row in layer.rows]
     red += [("norm and head", report.final.row.red)] if report.final is not None else []

@@ -40,7 +40,7 @@ _PLAIN_WIDTH = 120  # columns of tables in a file or a pipe
 
 
 def _ending_signals() -> Iterator[signal.Signals]:
-    """Yield the signals that end a command as Ctrl-C does: what is unfinished is removed first.
+    """Yield the signals that end a command as Ctrl-C does: it first removes unfinished files.
 
     A process of torchrun keeps its SIGTERM: torchrun sends it when another one failed
     (`ktc.training.trainers.rank_liveness`).

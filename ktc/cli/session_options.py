@@ -68,7 +68,7 @@ def _with_options(command: Callable[..., None], options: list[inspect.Parameter]
 
 
 def _places(values: Iterable[object]) -> Iterator[Path]:
-    """Yield the folders beside, at and in the packed store of each path."""
+    """Yield the parent of each path, the path and its packed store."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _places(cast("Iterable[object]", value))

@@ -149,7 +149,7 @@ def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
         return
     session.show(report_table(report))
     run = relative(result.output.absolute())
-    session.show(f"{run} holds the adapter, report.html and the checkpoints")
+    session.show(f"{run} has the adapter, report.html and the checkpoints")
     session.next(*answering(paths.out, run, weights=paths.weights, trust=paths.trusted))
 
 

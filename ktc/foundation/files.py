@@ -1,4 +1,4 @@
-"""Files and folders that a reader finds whole or not at all: the one place that writes beside, flushes and renames.
+"""Files and folders that a reader finds whole or not at all: written in a hidden folder, flushed and renamed.
 
 In: a path and its content. Out: the content at that path, safe from a loss of power. After an error or a kill, `path`
 is unchanged. Unfinished content is in a hidden folder `.NAME-xxxxxxxx.writing` beside `path`, which its writer locks:
@@ -32,7 +32,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write UTF-8 text or bytes in place of what is at `path`. A device or a pipe there is written to directly."""
+    """Write UTF-8 text or bytes to `path`, in place of an earlier file. A device or a pipe is written to directly."""
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(data)
@@ -128,9 +128,8 @@ def leftovers(folder: Path) -> list[Path]:
     """Return the unfinished folders of dead processes directly in `folder`, none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            hidden = (
-                entry for entry in entries if entry.name.endswith(_SUFFIX)
-            )  # quick, in a folder of a million files
+            # quick, in a folder of a million files
+            hidden = (entry for entry in entries if entry.name.endswith(_SUFFIX))
             named = sorted(entry.path for entry in hidden if _UNFINISHED.fullmatch(entry.name))
     except (OSError, ValueError):  # a ValueError from a name with a null byte
         return []

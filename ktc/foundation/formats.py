@@ -107,8 +107,11 @@ class Codes(Format):
 
 @dataclass(frozen=True, slots=True)
 class CodeBits:
-    """From byte `at` of a block on: `bits` of each code. The first `run` bytes hold those of the first codes in their
-    lowest bits, of the next codes in the bits above; then come the next `run` bytes."""
+    """`bits` of each code, from byte `at` of a block on.
+
+    `run` bytes have the bits of the first codes in their lowest bits, and those of the next codes in the bits above.
+    Then follow the next `run` bytes.
+    """
 
     at: int
     bits: int

@@ -107,7 +107,7 @@ def failed(error: BaseException, code: str, message: str, *, hint: str = "", saf
 
 
 def diagnosed(fault: MachineFault) -> Diagnostic:
-    """Return the message for a fault that no writer reported: what was finished before is whole."""
+    """Return the message for a fault that no writer reported: files that were finished before are whole."""
     where = f"`{fault.path}`: " if fault.path else ""
     hint = f"{fault.remedy}; what ktc finished before is whole, and nothing half-written has a final name"
     return Diagnostic(fault.code, f"the file system failed: {where}{fault.words}", hint=hint)

@@ -1,8 +1,8 @@
-"""Too little memory or too few threads, distinguished from bugs: what was requested, what is free, who has the rest.
+"""Too little memory or too few threads, distinguished from bugs: the sizes requested, free and in use.
 
 In: an exception of Python, of a kernel, or of torch on the host or on a GPU. Out: a diagnostic with the numbers, or
 None. Nothing is imported for it: a process without memory could not. An exception that reaches a caller leaves kernels
-and models usable: a smaller call computes what it would have computed before.
+and models usable: a smaller call has the same result as before.
 """
 
 from __future__ import annotations

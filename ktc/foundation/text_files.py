@@ -1,6 +1,6 @@
 """Text that a user wrote: read as UTF-8, or refused with the line of the fault.
 
-In: a path, and the codes of its reader's refusals. Out: the text without a byte order mark. Of many faults the first
+In: a path, and the codes of its reader's refusals. Out: the text without a byte order mark. The first of many faults
 are reported, and the number of the others.
 """
 

@@ -42,7 +42,7 @@ _Test = Callable[[object], bool]
 
 
 class _Damaged(Exception):
-    """A file of the checkpoint is not what a run writes; the message names the file and the field."""
+    """A file that no run of ktc writes so; the message names the file and the field."""
 
 
 def faults(checkpoint: Path, *, complete: bool) -> Iterator[str]:
@@ -59,7 +59,7 @@ def faults(checkpoint: Path, *, complete: bool) -> Iterator[str]:
     unwanted = (*_FOREIGN, "*/") if complete else _FOREIGN
     foreign = sorted({path.name for pattern in unwanted for path in checkpoint.glob(pattern)})
     if foreign:
-        yield f"it holds {listing(foreign)}, which no run of ktc writes there"
+        yield f"it has {listing(foreign)}, which no run of ktc writes there"
     if STATE in missing:
         return
     try:

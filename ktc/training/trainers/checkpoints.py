@@ -54,10 +54,12 @@ def write_checkpoint(
             barrier()  # the folder is there
             save(work)
             barrier()  # every process has written its part
-            named_best = _name_best(state, work, target)
-            if writes:
-                if named_best:
+            best = state.best_model_checkpoint
+            if best is not None and Path(best).is_relative_to(work):  # the trainer knows the hidden folder alone
+                state.best_model_checkpoint = str(target)
+                if writes:
                     state.save_to_json(str(work / target.name / _STATE))
+            if writes:
                 flush_folder(work / target.name)
                 _rename(work / target.name, target)
                 _remove_old(run, keep, state.best_model_checkpoint)
@@ -74,15 +76,6 @@ def faults_named(run: Path, message: str) -> Generator[None]:
         last = next(iter(checkpoints(run)), None)
         kept = f"the last whole checkpoint is `{last}`, and `--resume auto` continues from it"
         raise failed(error, "T529", message, safe=kept if last else "there is no checkpoint yet") from error
-
-
-def _name_best(state: TrainerState, work: Path, target: Path) -> bool:
-    """Correct the place of the best checkpoint if the trainer took it for the hidden one. Return whether it did."""
-    best = state.best_model_checkpoint
-    if best is None or not Path(best).is_relative_to(work):
-        return False
-    state.best_model_checkpoint = str(target)
-    return True
 
 
 def _rename(finished: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a causal language model, a few tokens at a time, so that memory never holds all logits of a micro-batch.
+"""The loss of a causal language model, a few tokens at a time, so that all logits of a micro-batch are never in memory.
 
 In: a trainer and its model. Out: a context in which the model's forward returns the stock loss, with hidden states
 instead of logits. Only the stock loss of transformers on the output of `lm_head` is supported. A frozen head computes

@@ -35,7 +35,7 @@ class NotCompiled(Exception):
 
 
 class _Exchange:
-    """Values between a part and its placeholders, which compute or keep what is `None`."""
+    """Values between a part and its placeholders. A value that is None is computed by the placeholder, or stored."""
 
     def __init__(self) -> None:
         self.clear()

@@ -1,7 +1,7 @@
 """The loss of a frozen head with its gradient: forward computes both from the same logits, and backward only scales.
 
 In: hidden states (T, H), an `nn.Linear` that is not trained, labels (T,). Out: the sum of the tokens' cross entropies,
-in fp32. Memory holds the logits of `rows` tokens at a time, which become their own gradient. A checkpoint would
+in fp32. The logits of `rows` tokens at a time are in memory, which become their own gradient. A checkpoint would
 compute them twice, and keep fp32 copies of them.
 """
 

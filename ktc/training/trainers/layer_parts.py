@@ -46,7 +46,7 @@ class LayerRun:
     ) -> None:
         self._split, self._call, self._device = split, call, device
         self._compiled = compiled
-        self._modes: dict[Part, bool] = {}  # which parts ran compiled: what is computed again must run likewise
+        self._modes: dict[Part, bool] = {}  # which parts ran compiled: a repeated part must run likewise
         self._states: list[RandomState] = []
         self._outputs: int | None = None  # of attention, if it returns a tuple
 

@@ -32,7 +32,7 @@ class LibraryRefusal:
 
 
 def refusal_in(error: BaseException) -> LibraryRefusal | None:
-    """Return what a library said about a setting, or None if `error` is of another kind."""
+    """Return the refusal of a setting by a library, or None if `error` is of another kind."""
     origin = origin_of(error.__traceback__)
     name = "PyTorch" if origin.startswith(_OF_TORCH) else _LIBRARIES.get(origin.partition(".")[0])
     if name is None or not isinstance(error, _ABOUT_SETTINGS) or isinstance(error, UnicodeError):

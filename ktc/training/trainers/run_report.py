@@ -71,9 +71,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class StreamTraffic:
-    """The weights sent to one device in a step: bytes, those of them for nothing, and seconds that it waited for them.
+    """The weights sent to one device in a step: bytes, bytes that were not used, and seconds that it waited for them.
 
-    `speed` is that of the copies, `bus_speed` that of copies with nothing beside them, both in bytes per second as
+    `speed` is that of the copies, `bus_speed` that of copies while nothing else runs, both in bytes per second as
     measured in this run; `bus_share` is the part of the step in which a bus at `bus_speed` would have been busy.
     """
 

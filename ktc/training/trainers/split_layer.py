@@ -1,8 +1,8 @@
 """A model's layers, each with the places where it is cut: its attention and its experts.
 
-In: a compiled model. Out: a `SplitLayer` per layer, found by the experts in them, and `LayerCall`, which says how a
-layer is called. Refused, as `CannotStack`: models whose experts are not in a list of layers, layers that call their
-experts more than once.
+In: a compiled model. Out: a `SplitLayer` per layer, found by the experts in them, and `LayerCall`, the arguments of a
+call. Refused, as `CannotStack`: models whose experts are not in a list of layers, layers that call their experts more
+than once.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Stacking:
         return f"stacked, {sizes}: {self.reason}{loss}{layers}"
 
 
-class Stacker:
-    """The micro-batches of a step. `trainer` is a `transformers.Trainer`.
+class Stacker(TrainerCallback):
+    """The micro-batches of a step, and a callback of their trainer. `trainer` is a `transformers.Trainer`.
 
     `mode` is the user's setting: `auto` stacks if possible and memory allows, `on` refuses (T540) if it is impossible.
     Without `chunk_tokens` the first step decides them from the free memory. With `compiled`, parts of layers are
@@ -90,25 +90,21 @@ class Stacker:
         self._trainer, self._mode, self._chunk_tokens, self._compiled = trainer, mode, chunk_tokens, compiled
         self._waiting: list[Inputs] = []
         self._layers: tuple[SplitLayer, ...] = ()
-        self._decision: Stacking | None = None
-        trainer.add_callback(_AtNewStep(self))
+        # None before the first step. It changes only if the first stack shows that stacking is impossible.
+        self.decision: Stacking | None = None
+        trainer.add_callback(self)
 
-    @property
-    def decision(self) -> Stacking | None:
-        """`None` before the first step. It changes only if the first stack shows that stacking is impossible."""
-        return self._decision
-
-    def reset(self) -> None:
-        """Forget the micro-batches of a step that was not finished."""
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
 
     def training_step(
         self, stock_step: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None
     ) -> Tensor:
         """Return the loss of this call. `stock_step(model, inputs, num_items)` computes one micro-batch."""
-        if self._decision is None:
+        if self.decision is None:
             self._decide(model)
-        if self._decision is not None and not self._decision.on:
+        if self.decision is not None and not self.decision.on:
             return stock_step(model, inputs, num_items)
         self._waiting.append(inputs)
         if not self._trainer.accelerator.sync_gradients:
@@ -135,24 +131,24 @@ class Stacker:
         self._settle(Stacking(False, str(why), 0))
 
     def _settle(self, decision: Stacking) -> None:
-        self._decision = decision
+        self.decision = decision
         log.info("micro-batches are computed %s", decision)
 
     def _step(self, stock_step: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
         before = states_of_all()
         embed_and_head = EmbedAndHead(
-            self._trainer, model, self._layers, "" if self._decision is None else self._decision.whole_loss
+            self._trainer, model, self._layers, "" if self.decision is None else self.decision.whole_loss
         )
         try:
             with embed_and_head.in_training():
                 inputs = embed_and_head.prepared(waiting)
                 calls = [embed_and_head.record(micro_batch, num_items) for micro_batch in inputs]
-                if self._decision is None:
+                if self.decision is None:
                     self._settle(self._sized(waiting, calls, model))
-                    assert self._decision is not None
-                    embed_and_head.whole_loss = self._decision.whole_loss
-                for first, last in passes(calls, self._decision.tokens):
+                    assert self.decision is not None
+                    embed_and_head.whole_loss = self.decision.whole_loss
+                for first, last in passes(calls, self.decision.tokens):
                     self._pass(embed_and_head, stock_step, inputs[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
@@ -174,8 +170,8 @@ class Stacker:
         losses: list[Tensor],
     ) -> None:
         """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
-        assert self._decision is not None
-        chunks = in_chunks(calls, self._decision.chunk_tokens)
+        assert self.decision is not None
+        chunks = in_chunks(calls, self.decision.chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled)
         rows = [call.hidden.shape[0] for call in calls]
         finals = [piece for out in outs for piece in _split_chunk(out, rows)]
@@ -194,9 +190,9 @@ class Stacker:
 
     def _note(self, whole_loss: str) -> None:
         """Settle the facts that only a pass has shown: a loss of whole logits, and layers that are not compiled."""
-        assert self._decision is not None
-        shown = replace(self._decision, whole_loss=whole_loss, not_compiled=str(self._compiled or ""))
-        if shown != self._decision:
+        assert self.decision is not None
+        shown = replace(self.decision, whole_loss=whole_loss, not_compiled=str(self._compiled or ""))
+        if shown != self.decision:
             self._settle(shown)
 
     def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
@@ -222,16 +218,6 @@ class Stacker:
             tokens = max(fits[scarce], 2 * largest)
             return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, chunk, by_device, whole)
         return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], chunk, by_device, whole)
-
-
-class _AtNewStep(TrainerCallback):
-    """Resets the stack at each step, because a step may end early (the epoch was stopped)."""
-
-    def __init__(self, stacker: Stacker) -> None:
-        self._stacker = stacker
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._stacker.reset()
 
 
 def reason_against(trainer: Any, model: nn.Module) -> str:

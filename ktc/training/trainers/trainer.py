@@ -138,7 +138,7 @@ class KTrainerMixin(TrainerHooks):
         gradients.broadcast(self._trained, self._groups)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the adapter, and beside it which experts it was trained beside (`ktc.model.loading.trained_beside`).
+        """Save the adapter, with a record of the experts that it was trained with (`ktc.model.loading.trained_beside`).
 
         Each file is replaced as a whole, unless it belongs to a checkpoint, which is whole or absent itself.
         """

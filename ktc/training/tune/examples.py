@@ -110,7 +110,7 @@ def _all_good(path: Path, form: Format, detected: bool, rows: Rows, faults: list
     if faults:
         raise InputRefused(*bounded(faults))
     if not examples:
-        raise InputRefused(Diagnostic("T511", f"`{path}` holds no data"))
+        raise InputRefused(Diagnostic("T511", f"`{path}` has no data"))
     return TrainingData(str(path), form, detected, tuple(examples))
 
 

@@ -18,9 +18,9 @@ NOT_LEARNED: Final = -100
 
 @dataclass(frozen=True, slots=True)
 class BorderInToken:
-    """An answer that begins inside a token: `alone`, the end of its prompt by itself, and `within`, that in the row.
+    """An answer that begins inside a token. `alone` is the end of its prompt as a text of its own, `within` in the row.
 
-    `rewritten`: the template ends the prompt with other text. `spaces`: those at the end of the prompt that would have
+    `rewritten`: the template ends the prompt with other text. `spaces`: spaces at the end of the prompt that would have
     to begin the answer for a border between two tokens.
     """
 

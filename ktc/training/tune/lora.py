@@ -33,7 +33,7 @@ def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
     Raise `InputRefused` (T526) for `all-linear` beside other names.
     """
     if len(settings.targets) > 1 and all_linear.NAME in (target.lower() for target in settings.targets):
-        message = f"`{all_linear.NAME}` excludes other names, and `targets` has some beside it"
+        message = f"`{all_linear.NAME}` excludes other names, and `targets` has some"
         raise InputRefused(Diagnostic("T526", message, hint=_ALONE))
     try:
         config = peft_glue.read_lora_config(out)
@@ -52,7 +52,7 @@ def lora_config(out: Path, settings: TrainSettings) -> LoraConfig:
     if _adapts_all(settings):
         config.target_modules, config.target_parameters = all_linear.NAME, None
         if settings.dropout is None:
-            config.lora_dropout = 0.0  # PEFT takes none beside the router, whose weight it adapts by its name
+            config.lora_dropout = 0.0  # PEFT takes none with the router, whose weight it adapts by its name
     elif settings.targets:
         config.target_modules, config.target_parameters = list(settings.targets), None
     return config

@@ -89,7 +89,7 @@ def _tried(
 
 
 def _twin(settings: TrainSettings, config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return the small model, None where it cannot be built: that says nothing about the settings."""
+    """Return the small model, None where it cannot be built: the settings may be valid all the same."""
     dtype = torch.float32 if settings.precision == "fp32" else config.dtype
     try:
         with torch.random.fork_rng(devices=[]):

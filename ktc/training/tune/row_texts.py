@@ -101,9 +101,8 @@ class RowWriter:
         until = self._template(turns[: place + 1])
         start = shared_length(prompt, text)
         if start < len(prompt) and not text.startswith(self._template(turns[:place])):
-            raise AnswerNotFound(
-                f"the template writes the turns before turn {place + 1} differently once it is answered"
-            )
+            message = f"the template writes the turns before turn {place + 1} differently once it is answered"
+            raise AnswerNotFound(message)
         if text.startswith(until):
             return Answer(start, len(until), prompt)
         content = turns[place].content.strip()

@@ -118,7 +118,7 @@ def require_usable(path: Path, *, resume: str | None = None, force: bool = False
         raise InputRefused(Diagnostic("T521", message, hint="name another `--output`"))
     if not force:
         hint = "`--resume auto` resumes it, `--force` replaces it, `--output` names another folder"
-        raise InputRefused(Diagnostic("T521", f"`{path}` already holds a run", hint=hint))
+        raise InputRefused(Diagnostic("T521", f"`{path}` already has a run", hint=hint))
 
 
 def _remove_run(path: Path) -> None:

@@ -213,7 +213,7 @@ def _is_chat(data: TrainingData) -> bool:
 def _pieces(tokenizer: Any, ids: list[int], labels: list[int]) -> Iterator[tuple[str, bool]]:
     """Return a row as text again, cut where the loss begins and ends.
 
-    A piece is what its tokens add to the text before: tokenizers drop a space at the start of what they decode.
+    A piece is the text that its tokens add: tokenizers drop a space at the start of a decoded text.
     """
     start, before = 0, ""
     for place in range(1, len(ids) + 1):

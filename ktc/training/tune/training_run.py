@@ -16,7 +16,6 @@ import torch
 from peft import PeftModel
 from transformers import (
     EarlyStoppingCallback,
-    PreTrainedModel,
     PrinterCallback,
     TrainerCallback,
     TrainerControl,
@@ -68,7 +67,12 @@ class TrainingRun:
             rehearse(self._paths, self._settings, self._data)
         set_seed(self._settings.seed)
         stopper = _Stopper(self._stop)
-        loaded = self._load()
+        loaded = load(
+            self._paths.out,
+            weights=self._paths.weights,
+            reference=self._settings.precision == "fp32",
+            trust_remote_code=self._paths.trusted,
+        )
         with _leaving_nothing(self._paths.output), refused_by_libraries("T508", "the settings", _HINT):
             model = adapted(loaded, self._paths.out, self._settings)
             has_held_out = self._data.held_out is not None
@@ -91,11 +95,6 @@ class TrainingRun:
         if folder is not None:
             self._keep(folder, trainer.model, report, stopper.stopped)
         return TrainResult(self._paths.output, report, self._data, stopper.stopped)
-
-    def _load(self) -> PreTrainedModel:
-        paths = self._paths
-        reference = self._settings.precision == "fp32"
-        return load(paths.out, weights=paths.weights, reference=reference, trust_remote_code=paths.trusted)
 
     def _claim(self) -> run_folder.RunFolder:
         paths = self._paths

@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_left_out_and_an_earlier_one_taken(done: TrainRe
 def test_a_folder_belongs_to_one_run(done: TrainResult, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(done.output, folder)
-    with pytest.raises(InputRefused, match=r"T521.*already holds a run"):
+    with pytest.raises(InputRefused, match=r"T521.*already has a run"):
         run_folder.claim(folder)
     claimed = run_folder.claim(folder, force=True)
     assert [each.name for each in folder.iterdir()] == [".lock"]
