@@ -14,11 +14,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from ktc.tools.bench.finetune.report import LeftOut, Row, Split
-from ktc.tools.bench.finetune.steps import StepClock, row_of, token_ids
+from ktc.tools.bench.finetune.report import Row, Split, not_measured
+from ktc.tools.bench.finetune.steps import row_of, token_ids
 from ktc.tools.bench.machine import reset_peaks
 from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.report import LeftOut
 from ktc.tools.bench.requests import Finetune
+from ktc.tools.bench.rounds import StepClock
 from ktc.tools.bench.stack import Stack
 
 from .stock import stock_model
@@ -33,7 +35,7 @@ def measured(
     try:
         model = _model(request, stack, lora, device, sink)
     except torch.OutOfMemoryError as error:
-        yield LeftOut("hf", "", _first_line(error))
+        yield not_measured(_first_line(error))
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-4)
@@ -43,7 +45,7 @@ def measured(
         try:
             yield _row(model, optimizer, request, split, device, sink)
         except torch.OutOfMemoryError as error:
-            yield LeftOut("hf", str(split), _first_line(error))
+            yield not_measured(_first_line(error), str(split))
 
 
 def splits(accumulation: int) -> tuple[Split, ...]:
@@ -69,7 +71,7 @@ def _row(
     clock.start()
     for step in ids.view(request.steps, split.accumulation, split.batch, request.length):
         loss = torch.stack([_backward(model, batch, split) for batch in step]).sum()
-        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()

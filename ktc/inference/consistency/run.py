@@ -232,8 +232,8 @@ def _measured(
     for model in stock:
         calls.begin(f"stock, on the weights of {model.folder.name}")
         scores = stock_scores(model.folder, rows, weights=request.weights, trusted=request.trusted)
-        references[model] = Trained(scores.own, stacked=True, stacking="stock on the weights of the kernels")
-        rounding[model.name] = difference(scores.own, scores.fp32)
+        references[model] = Trained(scores.model_dtype, stacked=True, stacking="stock on the weights of the kernels")
+        rounding[model.name] = difference(scores.model_dtype, scores.fp32)
         calls.count()
         gc.collect()
     return references, served, rounding

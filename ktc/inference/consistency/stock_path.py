@@ -24,7 +24,7 @@ from ktc.model.compare.quantised_baseline import formats_in, through_format
 class Stock:
     """Scores (N, T - 1) in the model's own dtype and in fp32, of the same weights."""
 
-    own: Scores
+    model_dtype: Scores
     fp32: Scores
 
 

@@ -61,16 +61,16 @@ def self_test(kernel: Kernel, spec: FusedMoeSpec) -> None:
         weights = torch.rand(tokens, sizes["top_k"], generator=generator).to(experts.weight_dtype)
         index = torch.tensor(used)[place]
         out, saved = experts.forward(x, index, weights, save=True)
-        found = (out, *experts.backward(grad, (index, weights), saved=saved, x_TH=None)[:2])
+        outputs = (out, *experts.backward(grad, (index, weights), saved=saved, x_TH=None)[:2])
         expected = _reference(spec, x, place, weights, tuple(stock.values()), grad, form)
-        results.append((found, expected))
+        results.append((outputs, expected))
         two = experts.with_threads(2)
         again, saved = two.forward(x, index, weights, save=True)
         threaded = (again, *two.backward(grad, (index, weights), saved=saved, x_TH=None)[:2])
-        _require_same_bits(spec, tokens, threaded, found, "two threads than with one")
+        _require_same_bits(spec, tokens, threaded, outputs, "two threads than with one")
         bare, _ = experts.forward(x, index, weights, save=False)
         recomputed = (bare, *experts.backward(grad, (index, weights), saved=None, x_TH=x)[:2])
-        _require_same_bits(spec, tokens, recomputed, found, "recomputed activations than with kept ones")
+        _require_same_bits(spec, tokens, recomputed, outputs, "recomputed activations than with kept ones")
     _compare(spec, results)
 
 
@@ -159,9 +159,9 @@ def _compare(spec: FusedMoeSpec, results: Sequence[tuple[tuple[Tensor, ...], tup
 
 
 def _require_same_bits(
-    spec: FusedMoeSpec, tokens: int, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], how: str
+    spec: FusedMoeSpec, tokens: int, outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...], how: str
 ) -> None:
-    for name, ours, theirs in zip(_RESULTS, found, expected, strict=True):
+    for name, ours, theirs in zip(_RESULTS, outputs, expected, strict=True):
         if not torch.equal(ours, theirs):
             raise _wrong(spec, str(tokens), f"{name} has other bits with {how}")
 

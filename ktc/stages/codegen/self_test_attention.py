@@ -26,8 +26,8 @@ from ktc.model.linears.gemv import DTYPES
 from ktc.stages.codegen.self_test_linear import TOLERANCE
 from ktc.stages.codegen.wrong_kernel import relative_error, wrong_output
 
-# Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
 _INT8_TOLERANCE: Final = 2e-4  # of queries and weights as words
+# Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values.
 _SHAPES: Final = (
     (2, 6, 2, 3, 70, 40, 0, 24),
     (1, 5, 1, 1, 300, 64, 20, 64),
@@ -45,12 +45,14 @@ def self_test_attention(kernel: Kernel, spec: AttentionSpec) -> None:
 def self_test_int8_attention(kernel: Kernel, spec: AttentionSpec) -> None:
     """Raise `KtcError` (H225) if the kernel has other codes than the reference, or computes no attention over them."""
     for query, heads, scale in _drawn(spec):
-        coded = [quantised(kernel, each) for each in heads if each is not None]
-        for found, expected in zip(coded, (Int8Tensor.of(each) for each in heads if each is not None), strict=True):
-            if not torch.equal(found.codes, expected.codes) or not torch.equal(found.scales, expected.scales):
+        coded = [quantised(kernel, tensor) for tensor in heads if tensor is not None]
+        for ours, expected in zip(
+            coded, (Int8Tensor.of(tensor) for tensor in heads if tensor is not None), strict=True
+        ):
+            if not torch.equal(ours.codes, expected.codes) or not torch.equal(ours.scales, expected.scales):
                 raise wrong_output(spec, "has other codes of keys and values")
-        held, decoded = KVCacheView(*coded), KVCacheView(*(each.codes.double() * each.scales for each in coded))
-        _compare(spec, [Int8DecodeAttention(kernel, threads)(query, held, scale=scale) for threads in (1, 3)],
+        cache, decoded = KVCacheView(*coded), KVCacheView(*(tensor.codes.double() * tensor.scales for tensor in coded))
+        _compare(spec, [Int8DecodeAttention(kernel, threads)(query, cache, scale=scale) for threads in (1, 3)],
                  _attention(query, decoded, scale))  # fmt: skip
 
 
@@ -65,14 +67,14 @@ def _drawn(spec: AttentionSpec) -> Iterator[tuple[Tensor, KVCacheView, float]]:
         yield query, KVCacheView(keys, values, more if rope else None), 0.2
 
 
-def _compare(spec: AttentionSpec, found: list[Tensor], expected: Tensor) -> None:
+def _compare(spec: AttentionSpec, outputs: list[Tensor], expected: Tensor) -> None:
     """Raise `KtcError` (H225) unless the outputs of one thread and of three are the expected one."""
-    error, most = relative_error(found[0], expected), TOLERANCE[spec.dtype]
+    error, most = relative_error(outputs[0], expected), TOLERANCE[spec.dtype]
     if spec.op == "int8_attention":
         most = max(most, _INT8_TOLERANCE)
     if not error <= most:
         raise wrong_output(spec, f"differs from the reference by {error:.1e}, allowed are {most:.0e}")
-    if not torch.equal(*found):
+    if not torch.equal(*outputs):
         raise wrong_output(spec, "has other bits with three threads")
 
 
@@ -85,11 +87,11 @@ def self_test_sparse_attention(kernel: Kernel, spec: AttentionSpec) -> None:
     heads = KVCacheView(*(torch.randn(2, 2, 300, 40, generator=draw).to(dtype) for _ in range(2)))
     every = torch.ones(2, 300, dtype=torch.bool)
     for index in FORMATS:
-        wanted, found = (KeyIndex.of(heads, every, index) for _ in range(2))
+        wanted, ours = (KeyIndex.of(heads, every, index) for _ in range(2))
         wanted.extend(heads, 300)
         native = IndexKernel(kernel, 3)
-        native.extend(found, heads, 300)
-        if not torch.equal(found.codes.blocks[:, :, :18], wanted.codes.blocks[:, :, :18]):
+        native.extend(ours, heads, 300)
+        if not torch.equal(ours.codes.blocks[:, :, :18], wanted.codes.blocks[:, :, :18]):
             raise wrong_output(spec, f"has other codes of keys in {index}")
         sparsity = Sparsity(70, 4, 9, index, shared=False)
         chosen = choose(
@@ -98,7 +100,7 @@ def self_test_sparse_attention(kernel: Kernel, spec: AttentionSpec) -> None:
             visible_positions(None, 2, 2, 300, query.device),
             sparsity,
         )
-        selected = native.select(found, query, None, sparsity, 0.2)
+        selected = native.select(ours, query, None, sparsity, 0.2)
         if not torch.equal(selected.positions, chosen.positions):
             raise wrong_output(spec, f"chooses other positions by {index}")
         output = DecodeAttention(kernel, 3).of_chosen(query, heads, selected, scale=0.2)
@@ -114,7 +116,7 @@ def _attention(query: Tensor, heads: KVCacheView, scale: float) -> Tensor:
     keys = heads.keys if heads.rope_keys is None else torch.cat([heads.keys, heads.rope_keys], -1)
     values = heads.values
     group = query.shape[1] // keys.shape[1]
-    keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
+    keys, values = (tensor.double().repeat_interleave(group, 1) for tensor in (keys, values))
     scores = query.double() @ keys.transpose(2, 3) * scale
     new, positions = scores.shape[-2:]
     seen = torch.ones(new, positions, dtype=torch.bool).tril(positions - new)

@@ -40,11 +40,11 @@ def self_test_packed_linear(kernel: Kernel, spec: PackedLinearSpec) -> None:
         x, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((max(_ROWS), inputs), (outputs,)))
         expected = x.double() @ weight.double().T + bias.double()
         for rows in _ROWS:
-            found = _product(kernel, x[:rows], packed, bias)
-            error = relative_error(found, expected[:rows])
+            output = _product(kernel, x[:rows], packed, bias)
+            error = relative_error(output, expected[:rows])
             if not error <= _TOLERANCE:
                 raise wrong_output(spec, f"differs from the reference by {error:.1e}, allowed are {_TOLERANCE:.0e}")
-            if not torch.equal(_product(kernel, x[:rows], packed, bias, threads=3), found):
+            if not torch.equal(_product(kernel, x[:rows], packed, bias, threads=3), output):
                 raise wrong_output(spec, f"has other bits for {rows} rows with three threads")
 
 

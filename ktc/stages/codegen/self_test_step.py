@@ -36,10 +36,10 @@ def self_test_step(kernel: Kernel, spec: StepSpec) -> None:
         for tensor, other in zip(inputs, _inputs(dtype, seed=31), strict=True):
             tensor.copy_(other)
         expected = _computed(*inputs)
-        found = [_results(program, results) for program, results in programs]
-        if not all(_agree(one, other) for one, other in zip(found[0], expected, strict=True)):
+        outputs = [_results(program, results) for program, results in programs]
+        if not all(_agree(one, other) for one, other in zip(outputs[0], expected, strict=True)):
             raise wrong(spec, f"a second run computes other values, in {dtype}")
-        if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*found, strict=True)):
+        if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*outputs, strict=True)):
             raise wrong(spec, f"three threads compute other bits, in {dtype}")
 
 
@@ -63,10 +63,10 @@ def _computed(x: Tensor, y: Tensor, cache: Tensor, place: Tensor) -> tuple[Tenso
     groups = scores.view(_ROWS, 8, 8).amax(dim=-1).masked_fill(chosen[:, :8] != 0, 0.0)
     turned = torch.view_as_complex(x[:, :320].to(torch.float32).reshape(_ROWS, 160, 2).contiguous())
     angles = torch.view_as_complex(torch.stack((y[:, :160].float().cos(), y[:, 160:320].float().sin()), -1))
-    held = cache.index_copy_(2, place, y[:, :18].view(_ROWS, 2, 1, 9))
+    written = cache.index_copy_(2, place, y[:, :18].view(_ROWS, 2, 1, 9))
     seen = torch.arange(7) <= place
     return (
-        normal, values, indices, chosen, groups, scores.gather(1, indices), held * seen[:, None],
+        normal, values, indices, chosen, groups, scores.gather(1, indices), written * seen[:, None],
         torch.view_as_real(turned * angles), torch.cat((x[:, 160:], -x[:, :160]), dim=-1),
         functional.linear(x, weight), functional.linear(x, weight[:40], y[0, :40]), x @ weight[:_WIDTH, :11],
         torch.bmm(x.view(_ROWS, 9, 37)[:, :5], y.view(_ROWS, 37, 9)),
@@ -102,12 +102,12 @@ def _program(kernel: Kernel, inputs: tuple[Tensor, ...], threads: int) -> tuple[
 
 def _results(program: StepProgram, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     program.run()
-    return tuple(each.clone() for each in results)
+    return tuple(tensor.clone() for tensor in results)
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
+def _agree(ours: Tensor, expected: Tensor) -> bool:
     """Return whether results are those of PyTorch, up to the few roundings between the inputs and them."""
     if not expected.is_floating_point():
-        return torch.equal(found, expected)
+        return torch.equal(ours, expected)
     wide = expected.double()
-    return norm(found.double() - wide) <= _ROUNDINGS[expected.dtype] * norm(wide)
+    return norm(ours.double() - wide) <= _ROUNDINGS[expected.dtype] * norm(wide)

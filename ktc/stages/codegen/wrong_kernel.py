@@ -10,10 +10,10 @@ from ktc.model.kernels.spec import Spec
 _HINT = "try another compiler with `CXX`"
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(ours: Tensor, expected: Tensor) -> float:
     """Return the relative Frobenius error, computed in fp64."""
     wide = expected.double()
-    return norm(found.double() - wide) / norm(wide)
+    return norm(ours.double() - wide) / norm(wide)
 
 
 def norm(tensor: Tensor) -> float:

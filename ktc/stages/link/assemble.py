@@ -25,7 +25,7 @@ from ktc.stages.link.stages import STAGES, dump_stage
 from ktc.stages.pictures.dump import to_json
 from ktc.stages.plan.report import plan_json
 from ktc.stages.proof import Proof
-from ktc.stages.rewrite import block_files, recipe, stack_rows, stream_rows, uncaptured_rows
+from ktc.stages.rewrite import block_files, linear_steps, recipe, stack_rows
 
 
 def assemble(
@@ -39,7 +39,7 @@ def assemble(
     captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
-    steps = (*recipe(blocks, plan.host), *uncaptured_rows(plan), *stream_rows(plan))
+    steps = (*recipe(blocks, plan.host), *linear_steps(plan))
     return Package(
         name=captured.source.name,
         checkpoint=captured.source.folder,

@@ -56,17 +56,17 @@ def footprint(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: 
 
 def _with_gradient(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int) -> set[fx.Node]:
     """Return the nodes whose value needs a gradient: floating-point values computed from hidden states."""
-    found = set[fx.Node]()
+    trains = set[fx.Node]()
     for node in nodes_of(graph):
-        held = tensor_of(node)
-        floating = held is None or held.is_floating_point()
+        tensor = tensor_of(node)
+        floating = tensor is None or tensor.is_floating_point()
         if node.op == "placeholder":
-            starts = held is not None and floating and ops.shape_of(node)[-1:] == (hidden,)
+            starts = tensor is not None and floating and ops.shape_of(node)[-1:] == (hidden,)
         else:
-            starts = node.name in adapters or any(source in found for source in node.all_input_nodes)
+            starts = node.name in adapters or any(source in trains for source in node.all_input_nodes)
         if starts and floating and node.op not in ("get_attr", "output"):
-            found.add(node)
-    return found
+            trains.add(node)
+    return trains
 
 
 def _saved_values(node: fx.Node, trains: set[fx.Node]) -> Iterator[fx.Node]:
@@ -103,8 +103,8 @@ def _live(node: fx.Node) -> float:
     """Inputs and output of one operator, held at once."""
     if node.op in ("get_attr", "placeholder", "output") or ops.operator(node) in _VIEWS:
         return 0.0
-    held = {_storage(source) for source in (*node.all_input_nodes, *_listed(node)) if source.op != "get_attr"}
-    return per_token(node) + sum(map(per_token, held))
+    values = {_storage(source) for source in (*node.all_input_nodes, *_listed(node)) if source.op != "get_attr"}
+    return per_token(node) + sum(map(per_token, values))
 
 
 def _listed(node: fx.Node) -> list[fx.Node]:
@@ -123,8 +123,8 @@ def _storage(node: fx.Node) -> fx.Node:
 
 def per_token(node: fx.Node) -> float:
     """Bytes per token of a node's value, 0 where it has no size that grows with the tokens."""
-    held = tensor_of(node)
-    return 0.0 if held is None else elements_per_token(node) * held.element_size()
+    tensor = tensor_of(node)
+    return 0.0 if tensor is None else elements_per_token(node) * tensor.element_size()
 
 
 def elements_per_token(node: fx.Node) -> float:

@@ -61,34 +61,34 @@ def resolve_claims(captured: CapturedModel, matches: Matches, rules: RuleSet) ->
     return standing
 
 
-def _claims_of(captured: CapturedModel, found: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:
+def _claims_of(captured: CapturedModel, match: Match, rule: RuleDefinition) -> Iterable[list[Claim]]:
     """Yield one non-empty list of claims per action of the rule."""
     for action in rule.actions:
         done = (rule.name, action.target, action.span)
-        claims = [Claim(path, node, *done, found.site, found.block) for path, node in _claimed(captured, found, action)]
+        claims = [Claim(path, node, *done, match.site, match.block) for path, node in _claimed(captured, match, action)]
         if claims:
             yield claims
 
 
-def _claimed(captured: CapturedModel, found: Match, action: RuleAction) -> list[tuple[str, str]]:
+def _claimed(captured: CapturedModel, match: Match, action: RuleAction) -> list[tuple[str, str]]:
     """(absolute path, node name) of everything the action claims."""
-    if not found.block:
-        return [(found.path, "")]
-    graph = captured.block(found.block).graph
+    if not match.block:
+        return [(match.path, "")]
+    graph = captured.block(match.block).graph
     assert graph is not None
     nodes = nodes_by_name(graph)
     if action.on:
-        bindings = [b for path in action.on if (b := found.capture(path)) is not None]
+        bindings = [b for path in action.on if (b := match.capture(path)) is not None]
     else:
         absorbed = action.target.consumes or action.target.default_captures
-        bindings = [found.bindings[name] for name in absorbed if name in found.bindings]
-        bindings = bindings or [NodeRef(n) for n in found.nodes if ops.operator(nodes[n]) in absorbed]
+        bindings = [match.bindings[name] for name in absorbed if name in match.bindings]
+        bindings = bindings or [NodeRef(n) for n in match.nodes if ops.operator(nodes[n]) in absorbed]
     names = list(dict.fromkeys(name for binding in bindings for name in _roots(binding)))
     if not names and action.facet == "place":
-        return [(found.path, "")]
+        return [(match.path, "")]
     if not names:
-        names = [found.nodes[-1]]
-    return [(f"{found.site}.{nodes[n].meta.get('fqn', '')}".rstrip("."), n) for n in names]
+        names = [match.nodes[-1]]
+    return [(f"{match.site}.{nodes[n].meta.get('fqn', '')}".rstrip("."), n) for n in names]
 
 
 def _roots(binding: Binding) -> list[str]:
@@ -137,21 +137,21 @@ def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, Rule
     what the match holds between them and the last.
     """
     told: set[tuple[str, str]] = set()
-    for found in matches.matches:
-        graph = captured.block(found.block).graph if found.block else None
-        for action in by_rule[found.rule].actions:
+    for match in matches.matches:
+        graph = captured.block(match.block).graph if match.block else None
+        for action in by_rule[match.rule].actions:
             consumed = action.target.consumes
             if action.on or len(consumed) < 2 or graph is None:
                 continue
             nodes = nodes_by_name(graph)
-            captures = {n: b.node for n in consumed if isinstance(b := found.bindings.get(n), NodeRef)}
+            captures = {n: b.node for n in consumed if isinstance(b := match.bindings.get(n), NodeRef)}
             *vanishing, last = sorted(captures, key=lambda name: list(nodes).index(captures[name]))
             for name in vanishing:
-                outside = _used_outside(nodes[captures[name]], found.nodes, captures[last])
-                if outside and (found.rule, name) not in told:
-                    told.add((found.rule, name))
+                outside = _used_outside(nodes[captures[name]], match.nodes, captures[last])
+                if outside and (match.rule, name) not in told:
+                    told.add((match.rule, name))
                     message = (
-                        f"`{action.target.name}` would absorb `{name}` at {found.path}, which `{outside}` also uses"
+                        f"`{action.target.name}` would absorb `{name}` at {match.path}, which `{outside}` also uses"
                     )
                     yield Diagnostic("M062", message, action.span, hint="narrow the rule")
 
@@ -162,6 +162,6 @@ def _used_outside(node: fx.Node, matched: tuple[str, ...], last: str) -> str:
         layout = ops.operator(user) in ops.TRANSPARENT or ops.operator(user) == "getitem"
         if not layout and user.name not in matched:
             return user.name
-        if user.name != last and (found := _used_outside(user, matched, last)):
-            return found
+        if user.name != last and (user_name := _used_outside(user, matched, last)):
+            return user_name
     return ""

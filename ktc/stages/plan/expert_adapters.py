@@ -45,7 +45,7 @@ def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: f
     """Return the weights that `lora_experts` names, in the order of the layers. Raise InputRefused (M076)."""
     on_kernel = {claim.path for claim in claims if claim.target.name in _HOSTS}
     modules = {module.fqn: module for module in captured.modules}
-    found, problems = list[AdaptedWeight](), dict[str, Diagnostic]()
+    weights, problems = list[AdaptedWeight](), dict[str, Diagnostic]()
     for claim in claims:
         if claim.target.adapts != "experts":
             continue
@@ -56,10 +56,10 @@ def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: f
             message = f"`{LoraExperts.name}` on `{claim.path}`: {why}"
             problems.setdefault(why, Diagnostic("M076", message, claim.span, hint=_hint(why)))
         elif module is not None:
-            found += _weights(claim, claim.target, module)
+            weights += _weights(claim, claim.target, module)
     if problems:
         raise InputRefused(*problems.values())
-    return tuple(found)
+    return tuple(weights)
 
 
 def _weights(claim: Claim, target: Target, module: ModuleInfo) -> Iterator[AdaptedWeight]:

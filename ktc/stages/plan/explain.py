@@ -65,8 +65,8 @@ def _of_placements(placements: Sequence[Placement]) -> Iterable[Reason]:
         if placement.rule:
             kind = split_at_number(placement.fqn)[0]
             groups.setdefault((placement.rule, placement.device, kind), []).append(placement)
-    for (rule, device, _), held in groups.items():
-        yield Reason(collapse([p.fqn for p in held]), f"on {device}: rule `{rule}` ({held[0].span})")
+    for (rule, device, _), placed in groups.items():
+        yield Reason(collapse([p.fqn for p in placed]), f"on {device}: rule `{rule}` ({placed[0].span})")
 
 
 def _untouched(draft: PlanDraft) -> Iterator[Reason]:

@@ -68,7 +68,7 @@ def make_plan(
     rows: dict[str, list[WeightSource]] = {}
     for source in weights:
         rows.setdefault(source.target.rpartition(".")[0], []).append(source)
-    by_module = {fqn: tuple(held) for fqn, held in rows.items()}
+    by_module = {fqn: tuple(sources) for fqn, sources in rows.items()}
     request = Request(captured, tuple(weights), by_module, matches, rules, host, asked)
     draft = PlanDraft(request, warnings=matches.warnings)
     for decide in PASSES:

@@ -57,18 +57,18 @@ def require_feasible(plan: Plan) -> None:
 
 def over_budget(memory: MemoryPlan, mode: str, asked: BatchShape) -> tuple[Diagnostic, ...]:
     """Return one diagnostic per device that cannot hold the permanent bytes (M070) or the requested input (M075)."""
-    found: list[Diagnostic] = []
-    for held in memory.devices:
-        adapter = held.adapter if mode == "train" else 0
-        if held.budget is not None and held.weights + adapter + held.streaming > held.budget:
+    problems: list[Diagnostic] = []
+    for device in memory.devices:
+        adapter = device.adapter if mode == "train" else 0
+        if device.budget is not None and device.weights + adapter + device.streaming > device.budget:
             state = f" and {gib(adapter)} for its adapter" if adapter else ""
-            state += f" and {gib(held.streaming)} for streamed weights" if held.streaming else ""
-            message = f"the plan puts {gib(held.weights)} of weights{state} on `{held.device}`, its budget is "
-            hint = f"place less there, choose a smaller format, or set `plan {{ {held.device} = SIZE }}`"
-            found.append(Diagnostic("M070", message + gib(held.budget), hint=hint))
-    if not found and asked != ANY_SIZE:
-        found += [problem for problem in [_asked_for_too_much(memory.workloads, mode)] if problem is not None]
-    return tuple(found)
+            state += f" and {gib(device.streaming)} for streamed weights" if device.streaming else ""
+            message = f"the plan puts {gib(device.weights)} of weights{state} on `{device.device}`, its budget is "
+            hint = f"place less there, choose a smaller format, or set `plan {{ {device.device} = SIZE }}`"
+            problems.append(Diagnostic("M070", message + gib(device.budget), hint=hint))
+    if not problems and asked != ANY_SIZE:
+        problems += [problem for problem in [_asked_for_too_much(memory.workloads, mode)] if problem is not None]
+    return tuple(problems)
 
 
 def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
@@ -195,9 +195,9 @@ def _experts_of(block: BlockGraph) -> dict[str, float]:
     """Return the modules of routed experts in a block, relative to it, with the share that a token uses."""
     if block.graph is None:
         return {}
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for node in nodes_of(block.graph):
         if ops.operator(node) == "experts":
             chosen = int(ops.shape_of(node.args[1])[-1])
-            found[str(node.meta["fqn"])] = chosen / int(ops.attributes(node)["num_experts"])
-    return found
+            shares[str(node.meta["fqn"])] = chosen / int(ops.attributes(node)["num_experts"])
+    return shares

@@ -18,7 +18,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "cuda_graph": "decode" if plan.cuda_graph else "never",
         "native_step": "decode" if plan.native_step else "never",
         "rewrites": [_rewrite(r) for r in plan.rewrites],
-        "outside": [{**_action(each.action), "device": each.device} for each in plan.uncaptured],
+        "outside": [{**_action(linear.action), "device": linear.device} for linear in plan.uncaptured],
         "placements": [{"fqn": p.fqn, "device": p.device, "rule": p.rule} for p in plan.placements],
         "streams": [{"fqn": s.fqn, "device": s.device, "buffer": s.buffer, "rule": s.rule} for s in plan.streams],
         "kernels": [_spec(spec) for spec in plan.kernels if spec.op == "fused_moe"],

@@ -60,7 +60,7 @@ def _refused(claim: Claim, device: str, path: str, why: str) -> Diagnostic:
 
 def _linears(module: nn.Module, path: str) -> list[str]:
     below = cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
-    return [f"{path}.{name}".strip(".") for name, each in below if is_plain_linear(each)]
+    return [f"{path}.{name}".strip(".") for name, layer in below if is_plain_linear(layer)]
 
 
 def _is_shared(captured: CapturedModel, path: str) -> bool:

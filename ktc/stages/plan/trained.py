@@ -86,14 +86,14 @@ def _resolved(captured: CapturedModel, claim: Claim, claims: Sequence[Claim]) ->
 _Why = tuple[str, str] | None  # what is wrong, and what to write instead
 
 
-def _refused(code: str, found: Mapping[Claim, _Why]) -> Iterator[Diagnostic]:
+def _refused(code: str, problems: Mapping[Claim, _Why]) -> Iterator[Diagnostic]:
     """Yield a diagnostic for each action and reason, with all modules that it concerns."""
     paths: dict[tuple[Span, str, str, str], list[str]] = {}
-    for claim, problem in found.items():
+    for claim, problem in problems.items():
         if problem is not None:
             paths.setdefault((claim.span, claim.target.name, *problem), []).append(claim.path)
-    for (span, name, why, hint), held in paths.items():
-        yield Diagnostic(code, f"`{name}` on `{collapse(held)}`: {why}", span, hint=hint)
+    for (span, name, why, hint), modules in paths.items():
+        yield Diagnostic(code, f"`{name}` on `{collapse(modules)}`: {why}", span, hint=hint)
 
 
 def _not_rounded(captured: CapturedModel, claim: Claim, claims: Sequence[Claim], rules: RuleSet) -> _Why:
@@ -165,8 +165,8 @@ def _not_trained(captured: CapturedModel, claim: Claim, claims: Sequence[Claim])
     if not claim.node and claim.target.settings["masters"] == "fp32" and _dtype(module) != "torch.float32":
         return "a stock module trains in its own dtype", "leave `masters` out"
     inner = [other for other in claims if other is not claim and other.path.startswith(f"{claim.path}.")]
-    if not claim.node and (found := next((o for o in inner if o.facet in ("adapter", "kernel", "quant")), None)):
-        return f"rule `{found.rule}` rewrites `{found.path}` inside of it", "name the modules one by one"
+    if not claim.node and (inside := next((o for o in inner if o.facet in ("adapter", "kernel", "quant")), None)):
+        return f"rule `{inside.rule}` rewrites `{inside.path}` inside of it", "name the modules one by one"
     if kernel := next((o.target for o in claims if o.target.fixed_weights and _same(claim, o)), None):
         return f"`{kernel.name}` multiplies a weight that does not change", "leave the kernel out"
     experts = _kernel(claim, claims) if claim.node else None
@@ -189,19 +189,19 @@ def _elsewhere(claim: Claim, claims: Sequence[Claim]) -> _Why:
 
 # What is said --------------------------------------------------------------------------------------------------------
 def _reasons(
-    rounding: Sequence[Claim], training: Sequence[Claim], found: Mapping[str, NodeWeights]
+    rounding: Sequence[Claim], training: Sequence[Claim], treatments: Mapping[str, NodeWeights]
 ) -> Iterator[Reason]:
     """Yield a sentence for each rule and treatment; the modules of one parent are written as a choice."""
     groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for claim in {claim.path: claim for claim in (*rounding, *training)}.values():
-        weights = found.get(claim.path)
+        weights = treatments.get(claim.path)
         text = "trains in its own dtype, as PEFT's `modules_to_save`" if weights is None else _described(weights)
         parent, _, leaf = claim.path.rpartition(".")
         kind = ".".join("*" if part.isdigit() else part for part in parent.split("."))
         leaves = groups.setdefault((text, f"rule `{claim.rule}` ({claim.span})", kind), {})
         leaves.setdefault(parent, []).append(leaf)
     for (text, rule, _), leaves in groups.items():
-        names = list(dict.fromkeys(leaf for held in leaves.values() for leaf in held))
+        names = list(dict.fromkeys(leaf for of_parent in leaves.values() for leaf in of_parent))
         last = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
         yield Reason(f"{collapse(list(leaves))}.{last}".lstrip("."), f"{text}: {rule}")
 
@@ -239,8 +239,8 @@ def _has_stock_layout(captured: CapturedModel, claim: Claim, module: nn.Module) 
     about = ops.attributes(nodes_by_name(_graph(captured, claim))[claim.node])
     form, sizes = parse_form(str(about["form"])), (int(about["num_experts"]), int(about["hidden"]), int(about["inter"]))
     wanted = {str(name): stock_shape(form, name, *sizes) for name in stock_names(form)}
-    found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    return found == wanted and not captured.block(claim.block).own_experts
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return shapes == wanted and not captured.block(claim.block).own_experts
 
 
 def _rounded(claim: Claim, claims: Sequence[Claim]) -> bool:

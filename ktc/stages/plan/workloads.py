@@ -134,7 +134,7 @@ def _shortfall(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
 def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> Needs:
     """At the deepest point of a step: all that forward saved, and the larger of the loss and one layer's backward."""
     tokens, needs = batch * length, _resident(model, adapter=True)
-    for device, held in needs.items():
+    for device, of_device in needs.items():
         saved = [layer.saved.get(device, 0.0) for layer in model.layers]
         inside = 2 * max((layer.live.get(device, 0.0) for layer in model.layers), default=0.0)
         kept = sum(saved)
@@ -142,8 +142,8 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
             kept = sum(layer.device == device for layer in model.layers) * model.per_hidden
             inside += max(saved, default=0.0)
         loss = model.vocabulary * (model.item + _LOSS) if device == model.head else 0
-        held["activations"] = round(tokens * (kept + inside))
-        held["logits"] = max(0, round(tokens * (loss - inside)))  # they are gone when the first layer goes back
+        of_device["activations"] = round(tokens * (kept + inside))
+        of_device["logits"] = max(0, round(tokens * (loss - inside)))  # they are gone when the first layer goes back
     experts = [layer.slots for layer in model.layers if layer.slots is not None]
     if experts:
         kept = [slots.saved for slots in experts]
@@ -155,11 +155,11 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
 def _generation(model: _Model, batch: int, length: int) -> Needs:
     """At the end of a prompt of `length` tokens read at once, or of a text that grew to that length."""
     tokens, needs = batch * length, _resident(model, adapter=False)
-    for device, held in needs.items():
+    for device, of_device in needs.items():
         live = max((layer.live.get(device, 0.0) for layer in model.layers), default=0.0)
-        held["activations"] = round(tokens * (live + 2 * model.per_hidden))
-        held["logits"] = batch * model.vocabulary * (model.item + 4) if device == model.head else 0
-        held["cache"] = 0
+        of_device["activations"] = round(tokens * (live + 2 * model.per_hidden))
+        of_device["logits"] = batch * model.vocabulary * (model.item + 4) if device == model.head else 0
+        of_device["cache"] = 0
     for number, cached in enumerate(model.cache):
         layer = model.layers[min(number, len(model.layers) - 1)]
         seen = length if cached.window is None else min(length, cached.window)
@@ -172,8 +172,8 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
 
 def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
     """Linear layers share the experts' workspace."""
-    held = [layer.product for layer in model.layers] + [model.outside]
-    products = [product.workspace(tokens) for product in held if product is not None]
+    rows = [layer.product for layer in model.layers] + [model.outside]
+    products = [product.workspace(tokens) for product in rows if product is not None]
     if products:
         needs["cpu"]["workspace"] = max(needs["cpu"].get("workspace", 0), *products)
     return needs
@@ -248,7 +248,9 @@ def _block(draft: PlanDraft, key: str, nodes: Sequence[NodePlan], hidden: int) -
 
 
 def _widest(*products: ProductRows | None) -> ProductRows | None:
-    return max((each for each in products if each is not None), key=lambda product: product.width, default=None)
+    return max(
+        (product for product in products if product is not None), key=lambda product: product.width, default=None
+    )
 
 
 def _experts(graph: fx.GraphModule) -> Iterator[tuple[int, int, int]]:

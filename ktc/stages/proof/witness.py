@@ -144,8 +144,9 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
         # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
         rewrite = BlockRewrite(f"{block.rewrite.key}_{len(made)}", key, sites, actions, "cpu")
         graph = rewrite_block(small.graph, rewrite)
-        own = tuple(each for each in small.own_experts if each.fqn in {known.fqn for known in block.own_experts})
-        made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None, own))
+        rewritten = {module.fqn for module in block.own_experts}
+        modules = tuple(module for module in small.own_experts if module.fqn in rewritten)
+        made.append(RewrittenBlock(rewrite, graph, small.experts if block.experts else None, modules))
     return SmallRewrite(block, tuple(made))
 
 
@@ -166,7 +167,9 @@ def _mismatch(full: BlockGraph, small: BlockGraph) -> str:
         return "is another computation in the shrunk witness"
     if full.experts is not None and _rounds(small.graph):
         return "rounds to half precision itself, which its code in OUT would not do in fp32"
-    if [own.without_sizes() for own in full.own_experts] != [own.without_sizes() for own in small.own_experts]:
+    if [module.without_sizes() for module in full.own_experts] != [
+        module.without_sizes() for module in small.own_experts
+    ]:
         return "has experts of another kind in the shrunk witness"
     return ""
 

@@ -43,8 +43,8 @@ def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
         fused = any(action.target.takes_experts for action in block_rewrite.actions)
         graph = rewrite_block(block.graph, block_rewrite)
         fqns = {action.fqn for action in block_rewrite.actions if action.target.takes_experts}
-        own = tuple(experts for experts in block.own_experts if experts.fqn in fqns)
-        blocks.append(RewrittenBlock(block_rewrite, graph, block.experts if fused else None, own))
+        own_experts = tuple(experts for experts in block.own_experts if experts.fqn in fqns)
+        blocks.append(RewrittenBlock(block_rewrite, graph, block.experts if fused else None, own_experts))
     return tuple(blocks)
 
 

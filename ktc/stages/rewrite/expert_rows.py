@@ -14,7 +14,7 @@ from ktc.model.checkpoint import Part, WeightSource
 from ktc.model.kernels.form import parse_form
 from ktc.stages.capture import ExpertList
 from ktc.stages.rewrite.apply import RewrittenBlock
-from ktc.stages.rewrite.own_rows import own_rows
+from ktc.stages.rewrite.own_rows import own_rows, stock_tensor
 
 
 def stack_rows(rows: Sequence[WeightSource], blocks: Sequence[RewrittenBlock]) -> tuple[WeightSource, ...]:
@@ -29,14 +29,13 @@ def stack_rows(rows: Sequence[WeightSource], blocks: Sequence[RewrittenBlock]) -
 
 
 def _places(prefix: str, experts: ExpertList) -> dict[str, tuple[str, int, Part]]:
-    gated = parse_form(experts.form).gated
-    found: dict[str, tuple[str, int, Part]] = {}
+    form = parse_form(experts.form)
+    places: dict[str, tuple[str, int, Part]] = {}
     for part, name in experts.parts.items():
-        kind, bias = part.removesuffix("_bias"), "_bias" if part.endswith("_bias") else ""
-        stock = f"{'gate_up' if gated and kind in ('gate', 'up') else kind}_proj{bias}"
+        stock = stock_tensor(form, part)
         for expert in range(experts.count):
-            found[f"{prefix}.{expert}.{name}"] = (f"{prefix}.{stock}", expert, cast("Part", part))
-    return found
+            places[f"{prefix}.{expert}.{name}"] = (f"{prefix}.{stock}", expert, cast("Part", part))
+    return places
 
 
 def _stacked(row: WeightSource, place: tuple[str, int, Part]) -> WeightSource:

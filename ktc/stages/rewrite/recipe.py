@@ -15,6 +15,7 @@ from ktc.model.targets.config import plain
 from ktc.model.targets.module_target import ITSELF, graph_target, module_target, primary_actions
 from ktc.model.targets.target import NodeAction
 from ktc.stages.capture import CapturedModel, ExpertList
+from ktc.stages.plan import Plan
 from ktc.stages.rewrite.apply import RewrittenBlock
 from ktc.stages.rewrite.block_code import block_code
 
@@ -27,27 +28,37 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
         for site in block.rewrite.sites:
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
-            rows += [(site.layer, _own_experts(block, own, site.fqn)) for own in block.own_experts]
+            rows += [(site.layer, _own_experts(block, module, site.fqn)) for module in block.own_experts]
             for action in primary_actions(block.rewrite.actions):
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 # The adapter of a layer that another rewrite absorbs has no call of its own.
                 call = nodes.get(graph_target(action)) or nodes[ITSELF]
-                rows.append((site.layer, step_of(action, action.at(site.fqn), device, ops.attributes(call), host)))
+                rows.append((site.layer, _step(action, action.at(site.fqn), device, ops.attributes(call), host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
-def step_of(action: NodeAction, fqn: str, device: str, about: Mapping[str, Any], host: Host) -> Rewrite:
+def linear_steps(plan: Plan) -> tuple[Rewrite, ...]:
+    """Return the loader's steps for linear layers outside the blocks: those with a kernel, then streamed ones."""
+    kernels = (_step(linear.action, linear.action.fqn, linear.device, {}, plan.host) for linear in plan.uncaptured)
+    streamed = (
+        Rewrite(s.fqn, "streamed_linear", None, s.device, {"stream_buffer": s.buffer}, s.rule, str(s.span))
+        for s in plan.streams
+    )
+    return (*kernels, *streamed)
+
+
+def _step(action: NodeAction, fqn: str, device: str, about: Mapping[str, Any], host: Host) -> Rewrite:
     """Return the loader's step for a node: the module, its kernel, its arguments."""
     target, entry = module_target(action), action.kernel.entry if action.kernel else None
     args = plain(target.recipe(action, about, host))
     return Rewrite(fqn, target.module_name(action), entry, device, args, action.rule, str(action.span))
 
 
-def _own_experts(block: RewrittenBlock, own: OwnExperts, site: str) -> Rewrite:
+def _own_experts(block: RewrittenBlock, module: OwnExperts, site: str) -> Rewrite:
     """Return the step before an experts module of the model's own is replaced: its tensors in the stock layout."""
-    action = next(a for a in block.rewrite.actions if a.target.takes_experts and a.fqn == own.fqn)
+    action = next(a for a in block.rewrite.actions if a.target.takes_experts and a.fqn == module.fqn)
     fqn = action.at(site)
-    config = OwnExpertsConfig(*own.sizes, str(own.form), own.parts, own.inputs, own.called)
+    config = OwnExpertsConfig(*module.sizes, str(module.form), module.parts, module.inputs, module.called)
     return Rewrite(fqn, OWN_EXPERTS, None, block.rewrite.device, plain(config), action.rule, str(action.span))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -28,12 +27,13 @@ from ktc.model.experts.cpu_backend import CpuKernel
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.load import load
 from ktc.tools.bench.limits import Limits, Samples, build_library
-from ktc.tools.bench.machine import machine, peaks, reset_peaks
+from ktc.tools.bench.machine import peaks, reset_peaks
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.progress import ProgressSink
-from ktc.tools.bench.report import column, table_of
+from ktc.tools.bench.report import LeftOut, column, table_of
 from ktc.tools.bench.requests import Generate
-from ktc.tools.bench.stack import Stack, StackReport, stack_of, timed, words_of
+from ktc.tools.bench.rounds import StepClock
+from ktc.tools.bench.stack import Stack, StackReport, facts_of, stack_of, timed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,20 +68,9 @@ class Row:
     told: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A way to compute that was not measured, and why."""
-
-    impl: str
-    reason: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReport(StackReport):
     """A row per way to compute, batch and context, and the ways that were left out."""
-
-    rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...]
 
     def shown(self) -> Iterator[str | Table]:
         """Yield the rows, the warnings about them, and the reason for each missing measurement."""
@@ -97,7 +86,7 @@ def run(request: Generate, sink: ProgressSink) -> GenerateReport:
 
     Raises InputRefused (U030, U014) and what compiling and loading raise.
     """
-    seconds, found = dict[str, float](), list[Row | LeftOut]()
+    seconds, results = dict[str, float](), list[Row | LeftOut]()
     stock = peer("stock") if "hf" in request.impls else None
     with temporary_folder("generate") as folder:
         stack = stack_of(request.model, request.layers, folder / "config")
@@ -112,24 +101,16 @@ def run(request: Generate, sink: ProgressSink) -> GenerateReport:
                 model: Any = load(out, random_weights=request.seed, progress=sink.part("weights"))
             for impl in (impl for impl in request.impls if impl != "hf"):
                 if impl == "eager" and getattr(model, "decode_graphs", None) is None:
-                    found.append(LeftOut(impl, "the compiled model has no graphs: `ktc` is eager too"))
+                    results.append(LeftOut(impl, "the compiled model has no graphs: `ktc` is eager too"))
                 else:
-                    found += rows(impl, model, request, limits, sink)
+                    results += rows(impl, model, request, limits, sink)
             del model
             gc.collect()
             torch.cuda.empty_cache()
         if stock is not None:
             reason = stock.reason_against(stack)
-            found += [LeftOut("hf", reason)] if reason else peer_rows(stock, stack, request, limits, sink)
-    return GenerateReport(
-        machine=machine(),
-        request=words_of(request),
-        layers=stack.layers,
-        depth=stack.depth,
-        seconds=seconds,
-        rows=tuple(entry for entry in found if isinstance(entry, Row)),
-        left_out=tuple(entry for entry in found if isinstance(entry, LeftOut)),
-    )
+            results += [LeftOut("hf", reason)] if reason else peer_rows(stock, stack, request, limits, sink)
+    return GenerateReport.of(results, **facts_of(request, stack), seconds=seconds)
 
 
 def peer_rows(
@@ -165,7 +146,7 @@ def rows(impl: str, model: Any, request: Generate, limits: Limits, sink: Progres
 def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limits) -> Row:
     ids = ids.to(model.get_input_embeddings().weight.device)
     batch, context = ids.shape
-    samples, clock, warnings = Samples(), _Clock(), _FirstWarning()
+    samples, clock, warnings = Samples(), StepClock(), _FirstWarning()
     limits.measure(samples)
     if (graphs := getattr(model, "decode_graphs", None)) is not None:
         graphs.clear()  # each row has its own memory, and its own warnings
@@ -181,12 +162,12 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
             do_sample=False,
             pad_token_id=0,
             disable_compile=impl != "ktc",
-            stopping_criteria=StoppingCriteriaList([clock]),
+            stopping_criteria=StoppingCriteriaList([_Tokens(clock)]),
         )
     finally:
         logging.getLogger(cuda_graph.__name__).removeHandler(warnings)
     limits.measure(samples)
-    steps, read = clock.steps[_UNCOUNTED:], samples.median()[1]
+    steps, read = clock.seconds[_UNCOUNTED:], samples.median()[1]
     median = statistics.median(steps)
     on_cpu = 0.0 if impl == "hf" else experts_bytes(model, batch)
     return Row(
@@ -197,7 +178,7 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         ms=1e3 * median,
         best_ms=1e3 * min(steps),
         tokens_per_second=batch / median,
-        prompt_seconds=clock.steps[0],
+        prompt_seconds=clock.seconds[0],
         read_gbps=read,
         experts_ms=1e-6 * on_cpu / read if on_cpu else None,
         gpu_allocated=peaks()[0],
@@ -218,21 +199,14 @@ def experts_bytes(model: nn.Module, tokens: int) -> float:
     return total
 
 
-class _Clock(StoppingCriteria):
-    """The seconds from token to token; the first is that of the prompt."""
+class _Tokens(StoppingCriteria):
+    """Ends a step of the clock at each token and stops nothing; the first step is that of the prompt."""
 
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-
-    def start(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        if input_ids.is_cuda:
-            torch.cuda.synchronize(input_ids.device)
-        now = time.perf_counter()
-        self.steps.append(now - self._last)
-        self._last = time.perf_counter()
+        self._clock.step()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

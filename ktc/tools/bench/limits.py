@@ -103,5 +103,5 @@ class Limits:
 def _last_level_cache() -> int:
     """Return the bytes, 0 if the system does not report them."""
     sizes = (path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    found = (re.fullmatch(r"(\d+)K", size.strip()) for size in sizes)
-    return max((int(size[1]) * 1024 for size in found if size), default=0)
+    matches = (re.fullmatch(r"(\d+)K", size.strip()) for size in sizes)
+    return max((int(size[1]) * 1024 for size in matches if size), default=0)

@@ -11,7 +11,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -29,7 +29,7 @@ from ktc.tools.bench.machine import processor
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.plot import Point, roofline
 from ktc.tools.bench.progress import ProgressSink
-from ktc.tools.bench.report import Report, column, table_of, threads_and_clock
+from ktc.tools.bench.report import ComparisonReport, LeftOut, column, table_of, threads_and_clock
 from ktc.tools.bench.requests import DENSE, HF, KT, KTC, PEERS, Moe, Pass
 from ktc.tools.bench.rounds import Seconds, failure, in_turns, milliseconds, threads_of_torch
 
@@ -83,33 +83,20 @@ class Row:
         return self.tokens, self.passes, self.lora_rank
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """An implementation that was not measured in one group, and why."""
-
-    impl: str
-    passes: Pass
-    tokens: int
-    lora_rank: int
-    reason: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeReport(Report):
+class MoeReport(ComparisonReport):
     """`host` describes machine and versions; the limits are medians over the run."""
 
     host: Mapping[str, Any]
     peak_gflops: float
     read_gbps: float
-    rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `--json`, where the pass is called `pass`."""
-        found = asdict(self)
-        for entry in (*found["rows"], *found["left_out"]):
-            entry["pass"] = entry.pop("passes")
-        return found
+        report = ComparisonReport.to_json(self)
+        for row in report["rows"]:
+            row["pass"] = row.pop("passes")
+        return report
 
     def shown(self) -> Iterator[str | Table]:
         """Yield the limits that the columns are shares of, the rows, and a line for each reason against measuring."""
@@ -122,11 +109,7 @@ class MoeReport(Report):
             yield table_of(sorted(named, key=lambda row: row.group), lambda row: row.group)
         else:
             yield "nothing was measured"
-        places = dict[tuple[str, str], list[str]]()
-        for entry in self.left_out:
-            place = f"{entry.passes} {entry.tokens:,}" + f" r{entry.lora_rank}" * bool(entry.lora_rank)
-            places.setdefault((entry.impl, entry.reason), []).append(place)
-        yield from (f"not measured: {impl} ({', '.join(where)}): {reason}" for (impl, reason), where in places.items())
+        yield from self.not_measured()
 
     def figure(self) -> Any:
         """Return the roofline: what each implementation reached over its operations per byte of weights."""
@@ -163,9 +146,6 @@ class _Case:
     def tokens(self) -> int:
         return self.inputs[0].x_TH.shape[0]
 
-    def left_out(self, reason: str) -> LeftOut:
-        return LeftOut(self.candidate.impl, self.passes, self.tokens, self.rank, reason)
-
     def run(self, round_number: int) -> Seconds:
         """Run the batches of a round, and return the seconds of one."""
         calls = _DECODE_CALLS if self.tokens <= _MAX_DECODE_TOKENS else 1
@@ -188,14 +168,13 @@ def run(request: Moe, sink: ProgressSink) -> MoeReport:
         candidates.sort(key=lambda entry: request.impls.index(entry.impl))
         total = Samples()
         limits.measure(total)
-        found = [*absent(request, reasons), *_measure(request, candidates, limits, total, sink)]
+        results = [*absent(request, reasons), *_measure(request, candidates, limits, total, sink)]
     peak, bandwidth = total.median()
-    return MoeReport(
+    return MoeReport.of(
+        results,
         host={**processor(list(request.isas), request.threads, "peft"), **about},
         peak_gflops=peak,
         read_gbps=bandwidth,
-        rows=tuple(entry for entry in found if isinstance(entry, Row)),
-        left_out=tuple(entry for entry in found if isinstance(entry, LeftOut)),
     )
 
 
@@ -205,7 +184,13 @@ def absent(request: Moe, without: Mapping[str, str]) -> Iterator[LeftOut]:
     reasons = {impl: _UNEVEN for impl in request.impls if impl.startswith(KTC) and impl not in kernels}
     everywhere = itertools.product({**reasons, **without}.items(), request.passes, request.tokens, request.lora_ranks)
     for (impl, reason), passes, tokens, rank in everywhere:
-        yield LeftOut(impl, passes, tokens, rank, reason)
+        yield left_out(impl, reason, passes, tokens, rank)
+
+
+def left_out(impl: str, reason: str, passes: Pass, tokens: int, rank: int) -> LeftOut:
+    """Return that an implementation was not measured in one group, and why."""
+    where = f"{passes} {tokens:,}" + f" r{rank}" * bool(rank)
+    return LeftOut(impl, reason, where, {"pass": passes, "tokens": tokens, "lora_rank": rank})
 
 
 def _peers(
@@ -227,12 +212,12 @@ def _peers(
     if not request.has_kt:
         return others, dict.fromkeys(of_kt, f"{_NO_KT}: {_KT_HINT}"), {}
     try:
-        found = list(peer("kt").candidates(request, limits, stack))
+        of_kt_kernel = list(peer("kt").candidates(request, limits, stack))
     except HostLacks as error:
         if request.requires_kt:
             raise
         return others, dict.fromkeys(of_kt, _words_of(error)), {}
-    return [*others, *found], {}, {"kt_kernel": found[0].about}
+    return [*others, *of_kt_kernel], {}, {"kt_kernel": of_kt_kernel[0].about}
 
 
 def _words_of(error: KtcError) -> str:
@@ -259,7 +244,7 @@ def _measure(
         for passes, rank, candidate in itertools.product(request.passes, request.lora_ranks, candidates):
             case = _Case(candidate, passes, rank, inputs)
             if reason := candidate.reason_against(tokens, passes, rank) or failed.get(id(candidate), ""):
-                yield case.left_out(reason)
+                yield left_out(candidate.impl, reason, passes, tokens, rank)
             else:
                 cases.append(case)
         yield from _turns(request, cases, limits, total, sink.at(place, len(request.tokens)))
@@ -279,12 +264,14 @@ def _turns(
         peers={number for number, case in enumerate(cases) if not case.candidate.impl.startswith(KTC)},
     )
     total.extend(turns.samples)
-    yield from (cases[number].left_out(reason) for number, reason in turns.failures.items())
+    for number, reason in turns.failures.items():
+        case = cases[number]
+        yield left_out(case.candidate.impl, reason, case.passes, case.tokens, case.rank)
     measured = ((case, turns.seconds[number]) for number, case in enumerate(cases) if number not in turns.failures)
     rows = [_row(request, case, spent, turns.samples) for case, spent in measured]
     for row in rows:
-        own = None if row.impl.startswith(KTC) else counterpart(row, rows)
-        yield replace(row, ktc_speedup=row.ms / own.ms) if own else row
+        ktc_row = None if row.impl.startswith(KTC) else counterpart(row, rows)
+        yield replace(row, ktc_speedup=row.ms / ktc_row.ms) if ktc_row else row
 
 
 def counterpart(row: Row, rows: Iterable[Row]) -> Row | None:
@@ -292,10 +279,10 @@ def counterpart(row: Row, rows: Iterable[Row]) -> Row | None:
 
     Peers without a format in their name compute in bf16; without ktc's bf16, its first format is used.
     """
-    own = [entry for entry in rows if entry.group == row.group and entry.impl.startswith(KTC)]
+    ktc_rows = [entry for entry in rows if entry.group == row.group and entry.impl.startswith(KTC)]
     _, _, suffix = row.impl.partition("kt_kernel_")
-    of_format = [entry for entry in own if entry.impl == f"{KTC}{suffix or 'bf16'}"]
-    return next(iter(of_format if suffix else of_format or own), None)
+    of_format = [entry for entry in ktc_rows if entry.impl == f"{KTC}{suffix or 'bf16'}"]
+    return next(iter(of_format if suffix else of_format or ktc_rows), None)
 
 
 def _row(request: Moe, case: _Case, spent: Sequence[Seconds], samples: Samples) -> Row:

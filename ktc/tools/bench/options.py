@@ -126,10 +126,10 @@ def _words(known: tuple[str, ...], flag: str, text: str) -> tuple[str, ...]:
 
 
 def _numbers(least: int, most: int, empty: bool, flag: str, text: str) -> tuple[int, ...]:
-    found = _split(text)
-    for word in found:
+    texts = _split(text)
+    for word in texts:
         if not (word.isascii() and word.isdigit() and least <= int(word) <= most):
             raise refused(f"`{flag}` takes numbers from {least} to {most}, found `{word}`")
-    if not found and not empty:
+    if not texts and not empty:
         raise refused(f"`{flag}` is empty")
-    return tuple(dict.fromkeys(map(int, found)))
+    return tuple(dict.fromkeys(map(int, texts)))

@@ -5,9 +5,9 @@ In: frozen dataclasses with fields made by `column`. Out: JSON, and rich rendera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -41,6 +41,45 @@ class Report:
     def fault(self) -> Diagnostic | None:
         """The reason why the run is an error, after its figures are shown."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A measurement that is missing, and why. `where` names its case, and `case` has the fields of JSON about it."""
+
+    impl: str
+    reason: str
+    where: str = ""
+    case: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonReport(Report):
+    """The report of a run that goes on where an implementation cannot be measured."""
+
+    rows: tuple[Any, ...]
+    left_out: tuple[LeftOut, ...]
+
+    @classmethod
+    def of(cls, results: Iterable[object], **facts: Any) -> Self:
+        """Return the report of rows and missing measurements; `facts` are its other fields."""
+        results = tuple(results)
+        left_out = tuple(result for result in results if isinstance(result, LeftOut))
+        return cls(rows=tuple(result for result in results if result not in left_out), left_out=left_out, **facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of `--json`, with the case of each missing measurement."""
+        left_out = [{"impl": entry.impl, **entry.case, "reason": entry.reason} for entry in self.left_out]
+        return {**asdict(self), "left_out": left_out}
+
+    def not_measured(self) -> Iterator[str]:
+        """Yield a line for each implementation and reason, with its cases."""
+        cases = dict[tuple[str, str], list[str]]()
+        for entry in self.left_out:
+            cases.setdefault((entry.impl, entry.reason), []).append(entry.where)
+        for (impl, reason), names in cases.items():
+            where = f" ({', '.join(names)})" if any(names) else ""
+            yield f"not measured: {impl}{where}: {reason}"
 
 
 def tables(report: Report) -> Group:

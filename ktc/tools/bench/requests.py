@@ -94,7 +94,7 @@ class _OfLayer(Request):
                 raise self.refused(f"`--shape {_CUSTOM}` needs {', '.join(f'`{name}`' for name in missing)}")
             hidden, intermediate, top_k = (size or 0 for size in sizes.values())
             return self._possible(Shape(_CUSTOM, hidden, intermediate, self.experts or 0, top_k))
-        known = {each.name: each for each in SHAPES}
+        known = {shape.name: shape for shape in SHAPES}
         shape = known.get(one_of("--shape", self.shape_name, (*known, _CUSTOM)))
         assert shape is not None
         given = [name for name, size in sizes.items() if size is not None]
@@ -153,21 +153,21 @@ class Moe(_OfLayer):
         named: tuple[Isa, ...] = tuple(dict.fromkeys(host.restrict(here, word).isas[0] for word in self.isas))
         isas = named or here.isas[:1]
         require_threads(self.threads)
-        own = kernels_of(isas)
-        groups = {"ktc": own, "hf": HF, "kt": KT, "all": (*own, *PEERS)}
-        known, impls = (*groups, *kernels_of(KERNELS), *PEERS), list[str]()
+        kernels = kernels_of(isas)
+        groups = {"ktc": kernels, "hf": HF, "kt": KT, "all": (*kernels, *PEERS)}
+        known, members = (*groups, *kernels_of(KERNELS), *PEERS), list[str]()
         for word in self.impls:
-            impls += groups.get(word) or (one_of("--impl", word, known),)
-            if word.startswith(KTC) and word not in own:
+            members += groups.get(word) or (one_of("--impl", word, known),)
+            if word.startswith(KTC) and word not in kernels:
                 message = f"`{word}` has no kernel for {listing(isas)}"
-                raise self.refused(message, f"these have: {listing(own)}")
+                raise self.refused(message, f"these have: {listing(kernels)}")
             if word.startswith(KTC):
                 self.require_even(word.removeprefix(KTC))
-        found = tuple(dict.fromkeys(impls)) or DEFAULT_IMPLS
-        if self.kt_python is not None and not {*found} & {*KT}:
+        impls = tuple(dict.fromkeys(members)) or DEFAULT_IMPLS
+        if self.kt_python is not None and not {*impls} & {*KT}:
             raise self.refused("`--kt-python` is for kt_kernel, which `--impl` leaves out")
         assert self.shape and self.passes
-        return replace(self, impls=found, isas=isas, required=frozenset(self.impls))
+        return replace(self, impls=impls, isas=isas, required=frozenset(self.impls))
 
     @property
     def has_kt(self) -> bool:

@@ -103,6 +103,26 @@ def measured() -> Generator[list[Seconds]]:
     spent.append(Seconds(time.process_time() - cpu, time.perf_counter() - wall))
 
 
+@dataclass(slots=True)
+class StepClock:
+    """The seconds of consecutive steps, each until the GPUs have done its work."""
+
+    seconds: list[float] = field(default_factory=list[float])
+    _last: float = 0.0
+
+    def start(self) -> None:
+        """Begin a step: the first, or one after a pause."""
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+        self._last = time.perf_counter()
+
+    def step(self) -> None:
+        """End a step and begin the next."""
+        began = self._last
+        self.start()
+        self.seconds.append(self._last - began)
+
+
 @contextmanager
 def threads_of_torch(threads: int) -> Generator[None]:
     """Let torch use this number of threads within the block."""

@@ -146,13 +146,13 @@ def served(out: Path, options: Sequence[str]) -> Generator[str]:
             lines.append(line)
             if "is served at" in line or (len(lines) > 1 and "is served at" in lines[-2] + line):
                 break
-        found = _URL.search("".join(lines))
-        if found is None:
+        match = _URL.search("".join(lines))
+        if match is None:
             process.wait()
             message = f"`ktc serve` did not start: {' '.join(''.join(lines).split())[-300:]}"
             raise InputRefused(Diagnostic("G725", message, hint=f"try `{' '.join(command[2:])}`"))
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield found[0]
+        yield match[0]
     finally:
         process.terminate()
         process.wait()
@@ -183,14 +183,14 @@ def _settled(url: str) -> dict[str, float]:
     names = ("ktc_requests_running", "ktc_requests_waiting", "ktc_requests_total", "ktc_generated_tokens_total")
     end = time.monotonic() + _SETTLED
     while True:
-        found = {name: value for name, value in _metrics(url).items() if name.startswith(names)}
-        if not (found["ktc_requests_running"] or found["ktc_requests_waiting"]) or time.monotonic() > end:
-            return found
+        counts = {name: value for name, value in _metrics(url).items() if name.startswith(names)}
+        if not (counts["ktc_requests_running"] or counts["ktc_requests_waiting"]) or time.monotonic() > end:
+            return counts
         time.sleep(0.2)
 
 
 def _percentiles(values: Iterable[float]) -> Percentiles:
-    found = sorted(values)
-    if not found:
+    ordered = sorted(values)
+    if not ordered:
         return 0.0, 0.0
-    return found[len(found) // 2], found[min(len(found) - 1, int(len(found) * 0.99))]
+    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]

@@ -19,8 +19,9 @@ from ktc.foundation.files import write_file
 from ktc.foundation.regular_files import read_regular
 from ktc.model import twin
 from ktc.stages.capture import open_model
+from ktc.tools.bench.machine import machine
 from ktc.tools.bench.options import Request, refused
-from ktc.tools.bench.report import Report
+from ktc.tools.bench.report import ComparisonReport
 
 SCHEMA: Final = 1
 
@@ -72,7 +73,7 @@ def stack_of(model: str, layers: int | None, folder: Path) -> Stack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackReport(Report):
+class StackReport(ComparisonReport):
     """The report of a compiled model. `seconds` has the times of preparation: compiling, loading.
 
     `request` are the words that it was asked with.
@@ -86,7 +87,7 @@ class StackReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `--json`."""
-        return {"schema": SCHEMA, **asdict(self)}
+        return {"schema": SCHEMA, **ComparisonReport.to_json(self)}
 
     @property
     def of_depth(self) -> str:
@@ -99,9 +100,10 @@ class StackReport(Report):
         return f"{self.of_depth}, {work}, on {where}, {self.machine['isa']}"
 
 
-def words_of(request: Request) -> dict[str, Any]:
-    """Return the request as its report has it."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(request).items()}
+def facts_of(request: Request, stack: Stack, *packages: str) -> dict[str, Any]:
+    """Return the fields of a report about the machine, with the versions of `packages`, the request and the model."""
+    words = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(request).items()}
+    return {"machine": machine(*packages), "request": words, "layers": stack.layers, "depth": stack.depth}
 
 
 @contextmanager

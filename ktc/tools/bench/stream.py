@@ -137,7 +137,7 @@ class Bus:
         self._size, self._device = size, device
         pinned = device.type == "cuda"
         self._sources = [torch.empty(min(_CHUNK, size), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._targets = [torch.empty_like(each, device=device) for each in self._sources]
+        self._targets = [torch.empty_like(source, device=device) for source in self._sources]
         for source in self._sources:
             source.fill_(1)  # else all of its pages are one page of zeros
 

@@ -8,7 +8,7 @@ import pytest
 
 from ktc import compiler
 from ktc.model.manifest.manifest import _step_faults
-from ktc.stages.rewrite import recipe, stream_rows, uncaptured_rows
+from ktc.stages.rewrite import linear_steps, recipe
 
 PROGRAMS = {
     "latents in one product": ("deepseek_v2", "match attn.mla => mla_absorbed(move_elision = false)"),
@@ -22,7 +22,7 @@ def test_every_step_of_a_program_is_read_again(family: str, rule: str, tmp_path:
     program = tmp_path / "program.ktr"
     program.write_text(f'import "std/attention.ktr" as attn\nrule only {{ {rule} }}\n')
     found = compiler.analyse(f"tiny:{family}", program)
-    steps = (*recipe(found.blocks, found.host), *uncaptured_rows(found.plan), *stream_rows(found.plan))
+    steps = (*recipe(found.blocks, found.host), *linear_steps(found.plan))
     entries = {spec.entry for spec in found.plan.kernels}
     assert steps
     assert [fault for step in steps for fault in _step_faults(step, entries)] == []

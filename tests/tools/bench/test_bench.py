@@ -19,7 +19,7 @@ from ktc.foundation import host, resources
 from ktc.model.experts.lora import MAX_RANK
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.tools.bench import moe, ours, peers, requests
-from ktc.tools.bench.moe import LeftOut, MoeReport, Row, absent
+from ktc.tools.bench.moe import MoeReport, Row, absent, left_out
 from ktc.tools.bench.options import parse
 from ktc.tools.bench.report import tables
 from ktc.tools.bench.requests import DEFAULT_IMPLS, Moe
@@ -115,9 +115,9 @@ def test_formats_of_a_group_that_a_shape_cannot_hold_are_left_out_with_the_reaso
     request = asked(hidden=48, impls="ktc", tokens="1")
     measured = {impl for impl, _ in ours.asked(request)}
     assert {"ktc_bf16", "ktc_int8", "ktc_fp16"} <= measured
-    left_out = {each.impl: each.reason for each in absent(request, {})}
-    assert left_out.keys() == {*request.impls} - measured
-    assert left_out["ktc_q4_k"] == "cuts rows into groups or blocks, of which this shape has no whole number"
+    reasons = {entry.impl: entry.reason for entry in absent(request, {})}
+    assert reasons.keys() == {*request.impls} - measured
+    assert reasons["ktc_q4_k"] == "cuts rows into groups or blocks, of which this shape has no whole number"
 
 
 def test_a_run_of_which_nothing_is_left_says_why(bench: Bench) -> None:
@@ -213,12 +213,9 @@ def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) ->
 
     host = {"cpu": "a CPU", "isa": ["avx2", "scalar"], "threads": 1, "clock": "cpu"}
     rows = (row("ktc_bf16", 1.0, "avx2"), row("ktc_bf16", 4.0, "scalar"), row("hf_eager", 1500.0, speedup=1500.0))
-    left_out = (
-        LeftOut("onednn_dense", "forward", 512, 8, "has no LoRA"),
-        LeftOut("onednn_dense", "train", 512, 8, "has no LoRA"),
-    )
+    missing = tuple(left_out("onednn_dense", "has no LoRA", passes, 512, 8) for passes in ("forward", "train"))
     printed = Console(width=120, file=StringIO())
-    report = MoeReport(host=host, peak_gflops=500.0, read_gbps=40.0, rows=rows, left_out=left_out)
+    report = MoeReport(host=host, peak_gflops=500.0, read_gbps=40.0, rows=rows, left_out=missing)
     printed.print(tables(report))
     golden("bench_table.txt", cast("StringIO", printed.file).getvalue())
 

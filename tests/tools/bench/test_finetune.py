@@ -22,7 +22,7 @@ from ktc.diagnostics import HostLacks, InputRefused
 from ktc.model import twin
 from ktc.stages.plan.placement import gib
 from ktc.tools.bench.finetune import memory
-from ktc.tools.bench.finetune.report import FinetuneReport, LeftOut, Row, Split, marked, median_step, whole_depth
+from ktc.tools.bench.finetune.report import FinetuneReport, Row, Split, marked, median_step, not_measured, whole_depth
 from ktc.tools.bench.options import parse
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.progress import ProgressSink
@@ -140,7 +140,7 @@ def test_a_split_that_runs_out_of_memory_is_told(config: Path, monkeypatch: pyte
     request = asked(0, model=str(config), random_weights=True, length=16, accumulation=8, steps=2)
     stack = stack_of(request.model, request.layers, config.parent / "cut")
     found = list(hf.measured(request, stack, lora(), SILENT, "cpu"))
-    assert found[-1] == LeftOut("hf", "batch 8 x 1", "CUDA out of memory. Tried")
+    assert found[-1] == not_measured("CUDA out of memory. Tried", "batch 8 x 1")
     assert found[:-1] == [ROW] * 3
 
 
@@ -270,7 +270,7 @@ def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) ->
         whole_depth(each, 27, 2.0) for each in (streamed, ROW, replace(ROW, split=Split(16, 1, True), step_time=3.0))
     ] + [replace(streamed, experts="reference", losses=(11.5, 11.0), streams=(), offload="", grad_norms=(1.0, 1.9))]
     machine = {"gpus": "a GPU", "cpu": "a CPU", "cores": "16", "isa": "amx"}
-    left_out = (LeftOut("hf", "batch 16 x 1", "CUDA out of memory."),)
+    left_out = (not_measured("CUDA out of memory.", "batch 16 x 1"),)
     report = FinetuneReport(
         machine=machine, request={}, layers=14, depth=27, tokens_per_step=8192, seconds={}, rows=marked(rows),
         left_out=left_out, notes=("dropout is 0",),

@@ -16,8 +16,9 @@ from places import CONFIGS
 from ktc.cli import app as cli
 from ktc.model.experts.backend import Offload
 from ktc.tools.bench import generate
-from ktc.tools.bench.generate import LeftOut, Row, experts_bytes
+from ktc.tools.bench.generate import Row, experts_bytes
 from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.report import LeftOut
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -108,9 +108,9 @@ class DecodeReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `--json`; the case of a row is spread."""
-        found = asdict(self)
-        rows = [{**row.pop("case"), **row} for row in found["rows"]]
-        return {**found, "format": found.pop("file_format"), "rows": rows, "speedup": self.speedup}
+        report = asdict(self)
+        rows = [{**row.pop("case"), **row} for row in report["rows"]]
+        return {**report, "format": report.pop("file_format"), "rows": rows, "speedup": self.speedup}
 
     def shown(self) -> Iterator[str | Table]:
         """Yield the machine, the rows, a step by part, the agreement of logits, and the means."""
@@ -154,9 +154,9 @@ def run(request: Decode, sink: ProgressSink) -> DecodeReport:
             total.extend(turns.samples)
             floor = floor_bytes(tensors, config, case) if case.kind == "decode" else None
             rows += _rows(request, case, turns, floor)
-            own = engines.get("ktc")
-            if request.profile and case.kind == "decode" and isinstance(own, LocalEngine):
-                parts[str(case)] = {part: 1e3 * value for part, value in parts_of(own, case).items()}
+            ktc = engines.get("ktc")
+            if request.profile and case.kind == "decode" and isinstance(ktc, LocalEngine):
+                parts[str(case)] = {part: 1e3 * value for part, value in parts_of(ktc, case).items()}
     return DecodeReport(
         host={
             **processor(host_of(request).isas[0], request.threads),
@@ -235,9 +235,9 @@ def _rows(request: Decode, case: Case, turns: Turns[str], floor: float | None) -
     """Yield a row per engine; `floor` are the bytes that a step reads."""
     clock, bandwidth = clock_of(request.threads), turns.samples.median()[1]
     floor_ms = None if floor is None else 1e-6 * floor / bandwidth
-    own = [getattr(spent, clock) for spent in turns.seconds.get("ktc", ())]
+    ktc_seconds = [getattr(spent, clock) for spent in turns.seconds.get("ktc", ())]
     for impl, seconds in turns.seconds.items():
-        ratios = [getattr(spent, clock) / ours for spent, ours in zip(seconds, own, strict=False)]
+        ratios = [getattr(spent, clock) / ours for spent, ours in zip(seconds, ktc_seconds, strict=False)]
         times = milliseconds(seconds, request.threads)
         yield Row(
             impl=impl,

@@ -43,7 +43,7 @@ def require_room(analysis: Analysis, request: Finetune) -> None:
 
 def _free(analysis: Analysis) -> Mapping[str, int]:
     """Return the bytes that each device may hold: its budget, and of the host's memory the part that is free."""
-    budgets = {held.device: held.budget for held in analysis.plan.devices if held.budget is not None}
+    budgets = {usage.device: usage.budget for usage in analysis.plan.devices if usage.budget is not None}
     available = psutil.virtual_memory().available - _BASE
     return {**budgets, "cpu": min(available, budgets.get("cpu", available))}
 
@@ -51,7 +51,7 @@ def _free(analysis: Analysis) -> Mapping[str, int]:
 def _bytes(analysis: Analysis, request: Finetune) -> tuple[Bytes, list[Bytes]]:
     """Return the bytes by device outside of the layers, and of each layer."""
     captured, plan = analysis.captured, analysis.plan
-    placements = {each.fqn: each.device for each in plan.placements} | {each.fqn: "cpu" for each in plan.streams}
+    placements = {entry.fqn: entry.device for entry in plan.placements} | {entry.fqn: "cpu" for entry in plan.streams}
     numbers = {site.layer for site in captured.sites}
     site = captured.sites[0]
     stem = f"{site.fqn.partition(f'.{site.layer}.')[0]}."
@@ -73,8 +73,8 @@ def _bytes(analysis: Analysis, request: Finetune) -> tuple[Bytes, list[Bytes]]:
     for fqn, spec in experts.items():
         saved = 2 * request.tokens * hidden  # hidden states in bf16, which streamed experts keep on the host
         add(fqn, "cpu", packed_bytes(spec) + saved)
-    for held in plan.devices:
-        rest[held.device] += held.adapter + held.streaming
+    for usage in plan.devices:
+        rest[usage.device] += usage.adapter + usage.streaming
     return rest, list(layers.values())
 
 

@@ -31,12 +31,12 @@ def reference_of(tuned: PeftModel, out: Path, request: Finetune, sink: ProgressS
     seed = request.seed if request.random_weights else None
     made = load(out, reference=True, random_weights=seed, progress=sink.part("weights of the reference"))
     base = tuned.get_base_model()
-    held, wanted = dict(_tensors(base)), cast("dict[str, Tensor]", made.state_dict())
-    if missing := sorted(wanted.keys() - held.keys()):
+    tensors, wanted = dict(_tensors(base)), cast("dict[str, Tensor]", made.state_dict())
+    if missing := sorted(wanted.keys() - tensors.keys()):
         raise request.refused(f"the compiled model does not hold `{missing[0]}` as values", "leave `reference` out")
     with torch.no_grad():
         for name, tensor in wanted.items():
-            tensor.copy_(held[name])
+            tensor.copy_(tensors[name])
         for plain, packed in zip(_experts(made), _experts(base), strict=True):
             _unpack(packed, plain)
     return made

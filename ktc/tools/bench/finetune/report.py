@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ktc.tools.bench.plot import Curve, curves
-from ktc.tools.bench.report import column, table_of
+from ktc.tools.bench.report import LeftOut, column, table_of
 from ktc.tools.bench.stack import StackReport
 from ktc.training.trainers.run_report import StreamTraffic
 
@@ -106,22 +106,11 @@ class Row:
         return f"{self.name}: {near}, over {len(self.losses)} steps"
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """An implementation, or one of its splits, that was not measured, and why."""
-
-    impl: Literal["ktc", "hf"]
-    split: str
-    reason: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneReport(StackReport):
     """`notes` are facts about all rows."""
 
     tokens_per_step: int
-    rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...] = ()
 
     def shown(self) -> Iterator[str | Table]:
@@ -137,8 +126,7 @@ class FinetuneReport(StackReport):
         if reference is not None:
             yield from (row.distance(reference) for row in self.rows if row is not reference and row.impl == "ktc")
         yield from self.notes
-        for entry in self.left_out:
-            yield f"not measured: {entry.impl}{f' ({entry.split})' if entry.split else ''}: {entry.reason}"
+        yield from self.not_measured()
 
     def figure(self) -> Any:
         """Return the curves of loss and gradient norm, a line per row."""
@@ -148,6 +136,11 @@ class FinetuneReport(StackReport):
             for row in self.rows
         ]
         return curves(title, tuple(_PANELS), lines)
+
+
+def not_measured(reason: str, split: str = "") -> LeftOut:
+    """Return that the peer, or one of its splits, was not measured, and why."""
+    return LeftOut("hf", reason, split, {"split": split})
 
 
 def median_step(step_times: Sequence[float], traced: int | None = None) -> float:

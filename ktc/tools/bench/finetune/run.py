@@ -26,18 +26,19 @@ from ktc.model.loading.load import load
 from ktc.stages.plan import BatchShape
 from ktc.tools.bench.finetune.memory import require_room
 from ktc.tools.bench.finetune.reference import reference_of
-from ktc.tools.bench.finetune.report import FinetuneReport, LeftOut, Row, marked, whole_depth
+from ktc.tools.bench.finetune.report import FinetuneReport, Row, marked, not_measured, whole_depth
 from ktc.tools.bench.finetune.steps import measured
-from ktc.tools.bench.machine import machine, reset_peaks
+from ktc.tools.bench.machine import reset_peaks
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.report import LeftOut
 from ktc.tools.bench.requests import STREAMED_TO, Finetune
-from ktc.tools.bench.stack import Stack, stack_of, timed, words_of
+from ktc.tools.bench.stack import Stack, facts_of, stack_of, timed
 
 
 def run(request: Finetune, sink: ProgressSink) -> FinetuneReport:
     """Measure. The peer has the GPU for itself: ktc's model is freed before."""
-    seconds, found = dict[str, float](), list[Row | LeftOut]()
+    seconds, results = dict[str, float](), list[Row | LeftOut]()
     peers = (peer("stock"), peer("finetune")) if "hf" in request.impls else None
     with temporary_folder("finetune") as folder:
         stack = stack_of(request.model, request.layers, folder / "config")
@@ -49,30 +50,22 @@ def run(request: Finetune, sink: ProgressSink) -> FinetuneReport:
                 seed = request.seed if request.random_weights else None
                 base = load(out, random_weights=seed, progress=sink.part("weights"))
             sink.finished(f"weights: {seconds['load']:.1f} s")
-            found += _rows(base, lora, request, out, sink)
+            results += _rows(base, lora, request, out, sink)
             del base
         if peers is not None:
             gc.collect()
             reset_peaks()
             stock, steps = peers
             reason = stock.reason_against(stack)
-            found += [LeftOut("hf", "", reason)] if reason else steps.measured(request, stack, lora, sink)
-    rows = marked([entry for entry in found if isinstance(entry, Row)])
+            results += [not_measured(reason)] if reason else steps.measured(request, stack, lora, sink)
+    rows = marked([entry for entry in results if isinstance(entry, Row)])
     if not stack.is_whole:
         rows = tuple(
             row if row.experts == "reference" else whole_depth(row, stack.depth, stack.times_whole) for row in rows
         )
-    return FinetuneReport(
-        machine=machine("peft"),
-        request=words_of(request),
-        layers=stack.layers,
-        depth=stack.depth,
-        tokens_per_step=request.tokens,
-        seconds=seconds,
-        rows=rows,
-        left_out=tuple(entry for entry in found if isinstance(entry, LeftOut)),
-        notes=notes,
-    )
+    missing = (entry for entry in results if isinstance(entry, LeftOut))
+    facts = facts_of(request, stack, "peft")
+    return FinetuneReport.of((*rows, *missing), **facts, seconds=seconds, tokens_per_step=request.tokens, notes=notes)
 
 
 def _compiled(request: Finetune, stack: Stack, out: Path, sink: ProgressSink) -> Path:

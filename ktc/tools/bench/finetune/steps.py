@@ -6,8 +6,6 @@ file. The reference trains in fp32 on the CPU, one micro-batch after the other.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +19,7 @@ from ktc.tools.bench.finetune.report import Row, Split, median_step
 from ktc.tools.bench.machine import host_peak, peaks, reset_peaks
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.requests import Finetune
+from ktc.tools.bench.rounds import StepClock
 from ktc.training import KTrainer
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.step_trace import TRACED_STEP, StepTrace
@@ -30,26 +29,6 @@ def token_ids(request: Finetune, vocabulary: int) -> Tensor:
     """Return the tokens of all steps: int64 (steps * accumulation, length), the same for every implementation."""
     generator = torch.Generator().manual_seed(request.seed)
     return torch.randint(vocabulary, (request.steps * request.accumulation, request.length), generator=generator)
-
-
-@dataclass(slots=True)
-class StepClock:
-    """The seconds of consecutive steps, each until the GPUs have done its work."""
-
-    seconds: list[float] = field(default_factory=list[float])
-    _last: float = 0.0
-
-    def start(self) -> None:
-        """Begin a step: the first, or one after a pause."""
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(device)
-        self._last = time.perf_counter()
-
-    def step(self) -> None:
-        """End a step and begin the next."""
-        began = self._last
-        self.start()
-        self.seconds.append(self._last - began)
 
 
 def measured(model: PeftModel, request: Finetune, place: str, folder: Path, sink: ProgressSink) -> Row:
@@ -77,8 +56,8 @@ def measured(model: PeftModel, request: Finetune, place: str, folder: Path, sink
         impl="ktc",
         experts=place,
         split=Split(1, request.accumulation),
-        losses=tuple(each.loss for each in report.history if each.loss is not None),
-        grad_norms=tuple(each.grad_norm for each in report.history if each.grad_norm is not None),
+        losses=tuple(step.loss for step in report.history if step.loss is not None),
+        grad_norms=tuple(step.grad_norm for step in report.history if step.grad_norm is not None),
         phases=report.phases,
         stacking=report.stacking,
         streams=report.streams,
