@@ -55,7 +55,7 @@ def _parsed(text: str, file: str) -> tuple[syntax.Module, tuple[Diagnostic, ...]
     declarations: list[syntax.Declaration] = []
     for tree in trees:
         builder = TreeBuilder(file)
-        declaration = builder.declaration(tree)
+        declaration: syntax.Declaration = builder.build(tree)
         diagnostics += builder.diagnostics
         declarations += [] if builder.diagnostics else [declaration]
     module = syntax.Module(file, tuple(declarations), source.comments(), span=source.span(0, len(text)))
@@ -68,13 +68,13 @@ def parse_value(text: str, file: str) -> syntax.Expression:
     if refusal := _over_limits(source):
         raise InputRefused(refusal)
     try:
-        branch = _lark().parse(text, start="range")
+        tree = _lark().parse(text, start="range")
     except UnexpectedInput as error:
         raise InputRefused(explain(error, source)) from error
-    if refusal := _too_deep(branch, file):
+    if refusal := _too_deep(tree, file):
         raise InputRefused(refusal)
     builder = TreeBuilder(file)
-    expression = builder.expression(branch)
+    expression: syntax.Expression = builder.build(tree)
     if builder.diagnostics:
         raise InputRefused(*builder.diagnostics)
     return expression
@@ -149,12 +149,12 @@ def _over_limits(source: SourceText) -> Diagnostic | None:
     return None
 
 
-def _too_deep(branch: Tree[Token] | Token, file: str) -> Diagnostic | None:
+def _too_deep(tree: Tree[Token], file: str) -> Diagnostic | None:
     """Check the depth with an explicit stack, before any recursion over the tree."""
-    todo = [(branch, 1)]
+    todo: list[tuple[Tree[Token] | Token, int]] = [(tree, 1)]
     while todo:
         node, depth = todo.pop()
-        if not isinstance(node, Tree):
+        if not isinstance(node, Tree) or node.data == "literal":
             continue
         if depth > MAX_DEPTH:
             span = Span(file, node.meta.line, node.meta.column, node.meta.end_line, node.meta.end_column)

@@ -55,7 +55,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonReport(Report):
-    """The report of a run that goes on where an implementation cannot be measured."""
+    """The report of a run that measures the others where an implementation cannot be measured."""
 
     rows: tuple[Any, ...]
     left_out: tuple[LeftOut, ...]

@@ -136,7 +136,7 @@ def test_decoding_is_that_of_one_call_after_the_other(out: Path, adapter: Path, 
 
 def test_stock_is_transformers_on_the_same_weights(out: Path, checkpoint: Path, rows: Tensor) -> None:
     found = stock_scores(out, rows)
-    for scores, dtype in ((found.own, torch.bfloat16), (found.fp32, torch.float32)):
+    for scores, dtype in ((found.model_dtype, torch.bfloat16), (found.fp32, torch.float32)):
         stock: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, experts_implementation="eager")
         with torch.no_grad():
             assert_same(scores, score(stock(rows).logits[:, :-1], rows[:, 1:]))
