@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ktc.cli.following import Words, loading
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.module_paths import is_inside
 from ktc.stages.pictures.dump import ModelDump, Stage, read_dump, to_json
 
 if TYPE_CHECKING:
@@ -140,5 +141,5 @@ def _of_layer(dump: ModelDump, layer: int | None) -> ModelDump:
         return dump
     blocks = dump.of_layer(layer)
     sites = {site for block in blocks for site in block.sites}
-    matches = tuple(m for m in dump.matches if any(m.site == s or m.site.startswith(f"{s}.") for s in sites))
+    matches = tuple(m for m in dump.matches if any(is_inside(m.site, s) for s in sites))
     return replace(dump, blocks=blocks, matches=matches)

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.decode import read_json
-from ktc.foundation.text_files import bounded, read_text
-from ktc.inference.generate.prompts import Message
+from ktc.foundation.text_files import bounded
+from ktc.inference.generate.prompts import Message, read_lines
 from ktc.training.tune.examples import Example, read_training_data
 from ktc.training.tune.settings import Format
 
@@ -68,10 +68,7 @@ def _item(file: str, example: Example) -> Item:
 def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]:
     """Return the rows of a JSONL file of multiple choice. Raises InputRefused (V802; G705 for an unreadable file)."""
     questions, faults = list[Question](), list[Diagnostic]()
-    for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = Span(str(path), number, 1, number, 2)
+    for place, line in read_lines(path):
         try:
             questions.append(_question(read_json(line), place))
         except ValueError as error:

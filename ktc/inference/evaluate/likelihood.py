@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ktc.inference.generate.answers import padded
 from ktc.inference.generate.language_model import LanguageModel
 from ktc.inference.generate.prompts import Prompt
 from ktc.model.hf.token_borders import TextTokens
@@ -51,20 +52,10 @@ def _of_batch(opened: LanguageModel, pairs: Sequence[Pair]) -> list[Likelihood]:
     import torch
 
     rows = [[*prompt, *continuation] for prompt, continuation in pairs]
-    longest, first = max(map(len, rows)), min(len(prompt) for prompt, _ in pairs) - 1
-    ids = torch.full((len(rows), longest), opened.pad_id, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for at, row in enumerate(rows):
-        ids[at, : len(row)] = torch.tensor(row, dtype=torch.long)
-        mask[at, : len(row)] = 1
-    device = opened.device
+    first = min(len(prompt) for prompt, _ in pairs) - 1
+    kept = torch.arange(first, max(map(len, rows)), device=opened.device)
     with torch.no_grad():
-        out: Any = opened.model(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            logits_to_keep=torch.arange(first, longest, device=device),
-            use_cache=False,
-        )
+        out: Any = opened.model(**padded(opened, rows, "right"), logits_to_keep=kept, use_cache=False)
     return [
         _likelihood(logits[len(prompt) - 1 - first :][: len(continuation)], continuation)
         for logits, (prompt, continuation) in zip(out.logits, pairs, strict=True)

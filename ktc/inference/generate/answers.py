@@ -138,16 +138,17 @@ def batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Pro
         yield prompts[start : start + batch_size]
 
 
-def left_padded(opened: LanguageModel, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return `input_ids` and `attention_mask` [rows, longest], int64, on the input's device, left-padded."""
+def padded(opened: LanguageModel, rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> dict[str, Any]:
+    """Return `input_ids` and `attention_mask` [rows, longest], int64, on the input's device, padded on that side."""
     import torch
 
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), opened.pad_id, dtype=torch.long)
     mask = torch.zeros((len(rows), longest), dtype=torch.long)
     for at, row in enumerate(rows):
-        ids[at, longest - len(row) :] = torch.tensor(row, dtype=torch.long)
-        mask[at, longest - len(row) :] = 1
+        columns = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        ids[at, columns] = torch.tensor(row, dtype=torch.long)
+        mask[at, columns] = 1
     return {"input_ids": ids.to(opened.device), "attention_mask": mask.to(opened.device)}
 
 
@@ -163,7 +164,7 @@ def _generate(
     """Generate for one batch. `room` is the token limit of the whole file, so batching does not change answers."""
     if room is None:
         room = require_fit(opened, prompts, sampling.max_new_tokens)
-    inputs = left_padded(opened, [prompt.input_ids for prompt in prompts])
+    inputs = padded(opened, [prompt.input_ids for prompt in prompts], "left")
     options: dict[str, Any] = {"generation_config": _config(opened, sampling, room)}
     if sampling.stop:
         options["tokenizer"] = opened.tokenizer

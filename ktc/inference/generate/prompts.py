@@ -7,7 +7,7 @@ invalid rows, all of a file together (G706).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -114,10 +114,7 @@ def require_fit(opened: LanguageModel, prompts: Sequence[Prompt], max_new_tokens
 def read_rows(path: Path) -> tuple[Row, ...]:
     """Return the rows of a JSONL file. Raises InputRefused (G702, G705, G706) with all faults."""
     rows, faults = list[Row](), list[Diagnostic]()
-    for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = Span(str(path), number, 1, number, 2)
+    for place, line in read_lines(path):
         try:
             value: object = read_json(line)
         except ValueError as error:
@@ -132,6 +129,13 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         hint = 'a row is a JSON object: {"prompt": "..."}'
         raise InputRefused(Diagnostic("G702", f"`{path}` has no prompts", hint=hint))
     return tuple(rows)
+
+
+def read_lines(path: Path) -> Iterator[tuple[Span, str]]:
+    """Yield the lines of a JSONL file that are not empty. Raises InputRefused (G705)."""
+    for number, line in enumerate(read_text(path, unreadable="G705", not_utf8="G705").split("\n"), start=1):
+        if line.strip():
+            yield Span(str(path), number, 1, number, 2), line
 
 
 def _asked(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[Message, ...] | None:

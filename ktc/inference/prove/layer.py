@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ktc.foundation.module_paths import is_inside
 from ktc.inference.prove.calls import LayerCall
 from ktc.inference.prove.compare import Output, compare, compare_experts
 from ktc.inference.prove.layer_run import LayerRun, run_layer
@@ -23,7 +24,6 @@ from ktc.inference.prove.sides import Models, Sides
 from ktc.model.compare.errors import root_mean_square, row_errors
 from ktc.model.compare.experts import Experts
 from ktc.model.compare.feed import Tokens
-from ktc.model.compare.groups import inside
 from ktc.model.compare.quantised_baseline import ExpertsFormat, formats_in, through_format
 
 _PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # the coarsest first
@@ -90,7 +90,7 @@ def compare_layer(
     stock = start.seen(next(turn), own_call, own_dtype, own_stream)
     ktc = start.seen(next(turn), calls.ktc, models.stock.dtype, compiled_stream)
     next(turn, None)  # releases the compiled layer
-    rewritten = [step.fqn[len(group) + 1 :] for step in opened.manifest.rewrites if inside(step.fqn, group)]
+    rewritten = [step.fqn[len(group) + 1 :] for step in opened.manifest.rewrites if is_inside(step.fqn, group)]
     rows = tuple(_rows(Sides(baseline, stock, ktc), start, rewritten, tokens))
     if stock.carried is None or ktc.carried is None:
         return rows, streams._replace(baseline=start.run.output)
@@ -130,7 +130,7 @@ def _rows(seen: Sides[LayerSeen], start: Start, rewritten: Sequence[str], tokens
     for name in start.run.blocks:
         if all(name in side.blocks.blocks for side in seen):
             outputs = Sides(*(_output(side.blocks, name, tokens) for side in seen))
-            row = compare(name, "block", any(inside(path, name) for path in rewritten), outputs, tokens)
+            row = compare(name, "block", any(is_inside(path, name) for path in rewritten), outputs, tokens)
             yield _with_format(row, outputs, start, name, tokens)
     for experts, form in start.formats.items():
         if experts.path in start.probes:
@@ -154,7 +154,7 @@ def _output(run: LayerRun, name: str, tokens: Tokens) -> Output:
 
 
 def _within(path: str, name: str) -> bool:
-    return not name or inside(path, name)
+    return not name or is_inside(path, name)
 
 
 def _per_token(output: Tensor, tokens: Tokens) -> Tensor:

@@ -39,16 +39,6 @@ class Models:
     compiled: CompiledLayers
     tally: Tally
 
-    @property
-    def stock_layers(self) -> list[nn.Module]:
-        """The layers of the stock model."""
-        return self.layers_of(self.stock.model)
-
-    @property
-    def compiled_layers(self) -> list[nn.Module]:
-        """The layers of the compiled model."""
-        return self.layers_of(self.compiled.model)
-
     def layers_of(self, model: PreTrainedModel) -> list[nn.Module]:
         """Return the layers of either model."""
         return [model.get_submodule(group) for group in self.stock.groups]

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ from ktc.inference.quantize.scheme import Scheme
 from ktc.inference.quantize.selection import Modules, Selection, select
 from ktc.inference.quantize.shards import Rounding, stored_parts, write_shard
 from ktc.inference.quantize.trained_grids import Rounded, require_trained_grid, rounded_in_training
-from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from ktc.model.checkpoint.int4 import Int4Grid
 
@@ -187,17 +186,13 @@ def _write(
 
     with original.reader(grids) as (reader, added):
         for file in index.files:
-            entries = _of_file(index, file)
+            entries = sorted((e for e in index.tensors.values() if e.file == file), key=lambda entry: entry.begin)
             if file in state.finished:
                 done(sum(entry.end - entry.begin for entry in entries))
                 continue
             with replaced_file(state.work / file) as unfinished:
                 rounding = write_shard(entries, selection.tensors, scheme, reader, unfinished, done, added)
             state.finish(file, rounding)
-
-
-def _of_file(index: CheckpointIndex, file: str) -> list[TensorEntry]:
-    return sorted((entry for entry in index.tensors.values() if entry.file == file), key=lambda entry: entry.begin)
 
 
 def _write_config(work: Path, scheme: Scheme, selection: Selection) -> None:
@@ -212,12 +207,11 @@ def _write_index(work: Path, index: CheckpointIndex, selection: Selection, schem
     if index.files == (SINGLE_FILE,):
         (work / INDEX_FILE).unlink(missing_ok=True)
         return
-    parts = [(entry, _parts(entry, selection.tensors, scheme)) for entry in index.tensors.values()]
+    parts = [
+        (entry, stored_parts(entry, scheme if entry.name in selection.tensors else None))
+        for entry in index.tensors.values()
+    ]
     weight_map = {name: entry.file for entry, stored in parts for name, *_ in stored}
     total = sum(size for _, stored in parts for *_, size in stored)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(work / INDEX_FILE, json.dumps(content, indent=2) + "\n")
-
-
-def _parts(entry: TensorEntry, chosen: Mapping[str, TensorEntry], scheme: Scheme) -> Iterable[tuple[Any, ...]]:
-    return stored_parts(entry, scheme if entry.name in chosen else None)

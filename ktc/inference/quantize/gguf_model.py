@@ -81,7 +81,8 @@ def write_gguf_model(
     with refusing(out), replaced_file(out) if alone else new_folder(out) as path:
         writer = gguf.GGUFWriter(path, architecture, split_max_size=shard_bytes)
         name = _describe(writer, gguf, original, plan, matrices)
-        kind = add_tokenizer(writer, original.base.folder, original.base.model_type, _vocabulary(original))
+        vocabulary = int(original.base.config.get_text_config().vocab_size)
+        kind = add_tokenizer(writer, original.base.folder, original.base.model_type, vocabulary)
         notes = add_settings(writer, original.base, architecture)
         notes = (*notes, _NOT_ROUNDED.format(grid)) if grid else notes
         if not alone:
@@ -106,11 +107,6 @@ def _write_config(folder: Path) -> None:
     config: dict[str, Any] = json.loads(read_regular(path).decode())
     if config.pop("quantization_config", None) is not None:
         write_file(path, json.dumps(config, indent=2) + "\n")
-
-
-def _vocabulary(original: Original) -> int:
-    config: Any = original.base.config.get_text_config()
-    return int(config.vocab_size)
 
 
 def _main_type(plan: FilePlan, matrices: MatrixType) -> str:

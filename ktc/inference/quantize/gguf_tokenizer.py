@@ -8,6 +8,7 @@ two kinds: byte-level BPE (`gpt2`), whose splitting of text llama.cpp knows by t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
@@ -26,6 +27,7 @@ _SPLITTING: Final[Mapping[str, str]] = {
     "gpt_oss": "gpt-4o",
 }
 _AS_GPT2: Final = "gpt-2"
+_BYTE_TOKEN: Final = re.compile(r"<0x..>")
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
 
 
@@ -69,14 +71,11 @@ def _kind(content: Mapping[str, Any], model_type: str) -> tuple[str, str]:
 
 def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[bytes], list[int]]:
     """Return texts and types of all tokens of the model; numbers beyond the tokenizer's are unused."""
-    by_number: dict[int, tuple[str, int]] = {
-        number: (text, _BYTE if _is_byte(text) else _NORMAL) for text, number in content["model"]["vocab"].items()
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    by_number = {
+        number: (text, _BYTE if _BYTE_TOKEN.fullmatch(text) else _NORMAL) for text, number in vocabulary.items()
     }
     for token in content.get("added_tokens") or ():
         by_number[token["id"]] = (token["content"], _CONTROL if token.get("special") else _USER_DEFINED)
     tokens = [by_number.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(size)]
     return [text.encode() for text, _ in tokens], [kind for _, kind in tokens]
-
-
-def _is_byte(text: str) -> bool:
-    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.foundation.module_paths import is_inside
 from ktc.inference.quantize.scheme import Scheme
 from ktc.model.loading.trained_beside import MERGED, STORED, TRAINED, rounded_modules
 from ktc.model.manifest import manifest as compiled
@@ -71,16 +72,12 @@ def require_trained_grid(rounded: Mapping[str, Rounded], taken: Collection[str],
         raise InputRefused(Diagnostic("Q506", message, hint="use the scheme of the program, or `ktc merge` alone"))
     if not rounded:
         return
-    more = [path for path in taken if not any(_within(path, module) for module in rounded)]
-    less = [path for path in rounded if not any(_within(module, path) for module in taken)]
+    more = [path for path in taken if not any(is_inside(path, module) for module in rounded)]
+    less = [path for path in rounded if not any(is_inside(module, path) for module in taken)]
     if more or less:
         what = f"did not round {listing(more, 2)}" if more else f"rounded {listing(less, 2)} too"
         message = f"training {what}, and `--modules {modules}` {'does' if more else 'does not'}"
         raise InputRefused(Diagnostic("Q506", message, hint="`--modules trained` rounds what training rounded"))
-
-
-def _within(path: str, module: str) -> bool:
-    return path == module or path.startswith(f"{module}.")
 
 
 def rounds_again(weights: str, hint: str = _BESIDE) -> Diagnostic:

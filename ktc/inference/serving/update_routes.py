@@ -40,10 +40,6 @@ class UpdateAccess:
     root: Path
     key_sha256: bytes
 
-    def admits(self, header: str) -> bool:
-        """Return whether an `Authorization` header has the key."""
-        return admits(header, self.key_sha256)
-
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -100,7 +96,7 @@ async def _asked(request: Request, access: UpdateAccess, wanted: type[Body]) -> 
     host = request.client.host if request.client is not None else ""
     if not (host == "::1" or host.startswith("127.")):
         raise RequestRefused(403, "updates are taken from this machine only")
-    if not access.admits(request.headers.get("authorization", "")):
+    if not admits(request.headers.get("authorization", ""), access.key_sha256):
         raise RequestRefused(401, "the key of updates is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
     body = b""
     async for chunk in request.stream():

@@ -45,11 +45,6 @@ def group_of(name: str, layers: str) -> str:
     return f"{layers}.{name[len(layers) + 1 :].partition('.')[0]}"
 
 
-def inside(path: str, around: str) -> bool:
-    """Return whether a module's path is `around` or below it."""
-    return path == around or path.startswith(f"{around}.")
-
-
 def tensors_of(model: nn.Module, layers: str, group: str) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield each registered tensor of a group: its full name, the module that owns it, and its name there.
 

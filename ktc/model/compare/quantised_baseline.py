@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ktc.foundation.formats import CODES, FORMATS
+from ktc.foundation.module_paths import is_inside
 from ktc.model.checkpoint import WeightSource
 from ktc.model.compare.experts import Experts, experts_of, own_step
-from ktc.model.compare.groups import inside
 from ktc.model.experts.block_reference import dequantise_blocks, quantise_blocks
 from ktc.model.experts.own_layout import TensorLayout
 from ktc.model.experts.quantised_reference import dequantise, int8_product, quantise
@@ -63,7 +63,7 @@ def formats_in(group: str, manifest: Manifest, rows: Sequence[WeightSource]) -> 
     return {
         experts_of(step, manifest, step.fqn[len(group) + 1 :]): format_of(step, manifest, rows)
         for step in manifest.rewrites
-        if step.module == "fused_moe" and inside(step.fqn, group)
+        if step.module == "fused_moe" and is_inside(step.fqn, group)
     }
 
 

@@ -73,3 +73,15 @@ def attach_tensor(root: nn.Module, fqn: str, tensor: Tensor) -> None:
 def traced_size(size: int | torch.SymInt) -> int:
     """Return a size, of a symbolic one the value that it was traced with, without a guard on it."""
     return int(cast("Any", size.node).hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+_DTYPES = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "fp8", "int64": "i64",
+    "complex64": "c64",
+}  # fmt: skip
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the short name of a dtype: `torch.bfloat16` -> `bf16`."""
+    plain = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(plain, plain)

@@ -24,7 +24,7 @@ from ktc.stages.capture.gguf_names import Choices, GgufPlace, gguf_places
 # Frequencies that transformers computes from config.json.
 _COMPUTED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _LAYER = re.compile(r"blk\.(\d+)\.")
-_FLOATS = ("bf16", "f16", "f32", "f64")
+FLOATS = ("bf16", "f16", "f32", "f64")
 # Settings of the architecture that shapes do not show, with their names in config.json.
 _SETTINGS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
@@ -98,9 +98,14 @@ def _settle_tied(chosen: dict[str, tuple[GgufPlace, ...] | None], tied: Mapping[
         if chosen.get(original) is None:
             chosen[original] = tuple(replace(place, target=original) for place in places)
             continue
-        message = f"`{places[0].name}` is not read: config.json ties `{copy}` to another tensor of the checkpoint"
-        hint = "if the two differ, set `tie_word_embeddings` to false in config.json"
-        yield Diagnostic("I118", message, hint=hint, severity="warning")
+        yield not_read(places[0].name, copy)
+
+
+def not_read(name: str, target: str) -> Diagnostic:
+    """Return the warning (I118) about a stored tensor beside the one that it is tied to."""
+    message = f"`{name}` is not read: config.json ties `{target}` to another tensor of the checkpoint"
+    hint = "if the two differ, set `tie_word_embeddings` to false in config.json"
+    return Diagnostic("I118", message, hint=hint, severity="warning")
 
 
 def _contradictions(index: CheckpointIndex, architecture: str, config: PreTrainedConfig) -> Iterator[Diagnostic]:
@@ -146,7 +151,7 @@ def _misfits(row: WeightSource, target: Tensor) -> Iterator[Diagnostic]:
         stored = f"which yields {yielded}, expected {expected}" if yielded and row.steps else f"expected {expected}"
         message = f"tensor `{row.source_key}` in `{row.file}` has shape {list(row.shape)}, {stored}"
         yield Diagnostic("I116", message, hint="use config.json of the model that was converted")
-    if row.dtype in UNREADABLE or (row.block is None and row.dtype not in _FLOATS):
+    if row.dtype in UNREADABLE or (row.block is None and row.dtype not in FLOATS):
         message = f"tensor `{row.source_key}` is stored as {row.dtype}, which ktc does not read as weights"
         yield Diagnostic("I117", message, hint="use a file of another quantisation")
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.stage_progress import counted
 from ktc.model.graph import ops
-from ktc.model.graph.typed import named_modules, nodes_of
+from ktc.model.graph.typed import dtype_name, named_modules, nodes_of
 from ktc.model.hf import stock_model
 from ktc.model.hf.foreign_errors import first_line, of_another_version, raised_by
 from ktc.model.hf.named_class import not_a_causal_lm
@@ -46,7 +46,6 @@ from ktc.stages.capture.types import (
     ModelSource,
     ModuleInfo,
     TensorInfo,
-    dtype_name,
 )
 
 

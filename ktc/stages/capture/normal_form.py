@@ -15,10 +15,9 @@ from torch import fx
 
 from ktc.model.graph import ops
 from ktc.model.graph.fold import fold
-from ktc.model.graph.typed import input_of, nodes_of, tensor_of
+from ktc.model.graph.typed import dtype_name, input_of, nodes_of, tensor_of
 from ktc.stages.capture.export import BATCH, SEQUENCE
 from ktc.stages.capture.rope import fold_rope
-from ktc.stages.capture.types import dtype_name
 
 _LAST = 1 << 62  # torch represents "to the end" as the largest int64
 

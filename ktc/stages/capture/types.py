@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ktc.foundation.formats import BLOCKS, METHODS
 from ktc.model.experts.own_module import OwnExperts
 from ktc.model.graph import ops
-from ktc.model.graph.typed import named_modules, nodes_of
+from ktc.model.graph.typed import dtype_name, named_modules, nodes_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -203,18 +203,6 @@ class CapturedModel:
         return max(seen, default=next((count for count in counts if isinstance(count, int) and count), 0))
 
 
-_DTYPES = {
-    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "fp8", "int64": "i64",
-    "complex64": "c64",
-}  # fmt: skip
-
-
 def _object(value: object) -> Mapping[str, Any]:
     """Return a JSON object, empty for any other value."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def dtype_name(dtype: object) -> str:
-    """Return the short name of a dtype: `torch.bfloat16` -> `bf16`."""
-    plain = str(dtype).removeprefix("torch.")
-    return _DTYPES.get(plain, plain)

@@ -31,9 +31,8 @@ from ktc.model.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 from ktc.model.hf.missing import why_missing
 from ktc.model.hf.private_api import unexpected_keys
 from ktc.model.hf.stock_model import quantization_config_of
-from ktc.stages.capture.gguf_weights import map_gguf
+from ktc.stages.capture.gguf_weights import FLOATS, map_gguf, not_read
 
-_FLOATS = ("bf16", "f16", "f32", "f64")
 _MOST_SHOWN = 20
 
 
@@ -75,7 +74,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
             continue
         target = tied.get(spot.target, spot.target)
         if target is None:
-            warnings.append(_tied_beside(weight, spot))
+            warnings.append(not_read(weight.name, spot.target))
             continue
         if target not in targets:
             unused.append(weight.entry.name)
@@ -104,12 +103,6 @@ def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | N
         if copy in present and original not in present and original not in tied.values():
             tied[copy] = original
     return tied
-
-
-def _tied_beside(weight: StoredWeight, place: Place) -> Diagnostic:
-    message = f"`{weight.name}` is not read: config.json ties `{place.target}` to another tensor of the checkpoint"
-    hint = "if the two differ, set `tie_word_embeddings` to false in config.json"
-    return Diagnostic("I118", message, hint=hint, severity="warning")
 
 
 def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
@@ -156,8 +149,8 @@ def _misfits(source: WeightSource, place: Place, target: Tensor, earlier: Weight
     elif (loaded := _comparable(source, place)) != (expected := _comparable_target(source, place, target)):
         message = f"tensor `{source.source_key}` in `{source.file}` has shape {loaded}, expected {expected}"
         yield Diagnostic("I116", message, hint=other)
-    if target.is_floating_point() and source.quantised is None and source.dtype not in _FLOATS:
-        message = f"tensor `{source.source_key}` is stored as {source.dtype}, expected one of {', '.join(_FLOATS)}"
+    if target.is_floating_point() and source.quantised is None and source.dtype not in FLOATS:
+        message = f"tensor `{source.source_key}` is stored as {source.dtype}, expected one of {', '.join(FLOATS)}"
         yield Diagnostic("I117", message, hint="use the unquantised checkpoint")
 
 

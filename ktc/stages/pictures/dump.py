@@ -22,29 +22,12 @@ from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.private_api import schema_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import fx, nn
 
 SCHEMA = 1
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 
 _WANTED = "give a graph/*.json file of a compiled model"
-
-_DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "float8_e4m3fn": "f8e4m3",
-    "float8_e5m2": "f8e5m2",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint8": "u8",
-    "complex64": "c64",
-    "complex128": "c128",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +147,11 @@ def read_dump(path: Path) -> ModelDump:
 
 def _dump_node(node: fx.Node, owner: fx.GraphModule) -> NodeDump:
     from ktc.model.graph.ops import operator as operator_of
+    from ktc.model.graph.typed import dtype_name
 
     meta: dict[str, Any] = node.meta
     value = meta.get("val")
+    dtype = getattr(value, "dtype", None)
     return NodeDump(
         name=node.name,
         op=operator_of(node),
@@ -174,18 +159,12 @@ def _dump_node(node: fx.Node, owner: fx.GraphModule) -> NodeDump:
         inputs=tuple(_input_names(node)),
         attributes=(*_attributes(node), *_noted(meta), *_folded(node, owner)),
         shape=_shape(meta.get("shape", getattr(value, "shape", None))),
-        dtype=str(meta.get("dtype") or short_dtype(getattr(value, "dtype", None))),
+        dtype=str(meta.get("dtype") or ("" if dtype is None else dtype_name(dtype))),
         device=str(meta.get("device") or ""),
         fqn=str(meta.get("fqn") or (node.target if node.op in ("get_attr", "call_module") else "")),
         rule=str(meta.get("rule") or ""),
         span=str(meta.get("span") or ""),
     )
-
-
-def short_dtype(dtype: torch.dtype | None) -> str:
-    """Return `bf16` for `torch.bfloat16`; a dtype without a short name keeps its own."""
-    name = str(dtype).removeprefix("torch.") if dtype is not None else ""
-    return _DTYPES.get(name, name)
 
 
 def _shape(shape: Any) -> tuple[int | str, ...] | None:

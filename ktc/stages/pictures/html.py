@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ktc.foundation import resources
+from ktc.foundation.module_paths import is_inside
 from ktc.stages.pictures.dump import BlockDump, ModelDump
 from ktc.stages.pictures.labels import captured_nodes, collapse, home_device, layers_text, printable, quantity
 from ktc.stages.pictures.layout import drawn_nodes
@@ -91,10 +92,10 @@ def _matches(dump: ModelDump, colours: Mapping[str, int]) -> list[dict[str, Any]
 
 def _tree_line(line: TreeLine, blocks: Sequence[BlockDump], colours: Mapping[str, int]) -> dict[str, Any]:
     """Return a line of the tree with its block and its FQN inside that block."""
-    block = next((i for i, b in enumerate(blocks) if any(_inside(line.first, site) for site in b.sites)), None)
+    block = next((i for i, b in enumerate(blocks) if any(is_inside(line.first, site) for site in b.sites)), None)
     module = ""
     if block is not None:
-        site = next(site for site in blocks[block].sites if _inside(line.first, site))
+        site = next(site for site in blocks[block].sites if is_inside(line.first, site))
         module = printable(line.first[len(site) + 1 :], 4000)
     return {
         **asdict(line),
@@ -104,10 +105,6 @@ def _tree_line(line: TreeLine, blocks: Sequence[BlockDump], colours: Mapping[str
         "size": quantity(line.bytes * line.copies, "B") if line.bytes else "",
         "colour": colours.get(line.rule, 0),
     }
-
-
-def _inside(fqn: str, site: str) -> bool:
-    return fqn == site or fqn.startswith(f"{site}.")
 
 
 def _data(dump: ModelDump, layer: int | None, colours: Mapping[str, int]) -> dict[str, Any]:

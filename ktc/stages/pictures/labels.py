@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
+from ktc.foundation.module_paths import from_inside, ranges
 from ktc.stages.pictures.dump import BlockDump, ModelDump, NodeDump
 
 WEIGHT = frozenset({"weight", "buffer"})
@@ -103,22 +104,11 @@ def rule_text(node: NodeDump, home: str = "", *, span: bool = True) -> str:
     return f"rule {printable(node.rule, 60)}{where}" + (f" -> {device}" if device else "")
 
 
-def ranges_text(numbers: Iterable[int]) -> str:
-    """Return `0, 2..5` for 0, 2, 3, 4, 5."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
-
-
 def layers_text(block: BlockDump) -> str:
     """Return `layers 1..26`, `layer 0`, or empty for a block outside the layers."""
     if not block.layers:
         return ""
-    return f"layer{'s' if len(block.layers) > 1 else ''} {ranges_text(block.layers)}"
+    return f"layer{'s' if len(block.layers) > 1 else ''} {ranges(block.layers)}"
 
 
 def collapse(fqns: Sequence[str]) -> tuple[str, ...]:
@@ -135,14 +125,8 @@ def collapse(fqns: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _and_ancestors(fqn: str) -> Iterator[str]:
-    while fqn:
-        yield fqn
-        fqn = fqn.rpartition(".")[0]
-
-
 def _bracketed(numbers: list[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"[{ranges_text(numbers)}]"
+    return str(numbers[0]) if len(numbers) == 1 else f"[{ranges(numbers)}]"
 
 
 def quantity(number: float, unit: str = "") -> str:
@@ -171,7 +155,7 @@ def captured_nodes(block: BlockDump, dump: ModelDump) -> dict[str, tuple[tuple[s
     captures: dict[str, dict[tuple[str, str], None]] = {}
     sites = set(block.sites)
     for match in dump.matches:
-        if any(site in sites for site in _and_ancestors(match.site)):
+        if any(site in sites for site in from_inside(match.site)):
             for name, node in match.captures:
                 captures.setdefault(_ITEM.sub("", node), {})[match.rule, name] = None
     return {node: tuple(pairs) for node, pairs in captures.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ktc.foundation.module_paths import is_inside
 from ktc.stages.pictures.dump import BlockDump
 from ktc.stages.pictures.labels import printable
 
@@ -61,7 +62,7 @@ def error_text(error: float | None) -> str:
 
 
 def _at(measured: Measured, block: BlockDump) -> bool:
-    return any(measured.site == site or measured.site.startswith(f"{site}.") for site in block.sites)
+    return any(is_inside(measured.site, site) for site in block.sites)
 
 
 def _failure(measured: Measured, where: str) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ktc.foundation.module_paths import ranges
 from ktc.stages.pictures.dump import ModuleDump
-from ktc.stages.pictures.labels import printable, ranges_text
+from ktc.stages.pictures.labels import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def module_tree(modules: tuple[ModuleDump, ...]) -> tuple[TreeLine, ...]:
 
 def _append(branch: _Branch, alike: list[_Branch], depth: int, lines: list[TreeLine]) -> None:
     parameters, size = branch.total()
-    name = branch.name if len(alike) == 1 else f"[{ranges_text(int(b.name) for b in alike)}]"
+    name = branch.name if len(alike) == 1 else f"[{ranges(int(b.name) for b in alike)}]"
     module = branch.module or ModuleDump(branch.fqn, "", 0, 0)
     parent = branch.fqn[: len(branch.fqn) - len(branch.name)]
     lines.append(

@@ -6,12 +6,13 @@ that compares bytes with budgets. Nothing is refused here: what does not fit is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.foundation.module_paths import from_inside
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.kernels.packed_size import packed_bytes, packed_linear_bytes
@@ -102,7 +103,7 @@ def _weights(draft: PlanDraft) -> dict[str, dict[str, int]]:
         if treatment.masters:
             size = tensor.numel() * _BYTES[treatment.masters]
         if owner not in experts or treatment.masters or treatment.merged:  # what a kernel packs is counted as packed
-            add(device_of(owner, devices), _nearest(owner, kinds), size)
+            add(device_of(owner, devices), next(kinds[path] for path in from_inside(owner) if path in kinds), size)
     for spec in experts.values():
         add("cpu", "experts", packed_bytes(spec))
     return {device: {kind: size for kind, size in sizes.items() if size} for device, sizes in totals.items()}
@@ -133,12 +134,6 @@ def _kind_of(block: BlockGraph) -> str:
     if "sdpa" in names:
         return "attention"
     return "other" if names & _RECURRENT else "mlp"
-
-
-def _nearest(fqn: str, kinds: Mapping[str, str]) -> str:
-    while fqn not in kinds:
-        fqn = fqn.rpartition(".")[0]
-    return kinds[fqn]
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------

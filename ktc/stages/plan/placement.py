@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.foundation.host import Host
+from ktc.foundation.module_paths import from_inside
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.targets.node_plan import Claim
 
@@ -34,9 +35,7 @@ def resolve_device(device: str, host: Host) -> str:
 
 def device_of(path: str, placements: Mapping[str, str]) -> str:
     """Return the device of the nearest placed ancestor of `path`."""
-    while path not in placements:
-        path = path.rpartition(".")[0]
-    return placements[path]
+    return next(placements[around] for around in from_inside(path) if around in placements)
 
 
 def budget_of(device: str, rules: RuleSet, host: Host) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.diagnostics import Diagnostic, KtcError
+from ktc.foundation.text_files import read_text
 from ktc.language.dsl.printer import print_module
 from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.tools.kt_yaml import document
@@ -47,10 +48,11 @@ def import_kt_yaml(path: Path, model: str | Path | PreTrainedModel) -> Imported:
     """Import the rules of a YAML file as a program for a model.
 
     Raises:
-        InputRefused: the file or the model is invalid; every fault is reported.
+        InputRefused: the file (K001: not UTF-8, or too large) or the model is invalid; every fault is reported.
         ProofFailed: the program differs from the file.
     """
-    source = Source(printable(path.name), document.read_text(path))
+    text = read_text(path, unreadable="K001", not_utf8="K001", most_bytes=document.MAX_BYTES)
+    source = Source(printable(path.name), text)
     read = source.rules()  # before loading the model, which takes seconds
     return import_for(source, read, capture(open_model(model, fetch_weights=False)))
 

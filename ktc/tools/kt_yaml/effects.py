@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ktc.foundation.module_paths import from_inside
 from ktc.model.targets import CpuMoe, GpuMoe, LinearTarget, MlaAbsorbed
 from ktc.tools.kt_yaml import names
 from ktc.tools.kt_yaml.names import Defaults
@@ -73,18 +74,13 @@ def trains(rules: Iterable[KtRule | None]) -> bool:
 
 def _settled(outcome: Outcome, pinned: frozenset[str], latent: frozenset[str], reach: Reach) -> Outcome:
     """Return the outcome of a module that is part of a rewrite above it."""
-    above = _ancestors(outcome.path)
+    above = {*from_inside(outcome.path)} - {outcome.path}
     if pinned & above:
         return replace(outcome, kernel=None, located=False, inside=True)
     if outcome.kernel is not None and outcome.path in reach.absorbed and latent & above:
         lost = f"`{MlaAbsorbed.name}` absorbs `{outcome.path}`, which therefore has no separate kernel"
         return replace(outcome, kernel=None, lost=lost)
     return outcome
-
-
-def _ancestors(path: str) -> set[str]:
-    parts = path.split(".")
-    return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def implied(rule: KtRule) -> str:

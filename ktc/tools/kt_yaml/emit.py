@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ktc.diagnostics import Span
+from ktc.foundation.module_paths import from_inside, is_inside
 from ktc.language.dsl import syntax
 from ktc.language.dsl.schema import SETTINGS
 from ktc.model import targets
@@ -136,7 +137,9 @@ def _placements(outcomes: Sequence[Outcome], universe: Sequence[str]) -> list[_G
         members[devices].append(path)
     groups: list[_Group] = []
     for devices, paths in members.items():
-        below = [o for path, o in located.items() if _devices_of(o) == devices and _under(path, paths)]
+        below = [
+            o for path, o in located.items() if _devices_of(o) == devices and any(is_inside(path, top) for top in paths)
+        ]
         stem = re.sub(r"\W", "_", f"on_{devices.run}")
         stem += re.sub(r"\W", "_", f"_prefill_{devices.prefill}") if devices.prefill != devices.run else ""
         group = _group(stem, "module", _place(devices), below, None)
@@ -155,9 +158,8 @@ class _Hoist:
         for path in universe:
             self.children[path.rpartition(".")[0]].append(path)
         for path, outcome in located.items():
-            while path:
-                self.below[path].append(outcome)
-                path = path.rpartition(".")[0]
+            for around in from_inside(path):
+                self.below[around].append(outcome)
         for top in self.children[""]:
             self.visit(top, None)
 
@@ -184,10 +186,6 @@ def _place(devices: Devices) -> syntax.Action:
     device = syntax.Argument(None, _value(devices.run))
     other = (syntax.Argument("prefill", _value(devices.prefill)),) if devices.prefill != devices.run else ()
     return syntax.Action(syntax.Name(targets.Place.name), (device, *other), ())
-
-
-def _under(path: str, tops: Sequence[str]) -> bool:
-    return any(path == top or path.startswith(f"{top}.") for top in tops)
 
 
 # The rest of the program ---------------------------------------------------------------------------------------------

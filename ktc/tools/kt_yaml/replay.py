@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc.foundation.module_paths import from_inside
 from ktc.foundation.timed_search import Invalid, TooMuchWork, search
 from ktc.stages.capture import ModuleInfo
 from ktc.tools.kt_yaml import names
@@ -45,7 +46,7 @@ def replay(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Replay:
     visits: list[Visit] = []
     closed: dict[str, KtRule] = {}  # paths of modules whose insides belong to their replacement
     for module in modules:
-        above = _ancestor(module.fqn, closed)
+        above = next((path for path in from_inside(module.fqn) if path in closed), None)
         if above is not None:
             visits.append(Visit(module, closed[above], above))
             continue
@@ -56,14 +57,6 @@ def replay(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Replay:
     fired = Counter(visit.rule.number for visit in visits if visit.rule is not None and visit.inside is None)
     dead = {rule.number: _why_dead(rule, visits, named) for rule in rules if not fired[rule.number]}
     return Replay(tuple(visits), fired, dead)
-
-
-def _ancestor(path: str, closed: Mapping[str, KtRule]) -> str | None:
-    while path:
-        path = path.rpartition(".")[0]
-        if path in closed:
-            return path
-    return None
 
 
 def _named(rules: Sequence[KtRule], modules: Sequence[ModuleInfo]) -> Mapping[int, frozenset[str]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktc.diagnostics import Diagnostic, ProofFailed
+from ktc.foundation.module_paths import from_inside
 from ktc.language.dsl import syntax
 from ktc.language.dsl.ruleset import RuleAction, RuleSet
 from ktc.language.dsl.schema import SETTINGS
@@ -29,9 +30,7 @@ class Effect:
     places: Mapping[str, tuple[str, str]]  # path -> device, prefill device; "" is the whole model
 
     def place_of(self, path: str) -> tuple[str, str]:
-        while path not in self.places:
-            path = path.rpartition(".")[0]
-        return self.places[path]
+        return next(self.places[around] for around in from_inside(path) if around in self.places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ktc.inference.evaluate.data import Question, read_items, read_questions
 from ktc.inference.evaluate.likelihood import continuations, likelihoods
 from ktc.inference.evaluate.metrics import definition, mean_metric
 from ktc.inference.evaluate.multiple_choice import ask, choose, extract
-from ktc.inference.generate.answers import Sampling, answer, left_padded
+from ktc.inference.generate.answers import Sampling, answer, padded
 from ktc.inference.generate.language_model import LanguageModel, open_language_model
 from ktc.inference.generate.prompts import Prompt, render
 
@@ -154,7 +154,7 @@ def test_likelihoods_do_not_depend_on_the_batch_and_are_those_of_the_logits(open
     together, alone = likelihoods(opened, pairs, 3), likelihoods(opened, pairs, 1)
     for (prompt, continuation), one, other in zip(pairs, together, alone, strict=True):
         assert one.log == pytest.approx(other.log, abs=1e-4)
-        inputs = left_padded(opened, [[*prompt, *continuation]])
+        inputs = padded(opened, [[*prompt, *continuation]], "left")
         with torch.no_grad():
             logs = opened.model(**inputs).logits[0].log_softmax(-1)
         expected = sum(float(logs[len(prompt) - 1 + i, token]) for i, token in enumerate(continuation))
@@ -165,7 +165,7 @@ def test_likelihoods_do_not_depend_on_the_batch_and_are_those_of_the_logits(open
 def test_a_generated_token_is_the_likeliest(opened: LanguageModel) -> None:
     prompt = render(opened, "Hello")
     tokens = opened.model.generate(
-        **left_padded(opened, [prompt.input_ids]), max_new_tokens=4, do_sample=False, pad_token_id=0
+        **padded(opened, [prompt.input_ids], "left"), max_new_tokens=4, do_sample=False, pad_token_id=0
     )[0, len(prompt.input_ids) :].tolist()
     (found,) = likelihoods(opened, [(prompt.input_ids, tokens)], 1)
     assert found.hits == found.tokens == len(tokens)

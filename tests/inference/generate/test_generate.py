@@ -69,7 +69,7 @@ def test_without_a_template_turns_are_joined_as_training_joins_them(
 
 def test_greedy_answers_are_those_of_generate(opened: LanguageModel) -> None:
     prompt = render(opened, "Hello")
-    inputs = generate.left_padded(opened, [prompt.input_ids])
+    inputs = generate.padded(opened, [prompt.input_ids], "left")
     expected = opened.model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, len(prompt.input_ids) :]
     found, pace = answer(opened, prompt, SHORT)
     assert found.text == opened.tokenizer.decode(expected, skip_special_tokens=True)

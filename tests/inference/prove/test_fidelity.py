@@ -348,7 +348,7 @@ def test_memory_is_released_layer_by_layer(clean: Path, monkeypatch: pytest.Monk
     whole = layers.compare_layer
 
     def noted(sides: Any, *arguments: Any) -> Any:
-        _sides[:] = [sides.stock_layers, sides.compiled_layers]
+        _sides[:] = [sides.layers_of(sides.stock.model), sides.layers_of(sides.compiled.model)]
         return whole(sides, *arguments)
 
     monkeypatch.setattr("ktc.inference.prove.run.compare_layer", noted)

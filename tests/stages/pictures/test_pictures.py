@@ -15,11 +15,12 @@ from work import calls
 from ktc.cli.graph import Request
 from ktc.cli.graph import render as render_graph
 from ktc.diagnostics import HostLacks
+from ktc.foundation.module_paths import ranges
 from ktc.stages.pictures.diff import diff
 from ktc.stages.pictures.dot import render_dot
 from ktc.stages.pictures.dump import SCHEMA, BlockDump, MatchDump, ModelDump, ModuleDump, NodeDump
 from ktc.stages.pictures.html import render_html
-from ktc.stages.pictures.labels import collapse, printable, quantity, ranges_text
+from ktc.stages.pictures.labels import collapse, printable, quantity
 from ktc.stages.pictures.layout import place
 from ktc.stages.pictures.module_tree import module_tree
 from ktc.stages.pictures.svg import render_svg
@@ -276,7 +277,7 @@ def test_blocks_and_modules_come_and_go() -> None:
 
 
 def test_labels() -> None:
-    assert ranges_text([5, 0, 2, 3, 4]) == "0, 2..5"
+    assert ranges([5, 0, 2, 3, 4]) == "0, 2..5"
     assert collapse(["m.1.a.2", "m.2.a.2", "m.4.a.2", "head"]) == ("m.[1..2, 4].a.2", "head")
     assert printable("a\nb\u202e") == "a\\nb\\u202e"
     assert len(printable("x" * 1000, 20)) == 20

@@ -21,7 +21,7 @@ from ktc.language import dsl
 from ktc.language.dsl import syntax
 from ktc.language.dsl.globs import matches
 from ktc.stages.capture import CapturedModel, ModuleInfo
-from ktc.tools.kt_yaml import Imported, Source, document, import_for
+from ktc.tools.kt_yaml import Imported, Source, document, import_for, import_kt_yaml
 from ktc.tools.kt_yaml.effects import outcomes
 from ktc.tools.kt_yaml.emit import emit
 from ktc.tools.kt_yaml.path_globs import globs_of
@@ -339,7 +339,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     binary.write_bytes(b"- \xff\xfe")
     for path in (large, binary, tmp_path, tmp_path / "missing.yaml"):
         with pytest.raises(InputRefused, match="K001"):
-            document.read_text(path)
+            import_kt_yaml(path, "tiny:deepseek_v2")
 
 
 def test_scalars_are_read_as_yaml_means_them() -> None:
