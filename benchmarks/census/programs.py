@@ -1,6 +1,6 @@
 """Apply the bundled programs to a captured twin: what each one rewrites, and the whole twin with that realised.
 
-Input: a capture of witness size that is its own witness. Output: the stages' values, and a `TwinProof` per program.
+Input: a capture of twin size that is its own twin. Output: the stages' values, and a `TwinProof` per program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ktc.stages.capture import CapturedModel
 from ktc.stages.link.adapter import adapter_json
 from ktc.stages.match import Matches, match
 from ktc.stages.plan import Plan, make_plan
-from ktc.stages.proof import Witness, carried_over, realised
+from ktc.stages.proof import ProofTwin, carried_over, realised
 from ktc.stages.rewrite import RewrittenBlock, rewrite
 
 PROGRAMS = ("moe-lora", "moe-experts-lora")
@@ -44,13 +44,13 @@ def rewritten(captured: CapturedModel, program: str) -> tuple[Matches, Plan, tup
 
 
 def twin_proofs(
-    captured: CapturedModel, witness: Witness, left: Mapping[str, tuple[str, str]]
+    captured: CapturedModel, twin: ProofTwin, left: Mapping[str, tuple[str, str]]
 ) -> tuple[TwinProof, ...]:  # fmt: skip
     """Return the whole twin in every program. The blocks `left` keep their own code, as in a compilation."""
-    return tuple(_twin_proof(captured.leaving(left), witness, program) for program in PROGRAMS)
+    return tuple(_twin_proof(captured.leaving(left), twin, program) for program in PROGRAMS)
 
 
-def _twin_proof(captured: CapturedModel, witness: Witness, program: str) -> TwinProof:
+def _twin_proof(captured: CapturedModel, twin: ProofTwin, program: str) -> TwinProof:
     try:
         _, plan, blocks = rewritten(captured, program)
         if not blocks:
@@ -58,9 +58,9 @@ def _twin_proof(captured: CapturedModel, witness: Witness, program: str) -> Twin
         adapter = plan.lora and adapter_json(plan.lora)
     except KtcError as error:
         return TwinProof(program, failure=f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
-    carried = [carried_over(captured, block, witness) for block in blocks]
-    model, refused = realised(witness, carried, HOST)
+    carried = [carried_over(captured, block, twin) for block in blocks]
+    model, refused = realised(twin, carried, HOST)
     failures = [*(small.failure for small in carried if small.failure), *refused.values()]
     if failures:
         return TwinProof(program, failure=failures[0])
-    return compare_twins(program, witness.model, model, adapter)
+    return compare_twins(program, twin.model, model, adapter)

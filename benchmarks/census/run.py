@@ -1,7 +1,7 @@
 """Take one family through the compiler: its default config shrunk to a twin, captured, matched, rewritten and proven.
 
 Input: a `model_type` of transformers. Output: a `Family` with the stage reached; any exception becomes its reason. The
-twin is captured in fp32, so it is its own witness.
+twin is captured in fp32, so it is its own twin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.stages.capture.length import PLAIN
 from ktc.stages.match import Match, Matches
 from ktc.stages.plan import BlockRewrite
-from ktc.stages.proof import Witness, prove_on, reason, refuted, witness_of
+from ktc.stages.proof import ProofTwin, as_twin, prove_on, reason, refuted
 from ktc.stages.rewrite import RewrittenBlock
 
 MOE, ATTENTION = ("moe",), ("attention", "mla")  # roles of patterns: what explains a whole block
@@ -54,12 +54,12 @@ def _steps(row: Family) -> Iterator[Family]:
     _refuse_large(captured)
     matches, plan, blocks = rewritten(captured, PROGRAMS[0])
     yield (row := _judged(row, captured, matches, plan.rewrites))
-    witness = witness_of(captured)
-    proofs, left = _proven(captured, blocks, witness)
+    proof_twin = as_twin(captured)
+    proofs, left = _proven(captured, blocks, proof_twin)
     failures = [f"`{p.class_name}` cannot be proven: {p.failure}" for p in proofs if p.failure]
     wrong = [_wrong_words(proof) for proof in proofs if proof.wrong]
     yield (row := replace(row, proofs=proofs, reasons=tuple(dict.fromkeys((*wrong, *row.reasons, *failures)))))
-    twins = twin_proofs(captured, witness, left)
+    twins = twin_proofs(captured, proof_twin, left)
     wrong = [_wrong_twin(proof) for proof in twins if proof.wrong]
     yield replace(row, twins=twins, reasons=(*wrong, *row.reasons))
 
@@ -69,7 +69,7 @@ def _refuse_large(captured: CapturedModel) -> None:
     sizes = {name: p.numel() for name, p in captured.model.named_parameters()}
     if sum(sizes.values()) > LARGEST:
         largest = max(sizes, key=lambda name: sizes[name])
-        message = f"the shrunk witness has {sum(sizes.values()):,} parameters, most of them in `{largest}`"
+        message = f"the small twin has {sum(sizes.values()):,} parameters, most of them in `{largest}`"
         raise ProofFailed(Diagnostic("P302", message, hint="a size of this config is unknown to `twin.shrink`"))
 
 
@@ -198,7 +198,7 @@ def _nearest(block: BlockGraph, matches: Matches, roles: Collection[str]) -> str
 
 # proofs --------------------------------------------------------------------------------------------------------------
 def _proven(
-    captured: CapturedModel, blocks: Sequence[RewrittenBlock], witness: Witness
+    captured: CapturedModel, blocks: Sequence[RewrittenBlock], proof_twin: ProofTwin
 ) -> tuple[tuple[BlockProof, ...], Mapping[str, tuple[str, str]]]:
     """Return the proof of each rewrite, and the blocks that a compilation leaves as they are.
 
@@ -206,7 +206,7 @@ def _proven(
     """
     names = [captured.block(block.rewrite.block).class_name for block in blocks]
     try:
-        proofs = prove_on(witness, captured, blocks, HOST)
+        proofs = prove_on(proof_twin, captured, blocks, HOST)
     except Exception as error:  # noqa: BLE001 - a failing proof is a row; the census continues
         failure = _words(error)
         left = {block.rewrite.block: ("P301", failure) for block in blocks}

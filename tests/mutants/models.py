@@ -1,6 +1,6 @@
 """The small models that mutants change: families of transformers, and invented ones for what no single family has.
 
-In: a name of `MODELS`. Out: a `Twin`: the model as its own witness, and the blocks that `moe-lora` rewrites. Between
+In: a name of `MODELS`. Out: a `Twin`: the model as its own twin, and the blocks that `moe-lora` rewrites. Between
 them the models have every feature of `FEATURES`.
 """
 
@@ -25,7 +25,7 @@ from ktc.language import dsl
 from ktc.model import twin
 from ktc.model.twin.families import default_config
 from ktc.stages.capture import ModelSource, capture, open_model
-from ktc.stages.proof import Proof, Witness, prove_on, witness_of
+from ktc.stages.proof import Proof, ProofTwin, as_twin, prove_on
 from ktc.stages.rewrite import RewrittenBlock, rewrite
 
 RULES: Final = "moe-lora"  # with experts in bf16, although the twins compute in fp32: no kernel multiplies fp32 weights
@@ -33,14 +33,14 @@ RULES: Final = "moe-lora"  # with experts in bf16, although the twins compute in
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A model that is its own witness, and its rewritten blocks."""
+    """A model that is its own twin, and its rewritten blocks."""
 
-    witness: Witness
+    proof_twin: ProofTwin
     blocks: tuple[RewrittenBlock, ...]
 
     def proofs(self) -> tuple[Proof, ...]:
         """Prove every rewrite."""
-        return prove_on(self.witness, self.witness.captured, self.blocks, CPU)
+        return prove_on(self.proof_twin, self.proof_twin.captured, self.blocks, CPU)
 
 
 @lru_cache(maxsize=2)  # mutants of one model follow each other
@@ -53,9 +53,9 @@ def analysed(name: str) -> Twin:
     """Return the twin of a model, captured, matched, planned and rewritten now."""
     config = twin.shrink(MODELS[name](), whole=True)
     config.dtype = torch.float32
-    witness = witness_of(capture(ModelSource(name, None, config, None)))
-    _, plan = planned(witness.captured, dsl.load(RULES, {"format": "bf16"}))
-    return Twin(witness, rewrite(witness.captured, plan))
+    proof_twin = as_twin(capture(ModelSource(name, None, config, None)))
+    _, plan = planned(proof_twin.captured, dsl.load(RULES, {"format": "bf16"}))
+    return Twin(proof_twin, rewrite(proof_twin.captured, plan))
 
 
 # Invented models ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import fx, nn
 from ktc.diagnostics import KtcError
 from ktc.model.manifest.manifest import Rewrite
 from ktc.stages.proof import Proof, reason
-from ktc.stages.proof import witness as loader
+from ktc.stages.proof import twins as loader
 from mutants.models import Twin, analysed, twin_of
 
 Kind = Literal["recipe", "recognised", "graph", "module", "weights"]
@@ -86,7 +86,7 @@ def _of(proofs: Sequence[Proof]) -> Verdict:
 
 @contextmanager
 def _between(mutant: Mutant) -> Iterator[None]:
-    """Put the change between the stages of the proof's witness. Raises NoChange if it was of nothing."""
+    """Put the change between the stages of the proof's twin. Raises NoChange if it was of nothing."""
     changed: list[bool] = []
     patches: dict[str, AbstractContextManager[Any]] = {
         "recipe": mock.patch.object(loader, "recipe", _rows(mutant, changed)),

@@ -19,7 +19,7 @@ SHARING: Final = (
     "model/decode_steps", "model/loading", "model/manifest", "model/packed_store", "stages/plan", "tools/bench",
     "tools/llama_factory", "training",
 )  # fmt: skip
-CAPTURING: Final = ("ktc.compiler", "ktc.stages.proof.witness")  # the modules whose `capture` is shared
+CAPTURING: Final = ("ktc.compiler", "ktc.stages.proof.twins")  # the modules whose `capture` is shared
 
 
 def shares(test: str) -> bool:

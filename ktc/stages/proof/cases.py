@@ -1,6 +1,6 @@
-"""The inputs of a proof: the calls that a block receives in the witness, and calls made to look for trouble.
+"""The inputs of a proof: the calls that a block receives in the twin, and calls made to look for trouble.
 
-Input: the stock witness. Output: for each site its calls, in eval and in train mode, with and without cache, masked on
+Input: the stock twin. Output: for each site its calls, in eval and in train mode, with and without cache, masked on
 the left and on the right. Further calls put values beyond every constant, tie every choice, send all tokens to one
 expert, and contain NaN and infinity.
 """
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A forward of the whole witness: batch, length, the masked side, the tokens that a cache holds before."""
+    """A forward of the whole twin: batch, length, the masked side, the tokens that a cache holds before."""
 
     name: str
     batch: int

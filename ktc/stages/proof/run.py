@@ -1,4 +1,4 @@
-"""Prove every distinct rewrite: what the loader realises, beside the stock modules, at every site of a witness.
+"""Prove every distinct rewrite: what the loader realises, beside the stock modules, at every site of a twin.
 
 Input: a captured model and its rewritten blocks. Output: a `Proof` for each, which says where it does not hold. Sites
 that run the same code with the same settings and constants share the long list of cases; each has the short one.
@@ -34,42 +34,42 @@ from ktc.stages.proof.cases import (
     short_cases,
 )  # fmt: skip
 from ktc.stages.proof.compare import Constants, compare_blocks, computes_otherwise_in_double, replaced_code
-from ktc.stages.proof.types import TOLERANCE, Constant, Proof
-from ktc.stages.proof.whole import whole_difference
-from ktc.stages.proof.witness import (
+from ktc.stages.proof.twins import (
     SEED,
+    ProofTwin,
     SmallRewrite,
-    Witness,
     carried_over,
     depends_on_sizes,
     does_not_run,
     one_thread,
     realised,
-    witness_for,
+    twin_of_model,
 )  # fmt: skip
+from ktc.stages.proof.types import TOLERANCE, Constant, Proof
+from ktc.stages.proof.whole import whole_difference
 from ktc.stages.rewrite import RewrittenBlock
 
 
 def prove(captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Proof, ...]:
-    """Return the proof of every rewrite, valid or not. Raises ProofFailed (P302) if the witness does not run.
+    """Return the proof of every rewrite, valid or not. Raises ProofFailed (P302) if the twin does not run.
 
-    Code with numbers that depend on a size is compared on a second witness of other sizes too.
+    Code with numbers that depend on a size is compared on a second twin of other sizes too.
     """
     if not blocks:
         return ()
-    witness = witness_for(captured)
-    proofs = prove_on(witness, captured, blocks, host)
+    twin = twin_of_model(captured)
+    proofs = prove_on(twin, captured, blocks, host)
     sized = [
         block
         for block, proof in zip(blocks, proofs, strict=True)
-        if proof.holds and depends_on_sizes(captured, block, witness)
+        if proof.holds and depends_on_sizes(captured, block, twin)
     ]
     if not sized:
         return proofs
     try:
-        second = prove_on(witness_for(captured, second=True), captured, sized, host)
+        second = prove_on(twin_of_model(captured, second=True), captured, sized, host)
     except KtcError as error:
-        why = f"it has numbers that depend on sizes, and no second witness: {error.diagnostics[0].message}"
+        why = f"it has numbers that depend on sizes, and no second twin: {error.diagnostics[0].message}"
         second = tuple(replace(p, compared=False, difference=why) for p in proofs if p.rewrite in _keys(sized))
     again = {proof.rewrite: proof for proof in second if not proof.holds}
     return tuple(again.get(proof.rewrite, proof) for proof in proofs)
@@ -80,32 +80,32 @@ def _keys(blocks: Sequence[RewrittenBlock]) -> set[str]:
 
 
 def prove_on(
-    witness: Witness, captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host
+    twin: ProofTwin, captured: CapturedModel, blocks: Sequence[RewrittenBlock], host: Host
 ) -> tuple[Proof, ...]:
-    """`prove` on a witness that exists already, which does not change."""
-    before, witness = witness, replace(witness, model=copied(witness.model))  # blocks may count their calls
-    carried = [carried_over(captured, block, witness) for block in blocks]
+    """`prove` on a twin that exists already, which does not change."""
+    before, twin = twin, replace(twin, model=copied(twin.model))  # blocks may count their calls
+    carried = [carried_over(captured, block, twin) for block in blocks]
     with one_thread(), modules_forgotten():
         sites = {site.fqn for small in carried for block in small.blocks for site in block.rewrite.sites}
         try:
-            calls = record(witness.model, sorted(sites), SEED)
+            calls = record(twin.model, sorted(sites), SEED)
         except Exception as error:  # foreign code on an unusual config raises anything
             raise ProofFailed(does_not_run(error)) from error
-        model, refused = realised(witness, [small for small in carried if not small.failure], host)
-        pair = _Pair(witness, model, carried, host)
+        model, refused = realised(twin, [small for small in carried if not small.failure], host)
+        pair = _Pair(twin, model, carried, host)
         proofs = tuple(_proof(captured, small, refused, pair, calls) for small in counted(carried, len(carried)))
         return _as_a_whole(before, carried, proofs, host)
 
 
 def _as_a_whole(
-    witness: Witness, carried: Sequence[SmallRewrite], proofs: Sequence[Proof], host: Host
+    twin: ProofTwin, carried: Sequence[SmallRewrite], proofs: Sequence[Proof], host: Host
 ) -> tuple[Proof, ...]:
     """Return the proofs, refuted where the whole model differs with that rewrite alone, or with all that hold."""
     holding = [small for small, proof in zip(carried, proofs, strict=True) if proof.holds]
-    error, difference = _whole(witness, holding, host) if holding else (0.0, "")
+    error, difference = _whole(twin, holding, host) if holding else (0.0, "")
     if not difference:
         return tuple(proofs)
-    alone = {small.of.rewrite.key: _whole(witness, [small], host) for small in holding}
+    alone = {small.of.rewrite.key: _whole(twin, [small], host) for small in holding}
     if not any(told for _, told in alone.values()):
         alone = dict.fromkeys(alone, (error, difference))
     judged = ((proof, *alone.get(proof.rewrite, (0.0, ""))) for proof in proofs)
@@ -115,21 +115,21 @@ def _as_a_whole(
     )
 
 
-def _whole(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[float, str]:
+def _whole(twin: ProofTwin, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[float, str]:
     def in_double() -> tuple[PreTrainedModel, PreTrainedModel]:
-        wide = _as_stock_runs(witness)
+        wide = _as_stock_runs(twin)
         wide.model.double()
         return wide.model, realised(wide, rewrites, host)[0]
 
-    stock = _as_stock_runs(witness)
+    stock = _as_stock_runs(twin)
     return whole_difference(stock.model, realised(stock, rewrites, host)[0], SEED, in_double)
 
 
-def _as_stock_runs(witness: Witness) -> Witness:
+def _as_stock_runs(twin: ProofTwin) -> ProofTwin:
     """Return a copy whose experts run by the implementation that stock chooses, which blocks that stay keep."""
-    model = copied(witness.model)
-    model.set_experts_implementation(witness.experts)
-    return replace(witness, model=model)
+    model = copied(twin.model)
+    model.set_experts_implementation(twin.experts)
+    return replace(twin, model=model)
 
 
 def refuted(proofs: Sequence[Proof]) -> dict[str, tuple[str, str]]:
@@ -149,9 +149,9 @@ def reason(proof: Proof) -> str:
 
 @dataclass(slots=True)
 class _Pair:
-    """The stock witness and the realised one, and both in fp64 once that is needed."""
+    """The stock twin and the realised one, and both in fp64 once that is needed."""
 
-    witness: Witness
+    twin: ProofTwin
     realised: PreTrainedModel
     rewrites: Sequence[SmallRewrite]
     host: Host
@@ -159,7 +159,7 @@ class _Pair:
     _implementation: str = "eager"
 
     def at(self, fqn: str) -> tuple[nn.Module, nn.Module]:
-        return self.witness.model.get_submodule(fqn), self.realised.get_submodule(fqn)
+        return self.twin.model.get_submodule(fqn), self.realised.get_submodule(fqn)
 
     @contextmanager
     def implemented_by(self, experts: str) -> Generator[None]:
@@ -172,13 +172,13 @@ class _Pair:
 
     def _set(self, experts: str) -> None:
         self._implementation = experts
-        for model in (self.witness.model, *(() if self._double is None else self._double[:1])):
+        for model in (self.twin.model, *(() if self._double is None else self._double[:1])):
             model.set_experts_implementation(experts)
 
     def in_double(self, fqn: str) -> tuple[nn.Module, nn.Module]:
         if self._double is None:
-            stock = copied(self.witness.model).double()
-            wide = Witness(self.witness.captured, stock, self.witness.experts)
+            stock = copied(self.twin.model).double()
+            wide = ProofTwin(self.twin.captured, stock, self.twin.experts)
             self._double = stock, realised(wide, [r for r in self.rewrites if not r.failure], self.host)[0]
             stock.set_experts_implementation(self._implementation)
         return self._double[0].get_submodule(fqn), self._double[1].get_submodule(fqn)
@@ -232,7 +232,7 @@ def _proof(
                 break
         if not findings.cases and not findings.difference:
             called = any(calls[fqn] for fqn in sites)
-            failure = "stock code raises on every input" if called else "the witness never calls the block"
+            failure = "stock code raises on every input" if called else "the small twin never calls the block"
     together = _together(constants)
     if not failure and not findings.difference:
         failure = _unproven(together)
@@ -281,7 +281,7 @@ def _compare_long(
         before = met.counted
     if replaced:
         _compare(fqn, pair, overflow_cases(calls), findings)
-    chosen = pair.witness.experts  # the implementation of experts that the stock model chooses itself
+    chosen = pair.twin.experts  # the implementation of experts that the stock model chooses itself
     if chosen not in ("eager", ""):
         with pair.implemented_by(chosen):
             _compare(fqn, pair, other_experts_cases(calls, chosen), findings)

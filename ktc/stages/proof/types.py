@@ -63,7 +63,7 @@ class Proof:
     seed: int
     tolerance: float = TOLERANCE
     difference: str = ""
-    compared: bool = field(default=True)  # False where the witness has no such block, or the rewrite does not run there
+    compared: bool = field(default=True)  # False where the twin has no such block, or the rewrite does not run there
 
     @property
     def worst_gradient(self) -> float:

@@ -1,4 +1,4 @@
-"""The witness as a whole, stock beside rewritten: code around a block may read its class, its children or tensors.
+"""The twin as a whole, stock beside rewritten: code around a block may read its class, its children or tensors.
 
 Input: both models. Output: in which forward they differ. Blocks are compared one by one elsewhere; here the code
 between them is run, which a rewrite does not change and which may still notice it. Outputs that transformers records

@@ -1,4 +1,4 @@
-"""Every family with routed experts has a witness: it builds, runs, and has every kind of layer that its model has."""
+"""Every family with routed experts has a twin: it builds, runs, and has every kind of layer that its model has."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def first_size(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_witness_runs_and_has_every_kind_of_layer_of_its_model(family: str) -> None:
+def test_a_twin_runs_and_has_every_kind_of_layer_of_its_model(family: str) -> None:
     original = twin.default_config(family)
     config = twin.shrink(original)
     assert type(config) is type(original)
@@ -71,7 +71,7 @@ def test_a_witness_runs_and_has_every_kind_of_layer_of_its_model(family: str) ->
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_the_routing_of_a_witness_can_go_wrong(family: str) -> None:
+def test_the_routing_of_a_twin_can_go_wrong(family: str) -> None:
     original = twin.default_config(family)
     config = twin.shrink(original)
     experts, top_k = first_size(config, EXPERT_COUNTS), first_size(config, TOP_KS)
@@ -84,7 +84,7 @@ def test_the_routing_of_a_witness_can_go_wrong(family: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", twin.moe_families())
-def test_a_witness_is_captured(family: str) -> None:
+def test_a_twin_is_captured(family: str) -> None:
     config = twin.shrink(twin.default_config(family))
     config.dtype = torch.float32
     captured = capture(ModelSource(family, None, config, None))
@@ -154,7 +154,7 @@ def test_a_config_class_that_refuses_its_small_sizes_is_told_about() -> None:
         twin.shrink(AutoConfig.for_model("xlnet"))
 
 
-def test_a_second_witness_shares_no_width_with_the_first() -> None:
+def test_a_second_twin_shares_no_width_with_the_first() -> None:
     first, second = (twin.shrink(AutoConfig.for_model("qwen3_moe"), second=second) for second in (False, True))
     names = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size")
     assert all(getattr(first, name) != getattr(second, name) for name in names)

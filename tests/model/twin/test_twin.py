@@ -1,4 +1,4 @@
-"""Twins: small, seeded, and telling: what a witness must be able to show is kept."""
+"""Twins: small, seeded, and telling: what a twin must be able to show is kept."""
 
 from __future__ import annotations
 

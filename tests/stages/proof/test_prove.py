@@ -24,11 +24,10 @@ from ktc.model.manifest.manifest import Rewrite
 from ktc.stages.analysis import Analysis
 from ktc.stages.capture import CapturedModel
 from ktc.stages.capture.weights import WeightMap
-from ktc.stages.proof import Proof, prove, run
-from ktc.stages.proof import witness as witness_module
+from ktc.stages.proof import Proof, prove, run, twins
 from ktc.stages.proof.compare import Constants
+from ktc.stages.proof.twins import signature
 from ktc.stages.proof.types import TOLERANCE, Constant
-from ktc.stages.proof.witness import signature
 from ktc.stages.rewrite import rewrite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,7 +62,7 @@ def test_a_limit_of_the_experts_is_met_on_both_sides() -> None:
     assert all(constant.met for constant in experts.constants)
 
 
-# What is put into the witness is wrong --------------------------------------------------------------------------------
+# What is put into the twin is wrong --------------------------------------------------------------------------------
 Break = Callable[[PreTrainedModel], None]
 
 
@@ -101,7 +100,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_experts_in_the_last_layer_alone_are_refuted(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = witness_module.realise
+    stock = twins.realise
 
     def realise(model: nn.Module, steps: Sequence[Rewrite], *rest: object) -> None:
         stock(model, steps, *rest)  # type: ignore[arg-type]
@@ -109,7 +108,7 @@ def test_wrong_experts_in_the_last_layer_alone_are_refuted(what: str, monkeypatc
         if found:
             WRONG[what](found[-1])
 
-    monkeypatch.setattr(witness_module, "realise", realise)
+    monkeypatch.setattr(twins, "realise", realise)
     refuted = [proof for proof in proofs_of(captured("qwen3_moe")) if not proof.holds]
     assert [proof.class_name for proof in refuted] == ["Qwen3MoeSparseMoeBlock"]
     assert refuted[0].sites[-1] in refuted[0].difference
@@ -192,7 +191,7 @@ def test_a_program_whose_every_rewrite_is_refuted_is_refused(monkeypatch: pytest
 
 def _broken(monkeypatch: pytest.MonkeyPatch, family: str, which: str) -> Analysis:
     """The analysis of a family, and a loader that puts modules with `which` in their name in wrongly."""
-    stock = witness_module.realise
+    stock = twins.realise
 
     def realise(model: nn.Module, steps: Sequence[Rewrite], *rest: object) -> None:
         stock(model, steps, *rest)  # type: ignore[arg-type]
@@ -200,7 +199,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, family: str, which: str) -> Analysi
             if which in step.fqn:
                 another_result(lambda m, y: 1.01 * y)(model.get_submodule(step.fqn))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(witness_module, "realise", realise)
+    monkeypatch.setattr(twins, "realise", realise)
     model, rules = captured(family), dsl.load("moe-lora", {})
     matches, plan = planned(model, rules)
     return Analysis(rules, model, WeightMap((), ()), matches, plan, rewrite(model, plan), CPU)
@@ -210,7 +209,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, family: str, which: str) -> Analysi
 def test_code_around_the_blocks_takes_part_in_the_proof(
     longer_than: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock = witness_module.realise
+    stock = twins.realise
 
     def doubled(module: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
         return 2 * logits if logits.shape[1] > longer_than else logits
@@ -220,7 +219,7 @@ def test_code_around_the_blocks_takes_part_in_the_proof(
         if any(step.fqn.endswith("experts") for step in steps):  # as code that reads the class of these modules
             cast("PreTrainedModel", model).lm_head.register_forward_hook(doubled)
 
-    monkeypatch.setattr(witness_module, "realise", realise)
+    monkeypatch.setattr(twins, "realise", realise)
     proofs = proofs_of(captured("deepseek_v2"))
     assert [proof.holds for proof in proofs] == [proof.class_name == "DeepseekV2Attention" for proof in proofs]
     assert all(f"the whole model, {where}" in proof.difference for proof in proofs if not proof.holds)
@@ -230,14 +229,14 @@ def test_a_rewrite_that_raises_is_told_in_its_own_words(monkeypatch: pytest.Monk
     def experts_raise(experts: FusedMoe) -> None:
         experts.forward = lambda *_: experts.act_fn  # type: ignore[method-assign]
 
-    stock = witness_module.realise
+    stock = twins.realise
 
     def realise(model: nn.Module, steps: Sequence[Rewrite], *rest: object) -> None:
         stock(model, steps, *rest)  # type: ignore[arg-type]
         for module in [m for m in model.modules() if isinstance(m, FusedMoe)]:
             experts_raise(module)
 
-    monkeypatch.setattr(witness_module, "realise", realise)
+    monkeypatch.setattr(twins, "realise", realise)
     told = [proof.difference for proof in proofs_of(captured("qwen3_moe")) if not proof.holds]
     assert len(told) == 1
     assert "no attribute 'act_fn'" in told[0]

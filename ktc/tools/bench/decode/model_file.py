@@ -8,6 +8,7 @@ another order: no two are equal, and a file takes the time of writing it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from ktc.adapters.base_model import read_base
 from ktc.foundation.formats import BLOCKS, STORED
+from ktc.inference.quantize.gguf_settings import add_settings
+from ktc.model.checkpoint.gguf_types import block_of
 from ktc.model.experts.block_reference import random_blocks
 from ktc.stages.capture.gguf_names import GgufPlace, gguf_places
 from ktc.stages.capture.model import build_on_meta
@@ -40,15 +44,10 @@ class FileTensor:
     format: str
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of its bytes, or of its values for bf16 and fp32."""
-        row = BLOCKS.get(self.format)
-        return self.shape if row is None else (*self.shape[:-1], self.shape[-1] // row.weights * row.block_bytes)
-
-    @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return int(np.prod(self.stored_shape)) * {"bf16": 2, "fp32": 4}.get(self.format, 1)
+        block = block_of("f32" if self.format == "fp32" else self.format)
+        return math.prod(self.shape) // block.weights * block.bytes
 
 
 def config_of(sizes: Sizes, layers: int | None) -> PreTrainedConfig:
@@ -109,14 +108,14 @@ def _write_file(config: PreTrainedConfig, sizes: Sizes, file_format: str, path: 
     import gguf
 
     writer = gguf.GGUFWriter(path, sizes.architecture)
-    _settings(writer, config)
+    add_settings(writer, read_base(path.parent), sizes.architecture)
+    writer.add_tokenizer_model("none")
+    writer.add_quantization_version(2)
     tensors = tensors_of(config, sizes.architecture, file_format)
     for tensor in tensors:
         row = STORED["f32" if tensor.format == "fp32" else tensor.format]
         kind = gguf.GGMLQuantizationType(row.gguf)
-        stored = np.dtype(np.float32 if tensor.format == "fp32" else np.uint16 if tensor.format == "bf16" else np.uint8)
-        shape = tensor.shape if stored != np.uint8 else tensor.stored_shape
-        writer.add_tensor_info(tensor.name, shape, stored, tensor.nbytes, raw_dtype=kind)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -124,27 +123,6 @@ def _write_file(config: PreTrainedConfig, sizes: Sizes, file_format: str, path: 
     for tensor in tensors:
         writer.write_tensor_data(np.concatenate(list(_values(tensor, generator))))
     writer.close()
-
-
-def _settings(writer: Any, config: Any) -> None:
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim(config))
-    writer.add_value_length(head_dim(config))
-    writer.add_rope_dimension_count(head_dim(config))
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    writer.add_quantization_version(2)
 
 
 def _values(tensor: FileTensor, generator: torch.Generator) -> Iterator[np.ndarray[Any, Any]]:

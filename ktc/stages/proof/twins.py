@@ -1,8 +1,8 @@
-"""A witness: the model with small widths, at its whole depth and with seeded weights, and the recipe realised in it.
+"""A twin: the model with small widths, at its whole depth and with seeded weights, and the recipe realised in it.
 
-Input: a captured model and its rewritten blocks. Output: the stock witness and a copy of it in which the loader's own
+Input: a captured model and its rewritten blocks. Output: the stock twin and a copy of it in which the loader's own
 code (`ktc.model.loading.realise`) has put every module. A site of the model is compared at the site of the same name.
-Refused, with the reason: a rewrite whose block computes something else in the witness than in the model, apart from
+Refused, with the reason: a rewrite whose block computes something else in the twin than in the model, apart from
 sizes.
 """
 
@@ -21,7 +21,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
 from ktc.foundation.files import temporary_folder
 from ktc.foundation.host import Host
-from ktc.model import twin
 from ktc.model.compare.comparison import in_a_line
 from ktc.model.compare.copies import copied
 from ktc.model.graph import ops
@@ -30,6 +29,7 @@ from ktc.model.hf.foreign_errors import raised_by
 from ktc.model.hf.private_api import experts_of
 from ktc.model.loading.realise import realise
 from ktc.model.targets.target import NodeAction, NodeWeights
+from ktc.model.twin import build, shrink
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.stages.capture.circumstances import circumstances_checked
 from ktc.stages.plan import BlockRewrite
@@ -39,7 +39,7 @@ SEED = 20260
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
+class ProofTwin:
     """A small model that runs: its capture, and the stock model with seeded weights.
 
     `experts` is the implementation of experts that the stock model chooses itself; the model is set to `eager`.
@@ -52,7 +52,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class SmallRewrite:
-    """A rewrite of the model carried over to the witness: its blocks there, or why that cannot be."""
+    """A rewrite of the model carried over to the twin: its blocks there, or why that cannot be."""
 
     of: RewrittenBlock
     blocks: tuple[RewrittenBlock, ...] = ()
@@ -68,28 +68,28 @@ class _Key:
     config: PreTrainedConfig = field(compare=False, hash=False)
 
 
-def witness_for(captured: CapturedModel, *, second: bool = False) -> Witness:
-    """Return the witness of a model, with all of its layers, or a second one of other sizes.
+def twin_of_model(captured: CapturedModel, *, second: bool = False) -> ProofTwin:
+    """Return the twin of a model, with all of its layers, or a second one of other sizes.
 
     Raises ProofFailed (P302), InputRefused.
     """
-    config = twin.shrink(captured.source.config, whole=True, second=second)
+    config = shrink(captured.source.config, whole=True, second=second)
     config.dtype = torch.float32
-    return _witness(_Key(type(config), json.dumps(config.to_dict(), default=str, sort_keys=True), config))
+    return _cached_twin(_Key(type(config), json.dumps(config.to_dict(), default=str, sort_keys=True), config))
 
 
 @lru_cache(maxsize=2)  # `inspect` and `compile` of one model follow each other
-def _witness(key: _Key) -> Witness:
+def _cached_twin(key: _Key) -> ProofTwin:
     with circumstances_checked():
-        captured = capture(ModelSource("witness", None, key.config, None))
-    return witness_of(captured)
+        captured = capture(ModelSource("twin", None, key.config, None))
+    return as_twin(captured)
 
 
-def witness_of(captured: CapturedModel) -> Witness:
-    """Return a capture of witness size as its own fp32 witness. Raises ProofFailed (P302) if it cannot be built."""
+def as_twin(captured: CapturedModel) -> ProofTwin:
+    """Return a capture of twin size as its own fp32 twin. Raises ProofFailed (P302) if it cannot be built."""
     try:
         with one_thread():
-            model = twin.build(captured.source.config, SEED, torch.float32, "cpu")
+            model = build(captured.source.config, SEED, torch.float32, "cpu")
     except Exception as error:  # foreign code on an unusual config raises anything
         raise ProofFailed(does_not_run(error)) from error
     stock = experts_of(model.config) or "eager"
@@ -98,18 +98,18 @@ def witness_of(captured: CapturedModel) -> Witness:
     except ValueError:  # attention with sinks has only eager code
         model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
-    return Witness(captured, model, stock)
+    return ProofTwin(captured, model, stock)
 
 
 def does_not_run(error: Exception) -> Diagnostic:
-    """Return the diagnostic of a witness that stock transformers does not run."""
-    message = f"the shrunk witness of this model does not run in transformers: {in_a_line(error)}"
+    """Return the diagnostic of a twin that stock transformers does not run."""
+    message = f"the small twin of this model does not run in transformers: {in_a_line(error)}"
     return Diagnostic("P302", message, hint=raised_by(error))
 
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """Run on one thread inside: on a small witness all threads would wait for the slowest at every operation."""
+    """Run on one thread inside: on a small twin all threads would wait for the slowest at every operation."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -119,19 +119,19 @@ def one_thread() -> Generator[None]:
 
 
 # Rewrites carried over ------------------------------------------------------------------------------------------------
-def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> SmallRewrite:
-    """Return a rewrite with the same actions on the witness' blocks at the same sites."""
+def carried_over(captured: CapturedModel, block: RewrittenBlock, twin: ProofTwin) -> SmallRewrite:
+    """Return a rewrite with the same actions on the twin's blocks at the same sites."""
     full = captured.block(block.rewrite.block)
     assert full.graph is not None, "only captured blocks are rewritten"
     by_key: dict[str, list[str]] = {}
-    there = {site.fqn: site for site in witness.captured.sites}
+    there = {site.fqn: site for site in twin.captured.sites}
     for site in block.rewrite.sites:
         if site.fqn not in there:
-            return SmallRewrite(block, failure=f"the shrunk witness has no block at `{site.fqn}`")
+            return SmallRewrite(block, failure=f"the small twin has no block at `{site.fqn}`")
         by_key.setdefault(there[site.fqn].block, []).append(site.fqn)
     made: list[RewrittenBlock] = []
     for key, fqns in by_key.items():
-        small = witness.captured.block(key)
+        small = twin.captured.block(key)
         if failure := _mismatch(full, small):
             return SmallRewrite(block, failure=f"the block at `{fqns[0]}` {failure}")
         assert small.graph is not None
@@ -141,7 +141,7 @@ def carried_over(captured: CapturedModel, block: RewrittenBlock, witness: Witnes
             for action in block.rewrite.actions
         )
         sites = tuple(there[fqn] for fqn in fqns)
-        # The witness is on the CPU; the transfers of the plan's placement copy values and change none.
+        # The twin is on the CPU; the transfers of the plan's placement copy values and change none.
         rewrite = BlockRewrite(f"{block.rewrite.key}_{len(made)}", key, sites, actions, "cpu")
         graph = rewrite_block(small.graph, rewrite)
         rewritten = {module.fqn for module in block.own_experts}
@@ -159,18 +159,18 @@ def _unrounded(action: NodeAction) -> NodeWeights:
 
 
 def _mismatch(full: BlockGraph, small: BlockGraph) -> str:
-    """Return in which way the witness' block is another computation, "" if the two differ in sizes alone."""
+    """Return in which way the twin's block is another computation, "" if the two differ in sizes alone."""
     assert full.graph is not None
     if small.graph is None:
-        return f"could not be captured in the shrunk witness: {small.opaque}"
+        return f"could not be captured in the small twin: {small.opaque}"
     if signature(full.graph) != signature(small.graph):
-        return "is another computation in the shrunk witness"
+        return "is another computation in the small twin"
     if full.experts is not None and _rounds(small.graph):
         return "rounds to half precision itself, which its code in OUT would not do in fp32"
     if [module.without_sizes() for module in full.own_experts] != [
         module.without_sizes() for module in small.own_experts
     ]:
-        return "has experts of another kind in the shrunk witness"
+        return "has experts of another kind in the small twin"
     return ""
 
 
@@ -180,26 +180,26 @@ def _rounds(graph: fx.GraphModule) -> bool:
     return any(a in (torch.bfloat16, torch.float16) for a in arguments if isinstance(a, torch.dtype))
 
 
-def depends_on_sizes(captured: CapturedModel, block: RewrittenBlock, witness: Witness) -> bool:
-    """Return whether the code of a rewritten block has other fractional numbers in the model than in the witness."""
+def depends_on_sizes(captured: CapturedModel, block: RewrittenBlock, twin: ProofTwin) -> bool:
+    """Return whether the code of a rewritten block has other fractional numbers in the model than in the twin."""
     if block.experts is None:
         return False
-    there = {site.fqn: site.block for site in witness.captured.sites}
+    there = {site.fqn: site.block for site in twin.captured.sites}
     full = captured.block(block.rewrite.block).graph
-    small = (witness.captured.block(there[site.fqn]).graph for site in block.rewrite.sites)
+    small = (twin.captured.block(there[site.fqn]).graph for site in block.rewrite.sites)
     return any(full is None or graph is None or fractions(full) != fractions(graph) for graph in small)
 
 
-def realised(witness: Witness, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[PreTrainedModel, dict[str, str]]:
-    """Return a copy of the stock witness with the modules of `rewrites` put in place by the loader's code.
+def realised(twin: ProofTwin, rewrites: Sequence[SmallRewrite], host: Host) -> tuple[PreTrainedModel, dict[str, str]]:
+    """Return a copy of the stock twin with the modules of `rewrites` put in place by the loader's code.
 
     The second value has the reason for each rewrite, by its key, that the loader refuses. Weights have equal values.
     """
-    model, refused = copied(witness.model), dict[str, str]()
-    with temporary_folder("witness") as folder:
+    model, refused = copied(twin.model), dict[str, str]()
+    with temporary_folder("twin") as folder:
         for small in rewrites:
             try:
-                for file, text in block_files(witness.captured, small.blocks).items():
+                for file, text in block_files(twin.captured, small.blocks).items():
                     (folder / file).parent.mkdir(exist_ok=True)
                     (folder / file).write_text(text, encoding="utf-8")
                 realise(model, recipe(small.blocks, host), None, folder)
