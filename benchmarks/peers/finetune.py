@@ -67,7 +67,8 @@ def _row(
 ) -> Row:
     _checkpoint(model, split.checkpointing)
     ids = token_ids(request, int(cast("Any", model).config.vocab_size)).to(device)
-    clock, losses, norms = StepClock(), list[float](), list[float]()
+    clock = StepClock(sink.steps(f"stock Hugging Face, {split}", request.steps))
+    losses, norms = list[float](), list[float]()
     clock.start()
     for step in ids.view(request.steps, split.accumulation, split.batch, request.length):
         loss = torch.stack([_backward(model, batch, split) for batch in step]).sum()
@@ -78,9 +79,6 @@ def _row(
         clock.step()
         losses.append(float(loss))
         norms.append(float(norm))
-        what = f"stock Hugging Face, {split}"
-        sink.progress(what, len(losses), request.steps)
-        sink.finished(f"{what}: step {len(losses)} of {request.steps}, {clock.seconds[-1]:.2f} s")
     return row_of(
         request,
         clock.seconds,

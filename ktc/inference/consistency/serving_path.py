@@ -45,8 +45,8 @@ def serving_scores(
 ) -> Served:  # fmt: skip
     """Return the scores of `rows` (N, T) int64 on every path; decoding begins after `prompt` tokens.
 
-    `batch_size` sequences are decoded side by side. With `autocast`, calls are under autocast of bf16. `called` is
-    told of each call of the model.
+    `batch_size` sequences are decoded side by side. With `autocast`, calls are under autocast of bf16. `called` runs
+    after each call of the model.
     """
     model.eval()
     rows = rows.to(cast("Any", model).get_input_embeddings().weight.device)

@@ -44,7 +44,7 @@ def trainer_scores(
 ) -> Trained:  # fmt: skip
     """Return the scores of `rows` (N, T) int64 on the trainer's path. The adapter's values stay as they are.
 
-    `called` is told of each micro-batch.
+    `called` runs with each micro-batch.
 
     Raises:
         InputRefused: as `KTrainer` does, T540 where `stack` is `on` and micro-batches cannot be stacked.

@@ -56,7 +56,7 @@ def write_shard(
 ) -> Rounding:  # fmt: skip
     """Write the tensors of one file to `path`, and return what rounding did to those that are quantised.
 
-    `done` is told the bytes of the original that were read. `added` returns the sum of squares that an adapter has
+    `done` receives the bytes of the original that were read. `added` returns the sum of squares that an adapter has
     added to what was read so far.
     """
     rounding = Rounding()

@@ -118,14 +118,10 @@ class Engine:
         with self._changed:
             self._stopping = True
 
-    def stop(self, grace: float = 0.0) -> None:
-        """Refuse new requests, answer the running ones for at most `grace` seconds, and end the thread."""
+    def stop(self) -> None:
+        """Refuse new requests, end the running ones, and end the thread."""
         with self._changed:
-            self._stopping = True
-            self._changed.notify()
-            if grace:
-                self._changed.wait_for(lambda: not self._active, grace)
-            self._aborting = True
+            self._stopping = self._aborting = True
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
@@ -142,7 +138,7 @@ class Engine:
 
     @property
     def not_ready(self) -> str:
-        """Why new requests would not be answered soon, or "": the server stops, or new weights wait or are copied."""
+        """The reason why new requests wait: the server stops, or takes new weights. "" for none."""
         if self._stopping:
             return "stopping"
         if not self._thread.is_alive():
@@ -218,7 +214,6 @@ class Engine:
     def _pass_on(self, events: Sequence[Event]) -> None:
         with self._changed:
             self._active.difference_update(event.name for event in events if event.end is not None)
-            self._changed.notify_all()
         self._emit(events)
 
     def _end_all(self, end: End) -> None:

@@ -124,7 +124,7 @@ def _selector(rule: syntax.Rule) -> str:
 
 
 def _action(action: syntax.Action) -> list[Line]:
-    """On one line, or with a setting on each where the author has broken it."""
+    """Return an action on one line, or with a line for each setting where the author has broken it."""
     on = f" on {_list(action.on)}" if action.on else ""
     if all(argument.span.line == action.span.line for argument in action.arguments):
         arguments = _arguments(action.arguments) if action.arguments else ""

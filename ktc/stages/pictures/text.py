@@ -45,8 +45,8 @@ def render_text(
     return _join(lines, colour)
 
 
-def render_block(block: BlockDump, *, colour: bool = False) -> str:
-    return _join(list(_block(block)), colour)
+def render_block(block: BlockDump) -> str:
+    return _join(list(_block(block)), colour=False)
 
 
 def node_line(node: NodeDump, nodes: dict[str, NodeDump], home: str = "") -> Text:

@@ -39,9 +39,9 @@ class Footprint:
 
 
 def footprint(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int) -> Footprint:
-    """Of a block whose linear nodes `adapters` (by node name) carry LoRA; `hidden` is the model's width.
+    """Return the footprint of a block. `adapters` has the LoRA of linear nodes by name, `hidden` is the model's width.
 
-    The routed experts themselves are not in it: where they run is the plan's choice.
+    The routed experts are not in it, since the plan chooses where they run.
     """
     trains = _with_gradient(graph, adapters, hidden)
     values, extra = set[fx.Node](), 0.0

@@ -70,7 +70,7 @@ def warn_of_adapters(draft: PlanDraft) -> PlanDraft:
     """Warn of rules that adapt nothing (M094), and of each command that will refuse the adapter (A613)."""
     lora, captured = draft.lora, draft.captured
     if lora is None:
-        return draft.telling(*_without_adapter(draft.rules))
+        return draft.with_warnings(*_without_adapter(draft.rules))
     source = captured.source
     facts = AdapterFacts(
         str(source.config.model_type),
@@ -82,7 +82,7 @@ def warn_of_adapters(draft: PlanDraft) -> PlanDraft:
         not source.own_code and not names_one_by_one(captured.model),
         int(getattr(source.config.get_text_config(), "num_hidden_layers", 0)),
     )
-    return draft.telling(*refused_later(facts))
+    return draft.with_warnings(*refused_later(facts))
 
 
 def _without_adapter(rules: RuleSet) -> tuple[Diagnostic, ...]:

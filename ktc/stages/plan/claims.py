@@ -1,7 +1,7 @@
-"""Claims: which rule fills which slot of which node. The only place where conflicts between rules are resolved.
+"""Claims of rules on facets of nodes. The only place where conflicts between rules are resolved.
 
-A node has four slots (kernel, adapter, quant, place); at most one rule fills a slot of a node. If two rules do, one
-must override the other; the loser's action is dropped for that match, and its other actions remain.
+A node has four facets (kernel, adapter, quant, place), and each has at most one claim. If two rules claim it, one must
+override the other: the loser's action is dropped for that match, and its other actions remain.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, Rule
     Of the nodes that a target absorbs the last one is replaced and keeps its users; the others vanish, and with them
     what the match holds between them and the last.
     """
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for match in matches.matches:
         graph = captured.block(match.block).graph if match.block else None
         for action in by_rule[match.rule].actions:
@@ -148,8 +148,8 @@ def _escaping(captured: CapturedModel, matches: Matches, by_rule: dict[str, Rule
             *vanishing, last = sorted(captures, key=lambda name: list(nodes).index(captures[name]))
             for name in vanishing:
                 outside = _used_outside(nodes[captures[name]], match.nodes, captures[last])
-                if outside and (match.rule, name) not in told:
-                    told.add((match.rule, name))
+                if outside and (match.rule, name) not in reported:
+                    reported.add((match.rule, name))
                     message = (
                         f"`{action.target.name}` would absorb `{name}` at {match.path}, which `{outside}` also uses"
                     )

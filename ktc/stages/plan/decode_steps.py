@@ -33,12 +33,12 @@ def decide_steps(draft: PlanDraft) -> PlanDraft:
     }
     if obstacles.get(_GRAPH) == "":
         text = "decoding steps of `generate` are CUDA graphs, experts on the CPU are host functions in them"
-        return replace(draft, cuda_graph=True).giving(Reason("model", text))
+        return replace(draft, cuda_graph=True).with_reasons(Reason("model", text))
     if obstacles.get(_NATIVE) == "":  # a program that names both is for either place
         text = "decoding steps of `generate` are native programs, recorded from the model's own steps"
         spec = StepSpec("step", "fp32", next(isa for isa in ISAS if isa in draft.host.isas))
-        return replace(draft, steps=spec).giving(Reason("model", text))
-    return draft.telling(*(_without_effect(draft, key, why) for key, why in obstacles.items()))
+        return replace(draft, steps=spec).with_reasons(Reason("model", text))
+    return draft.with_warnings(*(_without_effect(draft, key, why) for key, why in obstacles.items()))
 
 
 def _without_effect(draft: PlanDraft, key: str, why: str) -> Diagnostic:

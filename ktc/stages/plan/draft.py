@@ -73,11 +73,11 @@ class PlanDraft:
     warnings: tuple[Diagnostic, ...] = ()
     over_budget: tuple[Diagnostic, ...] = ()
 
-    def telling(self, *warnings: Diagnostic) -> PlanDraft:
+    def with_warnings(self, *warnings: Diagnostic) -> PlanDraft:
         """Return the draft with further warnings."""
         return replace(self, warnings=(*self.warnings, *warnings))
 
-    def giving(self, *reasons: Reason) -> PlanDraft:
+    def with_reasons(self, *reasons: Reason) -> PlanDraft:
         """Return the draft with further reasons."""
         return replace(self, reasons=(*self.reasons, *reasons))
 

@@ -56,9 +56,9 @@ def leave_unsuited(draft: PlanDraft) -> PlanDraft:
 
 
 def _leave(
-    draft: PlanDraft, unsuited: Callable[[Claim], Unsuited | None], told: Callable[[Unsuited, list[Claim]], str]
+    draft: PlanDraft, unsuited: Callable[[Claim], Unsuited | None], describe: Callable[[Unsuited, list[Claim]], str]
 ) -> PlanDraft:
-    """Leave out the claims with a reason, or refuse them; `told` says what their modules do instead."""
+    """Leave out the claims with a reason, or refuse them; `describe` returns the text of a warning."""
     kept, left = list[Claim](), dict[tuple[str, str, Unsuited], list[Claim]]()
     for claim in draft.claims:
         why = unsuited(claim)
@@ -70,13 +70,12 @@ def _leave(
     if refused := [_refused(why, claims[0]) for (rule, _, why), claims in left.items() if rule not in optional]:
         raise InputRefused(*refused)
     warnings = {
-        told(why, claims): Diagnostic(
-            why.code, told(why, claims), claims[0].span, hint=f"see `ktc explain {why.code}`", severity="warning"
-        )
+        text: Diagnostic(why.code, text, claims[0].span, hint=f"see `ktc explain {why.code}`", severity="warning")
         for (_, _, why), claims in left.items()
+        for text in (describe(why, claims),)
     }
     sites = {claim.site: why.reason for (_, _, why), claims in left.items() for claim in claims}
-    return replace(draft, claims=tuple(kept), left={**draft.left, **sites}).telling(*warnings.values())
+    return replace(draft, claims=tuple(kept), left={**draft.left, **sites}).with_warnings(*warnings.values())
 
 
 def _refused(why: Unsuited, claim: Claim) -> Diagnostic:
@@ -136,7 +135,7 @@ def leave_first_layers(draft: PlanDraft) -> PlanDraft:
             dense.setdefault(claim.rule, []).append(claim)
         if target is not None:
             kept.append(replace(claim, target=target))
-    return replace(draft, claims=tuple(kept)).giving(*map(_dense, dense.values()))
+    return replace(draft, claims=tuple(kept)).with_reasons(*map(_dense, dense.values()))
 
 
 def _dense(claims: list[Claim]) -> Reason:
@@ -162,7 +161,7 @@ def leave_uncoded_caches(draft: PlanDraft) -> PlanDraft:
             left.setdefault((claim.block, reason), []).append(claim)
         kept.append(replace(claim, target=target.without_codes) if reason else claim)
     warnings = [_with_numbers(reason, claims) for (_, reason), claims in left.items()]
-    return replace(draft, claims=tuple(kept)).telling(*warnings)
+    return replace(draft, claims=tuple(kept)).with_warnings(*warnings)
 
 
 def _with_numbers(reason: str, claims: list[Claim]) -> Diagnostic:

@@ -73,7 +73,7 @@ def over_budget(memory: MemoryPlan, mode: str, asked: BatchShape) -> tuple[Diagn
 
 
 def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
-    """Of the ways to do what the program is for, the last one needs least memory."""
+    """Return the diagnostic (M075) for the use of the program's mode that needs least memory, the last of them."""
     use = ([use for use in uses if use.name.startswith(mode)] or [*uses])[-1]  # nothing trains without an adapter
     if not use.shortfall:
         return None

@@ -107,7 +107,7 @@ def warn_of_unchanged(draft: PlanDraft) -> PlanDraft:
 
     Sites that a claim was left out for have a warning already.
     """
-    return draft.telling(*_unchanged(draft))
+    return draft.with_warnings(*_unchanged(draft))
 
 
 def _unchanged(draft: PlanDraft) -> Iterator[Diagnostic]:

@@ -24,7 +24,7 @@ def check_settings(draft: PlanDraft) -> PlanDraft:
     ]
     if missing:
         raise InputRefused(*missing)
-    return draft.telling(*_without_effect(draft))
+    return draft.with_warnings(*_without_effect(draft))
 
 
 def _without_effect(draft: PlanDraft) -> Iterator[Diagnostic]:

@@ -19,7 +19,7 @@ from ktc.stages.plan.types import Reason
 
 def explain_conversions(draft: PlanDraft) -> PlanDraft:
     """Explain what the loader converts, by format and module; from the config without a checkpoint."""
-    return draft.giving(*_conversions(draft))
+    return draft.with_reasons(*_conversions(draft))
 
 
 def _conversions(draft: PlanDraft) -> Iterator[Reason]:

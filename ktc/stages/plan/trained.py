@@ -62,7 +62,7 @@ def plan_weights(draft: PlanDraft) -> PlanDraft:
             treatments[claim.path] = replace(treatments.get(claim.path, AS_STORED), masters=masters)
     modules = tuple(dict.fromkeys(claim.path for claim in training))
     decided = replace(draft, claims=standing, treatments=treatments, trained_modules=modules)
-    return decided.giving(*_reasons(rounding, training, treatments))
+    return decided.with_reasons(*_reasons(rounding, training, treatments))
 
 
 def _resolved(captured: CapturedModel, claim: Claim, claims: Sequence[Claim]) -> Claim | None:

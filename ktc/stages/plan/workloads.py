@@ -132,7 +132,7 @@ def _shortfall(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
 
 # What each use needs -------------------------------------------------------------------------------------------------
 def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> Needs:
-    """At the deepest point of a step: all that forward saved, and the larger of the loss and one layer's backward."""
+    """Return the needs at the peak of a step: what forward saved, and the larger of loss and a layer's backward."""
     tokens, needs = batch * length, _resident(model, adapter=True)
     for device, of_device in needs.items():
         saved = [layer.saved.get(device, 0.0) for layer in model.layers]
@@ -153,7 +153,7 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
 
 
 def _generation(model: _Model, batch: int, length: int) -> Needs:
-    """At the end of a prompt of `length` tokens read at once, or of a text that grew to that length."""
+    """Return the needs after a prompt of `length` tokens read at once, or a text that grew to that length."""
     tokens, needs = batch * length, _resident(model, adapter=False)
     for device, of_device in needs.items():
         live = max((layer.live.get(device, 0.0) for layer in model.layers), default=0.0)

@@ -106,12 +106,12 @@ def _as_a_whole(
     if not difference:
         return tuple(proofs)
     alone = {small.of.rewrite.key: _whole(twin, [small], host) for small in holding}
-    if not any(told for _, told in alone.values()):
+    if not any(difference for _, difference in alone.values()):
         alone = dict.fromkeys(alone, (error, difference))
     judged = ((proof, *alone.get(proof.rewrite, (0.0, ""))) for proof in proofs)
     return tuple(
-        replace(proof, forward=max(proof.forward, error), difference=told) if told else proof
-        for proof, error, told in judged
+        replace(proof, forward=max(proof.forward, error), difference=difference) if difference else proof
+        for proof, error, difference in judged
     )
 
 
@@ -143,8 +143,8 @@ def reason(proof: Proof) -> str:
         return f"cannot be proven: {proof.difference}"
     worst = max(proof.gradients, key=lambda name: proof.gradients[name], default="")
     gradient = f", gradient of {worst} {proof.gradients[worst]:.1e}" if worst else ""
-    told = f"forward {proof.forward:.1e}{gradient}, allowed {proof.tolerance:.0e}"
-    return f"computes something else than stock{f' ({proof.difference})' * bool(proof.difference)}: {told}"
+    errors = f"forward {proof.forward:.1e}{gradient}, allowed {proof.tolerance:.0e}"
+    return f"computes something else than stock{f' ({proof.difference})' * bool(proof.difference)}: {errors}"
 
 
 @dataclass(slots=True)

@@ -122,8 +122,8 @@ def whole_difference(
         if compared.refused:
             continue
         if compared.raised:
-            told = f"it raises {compared.raised} in {forward.name} of the whole model"
-            return compared.worst, f"{told}: {forward.reader}"
+            where = f"{forward.name} of the whole model: {forward.reader}"
+            return compared.worst, f"it raises {compared.raised} in {where}"
         worst = max(worst, float("inf") if compared.alone else compared.worst)
         if compared.alone or compared.differing:
             return worst, f"results of the whole model, {forward.name}: {forward.reader}"

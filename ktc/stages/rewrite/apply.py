@@ -26,7 +26,7 @@ PASSES: tuple[tuple[str, Pass], ...] = tuple((target.name, target.apply) for tar
 
 @dataclass(frozen=True, slots=True)
 class RewrittenBlock:
-    """A distinct rewrite and the graph it led to. The graph's parameters are on meta until somebody binds them."""
+    """A distinct rewrite and the graph it led to. The graph's parameters are on meta until the loader binds them."""
 
     rewrite: BlockRewrite
     graph: fx.GraphModule
@@ -35,7 +35,7 @@ class RewrittenBlock:
 
 
 def rewrite(captured: CapturedModel, plan: Plan) -> tuple[RewrittenBlock, ...]:
-    """Carries out the plan's rewrites on copies of the captured graphs."""
+    """Return the plan's rewrites, carried out on copies of the captured graphs."""
     blocks: list[RewrittenBlock] = []
     for block_rewrite in plan.rewrites:
         block = captured.block(block_rewrite.block)

@@ -51,7 +51,7 @@ class _Copy:
         self._hidden = hidden
 
     def result(self) -> Any:
-        """Copies the nodes and returns what the output returns."""
+        """Copy the nodes, and return the value of the output."""
         for node in nodes_of(self._source):
             if node.op == "output":
                 return self._mapped(node.args[0])

@@ -70,7 +70,7 @@ class Limits:
 
     @property
     def read_bytes(self) -> int:
-        """How much memory one measurement reads, more than caches hold."""
+        """The bytes that one measurement reads, more than caches hold."""
         return self._memory.numel()
 
     def measure(self, samples: Samples) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -20,6 +20,16 @@ class ProgressSink:
     def part(self, name: str) -> Callable[[int, int], None]:
         """Return the function that takes done and total of a part, which are shown in percent."""
         return lambda done, total: self.progress(name, 100 * done // max(1, total), 100)
+
+    def steps(self, name: str, total: int) -> Callable[[Sequence[float]], None]:
+        """Return the function that takes the seconds of the steps so far, of `total` that a part has."""
+        self.progress(name, 0, total)
+
+        def finished(seconds: Sequence[float]) -> None:
+            self.progress(name, len(seconds), total)
+            self.finished(f"{name}: step {len(seconds)} of {total}, {seconds[-1]:.2f} s")
+
+        return finished
 
     def at(self, done: int, total: int) -> Callable[[str], None]:
         """Return the function that takes the name of what runs now."""

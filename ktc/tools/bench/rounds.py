@@ -105,8 +105,9 @@ def measured() -> Generator[list[Seconds]]:
 
 @dataclass(slots=True)
 class StepClock:
-    """The seconds of consecutive steps, each until the GPUs have done its work."""
+    """The seconds of consecutive steps, each until the GPUs have done its work. `finished` gets those so far."""
 
+    finished: Callable[[Sequence[float]], None] = lambda seconds: None
     seconds: list[float] = field(default_factory=list[float])
     _last: float = 0.0
 
@@ -121,6 +122,7 @@ class StepClock:
         began = self._last
         self.start()
         self.seconds.append(self._last - began)
+        self.finished(self.seconds)
 
 
 @contextmanager

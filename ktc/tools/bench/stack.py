@@ -43,7 +43,7 @@ class Stack:
 
     @property
     def times_whole(self) -> float:
-        """How many times as many layers with experts the whole depth has."""
+        """The layers with experts of the whole depth, as a multiple of those in this run."""
         return self.with_experts_of_depth / self.with_experts
 
 
@@ -91,7 +91,7 @@ class StackReport(ComparisonReport):
 
     @property
     def of_depth(self) -> str:
-        """How many layers were measured."""
+        """The number of measured layers, as text."""
         return f"{self.layers}{'' if self.layers == self.depth else f' of {self.depth}'} layers"
 
     def headline(self, work: str) -> str:

@@ -67,7 +67,7 @@ class LocalEngine:
         self._cache = self.filled_cache(case) if case.kind == "decode" else None
 
     def run(self, case: Case) -> Seconds:
-        """By the clocks of this process."""
+        """Compute the case, timed by the clocks of this process."""
         vocabulary = self._config.vocab_size
         if case.kind == "prefill":
             ids = torch.tensor([prompt_of(case.tokens, vocabulary)])

@@ -35,24 +35,25 @@ def measured(model: PeftModel, request: Finetune, place: str, folder: Path, sink
     """Train `model` for the steps of a request by `KTrainer`. Raises what the trainer raises."""
     ids = token_ids(request, int(cast("Any", model).config.vocab_size))
     data: Any = [{"input_ids": row, "labels": row} for row in ids]
-    clock = _Clock(sink, request.steps, "the reference" if place == "reference" else f"experts on the {place}")
+    name = "the reference" if place == "reference" else f"experts on the {place}"
+    clock = StepClock(sink.steps(name, request.steps))
     reset_peaks()
     trainer = KTrainer(
         model=model,
         args=_arguments(request, place, folder),
         train_dataset=data,
-        callbacks=[clock],
+        callbacks=[_Steps(clock)],
         stack_micro_batches="off" if place == "reference" else "auto",
     )
     trainer.remove_callback(PrinterCallback)
     trace = request.trace_of(place)
     if trace is not None:
-        trainer.add_callback(_Trace(trace, clock.clock))  # behind the report, which does not time its writing
+        trainer.add_callback(_Trace(trace, clock))  # behind the report, which does not time its writing
     trainer.train()
     report = report_of(trainer).report(finished=True)
     return row_of(
         request,
-        clock.clock.seconds,
+        clock.seconds,
         impl="ktc",
         experts=place,
         split=Split(1, request.accumulation),
@@ -99,22 +100,17 @@ def _arguments(request: Finetune, place: str, folder: Path) -> TrainingArguments
     )
 
 
-class _Clock(TrainerCallback):
+class _Steps(TrainerCallback):
     """Times the trainer's steps, with the loading of their data."""
 
-    def __init__(self, sink: ProgressSink, steps: int, what: str) -> None:
-        self.clock = StepClock()
-        self._sink, self._steps, self._what = sink, steps, what
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._sink.progress(self._what, 0, self._steps)
-        self.clock.start()
+        self._clock.start()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.clock.step()
-        seconds = self.clock.seconds
-        self._sink.progress(self._what, len(seconds), self._steps)
-        self._sink.finished(f"{self._what}: step {len(seconds)} of {self._steps}, {seconds[-1]:.2f} s")
+        self._clock.step()
 
 
 class _Trace(StepTrace):
