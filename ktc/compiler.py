@@ -104,14 +104,14 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     host: Host | None = None,
     observe: Observe = _unobserved,
     *,
-    asked: BatchShape = ANY_SIZE,
+    must_fit: BatchShape = ANY_SIZE,
     to_compile: bool = False,
     random_weights: bool = False,
     trust_remote_code: bool = False,
 ) -> Analysis:
     """Run the stages that read no weight and need no C++ compiler.
 
-    `asked` is the size of input that must fit. With `to_compile`, weights are fetched from the hub, and a model that
+    `must_fit` is the size of input that must fit. With `to_compile`, weights are fetched from the hub, and a model that
     cannot be compiled is refused before it is matched. With `random_weights` the checkpoint is not looked at.
     Raises as `compile` does, but a plan over budget is a value.
     """
@@ -130,17 +130,17 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     if source.index is not None:
         weights = map_weights(captured.model, source.index)
         observe("weights", weights)
-    return _decide(ruleset, captured, weights, host, observe, asked)
+    return _decide(ruleset, captured, weights, host, observe, must_fit)
 
 
 def _decide(
     ruleset: dsl.RuleSet, captured: CapturedModel, weights: WeightMap, host: Host, observe: Observe,
-    asked: BatchShape = ANY_SIZE,
+    must_fit: BatchShape = ANY_SIZE,
 ) -> Analysis:  # fmt: skip
     """Run the stages from `match` to `rewrite`."""
     matches = match(captured, ruleset, host)
     observe("match", matches)
-    plan = make_plan(captured, weights.sources, matches, ruleset, host, asked)
+    plan = make_plan(captured, weights.sources, matches, ruleset, host, must_fit)
     observe("plan", plan)
     blocks = rewrite(captured, plan)
     observe("rewrite", blocks)

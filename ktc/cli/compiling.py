@@ -121,7 +121,7 @@ def check_command(
                 settings_of(settings),
                 _host(host_file, None),
                 report.observe,
-                asked=BatchShape(batch, length),
+                must_fit=BatchShape(batch, length),
                 trust_remote_code=trust,
             )
         report.finish_check()

@@ -27,7 +27,7 @@ class Item:
     """A prompt and its reference answer; `raw` texts are used without a chat template."""
 
     place: Span
-    asked: str | tuple[Message, ...]
+    prompt: str | tuple[Message, ...]
     raw: bool
     reference: str
 

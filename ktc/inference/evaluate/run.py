@@ -66,7 +66,7 @@ class Evaluator:
         """Score answers to the items against their references. Raises InputRefused (G702, G703, G706)."""
         opened, references = self.opened, [item.reference for item in items]
         prompts = render_all(
-            items, lambda item: render(opened, item.asked, system=system, raw=item.raw, place=item.place)
+            items, lambda item: render(opened, item.prompt, system=system, raw=item.raw, place=item.place)
         )
 
         def run(progress: Done) -> tuple[list[str], tuple[Metric, ...]]:

@@ -31,7 +31,7 @@ def answer_rows(
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[dict[str, Any]], Pace]:
     """Return each row with its answer. Raises InputRefused (G702, G703, G706)."""
-    prompts = render_all(rows, lambda row: render(opened, row.asked, system=system, raw=raw, place=row.place))
+    prompts = render_all(rows, lambda row: render(opened, row.prompt, system=system, raw=raw, place=row.place))
     require_fit(opened, prompts, sampling.max_new_tokens)
     set_seed(sampling.seed)
     answers, pace = answer_all(opened, prompts, sampling, batch_size, progress)

@@ -58,9 +58,9 @@ def _turn(
     system: str,
 ) -> list[Pace]:
     """Answer one question and append both to the history; an interrupted answer is appended as far as it went."""
-    asked = Message("user", said)
+    question = Message("user", said)
     try:
-        prompt = render(opened, [*history, asked], system=system)
+        prompt = render(opened, [*history, question], system=system)
         with answers_stop() as interrupted:
             answered, pace = answer(opened, prompt, sampling, say, interrupted)
     except InputRefused as refusal:
@@ -68,7 +68,7 @@ def _turn(
             tell(diagnostic)
         return []
     say("\n")
-    history += [asked, Message("assistant", answered.text)]
+    history += [question, Message("assistant", answered.text)]
     tell(f"{pace}{', interrupted' if answered.finish == 'interrupted' else ''}")
     if pace.sparse_attention is not None:
         tell(str(pace.sparse_attention))

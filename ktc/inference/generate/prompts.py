@@ -50,12 +50,12 @@ class Row:
 
     place: Span
     fields: Mapping[str, Any]
-    asked: str | tuple[Message, ...]
+    prompt: str | tuple[Message, ...]
 
 
 def render(
     opened: LanguageModel,
-    asked: str | Sequence[Message],
+    prompt: str | Sequence[Message],
     *,
     system: str = "",
     raw: bool = False,
@@ -66,7 +66,7 @@ def render(
     With a chat template, a text is a turn of the user. Without one, or with `raw`, a text is unchanged and turns are
     joined by line breaks, an answer ending with the end of the text, as in `ktc train`.
     """
-    turns = (Message("user", asked),) if isinstance(asked, str) else tuple(asked)
+    turns = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
     if not any(turn.content.strip() for turn in turns):
         raise InputRefused(Diagnostic("G702", "the prompt is empty", place, hint="write a prompt"))
     if system and turns[0].role != "system":
@@ -79,7 +79,7 @@ def render(
         text = _templated(tokenizer, turns, place)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(text, tuple(ids), place, special=False)
-    text = turns[0].content if isinstance(asked, str) and len(turns) == 1 else _joined(tokenizer, turns)
+    text = turns[0].content if isinstance(prompt, str) and len(turns) == 1 else _joined(tokenizer, turns)
     return Prompt(text, tuple(tokenizer(text)["input_ids"]), place)
 
 
@@ -120,9 +120,9 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         except ValueError as error:
             faults.append(Diagnostic("G706", f"this is not JSON: {error}", place, hint="a row is one JSON object"))
             continue
-        asked = _asked(value, place, faults)
-        if asked is not None:
-            rows.append(Row(place, cast("Mapping[str, Any]", value), asked))
+        prompt = _prompt_of(value, place, faults)
+        if prompt is not None:
+            rows.append(Row(place, cast("Mapping[str, Any]", value), prompt))
     if faults:
         raise InputRefused(*bounded(faults))
     if not rows:
@@ -138,7 +138,7 @@ def read_lines(path: Path) -> Iterator[tuple[Span, str]]:
             yield Span(str(path), number, 1, number, 2), line
 
 
-def _asked(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[Message, ...] | None:
+def _prompt_of(value: object, place: Span, faults: list[Diagnostic]) -> str | tuple[Message, ...] | None:
     """Return the prompt of a row; None, and a fault, if it has none."""
 
     def refuse(message: str, hint: str = "") -> None:

@@ -65,7 +65,7 @@ def compare(what: str, kind: Kind, rewritten: bool, outputs: Sides[Output], toke
 
 
 def compare_experts(what: str, outputs: Sides[Tensor], expert: Tensor) -> Row:
-    """Return the row of experts that were each asked alone: the errors of the one with the worst ratio.
+    """Return the row of experts that each ran alone: the errors of the one with the worst ratio.
 
     Outputs are (N, H), `expert` (N,) has the expert of each row. An expert is wrong too if one output of it is: the
     mean over thousands of outputs hides a wrong scale in one row of a matrix.

@@ -31,8 +31,8 @@ Formats = Mapping[Experts, ExpertsFormat]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSeen:
-    """One side's runs: the whole layer, its blocks on given inputs, by path the answers of experts asked alone.
+class LayerRuns:
+    """One side's runs: the whole layer, its blocks on given inputs, by path the answers of experts alone.
 
     `carried` are the hidden states after the layer for those that the side carried.
     """
@@ -56,18 +56,18 @@ class Start:
     probes: Mapping[str, Probe]
     refusals: Mapping[str, str]
 
-    def seen(self, layer: nn.Module, call: LayerCall, dtype: torch.dtype, carried: Tensor | None = None) -> LayerSeen:
-        """Run a side's layer in `dtype`."""
+    def run_in(self, layer: nn.Module, call: LayerCall, dtype: torch.dtype, carried: Tensor | None = None) -> LayerRuns:
+        """Run one side's layer in `dtype`."""
         experts, x = tuple(self.formats), self.x.to(dtype)
-        return LayerSeen(
+        return LayerRuns(
             run_layer(layer, call, x, experts),
             run_layer(layer, call, x, experts, self.run),
-            self.asked(layer, dtype),
+            self.expert_answers(layer, dtype),
             None if carried is None else run_layer(layer, call, carried.to(dtype), ()).output,
         )
 
-    def asked(self, layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the answers of experts asked alone, by path."""
+    def expert_answers(self, layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the answers of experts alone, by path."""
         return {path: answers(layer.get_submodule(path), probe, dtype) for path, probe in self.probes.items()}
 
 
@@ -87,8 +87,8 @@ def compare_layer(
     layer = next(turn)
     start = _start(layer, calls.baseline, streams.baseline, formats)
     baseline = _baseline(layer, calls.baseline, start)
-    stock = start.seen(next(turn), own_call, own_dtype, own_stream)
-    ktc = start.seen(next(turn), calls.ktc, models.stock.dtype, compiled_stream)
+    stock = start.run_in(next(turn), own_call, own_dtype, own_stream)
+    ktc = start.run_in(next(turn), calls.ktc, models.stock.dtype, compiled_stream)
     next(turn, None)  # releases the compiled layer
     rewritten = [step.fqn[len(group) + 1 :] for step in opened.manifest.rewrites if is_inside(step.fqn, group)]
     rows = tuple(_rows(Sides(baseline, stock, ktc), start, rewritten, tokens))
@@ -106,13 +106,13 @@ def _start(layer: nn.Module, call: LayerCall, x: Tensor, formats: Formats) -> St
     return Start(x, run, formats, probes, refusals)
 
 
-def _baseline(layer: nn.Module, call: LayerCall, start: Start) -> LayerSeen:
+def _baseline(layer: nn.Module, call: LayerCall, start: Start) -> LayerRuns:
     """Return the runs in fp32: those of `start`, or again with weights that went through a format."""
     if not any(form.quantises for form in start.formats.values()):
-        return LayerSeen(start.run, start.run, start.asked(layer, torch.float32))
+        return LayerRuns(start.run, start.run, start.expert_answers(layer, torch.float32))
     for experts, form in start.formats.items():
         through_format(layer.get_submodule(experts.path), form)
-    return start.seen(layer, call, torch.float32)
+    return start.run_in(layer, call, torch.float32)
 
 
 def _coarser(model: torch.dtype, kernels: Sequence[torch.dtype | None]) -> torch.dtype | None:
@@ -122,19 +122,19 @@ def _coarser(model: torch.dtype, kernels: Sequence[torch.dtype | None]) -> torch
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
-def _rows(seen: Sides[LayerSeen], start: Start, rewritten: Sequence[str], tokens: Tokens) -> Iterator[Row]:
+def _rows(sides: Sides[LayerRuns], start: Start, rewritten: Sequence[str], tokens: Tokens) -> Iterator[Row]:
     """Yield the rows of the layer, its blocks and its experts; `rewritten` has paths in the layer."""
-    whole = Sides(*(_output(side.whole, "", tokens) for side in seen))
+    whole = Sides(*(_output(side.whole, "", tokens) for side in sides))
     row = _with_format(compare("", "layer", True, whole, tokens), whole, start, "", tokens)
     yield replace(row, note="; ".join(filter(None, (row.note, *start.refusals.values()))))
     for name in start.run.blocks:
-        if all(name in side.blocks.blocks for side in seen):
-            outputs = Sides(*(_output(side.blocks, name, tokens) for side in seen))
+        if all(name in side.blocks.blocks for side in sides):
+            outputs = Sides(*(_output(side.blocks, name, tokens) for side in sides))
             row = compare(name, "block", any(is_inside(path, name) for path in rewritten), outputs, tokens)
             yield _with_format(row, outputs, start, name, tokens)
     for experts, form in start.formats.items():
         if experts.path in start.probes:
-            of = Sides(*(side.experts[experts.path] for side in seen))
+            of = Sides(*(side.experts[experts.path] for side in sides))
             yield replace(compare_experts(experts.path, of, start.probes[experts.path].expert), note=form.words)
 
 

@@ -46,24 +46,24 @@ class Circumstance:
     more: Callable[[nn.Module], Sequence[State]] | None = None
 
 
-def _asked_by(names: str) -> frozenset[str]:
+def _names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
 CIRCUMSTANCES = (
     Circumstance(
         "where parameters or inputs are frozen",
-        _asked_by("requires_grad requires_grad_ is_leaf grad_fn retains_grad grad _grad_fn"),
+        _names("requires_grad requires_grad_ is_leaf grad_fn retains_grad grad _grad_fn"),
         (states.frozen, states.inputs_frozen, states.with_gradients),
         states.partly_frozen,
     ),
-    Circumstance("without gradients", _asked_by("is_grad_enabled GradMode grad_mode"), (states.without_gradients,)),
+    Circumstance("without gradients", _names("is_grad_enabled GradMode grad_mode"), (states.without_gradients,)),
     Circumstance(
-        "in inference mode", _asked_by("is_inference_mode_enabled is_inference inference_mode"), (states.inference,)
+        "in inference mode", _names("is_inference_mode_enabled is_inference inference_mode"), (states.inference,)
     ),
     Circumstance(
         "with autocast",
-        _asked_by(
+        _names(
             "is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled get_autocast_dtype "
             "get_autocast_cpu_dtype get_autocast_gpu_dtype autocast maybe_autocast"
         ),
@@ -71,12 +71,12 @@ CIRCUMSTANCES = (
     ),
     Circumstance(
         "under `torch.compile`",
-        _asked_by("is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting is_torchdynamo_exporting"),
+        _names("is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting is_torchdynamo_exporting"),
         (states.compiling,),
     ),
     Circumstance(
         "where hooks are set",
-        _asked_by(
+        _names(
             "_forward_hooks _forward_pre_hooks _forward_hooks_with_kwargs _forward_pre_hooks_with_kwargs "
             "_forward_hooks_always_called _global_forward_hooks _global_forward_pre_hooks has_hooks"
         ),
@@ -84,7 +84,7 @@ CIRCUMSTANCES = (
     ),
     Circumstance(
         "where PEFT has wrapped its layers or parameters",
-        _asked_by(
+        _names(
             "isinstance issubclass type __class__ __name__ callable base_layer children modules parameters "
             "_parameters _modules named_parameters named_modules named_children state_dict is_parametrized "
             "parametrizations get_submodule get_parameter"
@@ -93,55 +93,55 @@ CIRCUMSTANCES = (
     ),
     Circumstance(
         "for tensors that are not contiguous",
-        _asked_by("is_contiguous stride storage_offset is_non_overlapping_and_dense _is_view _base"),
+        _names("is_contiguous stride storage_offset is_non_overlapping_and_dense _is_view _base"),
         (states.strided_inputs, states.strided_parameters),
     ),
     Circumstance(
-        "on another device", _asked_by("device is_cuda is_cpu is_meta is_mps is_xpu get_device type"), states.DEVICES
+        "on another device", _names("device is_cuda is_cpu is_meta is_mps is_xpu get_device type"), states.DEVICES
     ),
     Circumstance(
         "in another dtype",
-        _asked_by("dtype finfo element_size itemsize is_floating_point type float16 bfloat16 float32 half"),
+        _names("dtype finfo element_size itemsize is_floating_point type float16 bfloat16 float32 half"),
         states.DTYPES,
     ),
-    Circumstance("with another default dtype", _asked_by("get_default_dtype"), (states.other_default_dtype,)),
+    Circumstance("with another default dtype", _names("get_default_dtype"), (states.other_default_dtype,)),
     Circumstance(
         "whether it is traced",
-        _asked_by("is_tracing is_jit_tracing is_fx_tracing is_scripting _is_tracing _get_tracing_state"),
+        _names("is_tracing is_jit_tracing is_fx_tracing is_scripting _is_tracing _get_tracing_state"),
     ),
     Circumstance(
         "hooks on gradients",
-        _asked_by(
+        _names(
             "_backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks _global_backward_hooks "
             "_global_backward_pre_hooks"
         ),
     ),
-    Circumstance("the environment", _asked_by("environ environb getenv expandvars gethostname cpu_count")),
-    Circumstance("the interpreter or its arguments", _asked_by("sys argv executable getrecursionlimit")),
+    Circumstance("the environment", _names("environ environb getenv expandvars gethostname cpu_count")),
+    Circumstance("the interpreter or its arguments", _names("sys argv executable getrecursionlimit")),
     Circumstance(
         "files",
-        _asked_by(
+        _names(
             "open exists lexists isfile isdir islink is_file is_dir is_symlink stat lstat access listdir scandir "
             "iterdir glob iglob rglob walk getmtime getsize read_text read_bytes getcwd"
         ),
     ),
     Circumstance(
         "versions of packages",
-        _asked_by(
+        _names(
             "__version__ version version_info python_version hexversion find_spec import_module is_torch_version "
             "is_torch_greater_or_equal is_torch_less_or_equal get_torch_version"
         ),
     ),
     Circumstance(
         "the time or random numbers of Python",
-        _asked_by(
+        _names(
             "time time_ns perf_counter perf_counter_ns monotonic process_time now today random "
             "urandom getrandbits uuid4"
         ),
     ),
     Circumstance(
         "settings of torch",
-        _asked_by(
+        _names(
             "are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled "
             "get_deterministic_debug_mode get_num_threads get_num_interop_threads get_float32_matmul_precision "
             "is_anomaly_enabled backends initial_seed get_rng_state get_default_device is_warn_always_enabled"
@@ -149,13 +149,13 @@ CIRCUMSTANCES = (
     ),
     Circumstance(
         "the machine",
-        _asked_by(
+        _names(
             "is_available device_count get_device_capability get_device_properties memory_allocated mem_get_info "
             "is_initialized get_world_size get_rank is_torch_available is_current_stream_capturing current_stream"
         ),
     ),
-    Circumstance("the memory of a tensor", _asked_by("data_ptr _version untyped_storage _cdata")),
-    Circumstance("its callers or its own attributes by name", _asked_by("_getframe currentframe __dict__ vars")),
+    Circumstance("the memory of a tensor", _names("data_ptr _version untyped_storage _cdata")),
+    Circumstance("its callers or its own attributes by name", _names("_getframe currentframe __dict__ vars")),
 )
 
 
@@ -190,7 +190,7 @@ def dependence(module: nn.Module, run: Run) -> str:
             if any(runs.differ((state, *other)) for state in tried for other in others):
                 return f"it computes something else {row.when}"
             first += row.states[:1]
-    return runs.asked_outside
+    return runs.reads_outside
 
 
 def question(module: nn.Module, run: Run) -> str:
@@ -224,7 +224,7 @@ class _Runs:
     def __init__(self, module: nn.Module, run: Run) -> None:
         self._module, self._run = module, run
         self.mentioned = frozenset(_partials(module))
-        self.asked_outside = ""
+        self.reads_outside = ""
         self._plain = {False: self._ran(False, ())}
 
     def differ(self, together: Sequence[State]) -> bool:
@@ -246,7 +246,7 @@ class _Runs:
             ran = _run(self._module, self._run, together, mentions, training=training)
         finally:
             self.mentioned |= mentions.names
-            self.asked_outside = self.asked_outside or _outside(mentions.missing, mentions.outside)
+            self.reads_outside = self.reads_outside or _outside(mentions.missing, mentions.outside)
         self.mentioned |= ran.mentioned
         return ran
 

@@ -61,7 +61,7 @@ def observed(module: nn.Module, run: Callable[[], object], mentions: Mentions) -
     graded = torch.is_grad_enabled()
     with _Calls(module) as calls, mentions.collected():
         run()
-    return Ran(tuple(calls.rows), tuple(calls.blocked), graded, frozenset(mentions.names | calls.asked))
+    return Ran(tuple(calls.rows), tuple(calls.blocked), graded, frozenset(mentions.names | calls.other_names))
 
 
 def unrecorded() -> AbstractContextManager[object]:
@@ -70,18 +70,18 @@ def unrecorded() -> AbstractContextManager[object]:
 
 
 class _Calls(TorchFunctionMode):
-    """Records each call that makes or changes a tensor, with constants and connections. `asked` has other names."""
+    """Records each call that makes or changes a tensor, constants and connections. `other_names` has the others."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.rows: list[tuple[str, ...]] = []
         self.blocked: list[bool] = []
-        self.asked: set[str] = set()
+        self.other_names: set[str] = set()
         self._num_given = 0
         self._main = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         tensors = (*module.named_parameters(), *module.named_buffers())
         self._names = {id(tensor): _WRAPPED.sub("", name) for name, tensor in tensors}
-        self._held: list[Tensor] = []  # an id is unique only as long as its tensor lives
+        self._kept_alive: list[Tensor] = []  # an id is unique only as long as its tensor lives
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = dict(kwargs or {}), name_of(func)
@@ -95,7 +95,7 @@ class _Calls(TorchFunctionMode):
         elif made or result is None or name in _HOOKS:
             self._add(name, spelled, made)
         else:
-            self.asked.add(name)
+            self.other_names.add(name)
         return result
 
     def _keeps(self, source: Tensor, made: Tensor) -> bool:
@@ -116,7 +116,7 @@ class _Calls(TorchFunctionMode):
     def _name(self, tensor: Tensor, name: str) -> str:
         if id(tensor) not in self._names:
             self._names[id(tensor)] = name
-            self._held.append(tensor)
+            self._kept_alive.append(tensor)
         return self._names[id(tensor)]
 
     def _spelled(self, leaf: object) -> str:

@@ -115,7 +115,7 @@ def more_than_interface(module: nn.Module) -> str:
     named = _named(forward, (hidden, index, down.new_empty(_TOKENS, 2)), {})
     call = _Call(module, forward, named, int(down.shape[0]))
     with training_mode(module):
-        return _more_than_operators(call) or _asked(call)
+        return _more_than_operators(call) or _circumstance(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _more_than_operators(call: _Call) -> str:
     return "it computes something else in inference mode or with autocast" if plain[1:] != plain[:1] * 2 else ""
 
 
-def _asked(call: _Call) -> str:
+def _circumstance(call: _Call) -> str:
     """Return what a loop asks; where it does not run without data, no answer is known, and asking is the reason."""
     try:
         return dependence(call.module, call.run_with)

@@ -34,7 +34,7 @@ from ktc.stages.plan.types import (
 class Request:
     """The input of the plan: a captured model, the rows of its checkpoint, its matches with rules, and a host.
 
-    `rows` has the `sources` by the module that takes them. `asked` is the size of input that must fit.
+    `rows` has the `sources` by the module that takes them. `must_fit` is the size of input that must fit.
     """
 
     captured: CapturedModel
@@ -43,7 +43,7 @@ class Request:
     matches: Matches
     rules: RuleSet
     host: Host
-    asked: BatchShape
+    must_fit: BatchShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class PlanDraft:
         """Return what becomes of the weights of the module at `path`."""
         return self.treatments.get(path, AS_STORED)
 
-    def seen(self, claim: Claim) -> CapturedNode:
+    def captured_node(self, claim: Claim) -> CapturedNode:
         """Return what a target reads of a claim's node, or of its module outside the captured blocks."""
         captured = self.captured
         graph = captured.block(claim.block).graph if claim.block else None

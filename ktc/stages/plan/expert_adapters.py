@@ -64,12 +64,12 @@ def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: f
 
 def _weights(claim: Claim, target: Target, module: ModuleInfo) -> Iterator[AdaptedWeight]:
     for tensor in module.tensors:
-        if _asked(target, tensor.name):
+        if _is_adapted(target, tensor.name):
             num_experts, *sizes = tensor.shape
             yield AdaptedWeight(f"{claim.path}.{tensor.name}", claim, num_experts, (sizes[0], sizes[1]))
 
 
-def _asked(target: Target, name: str) -> bool:
+def _is_adapted(target: Target, name: str) -> bool:
     return any(part in _targets(target) for part in _PARTS.get(name, ()))
 
 
@@ -89,7 +89,7 @@ def _unsuited(target: Target, module: ModuleInfo | None, dropout: float) -> str:
         )
     if "gate_up_proj" in names and len(targets & {"gate", "up"}) == 1:
         return "gate and up are one weight here, which has one adapter"
-    if not any(_asked(target, name) for name in names):
+    if not any(_is_adapted(target, name) for name in names):
         return f"these experts have none of {', '.join(sorted(targets))}"
     if isinstance(rank, int) and rank > MAX_RANK:
         return f"rank {rank}, of which the kernels take {MAX_RANK} at most"

@@ -37,7 +37,7 @@ def _of_rewrite(draft: PlanDraft, rewrite: BlockRewrite, nodes: Sequence[NodePla
         first, names = plans[0], [plan.action.fqn for plan in plans]
         tail = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
         what = f"{collapse([site.fqn for site in rewrite.sites])}.{tail}".rstrip(".")
-        why = first.target.explain(first, draft.seen(first.claim), draft.lora_of(first))
+        why = first.target.explain(first, draft.captured_node(first.claim), draft.lora_of(first))
         adapter = first.siblings.get("adapter")
         yield from (Reason(what, f"{text}: rule `{rule}` ({first.claim.span})") for text in why[:1])
         if draft.lora and adapter is not None and adapter.target.adapts == "experts" and first.target.takes_experts:
@@ -54,7 +54,7 @@ def _ranks(lora: LoraPlan, path: str) -> str:
 
 def _of_uncaptured(draft: PlanDraft, plan: NodePlan) -> Reason:
     claim = plan.claim
-    (text, *_) = plan.target.explain(plan, draft.seen(claim), draft.lora_of(plan))
+    (text, *_) = plan.target.explain(plan, draft.captured_node(claim), draft.lora_of(plan))
     return Reason(claim.path, f"{text}: rule `{claim.rule}` ({claim.span})")
 
 

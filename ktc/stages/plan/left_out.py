@@ -49,10 +49,10 @@ def leave_unsuited(draft: PlanDraft) -> PlanDraft:
 
     def consumed(claim: Claim) -> bool:
         core = "core" in claim.target.consumes and claim.node
-        return bool(core) and ops.operator(draft.seen(claim).core) != "sdpa"
+        return bool(core) and ops.operator(draft.captured_node(claim).core) != "sdpa"
 
     draft = replace(draft, claims=tuple(claim for claim in draft.claims if not consumed(claim)))
-    return _leave(draft, lambda claim: claim.target.unsuited(draft.seen(claim)) if claim.node else None, _stay)
+    return _leave(draft, lambda claim: claim.target.unsuited(draft.captured_node(claim)) if claim.node else None, _stay)
 
 
 def _leave(
@@ -130,7 +130,7 @@ def leave_first_layers(draft: PlanDraft) -> PlanDraft:
     for claim in draft.claims:
         target = claim.target
         if claim.node and target.varies_by_step:
-            target = target.at_layer(layers[claim.site], draft.seen(claim), device_of(claim.path, devices))
+            target = target.at_layer(layers[claim.site], draft.captured_node(claim), device_of(claim.path, devices))
         if target is not claim.target:
             dense.setdefault(claim.rule, []).append(claim)
         if target is not None:
@@ -156,7 +156,7 @@ def leave_uncoded_caches(draft: PlanDraft) -> PlanDraft:
             if (kernel := target.settings["kernel"]) != FLASH_DECODE:
                 message = f"`{target.name}(kernel = {kernel}, kv = {INT8})`: no other kernel reads codes"
                 raise InputRefused(Diagnostic("M087", message, claim.span, hint=f"write `kernel = {FLASH_DECODE}`"))
-            reason = no_codes(draft.seen(claim).core)
+            reason = no_codes(draft.captured_node(claim).core)
         if reason:
             left.setdefault((claim.block, reason), []).append(claim)
         kept.append(replace(claim, target=target.without_codes) if reason else claim)

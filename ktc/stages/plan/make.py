@@ -54,14 +54,14 @@ PASSES: Final[tuple[Callable[[PlanDraft], PlanDraft], ...]] = (
 
 def make_plan(
     captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host,
-    asked: BatchShape = ANY_SIZE,
+    must_fit: BatchShape = ANY_SIZE,
 ) -> Plan:  # fmt: skip
     """Decide everything that later stages carry out, pass by pass.
 
     Rules claim nodes, and some claims are left out. Weights and devices are decided, then each node is planned: its
     target chooses the kernel. The bytes are counted, and each decision is explained.
 
-    `weights` is empty if MODEL is only a config; `asked` is the size of input that must fit. Raise InputRefused for
+    `weights` is empty if MODEL is only a config; `must_fit` is the size of input that must fit. Raise InputRefused for
     conflicts, for targets and settings that are not built, and for a program that rewrites nothing. Raise HostLacks for
     an ISA or a GPU that the host lacks. A plan that is over budget is a value that records it.
     """
@@ -69,7 +69,7 @@ def make_plan(
     for source in weights:
         rows.setdefault(source.target.rpartition(".")[0], []).append(source)
     by_module = {fqn: tuple(sources) for fqn, sources in rows.items()}
-    request = Request(captured, tuple(weights), by_module, matches, rules, host, asked)
+    request = Request(captured, tuple(weights), by_module, matches, rules, host, must_fit)
     draft = PlanDraft(request, warnings=matches.warnings)
     for decide in PASSES:
         draft = decide(draft)

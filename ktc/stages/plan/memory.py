@@ -47,7 +47,7 @@ def count_memory(draft: PlanDraft) -> PlanDraft:
 def compare_with_budgets(draft: PlanDraft) -> PlanDraft:
     """Record the devices whose budget is exceeded."""
     assert draft.memory is not None, "the pass before counts the memory"
-    return replace(draft, over_budget=over_budget(draft.memory, draft.mode, draft.request.asked))
+    return replace(draft, over_budget=over_budget(draft.memory, draft.mode, draft.request.must_fit))
 
 
 def require_feasible(plan: Plan) -> None:
@@ -56,7 +56,7 @@ def require_feasible(plan: Plan) -> None:
         raise HostLacks(*plan.over_budget)
 
 
-def over_budget(memory: MemoryPlan, mode: str, asked: BatchShape) -> tuple[Diagnostic, ...]:
+def over_budget(memory: MemoryPlan, mode: str, must_fit: BatchShape) -> tuple[Diagnostic, ...]:
     """Return one diagnostic per device that cannot hold the permanent bytes (M070) or the requested input (M075)."""
     problems: list[Diagnostic] = []
     for device in memory.devices:
@@ -67,12 +67,12 @@ def over_budget(memory: MemoryPlan, mode: str, asked: BatchShape) -> tuple[Diagn
             message = f"the plan puts {gib(device.weights)} of weights{state} on `{device.device}`, its budget is "
             hint = f"place less there, choose a smaller format, or set `plan {{ {device.device} = SIZE }}`"
             problems.append(Diagnostic("M070", message + gib(device.budget), hint=hint))
-    if not problems and asked != ANY_SIZE:
-        problems += [problem for problem in [_asked_for_too_much(memory.workloads, mode)] if problem is not None]
+    if not problems and must_fit != ANY_SIZE:
+        problems += [problem for problem in [_does_not_fit(memory.workloads, mode)] if problem is not None]
     return tuple(problems)
 
 
-def _asked_for_too_much(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
+def _does_not_fit(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
     """Return the diagnostic (M075) for the use of the program's mode that needs least memory, the last of them."""
     use = ([use for use in uses if use.name.startswith(mode)] or [*uses])[-1]  # nothing trains without an adapter
     if not use.shortfall:

@@ -45,7 +45,7 @@ def _planned(
     plan = NodePlan(claim, siblings, device_of(claim.path, devices), weights=draft.treatment(claim.path))
     if not claim.node and not claim.target.replaces_modules:
         return plan
-    return replace(plan, spec=claim.target.choose(plan, draft.seen(claim)))
+    return replace(plan, spec=claim.target.choose(plan, draft.captured_node(claim)))
 
 
 def group_sites(draft: PlanDraft) -> PlanDraft:

@@ -20,9 +20,9 @@ def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:
     """Raise HostLacks (M069) for a GPU that the host lacks."""
     if not device.startswith("cuda:") or int(device.removeprefix("cuda:")) < len(host.gpus):
         return
-    asked = f"{setting} = {device}" if setting else device
+    argument = f"{setting} = {device}" if setting else device
     hint = f"use `{setting or 'device'} = auto` or `cpu`, or describe the target machine with `--host FILE`"
-    message = f"`place({asked})`: this host has {len(host.gpus)} GPUs"
+    message = f"`place({argument})`: this host has {len(host.gpus)} GPUs"
     raise HostLacks(Diagnostic("M069", message, claim.span, hint=hint))
 
 
@@ -40,9 +40,9 @@ def device_of(path: str, placements: Mapping[str, str]) -> str:
 
 def budget_of(device: str, rules: RuleSet, host: Host) -> int | None:
     """Return the bytes that a device may hold: the `plan` budget or a share of its memory; None if unknown."""
-    asked = rules.plan.get(device)
-    if isinstance(asked, int):
-        return asked
+    budget = rules.plan.get(device)
+    if isinstance(budget, int):
+        return budget
     if device == "cpu":
         return int(host.memory * BUDGET_SHARE)
     number = int(device.partition(":")[2] or 0)

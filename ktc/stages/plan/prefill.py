@@ -67,8 +67,8 @@ def _with(draft: PlanDraft, prefills: Mapping[str, Prefill]) -> PlanDraft:
 
 def stream_buffer(rules: RuleSet) -> int:
     """Return the bytes that streamed weights pass through on each device."""
-    asked = rules.plan.get("stream_buffer")
-    return asked if isinstance(asked, int) else DEFAULT_BUFFER
+    size = rules.plan.get("stream_buffer")
+    return size if isinstance(size, int) else DEFAULT_BUFFER
 
 
 def _devices(device: str, host: Host) -> tuple[str, ...]:

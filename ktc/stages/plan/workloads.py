@@ -75,12 +75,12 @@ class _Model:
 
 def workloads(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
     """Return the uses of the model, and notes on the limits of their numbers. A program with LoRA has training."""
-    captured, asked = draft.captured, draft.request.asked
+    captured, must_fit = draft.captured, draft.request.must_fit
     model = _described(draft, devices)
     limit = _positions(getattr(captured.source.config.get_text_config(), "max_position_embeddings", None))
     tokens = draft.rules.plan.get("tokens")
     usual = tokens if isinstance(tokens, int) and tokens > 1 else DEFAULT_LENGTH
-    shape = BatchShape(asked.batch or 1, asked.length or min(usual, limit))
+    shape = BatchShape(must_fit.batch or 1, must_fit.length or min(usual, limit))
     uses: list[tuple[str, Callable[[int, int], Needs]]] = []
     if draft.lora is not None:
         uses.append((TRAINING, lambda b, n: _training(model, b, n, checkpointed=False)))
@@ -223,12 +223,12 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
 
 
 def _memory(draft: PlanDraft, plan: NodePlan) -> NodeMemory:
-    return plan.target.memory(plan, draft.seen(plan.claim), draft.lora_of(plan))
+    return plan.target.memory(plan, draft.captured_node(plan.claim), draft.lora_of(plan))
 
 
 def _cached(draft: PlanDraft, nodes: Sequence[NodePlan], per_position: int) -> int:
     for plan in nodes:
-        per_position = plan.target.cached(draft.seen(plan.claim), per_position)
+        per_position = plan.target.cached(draft.captured_node(plan.claim), per_position)
     return per_position
 
 

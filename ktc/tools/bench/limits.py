@@ -56,7 +56,7 @@ class Samples:
 
 
 class Limits:
-    """The two limits of `threads` threads, measured whenever asked."""
+    """The two limits of `threads` threads, measured at each call."""
 
     def __init__(self, library: Path, threads: int) -> None:
         self.library = library

@@ -65,24 +65,24 @@ async def drive(url: str, load: Load, seed: int = 0) -> tuple[list[Outcome], flo
 async def _request(client: AsyncOpenAI, model: str, load: Load, streamed: bool, chance: random.Random) -> Outcome:
     wanted = chance.randint(*load.new_tokens)
     words = " ".join(f"w{chance.randrange(10_000)}" for _ in range(chance.randint(*load.prompt)))
-    asked: dict[str, Any] = {"model": model, "prompt": words, "max_tokens": wanted, "temperature": 0}
+    request: dict[str, Any] = {"model": model, "prompt": words, "max_tokens": wanted, "temperature": 0}
     if chance.random() < 0.5:
-        asked.update(temperature=0.8, seed=chance.randrange(1 << 30))
+        request.update(temperature=0.8, seed=chance.randrange(1 << 30))
     begun = time.perf_counter()
     try:
         if not streamed:
             create: Any = client.completions.create
-            whole: Any = await create(**asked)
+            whole: Any = await create(**request)
             return Outcome(_state(whole, wanted), False, whole.usage.completion_tokens, _since(begun))
-        return await _streamed(client, asked, wanted, chance.random() < load.cancelled)
+        return await _streamed(client, request, wanted, chance.random() < load.cancelled)
     except Exception as error:  # noqa: BLE001  # each failure is an outcome; those of the transport have no common class
         return Outcome(f"{type(error).__name__}: {error}"[:120], streamed, 0, _since(begun))
 
 
-async def _streamed(client: AsyncOpenAI, asked: dict[str, Any], wanted: int, cancelled: bool) -> Outcome:
+async def _streamed(client: AsyncOpenAI, request: dict[str, Any], wanted: int, cancelled: bool) -> Outcome:
     begun, times, pieces = time.perf_counter(), list[float](), 0
     state, used = "the stream ended without a finish", 0
-    stream: Any = await client.completions.create(**asked, stream=True)
+    stream: Any = await client.completions.create(**request, stream=True)
     async for chunk in stream:
         if chunk.choices[0].text:
             times.append(time.perf_counter())

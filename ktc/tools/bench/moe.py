@@ -180,7 +180,7 @@ def run(request: Moe, sink: ProgressSink) -> MoeReport:
 
 def absent(request: Moe, without: Mapping[str, str]) -> Iterator[LeftOut]:
     """Yield the formats that the shape cannot have, and the peers `without` with their reasons."""
-    kernels = {impl for impl, _ in ours.asked(request)}
+    kernels = {impl for impl, _ in ours.kernels_of(request)}
     reasons = {impl: _UNEVEN for impl in request.impls if impl.startswith(KTC) and impl not in kernels}
     everywhere = itertools.product({**reasons, **without}.items(), request.passes, request.tokens, request.lora_ranks)
     for (impl, reason), passes, tokens, rank in everywhere:
@@ -329,7 +329,7 @@ def needed(request: Moe) -> int:
     shape = request.shape
     stacked = 2 * shape.num_experts * shape.expert_weights
     activations = 16 * max(request.tokens) * shape.top_k * (shape.intermediate + shape.hidden)
-    packed = sum(packed_bytes(spec) for _, spec in ours.asked(request))
+    packed = sum(packed_bytes(spec) for _, spec in ours.kernels_of(request))
     copies = 0.0
     if not {*request.impls}.isdisjoint({*PEERS} - {*KT}):
         # PEFT makes B A, its sum with the weights and, in training, the gradient of that: in turn, not for each peer.

@@ -31,17 +31,17 @@ _BLOCK_SCALE = 0.02  # about as large as the other weights
 
 def candidates(request: Moe, weights: Weights) -> Iterator[LocalCandidate]:
     """Yield one per format and instruction set, in the requested order. The kernels are built here, all together."""
-    specs = [spec for _, spec in asked(request)]
+    specs = [spec for _, spec in kernels_of(request)]
     if not specs:
         return
     library = build.build(render.render(specs, dict.fromkeys(specs, "ktc bench moe")), host.detect())
-    for impl, spec in asked(request):
+    for impl, spec in kernels_of(request):
         module = _packed(request, spec, library, weights)
         expert_bytes = module.packed_bytes / request.shape.num_experts
         yield LocalCandidate(impl, lambda rank, module=module: _layer(module, request, rank), expert_bytes, spec.isa)
 
 
-def asked(request: Moe) -> tuple[tuple[str, FusedMoeSpec], ...]:
+def kernels_of(request: Moe) -> tuple[tuple[str, FusedMoeSpec], ...]:
     """Return names and kernels, the first instruction set's first: of formats that can hold such matrices."""
     return tuple(
         (impl, spec_of(request.shape, isa, name))

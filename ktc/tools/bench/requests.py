@@ -303,9 +303,9 @@ class _OfModel(Request):
 
     def chosen(self) -> dict[str, str]:
         """Return the settings with the format. Raise InputRefused (U030) for two formats."""
-        asked = {} if self.weight_format is None else {"format": self.weight_format}
-        settings = {**asked, **self.settings}
-        if not asked.items() <= settings.items():
+        flags = {} if self.weight_format is None else {"format": self.weight_format}
+        settings = {**flags, **self.settings}
+        if not flags.items() <= settings.items():
             raise self.refused("`--format` and `--set format=` name two formats")
         return settings
 

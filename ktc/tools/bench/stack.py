@@ -76,7 +76,7 @@ def stack_of(model: str, layers: int | None, folder: Path) -> Stack:
 class StackReport(ComparisonReport):
     """The report of a compiled model. `seconds` has the times of preparation: compiling, loading.
 
-    `request` are the words that it was asked with.
+    `request` are the words of the command line.
     """
 
     machine: Mapping[str, str]

@@ -87,7 +87,7 @@ def test_base_and_tuned_are_those_of_two_loads(compiled: Path, opened: LanguageM
     assert [line.base for line in found.lines] == [line.base for line in alone.lines]
     assert [row["base"] for row in found.predictions] == [row["prediction"] for row in alone.predictions]
     assert [row["tuned"] for row in found.predictions] != [row["base"] for row in found.predictions]
-    assert found.predictions[0]["tuned"] == answer(opened, render(opened, items[0].asked), SHORT)[0].text.strip()
+    assert found.predictions[0]["tuned"] == answer(opened, render(opened, items[0].prompt), SHORT)[0].text.strip()
     assert all(line.tuned is None and line.interval is None for line in alone.lines)
     for line in found.lines:
         assert line.tuned is not None and line.delta == line.tuned - line.base

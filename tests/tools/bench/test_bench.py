@@ -108,12 +108,12 @@ def test_threads_are_no_more_than_the_share_of_this_process(monkeypatch: pytest.
 def test_every_format_of_every_kernel_can_be_asked_for() -> None:
     for isa in host.detect().isas:
         request = asked(hidden=256, intermediate=256, isas=isa, impls="ktc")
-        assert [spec.format_down for _, spec in ours.asked(request)] == list(KERNELS[isa])
+        assert [spec.format_down for _, spec in ours.kernels_of(request)] == list(KERNELS[isa])
 
 
 def test_formats_of_a_group_that_a_shape_cannot_hold_are_left_out_with_the_reason() -> None:
     request = asked(hidden=48, impls="ktc", tokens="1")
-    measured = {impl for impl, _ in ours.asked(request)}
+    measured = {impl for impl, _ in ours.kernels_of(request)}
     assert {"ktc_bf16", "ktc_int8", "ktc_fp16"} <= measured
     reasons = {entry.impl: entry.reason for entry in absent(request, {})}
     assert reasons.keys() == {*request.impls} - measured

@@ -74,12 +74,12 @@ def tensors_of(config: PreTrainedConfig, architecture: str, file_format: str) ->
 
 def write_model(name: str, layers: int | None, file_format: str, folder: Path) -> Path:
     """Write the checkpoint folder, or keep one that was written for the same request. Returns `folder`."""
-    asked = json.dumps({"model": name, "layers": layers, "format": file_format})
+    described = json.dumps({"model": name, "layers": layers, "format": file_format})
     made = folder / "made.json"
-    if made.is_file() and made.read_text() == asked:
+    if made.is_file() and made.read_text() == described:
         return folder
     write_sizes(SIZES[name], layers, file_format, folder)
-    made.write_text(asked)
+    made.write_text(described)
     return folder
 
 

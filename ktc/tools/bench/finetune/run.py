@@ -74,7 +74,7 @@ def _compiled(request: Finetune, stack: Stack, out: Path, sink: ProgressSink) ->
         request.rule,
         request.settings,
         observe=sink.stage,
-        asked=BatchShape(1, request.length),
+        must_fit=BatchShape(1, request.length),
         to_compile=True,
         random_weights=request.random_weights,
     )
