@@ -49,7 +49,7 @@ class CompiledLayers:
         """Give the tensors of a group their values. Raises what the loader raises."""
         rows, store = self._rows_of(group), self._store_of(group)
         stored = weights_stage.StoredWeights(rows, self._opened.index, store)
-        weights_stage.fill_weights(self.model, stored, self._placement, map=False)
+        weights_stage.fill_weights(self.model, self._placement, stored=stored, map=False)
         if group == OUTSIDE:
             self.model.tie_weights()
             tensors = tensors_of(self.model, self._layers, group)

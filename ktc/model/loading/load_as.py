@@ -184,13 +184,7 @@ def _filling(
         message = "experts that run as their reference have no packed form that could be mapped"
         raise InputRefused(Diagnostic("L443", message, hint="load it without `map`"))
     stored, allow_nonfinite = weights_stage.StoredWeights(sources, index, store), options.get("allow_nonfinite", False)
-
-    def fill(model: PreTrainedModel, placement: Mapping[str, str], progress: Progress | None) -> None:
-        weights_stage.fill_weights(
-            model, stored, placement, map=map, allow_nonfinite=allow_nonfinite, progress=progress
-        )
-
-    return fill
+    return functools.partial(weights_stage.fill_weights, stored=stored, map=map, allow_nonfinite=allow_nonfinite)
 
 
 # Checks before anything is read

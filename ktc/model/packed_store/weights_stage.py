@@ -62,7 +62,7 @@ def usable_store(
 
 
 def fill_weights(
-    model: nn.Module, stored: StoredWeights, placement: Mapping[str, str], *, map: bool, allow_nonfinite: bool = False,
+    model: nn.Module, placement: Mapping[str, str], *, stored: StoredWeights, map: bool, allow_nonfinite: bool = False,
     progress: Progress | None = None,
 ) -> None:  # fmt: skip
     """Load every tensor into `model`: experts from the store if it has them, read or mapped, others read.
