@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,6 @@ from ktc.model.experts.stock_layout import stock_names
 from ktc.model.experts.weights import ExpertsWeights
 from ktc.model.kernels.form import ExpertPart, ExpertsForm
 from ktc.model.kernels.step_context import StepContext
-
-
-class Check(Protocol):
-    """A check before each call."""
-
-    def check(self) -> None:
-        """Report changes since the model was loaded."""
-        ...
 
 
 class FusedMoe(LoadHooks, ConversionHook, nn.Module):
@@ -59,7 +51,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         self.num_experts, self.hidden, self.intermediate, self.top_k = weights.sizes
         self.activations: Activations = activations
         self.offload = offload
-        self.guard: Check | None = None  # of the loader
+        self.guard: Callable[[], None] | None = None  # of the loader: reports changes since the model was loaded
         self.step_context = StepContext()  # replaced by that of the model
         self.weights = weights
         self._show()
@@ -198,8 +190,8 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     ) -> Tensor:
         lora = lora or ExpertsLora()
         self.weights.require_loaded()
-        if self.guard is not None and not torch.compiler.is_compiling():
-            self.guard.check()
+        if self.guard is not None:
+            self.guard()
         self._check(hidden_states, top_k_index, top_k_weights)
         self._check_lora(lora)
         if hidden_states.is_meta:  # shapes alone, differentiable as the values would be

@@ -118,8 +118,10 @@ class StaleChangeGuard:
         """Become None in a pickle: a model that is read from one has no guard."""
         return type(None), ()
 
-    def check(self) -> None:
+    def __call__(self, *_: object) -> None:
         """Log every change (L428) that was not logged before. Layers with the same change have one line."""
+        if torch.compiler.is_compiling():
+            return
         for snapshot in self.snapshots:
             if not snapshot.is_current():
                 self._log(snapshot)
@@ -131,11 +133,6 @@ class StaleChangeGuard:
             if key not in self.logged:
                 self.logged.add(key)
                 log.warning("%s", render([Diagnostic("L428", sentence, hint=_HINT, severity="warning")]))
-
-    def __call__(self, *_: object) -> None:
-        """Check, as a hook before a block."""
-        if not torch.compiler.is_compiling():
-            self.check()
 
 
 @dataclass(frozen=True, slots=True)
