@@ -306,7 +306,7 @@ def test_constants_are_told_apart_by_the_code_that_compares() -> None:
     )  # fmt: skip
 
 
-def test_a_witness_that_does_not_run_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_that_does_not_run_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise AttributeError("no such thing")
 
