@@ -8,12 +8,17 @@
 #include "ktc_python/attention.hpp"
 #include "ktc_python/engine.hpp"
 #include "ktc_python/entries.hpp"
+#include "ktc_python/functions.hpp"
 #include "ktc_python/fused_moe.hpp"
 #include "ktc_python/host_call.hpp"
 #include "ktc_python/linear.hpp"
 #include "ktc_python/packed_linear.hpp"
 
 namespace py = pybind11;
+
+void ktc_python::expose(py::module_& library, const functions::Entry& entry) {
+  library.def(entry.name, [&entry] { return functions_of(entry); });
+}
 
 void ktc_python::expose(py::module_& library, const fused_moe::Entry& entry) {
   library.def(

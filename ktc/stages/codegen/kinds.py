@@ -1,7 +1,7 @@
 """The kinds of kernels, one row each.
 
-A kind has a name, the `op` of its specs. That names its template (`templates/OP.cpp.j2`) and the header of its Python
-class (`runtime/python/ktc_python/OP.hpp`) too.
+A kind has a name, the `op` of its specs, which names its template too (`templates/OP.cpp.j2`). A kernel with state has
+a Python class of its own (`runtime/python/ktc_python/OP.hpp`); one that is only functions shares `functions.hpp`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ class Kind(Generic[_Spec]):
     """The codegen interface of one kind of kernel.
 
     `choices` are the variables of its template. `self_test` raises `KtcError` (H225) for a wrong kernel. `unsupported`
-    is the reason (H220) why there is no kernel for a spec.
+    is the reason (H220) why there is no kernel for a spec. `interface` is the namespace of its entries in
+    `ktc_python/entries.hpp`, "" for that of the op's name. With "functions", its C++ is the template and its header
+    alone. `unit` is a file of `runtime/python` that only libraries with such a kernel compile.
     """
 
     choices: Callable[[_Spec], dict[str, object]]
     self_test: Callable[[Kernel, _Spec], None]
     unsupported: Callable[[_Spec], Diagnostic | None] = lambda _: None
+    interface: str = ""
+    unit: str = ""
 
 
 KINDS: Final[Mapping[str, Kind[Any]]] = {
@@ -47,7 +51,7 @@ KINDS: Final[Mapping[str, Kind[Any]]] = {
     "attention": Kind(attention.choices, self_test_attention),
     "int8_attention": Kind(attention.choices, self_test_int8_attention),
     "sparse_attention": Kind(attention.choices, self_test_sparse_attention),
-    "step": Kind(step.choices, self_test_step),
+    "step": Kind(step.choices, self_test_step, unit="step_module.cpp"),
 }
 
 

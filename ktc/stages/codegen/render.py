@@ -70,7 +70,8 @@ def render(specs: Sequence[Spec], origin: Mapping[Spec, str]) -> KernelSource:
         autoescape=False,
     )
     units = [_kernel(environment, spec, origin.get(spec, "none")) for spec in distinct]
-    bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct)
+    interfaces = {spec: kind_of(spec).interface or spec.op for spec in distinct}
+    bindings = environment.get_template("bindings.cpp.j2").render(specs=distinct, interfaces=interfaces)
     units.append(TranslationUnit("bindings.cpp", bindings, "scalar"))
     units.extend(_of_runtime(path) for path in _runtime_units(distinct))
     return KernelSource(tuple(units), distinct)
@@ -80,8 +81,8 @@ def _runtime_units(specs: Sequence[Spec]) -> Iterator[Path]:
     """Yield the files of C++ that a library with these kernels has as they are."""
     yield resources.runtime_sources() / "interface.cpp"
     yield resources.runtime_bindings() / "module.cpp"
-    if any(spec.op == "step" for spec in specs):  # most libraries have no steps and need not compile their classes
-        yield resources.runtime_bindings() / "step_module.cpp"
+    more = (kind_of(spec).unit for spec in specs)
+    yield from (resources.runtime_bindings() / unit for unit in dict.fromkeys(more) if unit)
 
 
 def _of_runtime(path: Path) -> TranslationUnit:

@@ -9,6 +9,7 @@ class module_;
 
 namespace ktc {
 struct AttentionEntry;
+struct FunctionsEntry;
 struct Int8AttentionEntry;
 struct KernelEntry;
 struct LinearEntry;
@@ -22,6 +23,9 @@ struct StepEntry;
 
 namespace ktc_python {
 
+namespace functions {
+using Entry = ktc::FunctionsEntry;
+}
 namespace fused_moe {
 using Entry = ktc::KernelEntry;
 }
@@ -44,6 +48,7 @@ namespace step {
 using Entry = ktc::step::StepEntry;
 }
 
+void expose(pybind11::module_& library, const functions::Entry& entry);
 void expose(pybind11::module_& library, const fused_moe::Entry& entry);
 void expose(pybind11::module_& library, const linear::Entry& entry);
 void expose(pybind11::module_& library, const packed_linear::Entry& entry);
