@@ -1,6 +1,6 @@
 """`fused`: a router runs as one kernel, from the logits to the chosen experts and their weights.
 
-No kernel of it is built yet, so each plan with it is refused (M066).
+No kernel of it is built yet, so each plan with it is refused (M095).
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ class Fused(Target):
     accepts: ClassVar = ("router",)
 
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
-        """Raise InputRefused (M066)."""
-        message = f"`{self.name}` on `{plan.claim.path}` is not available in this version"
-        raise InputRefused(Diagnostic("M066", message, plan.claim.span, hint="leave it out of the rule"))
+        """Raise InputRefused (M095)."""
+        message = f"`{self.name}` on `{plan.claim.path}`: no kernel computes its routing"
+        raise InputRefused(Diagnostic("M095", message, plan.claim.span, hint="leave it out of the rule"))

@@ -5,7 +5,7 @@ Nothing here imports torch, since the rule language reads these classes. A pass 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -99,6 +99,14 @@ class Target:
     def without_codes(self) -> Target:
         """The target with keys and values in the model's dtype."""
         return self
+
+    def claimed_of(self, nodes: Sequence[fx.Node], *, whole: bool) -> Sequence[fx.Node]:
+        """Return the nodes that it claims: every one of a capture, or the last of a `whole` match."""
+        return nodes[-1:] if whole else nodes
+
+    def module_of(self, node: fx.Node) -> str:
+        """Return the FQN, within its block, of the module that a claim on `node` is about."""
+        return str(node.meta.get("fqn", ""))
 
     def num_threads(self, host: Host) -> int:
         """Return the number of threads of its kernel on `host`."""

@@ -86,9 +86,8 @@ def _claimed(captured: CapturedModel, match: Match, action: RuleAction) -> list[
     names = list(dict.fromkeys(name for binding in bindings for name in _roots(binding)))
     if not names and action.facet == "place":
         return [(match.path, "")]
-    if not names:
-        names = [match.nodes[-1]]
-    return [(f"{match.site}.{nodes[n].meta.get('fqn', '')}".rstrip("."), n) for n in names]
+    claimed = action.target.claimed_of([nodes[name] for name in names or match.nodes], whole=not names)
+    return [(f"{match.site}.{action.target.module_of(node)}".rstrip("."), node.name) for node in claimed]
 
 
 def _roots(binding: Binding) -> list[str]:
