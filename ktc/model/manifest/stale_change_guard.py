@@ -1,9 +1,9 @@
 """Changes of a loaded model that its compiled code would ignore: logged once, at the next forward.
 
 In: the stock model before the recipe is realised (`remember`) and the compiled one after (`guard`).
-Out: a `StaleChangeGuard` in each module of experts, and before each block whose code is a graph. It compares snapshots
-with the objects that users change: settings of replaced modules, their code, config values that the code reads, and
-modules that nothing calls.
+Out: a `StaleChangeGuard` in each module of experts, and before each stock module that runs other code. It compares
+snapshots with the objects that users change: settings of replaced modules, their code, config values that the code
+reads, and modules that nothing calls.
 Tensors are not compared, and nothing is compared under `torch.compile`.
 """
 
@@ -184,6 +184,9 @@ def guard(model: nn.Module, recipe: Sequence[Rewrite], remembered: Sequence[Reme
             tensors = _TENSORS[:1] if trains else _TENSORS  # a load or a functional call gives it other parameters
             snapshots = (*common, Snapshot(module, region.fqn, tensors, _GIVEN))
             module.guard = StaleChangeGuard(snapshots, logged, trains)
+        else:  # a stock module with other code
+            settings_of = [Snapshot(module, region.fqn, tuple(region.settings))] if region.settings else []
+            module.register_forward_pre_hook(StaleChangeGuard((*common, *settings_of), logged))
 
 
 def _of_block(block: nn.Module, fqn: str, called: frozenset[str]) -> Iterator[Snapshot]:

@@ -21,10 +21,11 @@ from ktc.model.graph.typed import named_modules
 from ktc.model.manifest.assumptions import AssumedModule, AssumedSites, Assumptions
 from ktc.model.manifest.code_facts import digest, names_read
 from ktc.model.manifest.manifest import Rewrite
+from ktc.model.targets import MODULES
 
 # Attributes of every module, of transformers' bookkeeping, and the layer's own number.
 NOT_SETTINGS = frozenset({*vars(nn.Module()), "_is_hf_initialized", "_is_expert_parallel", "layer_idx"})
-_REPLACING = ("graph_block", "fused_moe")
+_REPLACING = ("graph_block", *(name for name, target in MODULES.items() if target.replaces_code))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class CpuMoe(ModuleTarget):
     required_devices: ClassVar = {"experts": "cpu"}
     fuses: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
     module: ClassVar = "fused_moe"
+    replaces_code: ClassVar = True
     config: ClassVar = ExpertsConfig
     operands: ClassVar = 3
 

@@ -31,12 +31,14 @@ class WrongModule(ValueError):
 class ModuleTarget(Target):
     """`module` is the name of the module in `ktc.json`, `config` the class of what it is built with.
 
-    `operands` is how many operands of the node the module takes.
+    `operands` is how many operands of the node the module takes. It `replaces_code` where the code of the stock module
+    does not run any more, which reads the settings of that module.
     """
 
     module: ClassVar[str]
     config: ClassVar[type[Any]] = NoConfig
     operands: ClassVar[int] = 1
+    replaces_code: ClassVar[bool] = False
     changes_graphs: ClassVar = True
 
     def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
