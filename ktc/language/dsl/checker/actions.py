@@ -82,6 +82,9 @@ def _given(action: syntax.Action, target: type[Target], unit: UnitNames, report:
             message = f"only the first setting of `{action.target.text}`, `{names[0]}`, may be given without its name"
             report.error("E025", message, argument.span, hint="write `name = value`")
             continue
+        if not names:
+            report.error("E025", f"`{action.target.text}` has no settings", argument.span)
+            continue
         name = argument.name or names[0]
         spec = specs.get(name)
         if spec is None:
