@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 from ktc.diagnostics import Diagnostic
 from ktc.model.kernels.kernel_library import Kernel
 from ktc.model.kernels.spec import Spec
-from ktc.stages.codegen import attention, fused_moe, linear, packed_linear, step
+from ktc.stages.codegen import attention, fused_moe, linear, packed_linear, router, step
 from ktc.stages.codegen.self_test import self_test
 from ktc.stages.codegen.self_test_attention import (
     self_test_attention,
@@ -51,6 +51,7 @@ KINDS: Final[Mapping[str, Kind[Any]]] = {
     "attention": Kind(attention.choices, self_test_attention),
     "int8_attention": Kind(attention.choices, self_test_int8_attention),
     "sparse_attention": Kind(attention.choices, self_test_sparse_attention),
+    "router": Kind(router.choices, router.self_test_router, interface="functions"),
     "step": Kind(step.choices, self_test_step, unit="step_module.cpp"),
 }
 

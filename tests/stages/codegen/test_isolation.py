@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from every_kernel import every_spec
 from kernel_layers import ISAS, spec_of
+from routers import FORMS
+from routers import spec_of as router_spec
 
 from ktc.foundation import host
 from ktc.foundation.isa import INSTRUCTION_SETS
@@ -82,6 +84,7 @@ def one_of_each_kind() -> Iterator[Spec]:
     yield from (LinearSpec("linear", "bf16", isa) for isa in two)
     yield from (AttentionSpec("attention", "bf16", isa) for isa in two)
     yield from (StepSpec("step", "fp32", isa) for isa in two)
+    yield from (router_spec(FORMS["deepseek_v3"], "bf16", isa) for isa in two)
 
 
 def check(found: Linked) -> None:
