@@ -98,7 +98,7 @@ class Session:
             self._report(error)
         try:
             if self.as_json:
-                self._stdout.write(json.dumps(self._result, indent=2, default=str) + "\n")  # paths as text
+                self._stdout.write(json.dumps(self._result, indent=2, default=os.fspath) + "\n")
             self._stdout.flush()
         except OSError as failure:
             self._report(failure)

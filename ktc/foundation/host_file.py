@@ -69,14 +69,12 @@ class _HostFile:
         return host
 
     def _gpus(self, tables: object) -> tuple[Gpu, ...]:
-        if not isinstance(tables, list):
-            self._fault("H203", "gpu", "`gpu` must be written as `[[gpu]]` tables")
-            return ()
         gpus: list[Gpu] = []
-        for number, table in enumerate(cast("list[dict[str, object]]", tables)):
-            if not isinstance(table, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        for number, entry in enumerate(cast("list[object]", tables) if isinstance(tables, list) else [None]):
+            if not isinstance(entry, dict):
                 self._fault("H203", "gpu", "`gpu` must be written as `[[gpu]]` tables")
                 continue
+            table = cast("dict[str, object]", entry)
             self._refuse_unknown(table, ("name", "memory"))
             memory = self._value(table, "memory", parse_bytes, 'a size such as "24GiB"')
             if memory is None and "memory" not in table:

@@ -70,8 +70,7 @@ class KTrainerMixin(TrainerHooks):
         super().__init_subclass__(**kwargs)
         names = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("trl.")]
         for name in names:
-            # older releases of TRL name their base class without the `_`
-            if name.endswith("Trainer") and name.lstrip("_") != "BaseTrainer" and name not in TRIED:
+            if name.endswith("Trainer") and name != "_BaseTrainer" and name not in TRIED:
                 message = f"`trl.{name}` is not known to train a compiled model"
                 reason = _KNOWN_REASONS.get(name, "ktc's tests do not run it")
                 hint = f"{reason}; known are {listing(sorted(TRIED))}"
