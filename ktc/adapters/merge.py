@@ -59,7 +59,7 @@ def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progres
     opened = require_lora(read_adapter(adapter))
     base = find_base(opened, model)
     index = open_index(base.folder)
-    _require_floats(base, index)
+    _refuse_quantised(base, index)
     placed = place(opened, base)
     additions = plan_additions(placed, index)
     require_new(out)
@@ -115,8 +115,7 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
 # What cannot be merged
 
 
-def _require_floats(base: BaseModel, index: CheckpointIndex) -> None:
-    """Raise `InputRefused` (A610) for quantised weights."""
+def _refuse_quantised(base: BaseModel, index: CheckpointIndex) -> None:
     stored = stored_as(index, base.config, base.config.get_text_config())
     if why := loses_additions(stored):
         message = f"`{base.name}` is {stored}: {why}"

@@ -5,6 +5,7 @@ In: an exception. Out: the library that raised it and its words, or None for any
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,7 +55,5 @@ def refused_by_libraries(code: str, what: str, hint: str) -> Generator[None]:
 
 def origin_of(trace: TracebackType | None) -> str:
     """Return the name of the module that raised the error."""
-    name = ""
-    while trace is not None:
-        name, trace = str(trace.tb_frame.f_globals.get("__name__", "")), trace.tb_next
-    return name
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(trace)]
+    return modules[-1] if modules else ""

@@ -123,7 +123,7 @@ class KTReport(TrainerCallback):
             epochs=float(state.epoch or 0.0),
             seconds=self._seconds,
             finished=finished,
-            speed=run_report.speed(self._steps, _over_all(self._tokens, processes), sequences * self._length),
+            speed=run_report.speed(self._steps, _of_all_processes(self._tokens, processes), sequences * self._length),
             phases=run_report.phases(self._steps),
             experts=run_report.experts(self._steps, gated=all(module.form.gated for module in experts)),
             gpus=tuple(_gpus()),
@@ -190,8 +190,7 @@ def _counted(batches: Any) -> StepTokens:
     return StepTokens(real, padded, learned)
 
 
-def _over_all(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
-    """Return the tokens of every step, summed over the processes."""
+def _of_all_processes(tokens: list[StepTokens], processes: int) -> list[StepTokens]:
     if processes == 1 or not tokens:
         return tokens
     import torch.distributed as dist

@@ -22,7 +22,7 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
     """Return the settings as TRL's arguments."""
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     base = cast("PreTrainedModel", cast("Any", model).get_base_model())
-    saving, evaluating = _rhythm(settings.save_steps), _rhythm(settings.eval_steps)
+    saving, evaluating = _strategy(settings.save_steps), _strategy(settings.eval_steps)
     if settings.early_stopping:
         saving = evaluating  # the best model must have been saved
     if settings.router_aux_loss and not hasattr(base.config.get_text_config(), "output_router_logits"):
@@ -69,6 +69,6 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
     )
 
 
-def _rhythm(steps: int | None) -> tuple[str, int]:
+def _strategy(steps: int | None) -> tuple[str, int]:
     """Return the Trainer's strategy and number: by steps, or once per epoch."""
     return ("epoch", 1) if steps is None else ("steps", steps)

@@ -81,7 +81,7 @@ class TrainingRun:
         folder = self._claim() if args.process_index == 0 else None
         if folder is not None:
             self._observe("adapter", adapter_notes(self._paths, model))
-        resume = folder.resume if folder else self._resumed()
+        resume = folder.resume if folder else self._checkpoint_of_rank_0()
         if self._settings.tensorboard:
             trainer.add_callback(_tensorboard(self._paths.output))
         self._observe("model", model)
@@ -104,8 +104,7 @@ class TrainingRun:
         self._observe("folder", folder)
         return folder
 
-    def _resumed(self) -> Path | None:
-        """Return the checkpoint that rank 0 resumes from."""
+    def _checkpoint_of_rank_0(self) -> Path | None:
         return run_folder.find_checkpoint(self._paths.output, self._paths.resume) if self._paths.resume else None
 
     def _trainer(self, model: PeftModel, args: SFTConfig, stopper: _Stopper) -> Any:
@@ -179,8 +178,6 @@ def _any_process(asked: bool, args: TrainingArguments) -> bool:
 
 
 class _ProgressReporter(TrainerCallback):
-    """Reports the progress of the run."""
-
     def __init__(self, observe: Observe, report: KTReport) -> None:
         self._observe, self._report = observe, report
         self._loss: float | None = None
