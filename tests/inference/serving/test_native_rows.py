@@ -201,7 +201,7 @@ def test_windows_and_faults_are_told(
     rows, ids = RowCache(), torch.zeros(1, 1, dtype=torch.int64)
     row: Tensor = torch.zeros(2, 5, 4)
     rows.join(CachedRow(9, (LayerRow(row, row),), (6,)))
-    monkeypatch.setattr(native._graphs, "_told", set())
+    monkeypatch.setattr(native._graphs, "_logged", set())
     assert native.logits(rows, ids) is None
     assert "L453" in caplog.text and "window" in caplog.text
 
