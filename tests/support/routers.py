@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import cycle, islice
 
 import torch
 from kernel_layers import ISAS
@@ -50,18 +51,19 @@ def spec_of(form: RouterForm, hidden: Dtype, isa: Isa) -> RouterSpec:
     return RouterSpec("router", form, form.dtypes(hidden)["logits"], hidden, isa)
 
 
-SPECS: dict[str, RouterSpec] = {
-    f"{name}-{hidden}-{isa}": spec_of(form, hidden, isa)
-    for name, form in FORMS.items() for hidden in DTYPES for isa in ROUTER_ISAS if isa in ISAS
-}  # fmt: skip
+_ISAS = tuple(isa for isa in ROUTER_ISAS if isa in ISAS)
 # One kernel for each instruction set, each of another kind.
-QUICK = tuple(
-    f"{name}-{hidden}-{isa}"
-    for name, hidden, isa in zip(
-        ("deepseek_v3", "deepseek_v2", "gpt_oss", "deepseek_v4"), ("bf16", "fp32", "fp16", "bf16"),
-        [isa for isa in ROUTER_ISAS if isa in ISAS], strict=False,
-    )
-)  # fmt: skip
+_SAMPLE = (("deepseek_v3", "bf16"), ("deepseek_v2", "fp32"), ("gpt_oss", "fp16"), ("deepseek_v4", "bf16"))
+_QUICK = [(name, hidden, isa) for (name, hidden), isa in zip(_SAMPLE, _ISAS, strict=False)]
+# Every form with every instruction set, each time in another dtype.
+_ALL = [
+    (name, hidden, isa) for place, name in enumerate(FORMS)
+    for isa, hidden in zip(_ISAS, islice(cycle(DTYPES), place, None), strict=False)
+]  # fmt: skip
+SPECS: dict[str, RouterSpec] = {
+    f"{name}-{hidden}-{isa}": spec_of(FORMS[name], hidden, isa) for name, hidden, isa in (*_QUICK, *_ALL)
+}
+QUICK = tuple(SPECS)[: len(_QUICK)]
 
 
 @cache

@@ -27,7 +27,7 @@ _TOTALS: Final = {"none": "kNone", "plus": "kPlus", "at_least": "kAtLeast"}
 _COUNTS: Final = ("Experts", "TopK", "Groups", "TopGroups")
 _TRUTHS: Final = ("Late", "Corrected", "TakesLimited", "RoundsScores", "RoundsCompared")
 _NUMBERS: Final = ("Limited", "PickedScale", "TotalConstant", "Scale")
-# Relative Frobenius error of weights and gradients: a few roundings of the dtype.
+# Relative Frobenius error of weights, a few roundings of the dtype; gradients are differences, which have more.
 _TOLERANCE: Final = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-5}
 _ROWS: Final = 37
 _TRIED: Final = 2048  # rows, of which the ones with the clearest choice are computed
@@ -90,12 +90,14 @@ def self_test_router(kernel: Kernel, spec: RouterSpec) -> None:
             raise wrong(spec, "it chooses other experts than the reference")
         expected = weigh(form, scores, compared, chosen, given.dtype)
         [stock] = torch.autograd.grad(expected, leaf, given)
-        for what, computed, wanted in (("weights", weights, expected.detach()), ("gradient", gradient, stock)):
+        for what, computed, wanted, allowed in (
+            ("weights", weights, expected.detach(), tolerance), ("gradient", gradient, stock, 4 * tolerance),
+        ):  # fmt: skip
             pair = computed[certain], wanted[certain]
             nothing = norm(torch.cat([values.double() for values in pair])) < _NOTHING
             error = 0.0 if nothing else relative_error(*pair)
-            if not error <= tolerance:
-                raise wrong(spec, f"its {what} differs from the reference by {error:.1e}, allowed are {tolerance:.0e}")
+            if not error <= allowed:
+                raise wrong(spec, f"its {what} differs from the reference by {error:.1e}, allowed are {allowed:.0e}")
 
 
 def _margin(form: RouterForm, logits: Tensor, bias: Tensor | None) -> Tensor:
