@@ -44,6 +44,9 @@ FORMS: dict[str, RouterForm] = {
     "of one": RouterForm(5, 1, "sigmoid", picked_scale=0.5, total="plus", total_constant=0.25),
     "of all": RouterForm(16, 16, "softmax", total="plus"),
     "of the best group": RouterForm(24, 3, "sigmoid", groups=4, top_groups=1, takes_limited=True),
+    "corrected and limited": RouterForm(
+        24, 9, "sigmoid", corrected=True, groups=4, top_groups=1, limited=-9.0, takes_limited=True, scale=3.0
+    ),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@
 // them. A NaN counts as greater than any number, and of equal values the expert with the lower number is chosen.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -109,15 +110,13 @@ class Router {
       const auto* given = static_cast<const Weight*>(arguments.weights_gradient) + row * kTopK;
       const Row logits = widened(arguments.logits, row);
       const Row scores = scored(arguments.logits, row);
-      const Chosen picked = picked_again(scores, arguments.bias, indices);
-      const Chosen late = Form::kLate ? late_scores(picked) : picked;
+      const Picked picked(scores, arguments.bias, indices);
+      const Chosen late = Form::kLate ? late_scores(picked.values) : picked.values;
       Chosen gradient = weighted_backward(late, given);
-      if constexpr (Form::kLate) gradient = late_scores_backward(late, picked, gradient);
+      if constexpr (Form::kLate) gradient = late_scores_backward(late, picked.values, gradient);
       Row result{};
       for (int at = 0; at < kTopK; ++at) {
-        // A value that was put in the place of a score depends on no logit.
-        const bool of_score = !kReplaces || picked[at] == scores[indices[at]] || std::isnan(picked[at]);
-        if (of_score) result[indices[at]] += gradient[at];
+        if (picked.varies[at]) result[indices[at]] += gradient[at];
       }
       if constexpr (!Form::kLate) scored_backward(logits, scores, result);
       auto* to = static_cast<Logit*>(arguments.logits_gradient) + row * kExperts;
@@ -260,7 +259,7 @@ class Router {
     void limit() {
       Greatest<Form::kTopGroups> best;
       for (int group = 0; group < kGroups; ++group) best.offer(Greatest<1>::order(of_group(group)), group);
-      bool kept[kGroups] = {};
+      std::fill_n(kept, kGroups, false);
       for (int at = 0; at < Form::kTopGroups; ++at) kept[best[at]] = true;
       for (int group = 0; group < kGroups; ++group) {
         if (kept[group]) continue;
@@ -296,18 +295,28 @@ class Router {
 
     Row values;
     alignas(64) std::int32_t orders[kPadded];
+    bool kept[kGroups];  // written where groups are limited
   };
 
-  static Chosen picked_again(const Row& scores, const float* bias, const std::int64_t* indices) {
-    Chosen picked;
-    if constexpr (kReplaces || (Form::kTakesLimited && Form::kCorrected)) {
-      const Compared compared(scores, bias);
-      for (int at = 0; at < kTopK; ++at) picked[at] = compared.values[indices[at]];
-    } else {
-      for (int at = 0; at < kTopK; ++at) picked[at] = scores[indices[at]];
+  // What forward took for the weights of the chosen. A value that was put in the place of a score varies with no logit.
+  struct Picked {
+    Picked(const Row& scores, const float* bias, const std::int64_t* indices) {
+      for (int at = 0; at < kTopK; ++at) {
+        values[at] = scores[indices[at]];
+        varies[at] = true;
+      }
+      if constexpr (kReplaces || (Form::kTakesLimited && Form::kCorrected)) {
+        const Compared compared(scores, bias);
+        for (int at = 0; at < kTopK; ++at) {
+          values[at] = compared.values[indices[at]];
+          if constexpr (kReplaces) varies[at] = compared.kept[indices[at] / kGroupSize];
+        }
+      }
     }
-    return picked;
-  }
+
+    Chosen values;
+    bool varies[kTopK];
+  };
 
   // The scores of the chosen logits alone.
   static Chosen late_scores(const Chosen& logits) {
