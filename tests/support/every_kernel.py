@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import get_args
 
 from kernel_layers import EVERYWHERE, FORMS, ISAS, spec_of
+from routers import FORMS as ROUTERS
+from routers import spec_of as router_spec_of
 
 from ktc.foundation.formats import BLOCKS, CODES, FORMATS, Dense
 from ktc.foundation.isa import Isa
@@ -15,6 +18,7 @@ from ktc.model.kernels.attention_spec import AttentionSpec
 from ktc.model.kernels.fused_moe_spec import KERNELS, FusedMoeSpec
 from ktc.model.kernels.linear_spec import ISAS as LINEAR_ISAS
 from ktc.model.kernels.linear_spec import Dtype, LinearSpec, PackedLinearSpec
+from ktc.model.kernels.router_spec import ISAS as ROUTER_ISAS
 from ktc.model.kernels.spec import Spec
 from ktc.model.kernels.step_spec import StepSpec
 
@@ -33,6 +37,10 @@ def every_spec(isa: Isa) -> tuple[Spec, ...]:
     specs += [AttentionSpec("attention", dtype, isa) for dtype in cached]
     specs += [AttentionSpec("sparse_attention", dtype, isa) for dtype in cached]
     specs += [PackedLinearSpec("packed_linear", "bf16", name, isa) for name in BLOCKS if name in KERNELS[isa]]
+    if isa in ROUTER_ISAS:
+        specs += [
+            router_spec_of(form, dtype, isa) for form, dtype in zip(ROUTERS.values(), cycle(dtypes), strict=False)
+        ]
     return tuple(dict.fromkeys(specs))
 
 

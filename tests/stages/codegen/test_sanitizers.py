@@ -1,7 +1,7 @@
 """The kernels under the sanitizers of the compiler: no data race, no access out of bounds, no undefined behaviour.
 
 Every kernel of every instruction set, as the product generates it: experts in every weight format and form, linear
-layers, attention, and decoding steps. `make sanitize` runs this alone; `make test-all` includes it.
+layers, attention, routers, and decoding steps. `make sanitize` runs this alone; `make test-all` includes it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from ktc.foundation.formats import FORMATS, Blocks, Codes, Exponent, Halves, Sca
 from ktc.foundation.isa import PREFERENCE, Isa
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.linear_spec import PackedLinearSpec
+from ktc.model.kernels.router_spec import RouterSpec
 from ktc.model.kernels.spec import Spec
 from ktc.stages.codegen import toolchain
+from ktc.stages.codegen.kinds import KINDS
 from ktc.stages.codegen.render import render
 from ktc.stages.codegen.toolchain import Toolchain
 
 pytestmark = pytest.mark.slow
 
 SOURCES = Path(__file__).parent / "sanitizers"
-PROGRAM = ("stress.cpp", "moe.cpp", "linear.cpp", "attention.cpp", "step.cpp")
+PROGRAM = ("stress.cpp", "moe.cpp", "linear.cpp", "attention.cpp", "router.cpp", "step.cpp")
 # A child of a process with threads starts threads of its own; what the workspace keeps is no leak.
 OPTIONS = {
     "thread": {"TSAN_OPTIONS": "die_after_fork=0:halt_on_error=1"},
@@ -46,13 +48,16 @@ ELEMENTS = {"bf16": "kBf16", "fp16": "kFp16", "fp32": "kFp32", "fp64": "kFp64"}
 def facts(spec: Spec) -> dict[str, Any]:
     """What `Facts` of `calls.hpp` holds for a kernel."""
     found = {"element": ELEMENTS[spec.dtype], "gated": "true", "biased": "false", "first": (), "down": ()}
-    found |= {"whole_hidden": 1, "whole_intermediate": 1}
+    found |= {"whole_hidden": 1, "whole_intermediate": 1, "weights": "kFp32", "experts": 0, "top_k": 0}
     if isinstance(spec, FusedMoeSpec):
         found |= {"gated": str(spec.gated).lower(), "biased": str(spec.biased).lower()}
         found |= {"first": stored(spec.format_gate_up), "down": stored(spec.format_down)}
         found |= {"whole_hidden": whole(spec, spec.format_gate_up), "whole_intermediate": whole(spec, spec.format_down)}
     if isinstance(spec, PackedLinearSpec):
         found |= {"first": stored(spec.weight_format)}
+    if isinstance(spec, RouterSpec):
+        found |= {"weights": ELEMENTS[spec.form.dtypes(spec.hidden)["weights"]], "experts": spec.form.num_experts}
+        found |= {"top_k": spec.form.top_k, "biased": str(spec.form.corrected).lower()}
     return found
 
 
@@ -80,7 +85,8 @@ def built(specs: tuple[Spec, ...], isa: Isa, sanitizer: str, folder: Path) -> Pa
     """Compile the generated kernels, each with the flags of its instruction set, and the program that runs them."""
     tools = toolchain.find(host.detect())
     template = jinja2.Template((SOURCES / "kernels.cpp.j2").read_text(), undefined=jinja2.StrictUndefined)
-    (folder / "kernels.cpp").write_text(template.render(rows=[(spec, facts(spec)) for spec in specs]) + "\n")
+    rows, interfaces = [(spec, facts(spec)) for spec in specs], {op: kind.interface or op for op, kind in KINDS.items()}
+    (folder / "kernels.cpp").write_text(template.render(rows=rows, interfaces=interfaces) + "\n")
     kernels = [unit for unit in render(specs, {}).units if unit.isa == isa and unit.name.startswith(entries(specs))]
     for unit in kernels:
         (folder / unit.name).write_text(unit.text)

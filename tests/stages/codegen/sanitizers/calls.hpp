@@ -36,6 +36,9 @@ struct Facts {
   std::int64_t whole_intermediate = 1;
   StoredBlocks first;  // gate and up, or a linear layer
   StoredBlocks down;
+  Element weights = Element::kFp32;  // of a router, as the numbers of its experts and of those it chooses
+  std::int64_t experts = 0;
+  std::int64_t top_k = 0;
 };
 
 using Written = std::vector<std::byte>;  // all that a call writes
@@ -56,6 +59,7 @@ struct Kernel {
 
 std::vector<Kernel> kernels();
 
+std::vector<Call> calls_of(const ktc_python::functions::Entry& entry, const Facts& facts);
 std::vector<Call> calls_of(const ktc_python::fused_moe::Entry& entry, const Facts& facts);
 std::vector<Call> calls_of(const ktc_python::linear::Entry& entry, const Facts& facts);
 std::vector<Call> calls_of(const ktc_python::packed_linear::Entry& entry, const Facts& facts);
