@@ -549,9 +549,11 @@ def _kt_yaml(folder: Path) -> Sequence[Original]:
 
 
 def _read_kt_yaml(folder: Path) -> None:
+    from ktc.foundation.text_files import read_text
     from ktc.tools.kt_yaml import document
 
-    document.parse(document.read_text(folder / "optimize.yaml"), "optimize.yaml")
+    text = read_text(folder / "optimize.yaml", unreadable="K001", not_utf8="K001", most_bytes=document.MAX_BYTES)
+    document.parse(text, "optimize.yaml")
 
 
 KINDS: tuple[Kind, ...] = (
