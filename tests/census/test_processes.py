@@ -15,6 +15,7 @@ from census import default_jobs, examine_all, processes
 from ktc.foundation.host import available_memory, usable_threads
 
 
+@pytest.mark.slow
 def test_a_family_that_hangs_or_dies_is_a_row_with_its_reason() -> None:
     rows = {row.family: row for row in examine_all(["hangs", "dies", "runs"], 2, 1.0, examine)}
     assert rows["runs"].matched and not rows["runs"].reasons
@@ -32,6 +33,7 @@ def test_the_processes_end_with_the_iterator() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_server_of_forks_that_was_killed_is_started_again() -> None:
     assert [row.reasons for row in examine_all(["runs"], 1, 600.0, examine)] == [()]
     server: int = forkserver._forkserver._forkserver_pid

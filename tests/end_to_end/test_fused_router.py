@@ -71,6 +71,7 @@ def test_a_model_is_equal_to_stock_with_its_recorded_router_logits(
     assert torch.equal(*(each.generate(ids[:1], max_new_tokens=5, do_sample=False) for each in (model, stock)))
 
 
+@pytest.mark.slow
 def test_an_adapter_on_the_gate_trains_through_the_kernel(tmp_path: Path, calls: list[str]) -> None:
     out = compiled("tiny:afmoe", ADAPTED, tmp_path)
     model = get_peft_model(ktc.load(out), read_lora_config(out))

@@ -102,6 +102,7 @@ def test_new_int4_weights_are_those_of_a_load(checkpoint: Path, tmp_path: Path) 
         assert torch.equal(logits(model), before)
 
 
+@pytest.mark.slow
 def test_new_weights_are_rounded_to_the_grid_of_the_program(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "rounded.ktr").write_text(ROUNDED)
     out = ktc.compile(checkpoint, tmp_path / "rounded.ktr", tmp_path / "out")

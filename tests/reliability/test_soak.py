@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_a_server_loses_nothing_in_an_attack(compiled: Path, tmp_path: Path) -> None:
     report = soak.Report(seconds=2.0, clients=8, seed=1)
     with soak.serving(compiled, tmp_path / "log") as running:

@@ -199,6 +199,7 @@ def test_mapped_experts_are_refused(checkpoint: Path, hand_made: ModuleType, tmp
     assert "mapped read-only" in refused("L461", ktc.load(folder, map=True).restore_weights)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_programs_of_steps_read_new_weights_where_the_old_ones_were(
     inference_twin: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

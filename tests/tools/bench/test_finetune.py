@@ -72,6 +72,7 @@ def config(checkpoint: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "unproven")
 def test_steps_of_a_config_alone_are_measured(run: Run, config: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"

@@ -54,6 +54,7 @@ def test_gradients_and_logged_losses_are_those_of_separate_micro_batches(
     assert_alike(*(trained(package(family), tmp_path, mode, experts=experts) for mode in ("on", "off")))
 
 
+@pytest.mark.slow
 def test_padded_batches_and_short_last_steps_are_theirs_too(package: Callable[[str], Path], tmp_path: Path) -> None:
     settings: dict[str, Any] = {"batch": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
     assert_alike(*(trained(package("qwen3_moe"), tmp_path, mode, **settings) for mode in ("on", "off")))
@@ -82,6 +83,7 @@ def test_each_micro_batch_weighs_the_same_where_items_are_not_counted(
     assert_alike(*runs)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(package: Callable[[str], Path], tmp_path: Path) -> None:
     assert_alike(
         trained(package("qwen3_moe"), tmp_path, "on", gradient_checkpointing=True),
@@ -89,6 +91,7 @@ def test_gradient_checkpointing_changes_nothing(package: Callable[[str], Path], 
     )
 
 
+@pytest.mark.slow
 def test_dropout_is_repeatable_and_the_same_in_what_is_computed_again(
     package: Callable[[str], Path], tmp_path: Path
 ) -> None:
