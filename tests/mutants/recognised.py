@@ -126,7 +126,7 @@ def _activation(found: ExpertsForm | None) -> ExpertsForm | None:
     return found and replace(found, activation=replace(found.activation, function="gelu"))
 
 
-_LIST_CODE = ktc.stages.capture.expert_list
+_LIST_CODE = ktc.stages.capture.expert_body
 _LINEARS = "linear layers are only wrapped: the same computation, in another order"
 _ROWS: tuple[tuple[str, str, Change, str], ...] = (
     ("a form with silu for gelu", "basalt", form("^gelu", "silu"), ""),

@@ -96,7 +96,7 @@ struct WordRows {
                        float* tile) {
     const auto words = weight_format::fixed_point_rows(x, rows, padded_k);
     weight_format::multiply_words<Words, Panel>(padded_k, words, panel, tile);
-    weight_format::multiply_decoded<Isa, Panel>(words, padded_k, a, panel, tile);
+    if (!words.finite()) weight_format::multiply_decoded<Isa, Panel>(words, padded_k, a, panel, tile);
   }
 };
 

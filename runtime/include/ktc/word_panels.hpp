@@ -67,7 +67,7 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   void multiply(const SlotGroup& group, const Element* a, float* tile, Ahead& ahead) const {
     const auto x = rows(group);
     weight_format::multiply_word_panel<Words, Panel, Isa::kMaxRows>(this->contraction(), x, scratch_, tile, ahead);
-    multiply_decoded(x, part_, a, tile);
+    if (!x.finite()) multiply_decoded(x, part_, a, tile);
   }
   // The number of times that `multiply` calls `ahead.step()`.
   static constexpr std::int64_t steps_ahead(std::int64_t contraction) {
@@ -78,7 +78,7 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   void multiply_codes(const SlotGroup& group, PanelPart part, const Element* a, float* tile) const {
     const auto x = rows(group);
     weight_format::multiply_words<Words, Panel>(this->contraction(), x, this->panel(part.expert, part.panel), tile);
-    multiply_decoded(x, part, a, tile);
+    if (!x.finite()) multiply_decoded(x, part, a, tile);
   }
 
  private:

@@ -33,6 +33,11 @@ struct FixedPointRows {
   int rows;
 
   bool finite(int row) const { return !std::isnan(blocks[row].scale); }
+  bool finite() const {
+    bool all = true;
+    for (int row = 0; row < rows; ++row) all &= finite(row);
+    return all;
+  }
 };
 
 // The bytes of `rows` rows: words, then blocks.
