@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import ktc.stages.capture.expert_list
+import ktc.stages.capture.expert_body
 import ktc.stages.capture.loop
 import ktc.stages.capture.markers
 import ktc.stages.capture.model

@@ -21,8 +21,8 @@ namespace ktc::weight_format::inline KTC_UNIT {
 // that a result does not depend on the other tokens of its group. It stands apart: inlined, it slows the products down
 // that it follows.
 template <InstructionSet Isa, WeightPanel Panel>
-[[gnu::noinline, gnu::cold]] void multiply_decoded(const FixedPointRows& x, std::int64_t padded_k, const bf16* a, const std::byte* panel,
-                      float* tile) {
+[[gnu::noinline, gnu::cold]] void multiply_decoded(const FixedPointRows& x, std::int64_t padded_k, const bf16* a,
+                                                   const std::byte* panel, float* tile) {
   alignas(64) bf16 weights[kBlock];
   alignas(64) bf16 values[kPanelWidth];
   alignas(64) float product[kPanelWidth];
