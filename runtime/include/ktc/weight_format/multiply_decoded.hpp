@@ -18,8 +18,8 @@
 namespace ktc::weight_format::inline KTC_UNIT {
 
 // tile[row][32] = sum over k of a[k][row] * panel[k][32], of the rows that are not finite. Those of the others stay, so
-// that a result does not depend on the other tokens of its group. It stands apart: inlined, it slows the products down
-// that it follows.
+// that a result does not depend on the other tokens of its group. It is not inlined, since that
+// slows down the products before it.
 template <InstructionSet Isa, WeightPanel Panel>
 [[gnu::noinline, gnu::cold]] void multiply_decoded(const FixedPointRows& x, std::int64_t padded_k, const bf16* a,
                                                    const std::byte* panel, float* tile) {
