@@ -15,7 +15,6 @@ from ktc.stages.codegen import toolchain
 PROGRAM = Path(__file__).parent / "tile_attention.cpp"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("avx512_bf16" not in host.detect().isas, reason="needs AVX512-BF16: only tiles are software")
 def test_tiles_compute_what_avx512_bf16_does(tmp_path: Path) -> None:
     tools = toolchain.find(host.detect())
