@@ -452,12 +452,15 @@ def test_the_inner_loop_keeps_its_sums_in_registers(tmp_path: Path) -> None:
     unit = render([spec_of("avx512_bf16")], {}).units[0]
     source, target = tmp_path / unit.name, tmp_path / "unit.o"
     source.write_text(unit.text)
-    toolchain.run(toolchain.find(host.detect()).compile_command(source, target, unit.isa))
+    tools = toolchain.find(host.detect())
+    toolchain.run(tools.compile_command(source, target, unit.isa))
     command = (objdump, "-d", "--no-show-raw-insn", str(target))
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     products = [line for line in listing.splitlines() if "vdpbf16ps" in line]
     spilled = [line for line in products if "rsp" in line or "rbp" in line]
-    assert products and len(spilled) <= len(products) / 100, spilled  # GCC 12: none; GCC 13: 8 of 1,248
+    # GCC 13 keeps a vector of a panel in the stack for 8 of 1,248 products, and GCC 12 none.
+    allowed = 8 if tools.compiler.version.startswith("13.") else 0
+    assert products and len(spilled) <= allowed, spilled
 
 
 def test_a_driver_of_c_links_the_library_of_cpp(tmp_path: Path) -> None:
