@@ -91,7 +91,7 @@ MUTANTS = (
         "adapter = 0",
         "tests/stages/plan tests/end_to_end",
     ),
-    Mutant("ktc/stages/plan/memory.py", "total - _idle(captured)", "total", "tests/stages/plan"),
+    Mutant("ktc/stages/plan/memory.py", "total - _idle(draft.captured)", "total", "tests/stages/plan"),
     Mutant(
         "ktc/stages/plan/claims.py",
         "if a.rule in by_rule[b.rule].overrides:",
@@ -111,9 +111,9 @@ MUTANTS = (
         "tests/stages/rewrite tests/model/linears tests/end_to_end/test_linear_kernels.py",
     ),
     Mutant(
-        "ktc/stages/rewrite/expert_rows.py",
-        "if gated and kind in ('gate', 'up') else kind",
-        "if kind in ('gate', 'up') else kind",
+        "ktc/stages/rewrite/own_rows.py",
+        'joined = form.gated and kind in ("gate", "up")',
+        'joined = kind in ("gate", "up")',
         "tests/stages/rewrite tests/stages/capture tests/end_to_end/test_remote_code.py",
     ),
     Mutant(
@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     Mutant(
         "ktc/tools/llama_factory/settings.py",
-        "if versions.release(found) == TESTED:",
+        "if versions.release(version) == TESTED:",
         "if True:",
         "tests/tools/llama_factory",
     ),
@@ -233,7 +233,11 @@ def verdict(mutant: Mutant, folder: Path) -> str:
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     options = ("-x", "-q", "-m", "not slow and not full", "-p", "no:cacheprovider", "--tb=no")
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+    }
     try:
         command = [sys.executable, "-m", "pytest", *options, *mutant.tests.split()]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
