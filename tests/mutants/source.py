@@ -33,8 +33,8 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "runtime/include/ktc/activation.hpp",
-        "return {x * s, upstream * (s * (one + scaled(x) * (one - s)))};",
-        "return {x * s, upstream * (s * (one + scaled(x) * s))};",
+        "return {factor * s, upstream * (s * (Cap::slope(x) + scaled(factor) * (one - s)))};",
+        "return {factor * s, upstream * (s * (Cap::slope(x) + scaled(factor) * s))};",
         "tests/model/experts",
     ),
     Mutant(
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "ktc/stages/plan/memory.py",
-        'adapter = held.adapter if mode == "train" else 0',
+        'adapter = device.adapter if mode == "train" else 0',
         "adapter = 0",
         "tests/stages/plan tests/end_to_end",
     ),

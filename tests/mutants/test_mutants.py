@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mutants import MUTANTS
+from mutants import MUTANTS, source
 from mutants.models import FEATURES, MODELS
 from mutants.mutant import Mutant, NoChange, verdict
 
@@ -38,3 +38,7 @@ def test_a_sample_is_noticed(mutant: Mutant) -> None:
 def test_a_change_of_nothing_is_an_error_of_the_mutant() -> None:
     with pytest.raises(NoChange):
         verdict(Mutant("nothing", "slopes", "recipe", lambda rows: rows))
+
+
+def test_every_seeded_bug_can_still_be_applied() -> None:
+    assert [problem for bug in source.MUTANTS if (problem := source.problem_of(bug))] == []
