@@ -19,7 +19,9 @@ from typing import Any
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 from ktc.foundation import environment
+from ktc.foundation.assumed_rates import assumed_rates
 from ktc.foundation.isa import INSTRUCTION_SETS, PREFERENCE, Isa, isa_of
+from ktc.foundation.rates import Rates
 
 _NODES = Path("/sys/devices/system/node")
 _ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
@@ -55,7 +57,7 @@ class Host:
 
     `isas` are the usable kernel instruction sets, best first, `scalar` always last; `features` the CPU flags with
     Linux's names; `cores` physical cores and `threads` hardware threads that this process may use; `memory` in bytes,
-    within the container's limits.
+    within the container's limits. `described` are its rates by a measurement or a file, None where none is known.
     """
 
     isas: tuple[Isa, ...]
@@ -67,6 +69,14 @@ class Host:
     gpus: tuple[Gpu, ...]
     python_abi: str
     compiler: Compiler | None
+    described: Rates | None = None
+
+    @property
+    def rates(self) -> Rates:
+        """What it does per second, as known or as is usual of such a machine."""
+        if self.described is not None:
+            return self.described
+        return assumed_rates(self.isas[0], self.cores, self.numa, [gpu.name for gpu in self.gpus])
 
     @property
     def workers(self) -> int:

@@ -1,0 +1,74 @@
+"""What a machine does per second: products, reads of memory, buses between devices, and the times of fixed costs.
+
+Rates come from a measurement, a host file, or what is usual of such a processor and card. The planner predicts times
+with them. All values are in SI units: FLOP/s, bytes per second, seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Origin = Literal["measured", "described", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A rate or a time: the median of its measurements, and their interquartile range as a share of it."""
+
+    median: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRates:
+    """The processor. `products` has FLOP/s of many rows by weight format and number of threads, largest last.
+
+    `bandwidth` has bytes/s of sequential reads by number of threads, `node_bandwidth` that of one NUMA node's threads
+    from its own memory. `operator` is the time of one PyTorch operator on few numbers, `call` that of one native call.
+    """
+
+    products: Mapping[str, Mapping[int, Figure]]
+    bandwidth: Mapping[int, Figure]
+    node_bandwidth: Figure
+    operator: Figure
+    call: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRates:
+    """One GPU. `products` has FLOP/s of large products by dtype (`bf16`, `fp32`), `bandwidth` bytes/s of its memory.
+
+    `bus` is bytes/s from pinned host memory, `bus_beside_cpu` and `cpu_beside_bus` those of the bus and of the
+    CPU's reads when both work at once. `launch` is the time of one small kernel that PyTorch issues, `graph_node` that
+    of one in a CUDA graph, and `host_node` that of a host function in one. `context` is bytes that CUDA itself takes.
+    """
+
+    products: Mapping[str, Figure]
+    bandwidth: Figure
+    bus: Figure
+    bus_beside_cpu: Figure
+    cpu_beside_bus: Figure
+    launch: Figure
+    graph_node: Figure
+    host_node: Figure
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates of a machine. `gpus` is in the order of its GPUs.
+
+    `buses` is bytes/s of all buses at once, `peer` that between two GPUs, None for fewer than two; `disk` bytes/s of
+    reads. `when` is the date of a measurement, `busy` whether other programs used the machine meanwhile.
+    """
+
+    cpu: CpuRates
+    gpus: tuple[GpuRates, ...]
+    disk: Figure
+    buses: Figure | None = None
+    peer: Figure | None = None
+    origin: Origin = "assumed"
+    when: str = ""
+    busy: bool = False
