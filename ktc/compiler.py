@@ -1,10 +1,11 @@
 """The whole of ktc on one page: MODEL and RULES become the package OUT.
 
     rules --dsl--> RuleSet -----------------------+
-    model --capture--> CapturedModel --match--> Matches --plan--> Plan --rewrite--> graphs --prove--> proofs
+    model --capture--> CapturedModel --match--> Matches --choose--> Plan --rewrite--> graphs --prove--> proofs
                                     Plan's kernels --render--> source --build--> library --link--> folder --trial--> OUT
 
-A block whose proof fails keeps its own code, and the rest is matched and planned again. A folder is put at OUT once it
+Where the rules leave a choice, `choose` plans every candidate, predicts its time and takes the fastest that fits. A
+block whose proof fails keeps its own code, and the rest is matched and planned again. A folder is put at OUT once it
 was loaded and used.
 Data flows one way. Every stage is a function from frozen value to frozen value and raises `KtcError` with everything
 that it found. Each finished stage is reported to `observe(stage, value)`.
@@ -24,8 +25,9 @@ from ktc.stages.analysis import Analysis, Report
 from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.stages.capture.compilable import require_compilable
 from ktc.stages.capture.weights import WeightMap, map_weights
+from ktc.stages.choose import choose_plan
 from ktc.stages.match import match
-from ktc.stages.plan import ANY_SIZE, BatchShape, kernel_origins, make_plan, require_feasible
+from ktc.stages.plan import ANY_SIZE, BatchShape, kernel_origins, require_feasible
 from ktc.stages.rewrite import rewrite
 
 if TYPE_CHECKING:
@@ -140,11 +142,11 @@ def _decide(
     """Run the stages from `match` to `rewrite`."""
     matches = match(captured, ruleset, host)
     observe("match", matches)
-    plan = make_plan(captured, weights.sources, matches, ruleset, host, must_fit)
-    observe("plan", plan)
-    blocks = rewrite(captured, plan)
+    chosen = choose_plan(captured, weights.sources, matches, ruleset, host, must_fit)
+    observe("plan", chosen.plan)
+    blocks = rewrite(captured, chosen.plan)
     observe("rewrite", blocks)
-    return Analysis(ruleset, captured, weights, matches, plan, blocks, host)
+    return Analysis(ruleset, captured, weights, matches, chosen, blocks, host)
 
 
 def proven(analysis: Analysis, observe: Observe = _unobserved) -> tuple[Analysis, tuple[Proof, ...]]:

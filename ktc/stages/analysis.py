@@ -14,6 +14,7 @@ from ktc.foundation.host import Host
 from ktc.language.dsl import RuleSet
 from ktc.stages.capture import CapturedModel
 from ktc.stages.capture.weights import WeightMap
+from ktc.stages.choose import Chosen
 from ktc.stages.match import Match, Matches, NearMiss
 from ktc.stages.plan import Plan
 from ktc.stages.plan.report import plan_json
@@ -31,9 +32,14 @@ class Analysis:
     captured: CapturedModel
     weights: WeightMap
     matches: Matches
-    plan: Plan
+    chosen: Chosen
     blocks: tuple[RewrittenBlock, ...]
     host: Host
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is carried out."""
+        return self.chosen.plan
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:

@@ -20,6 +20,7 @@ from ktc.stages.match import Matches
 from ktc.stages.plan.types import (
     BatchShape,
     BlockRewrite,
+    Choices,
     LoraPlan,
     MemoryPlan,
     Placement,
@@ -34,7 +35,8 @@ from ktc.stages.plan.types import (
 class Request:
     """The input of the plan: a captured model, the rows of its checkpoint, its matches with rules, and a host.
 
-    `rows` has the `sources` by the module that takes them. `must_fit` is the size of input that must fit.
+    `rows` has the `sources` by the module that takes them. `must_fit` is the size of input that must fit. `choices` are
+    None for a program that decides everything itself.
     """
 
     captured: CapturedModel
@@ -44,6 +46,7 @@ class Request:
     rules: RuleSet
     host: Host
     must_fit: BatchShape
+    choices: Choices | None = None
 
 
 @dataclass(frozen=True, slots=True)

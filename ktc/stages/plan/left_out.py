@@ -55,6 +55,17 @@ def leave_unsuited(draft: PlanDraft) -> PlanDraft:
     return _leave(draft, lambda claim: claim.target.unsuited(draft.captured_node(claim)) if claim.node else None, _stay)
 
 
+def leave_to_pytorch(draft: PlanDraft) -> PlanDraft:
+    """Leave out the kernels of routed experts that are chosen to be computed by PyTorch on their layer's device."""
+    choices = draft.request.choices
+    if choices is None or not choices.stock:
+        return draft
+    left = [c for c in draft.claims if c.path in choices.stock and c.target.required_device == "cpu"]
+    kept = tuple(claim for claim in draft.claims if claim not in left)
+    why = "its routed experts are on a GPU, where PyTorch computes them"
+    return replace(draft, claims=kept, left={**draft.left, **{claim.site: why for claim in left}})
+
+
 def _leave(
     draft: PlanDraft, unsuited: Callable[[Claim], Unsuited | None], describe: Callable[[Unsuited, list[Claim]], str]
 ) -> PlanDraft:

@@ -15,7 +15,13 @@ from ktc.stages.plan.claims import claim_nodes
 from ktc.stages.plan.decode_steps import decide_steps
 from ktc.stages.plan.draft import PlanDraft, Request
 from ktc.stages.plan.explain import explain
-from ktc.stages.plan.left_out import leave_first_layers, leave_shared_modules, leave_uncoded_caches, leave_unsuited
+from ktc.stages.plan.left_out import (
+    leave_first_layers,
+    leave_shared_modules,
+    leave_to_pytorch,
+    leave_uncoded_caches,
+    leave_unsuited,
+)
 from ktc.stages.plan.memory import compare_with_budgets, count_memory
 from ktc.stages.plan.nodes import group_sites, plan_nodes, require_rewrites, warn_of_unchanged
 from ktc.stages.plan.place import place
@@ -24,12 +30,13 @@ from ktc.stages.plan.settings import check_settings
 from ktc.stages.plan.stored import explain_conversions
 from ktc.stages.plan.streams import stream_linears
 from ktc.stages.plan.trained import plan_weights
-from ktc.stages.plan.types import ANY_SIZE, BatchShape, Plan
+from ktc.stages.plan.types import ANY_SIZE, BatchShape, Choices, Plan
 
 PASSES: Final[tuple[Callable[[PlanDraft], PlanDraft], ...]] = (
     claim_nodes,
     leave_shared_modules,
     leave_unsuited,
+    leave_to_pytorch,
     plan_weights,
     place,
     leave_first_layers,
@@ -54,14 +61,15 @@ PASSES: Final[tuple[Callable[[PlanDraft], PlanDraft], ...]] = (
 
 def make_plan(
     captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host,
-    must_fit: BatchShape = ANY_SIZE,
+    must_fit: BatchShape = ANY_SIZE, choices: Choices | None = None,
 ) -> Plan:  # fmt: skip
     """Decide everything that later stages carry out, pass by pass.
 
     Rules claim nodes, and some claims are left out. Weights and devices are decided, then each node is planned: its
     target chooses the kernel. The bytes are counted, and each decision is explained.
 
-    `weights` is empty if MODEL is only a config; `must_fit` is the size of input that must fit. Raise InputRefused for
+    `weights` is empty if MODEL is only a config; `must_fit` is the size of input that must fit. `choices` decide what
+    no rule does. Raise InputRefused for
     conflicts, for targets and settings that are not built, and for a program that rewrites nothing. Raise HostLacks for
     an ISA or a GPU that the host lacks. A plan that is over budget is a value that records it.
     """
@@ -69,7 +77,7 @@ def make_plan(
     for source in weights:
         rows.setdefault(source.target.rpartition(".")[0], []).append(source)
     by_module = {fqn: tuple(sources) for fqn, sources in rows.items()}
-    request = Request(captured, tuple(weights), by_module, matches, rules, host, must_fit)
+    request = Request(captured, tuple(weights), by_module, matches, rules, host, must_fit, choices)
     draft = PlanDraft(request, warnings=matches.warnings)
     for decide in PASSES:
         draft = decide(draft)

@@ -1,7 +1,7 @@
 """Placement: the device of every module that a rule places.
 
-Experts are on the device of their kernel. Modules that no rule places go to `plan.unplaced`, by default the host's
-memory.
+Experts are on the device of their kernel. Modules that no rule places go to `plan.unplaced`, to the device that is
+chosen for them, or to the host's memory.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, Span
+from ktc.foundation.module_paths import from_inside
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import require_gpu, resolve_device
-from ktc.stages.plan.types import Placement
+from ktc.stages.plan.types import NO_CHOICES, Placement
 
 
 def place(draft: PlanDraft) -> PlanDraft:
@@ -19,7 +20,9 @@ def place(draft: PlanDraft) -> PlanDraft:
 
     Raise HostLacks (M069) for a missing GPU, InputRefused (M080) for settings that contradict each other.
     """
-    default = resolve_device(str(draft.rules.plan.get("unplaced") or "cpu"), draft.host)
+    chosen = (draft.request.choices or NO_CHOICES).devices
+    unplaced = draft.rules.plan.get("unplaced")
+    default = resolve_device(str(unplaced or chosen.get("", "cpu")), draft.host)
     placed = [Placement("", default, "", None)]
     on_kernels_device = {claim.path for claim in draft.claims if claim.target.required_device}
     missing, contradictions = list[Diagnostic](), dict[Span, Diagnostic]()
@@ -39,4 +42,8 @@ def place(draft: PlanDraft) -> PlanDraft:
         raise InputRefused(*contradictions.values())
     if missing:
         raise HostLacks(*missing)
+    if not unplaced:
+        by_rule = {placement.fqn for placement in placed if placement.rule}
+        free = {fqn: device for fqn, device in chosen.items() if fqn and not by_rule & {*from_inside(fqn)}}
+        placed += [Placement(fqn, device, "", None) for fqn, device in free.items()]
     return replace(draft, placements=tuple(dict.fromkeys(placed)))

@@ -53,7 +53,21 @@ def send_experts(draft: PlanDraft) -> PlanDraft:
         prefills[claim.path] = Prefill(devices, least if place.prefill else 1, stream_buffer(draft.rules))
     if problems:
         raise InputRefused(*problems.values())
-    return _with(draft, prefills)
+    return _with(draft, {**_chosen(draft, on_host), **prefills})
+
+
+def _chosen(draft: PlanDraft, on_host: Mapping[str, Target]) -> dict[str, Prefill]:
+    """Return the prefills that are chosen, for experts on the host that no rule places."""
+    choices = draft.request.choices
+    if choices is None or not choices.sent:
+        return {}
+    buffer = stream_buffer(draft.rules)
+    placed = {claim.path for claim in draft.claims if claim.target.placement is not None}
+    return {
+        path: Prefill(choices.sent, 1 if path in choices.resident else choices.least, buffer, path in choices.resident)
+        for path, target in on_host.items()
+        if path not in placed and not _unsuited(target, draft.host)
+    }
 
 
 def _with(draft: PlanDraft, prefills: Mapping[str, Prefill]) -> PlanDraft:
@@ -89,8 +103,11 @@ def _unsuited(experts: Target | None, host: Host) -> str:
 def keep_resident(draft: PlanDraft) -> PlanDraft:
     """Keep as many layers on their devices as the budgets hold, at even distances, and count the memory again.
 
-    A device without a budget keeps none. Room is left for that use in the program's mode that needs least.
+    A device without a budget keeps none, and choices keep what they say. Room is left for that use in the program's
+    mode that needs least.
     """
+    if draft.request.choices is not None:
+        return draft
     sent, memory = sent_experts(draft), draft.memory
     devices = {device for prefill, _ in sent.values() for device in prefill.devices}
     budgets = {device: size for device in devices if isinstance(size := draft.rules.plan.get(device), int)}

@@ -11,7 +11,7 @@ from ktc.language.dsl.ruleset import RuleSet
 from ktc.stages.plan.draft import PlanDraft
 
 # Keys that no stage carries out yet, with the only value that has no effect.
-_NOT_BUILT: Final = {"auto": "none", "weights": "safetensors"}
+_NOT_BUILT: Final = {"weights": "safetensors"}
 
 
 def check_settings(draft: PlanDraft) -> PlanDraft:

@@ -117,6 +117,24 @@ ANY_SIZE = BatchShape()
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """What is chosen where no rule decides. A rule's placement wins over `devices`, which has modules by FQN.
+
+    Calls of routed experts with at least `least` tokens go to the devices `sent`, as do all calls of those that are
+    `resident` there. `stock` are experts that PyTorch computes on the device of their layer. All are FQNs.
+    """
+
+    devices: Mapping[str, str] = field(default_factory=dict[str, str])
+    sent: tuple[str, ...] = ()
+    least: int = 1
+    resident: frozenset[str] = frozenset()
+    stock: frozenset[str] = frozenset()
+
+
+NO_CHOICES = Choices()
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """The needs of a use of the model at `batch` sequences of `length` tokens: bytes by device and purpose.
 

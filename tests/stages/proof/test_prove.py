@@ -202,7 +202,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch, family: str, which: str) -> Analysi
     monkeypatch.setattr(twins, "realise", realise)
     model, rules = captured(family), dsl.load("moe-lora", {})
     matches, plan = planned(model, rules)
-    return Analysis(rules, model, WeightMap((), ()), matches, plan, rewrite(model, plan), CPU)
+    return Analysis(rules, model, WeightMap((), ()), matches, Chosen(plan, ()), rewrite(model, plan), CPU)
 
 
 @pytest.mark.parametrize(("longer_than", "where"), [(0, "a loss"), (1000, "1,100 tokens")])

@@ -1,0 +1,7 @@
+"""The planner: of the plans that fit a machine, the one whose predicted time is shortest."""
+
+from ktc.stages.choose.choose import choose_plan
+from ktc.stages.choose.types import Chosen, Priced
+from ktc.stages.choose.uses import uses_of
+
+__all__ = ["Chosen", "Priced", "choose_plan", "uses_of"]

@@ -1,0 +1,102 @@
+"""Captured model, matches and rules on a host -> the plan with the shortest predicted time, if the rules let choose.
+
+`plan { auto = intensity }` asks for it. Every candidate is planned and priced as it would run. Of those that fit, the
+fastest is taken; where predictions do not tell two apart, the one that needs fewer bytes in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ktc.diagnostics import KtcError
+from ktc.foundation.host import Host
+from ktc.language.dsl.ruleset import RuleSet
+from ktc.model.checkpoint import WeightSource
+from ktc.stages.capture import CapturedModel
+from ktc.stages.choose.candidates import CPU, Candidate, Question, candidates
+from ktc.stages.choose.types import Chosen, Priced
+from ktc.stages.choose.uses import uses_of
+from ktc.stages.cost import predict, work_of
+from ktc.stages.cost.predict import Issue
+from ktc.stages.match import Matches
+from ktc.stages.plan import make_plan
+from ktc.stages.plan.placement import budget_of
+from ktc.stages.plan.types import ANY_SIZE, BatchShape, Plan
+
+_EQUAL: Final = 1.01  # times that predictions do not tell apart
+_WORKSPACE: Final = 0.08  # of a GPU's budget, for activations, beside those that the plan counts
+
+
+class Planner:
+    """Plans of one model by one program on one host."""
+
+    def __init__(
+        self, captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host,
+        must_fit: BatchShape = ANY_SIZE,
+    ) -> None:  # fmt: skip
+        self._captured, self._weights, self._matches = captured, weights, matches
+        self._rules, self._host, self._must_fit = rules, host, must_fit
+
+    def plan(self, candidate: Candidate | None) -> Plan:
+        """Return the plan of a candidate, or of a program that decides everything. Raises as `make_plan` does."""
+        choices = candidate.choices if candidate else None
+        return make_plan(self._captured, self._weights, self._matches, self._rules, self._host, self._must_fit, choices)
+
+    def chosen(self) -> Chosen:
+        """Return the best of all candidates. Raises as `make_plan` does where every one is refused."""
+        base = self.plan(CPU)
+        priced = [self._priced(CPU, base)]
+        for candidate in candidates(self._question(base)):
+            if candidate is not CPU:
+                priced.append(self._attempt(candidate))
+        fitting = [one for one in priced if not one.lacks]
+        if not fitting:
+            return Chosen(base, tuple(priced))
+        least = min(one.seconds for one in fitting)
+        best = min((one for one in fitting if one.seconds <= _EQUAL * least), key=_bytes)
+        others = sorted((one for one in priced if one is not best), key=lambda one: (bool(one.lacks), one.seconds))
+        assert best.plan is not None, "a candidate that fits has a plan"
+        return Chosen(best.plan, (best, *others))
+
+    def _question(self, base: Plan) -> Question:
+        room = tuple(
+            int((1 - _WORKSPACE) * (budget_of(f"cuda:{number}", self._rules, self._host) or 0))
+            for number in range(len(self._host.gpus))
+        )
+        use = uses_of(base.mode, self._must_fit)[-1][0]
+        return Question(self._captured, base, work_of(self._captured, base), self._host, use, room)
+
+    def _attempt(self, candidate: Candidate) -> Priced:
+        try:
+            return self._priced(candidate, self.plan(candidate))
+        except KtcError as error:
+            return Priced(candidate, None, (), 0.0, error.diagnostics[0].message)
+
+    def _priced(self, candidate: Candidate, plan: Plan) -> Priced:
+        works = work_of(self._captured, plan)
+        issue = Issue(plan.cuda_graph, plan.native_step)
+        uses = uses_of(plan.mode, self._must_fit)
+        predictions = tuple(predict(works, use, self._host.rates, plan.threads, issue) for use, _ in uses)
+        seconds = sum(weight * one.seconds for one, (_, weight) in zip(predictions, uses, strict=True))
+        lacks = plan.over_budget[0].message if plan.over_budget else ""
+        return Priced(candidate, plan, predictions, seconds, lacks)
+
+
+def choose_plan(
+    captured: CapturedModel, weights: Sequence[WeightSource], matches: Matches, rules: RuleSet, host: Host,
+    must_fit: BatchShape = ANY_SIZE,
+) -> Chosen:  # fmt: skip
+    """Return the plan of a program: chosen where it asks for that, otherwise as it decides, without a price.
+
+    Raises as `make_plan` does.
+    """
+    planner = Planner(captured, weights, matches, rules, host, must_fit)
+    if rules.plan.get("auto") != "intensity":
+        return Chosen(planner.plan(None), ())
+    return planner.chosen()
+
+
+def _bytes(priced: Priced) -> tuple[int, float]:
+    devices = priced.plan.devices if priced.plan else ()
+    return sum(device.weights + device.streaming for device in devices), priced.seconds

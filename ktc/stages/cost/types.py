@@ -1,0 +1,121 @@
+"""The values of a prediction: a use of the model, its work in numbers, and the time that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["train", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
+KINDS = ("attention", "experts", "mlp", "norms", "lm_head", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One call of the model: `batch` sequences of `length` tokens, which decoding has behind it and a step adds one to.
+
+    `checkpointing` computes a layer's forward again in backward.
+    """
+
+    phase: Phase
+    batch: int
+    length: int
+    checkpointing: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that one call computes."""
+        return self.batch if self.phase == "decode" else self.batch * self.length
+
+    @property
+    def positions(self) -> float:
+        """The positions that a token attends to, on average."""
+        return float(self.length) if self.phase == "decode" else (self.length + 1) / 2
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call goes back too."""
+        return self.phase == "train"
+
+    def __str__(self) -> str:
+        if self.phase == "decode":
+            return f"decode, batch {self.batch}, context {self.length:,}"
+        return f"{self.phase}, {self.batch} x {self.length:,} tokens" + ", checkpointing" * self.checkpointing
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The routed experts of a layer: their number, how many a token uses, and where calls of many tokens go.
+
+    `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus.
+    """
+
+    count: int
+    top_k: int
+    devices: tuple[str, ...] = ()
+    least: int = 0
+    resident: bool = False
+
+    def touched(self, tokens: int) -> float:
+        """Return the share of experts that `tokens` tokens use, where every expert is as likely."""
+        return 1 - (1 - self.top_k / self.count) ** tokens
+
+    def sent_to(self, tokens: int) -> tuple[str, ...]:
+        """Return the devices of a call, empty where the CPU computes it."""
+        return self.devices if tokens >= self.least else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kind of module in a layer (None: outside the layers), in numbers that no use changes.
+
+    `products` are multiply-adds per token with frozen weights, `weights` the bytes of these as stored and `resident`
+    where they are; `streamed` of them cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the
+    number of its tensors. `moved` are bytes per token that operators read and write, `operators` how many there are.
+    `scores` are multiply-adds per token and position of attention, `cached` bytes per position. `native` code issues no
+    PyTorch operators.
+    """
+
+    kind: str
+    layer: int | None
+    device: str
+    weight_format: str
+    products: float = 0.0
+    weights: float = 0.0
+    streamed: float = 0.0
+    adapter: int = 0
+    adapters: int = 0
+    moved: float = 0.0
+    operators: int = 0
+    scores: float = 0.0
+    cached: float = 0.0
+    experts: RoutedExperts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds of one work in one call, by engine: a device (`cpu`, `cuda:0`), `bus:cuda:0`, `host` (issuing)."""
+
+    work: Work
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The time of one call. `kinds` has seconds by kind of module, `engines` the busy seconds of each engine.
+
+    `crossings` are the seconds of hidden states between devices. The engine that `binds` has the least idle time.
+    """
+
+    use: Use
+    seconds: float
+    kinds: Mapping[str, float]
+    engines: Mapping[str, float]
+    crossings: float
+    binds: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens of the call in a second."""
+        return self.use.tokens / self.seconds

@@ -1,0 +1,180 @@
+"""Captured model and plan -> the work of each layer, module kind by module kind.
+
+The graphs count: multiply-adds of products and of attention, bytes that operators move, and the operators themselves.
+The plan says where each is computed, and by what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from ktc.model.graph import ops
+from ktc.model.graph.typed import nodes_of
+from ktc.model.hf.stock_model import vocabulary_of
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
+from ktc.model.kernels.packed_size import packed_bytes
+from ktc.model.targets.target import NodeAction
+from ktc.stages.capture import BlockSite, CapturedModel
+from ktc.stages.cost.types import RoutedExperts, Work
+from ktc.stages.plan.activations import per_token
+from ktc.stages.plan.placement import device_of
+from ktc.stages.plan.types import BlockRewrite, Plan
+
+# Of an RMS norm in eager PyTorch, and of the residual addition after it.
+_NORM_OPERATORS, _NORM_PASSES = 7, 10
+_FREE = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} | {"getitem", "sym_size", "split"}
+_LORA_OPERATORS = 6  # dropout, A, B, scaling, the addition, a cast
+
+
+def work_of(captured: CapturedModel, plan: Plan) -> tuple[Work, ...]:
+    """Return the work of every layer in their order, then that of the head and of the optimizer."""
+    return tuple(_Works(captured, plan))
+
+
+class _Works:
+    """The work of one model under one plan. Equal sites are counted once."""
+
+    def __init__(self, captured: CapturedModel, plan: Plan) -> None:
+        self._captured, self._plan = captured, plan
+        self._devices = {placement.fqn: placement.device for placement in plan.placements}
+        self._streams = {stream.fqn: stream for stream in plan.streams}
+        self._rewrites = {site.fqn: rewrite for rewrite in plan.rewrites for site in rewrite.sites}
+        self._known: dict[tuple[str, str, str, bool], tuple[Work, ...]] = {}
+        self._item = captured.model.dtype.itemsize
+
+    def __iter__(self) -> Iterator[Work]:
+        layers = set[int]()
+        for site in self._captured.sites:
+            if site.layer not in layers:
+                layers.add(site.layer)
+                yield self._norms(site)
+            yield from self._of_site(site)
+        yield self._head()
+
+    def _norms(self, site: BlockSite) -> Work:
+        hidden = int(self._captured.facts["hidden"])
+        device = device_of(site.fqn.rpartition(".")[0], self._devices)
+        moved = 2 * _NORM_PASSES * hidden * self._item
+        return Work("norms", site.layer, device, "", moved=moved, operators=2 * (_NORM_OPERATORS + 1))
+
+    def _head(self) -> Work:
+        head = self._captured.ends[1]
+        hidden, vocabulary = int(self._captured.facts["hidden"]), vocabulary_of(self._captured.model)
+        weights = hidden * vocabulary
+        return Work(
+            "lm_head", None, device_of(head, self._devices), self._dtype,
+            products=weights, weights=weights * self._item, moved=vocabulary * 12, operators=8,
+        )  # fmt: skip
+
+    @property
+    def _dtype(self) -> str:
+        return str(self._captured.facts["dtype"])
+
+    def _of_site(self, site: BlockSite) -> tuple[Work, ...]:
+        rewrite, device = self._rewrites.get(site.fqn), device_of(site.fqn, self._devices)
+        streamed = any(fqn.startswith(f"{site.fqn}.") or fqn == site.fqn for fqn in self._streams)
+        key = (site.block, rewrite.key if rewrite else "", device, streamed)
+        if key not in self._known:
+            self._known[key] = tuple(self._block(site, rewrite, device))
+        return tuple(replace(work, layer=site.layer) for work in self._known[key])
+
+    def _block(self, site: BlockSite, rewrite: BlockRewrite | None, device: str) -> Iterator[Work]:
+        graph = self._captured.block(site.block).graph
+        if graph is None:
+            yield self._opaque(site, device)
+            return
+        actions: dict[str, list[NodeAction]] = {}
+        for action in rewrite.actions if rewrite else ():
+            actions.setdefault(action.node, []).append(action)
+        rest = Work("mlp", None, device, self._dtype)
+        for node in nodes_of(graph):
+            name = ops.operator(node)
+            if node.op not in ("call_function", "call_module") or name in _FREE:
+                continue
+            moved = per_token(node) + sum(map(per_token, node.all_input_nodes))
+            if name == "experts":
+                yield self._experts(node, actions.get(node.name, []), device, moved)
+                continue
+            rest = replace(rest, moved=rest.moved + moved, operators=rest.operators + 1)
+            if name == "linear":
+                rest = self._linear(rest, node, actions.get(node.name, []), site)
+            elif name == "sdpa":
+                rest = replace(self._attention(rest, node, site), kind="attention")
+        yield rest
+
+    def _linear(self, work: Work, node: fx.Node, actions: list[NodeAction], site: BlockSite) -> Work:
+        about = ops.attributes(node)
+        inputs, outputs = int(about["in_features"]), int(about["out_features"])
+        nbytes = inputs * outputs * self._item
+        streamed = nbytes if f"{site.fqn}.{node.meta.get('fqn', '')}" in self._streams else 0
+        work = replace(
+            work,
+            products=work.products + inputs * outputs,
+            weights=work.weights + nbytes,
+            streamed=work.streamed + streamed,
+        )
+        if any(action.target.adapts == "linear" for action in actions):
+            rank = self._rank(f"{site.fqn}.{node.meta['fqn']}")
+            work = replace(
+                work,
+                adapter=work.adapter + rank * (inputs + outputs),
+                adapters=work.adapters + 2,
+                operators=work.operators + _LORA_OPERATORS,
+            )
+        return work
+
+    def _rank(self, fqn: str) -> int:
+        lora = self._plan.lora
+        return 0 if lora is None else lora.rank_pattern.get(fqn, lora.r)
+
+    def _attention(self, work: Work, node: fx.Node, site: BlockSite) -> Work:
+        query, key, value = (tuple(map(int, _sizes(source))) for source in node.all_input_nodes[:3])
+        scores = query[0] * (query[1] + value[1])
+        cache = self._captured.cache
+        cached = cache[site.layer].per_token if cache is not None and site.layer < len(cache) else 0
+        return replace(work, scores=scores, cached=cached or self._item * key[0] * (key[1] + value[1]))
+
+    def _experts(self, node: fx.Node, actions: list[NodeAction], device: str, moved: float) -> Work:
+        about = ops.attributes(node)
+        count, top_k = int(about["num_experts"]), int(ops.shape_of(node.args[1])[-1])
+        products = 3 * int(about["hidden"]) * int(about["inter"]) * top_k
+        action = next((action for action in actions if isinstance(action.kernel, FusedMoeSpec)), None)
+        work = Work("experts", None, device, self._dtype, products=products, moved=moved)
+        lora = self._plan.lora
+        adapted = any(action.target.adapts == "experts" for action in actions) and lora is not None
+        if adapted and lora is not None:
+            sizes = int(about["hidden"]) + int(about["inter"])
+            work = replace(work, adapter=3 * count * lora.r * sizes, adapters=6)
+        if action is None or not isinstance(action.kernel, FusedMoeSpec):
+            weights = products // top_k * count * self._item
+            return replace(work, weights=weights, operators=12, experts=RoutedExperts(count, top_k, (device,), 0, True))
+        prefill = action.prefill
+        experts = RoutedExperts(count, top_k)
+        if prefill is not None:
+            experts = RoutedExperts(count, top_k, prefill.devices, prefill.tokens, prefill.resident)
+        spec = action.kernel
+        return replace(
+            work,
+            device="cpu",
+            weight_format=spec.format_gate_up,
+            weights=packed_bytes(spec),
+            operators=1,
+            experts=experts,
+        )
+
+    def _opaque(self, site: BlockSite, device: str) -> Work:
+        module = self._captured.model.get_submodule(site.fqn)
+        sizes = [parameter.numel() for parameter in module.parameters()]
+        return Work(
+            "mlp", None, device, self._dtype, products=sum(sizes), weights=sum(sizes) * self._item,
+            operators=4 * len(sizes),
+        )  # fmt: skip
+
+
+def _sizes(node: fx.Node) -> tuple[int, int]:
+    """Return the heads of a query, a key or a value (b, h, s, d), and the width of each."""
+    shape = ops.shape_of(node)
+    return int(shape[1]), int(shape[3])
