@@ -28,6 +28,7 @@ from ktc.cli import (
     lf,
     merge,
     pack,
+    plan,
     prove,
     quantize,
     rule_files,
@@ -48,6 +49,7 @@ app = typer.Typer(
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("compile", compiling.compile_command),
     ("check", compiling.check_command),
+    ("plan", plan.plan_command),
     ("graph", compiling.graph_command),
     ("pack", pack.pack_command),
     ("verify", pack.verify_command),

@@ -73,7 +73,7 @@ class Host:
 
     @property
     def rates(self) -> Rates:
-        """What it does per second, as known or as is usual of such a machine."""
+        """Its rates: those that are known, otherwise those usual of such a machine."""
         if self.described is not None:
             return self.described
         return assumed_rates(self.isas[0], self.cores, self.numa, [gpu.name for gpu in self.gpus])

@@ -3,5 +3,6 @@
 from ktc.stages.choose.choose import choose_plan
 from ktc.stages.choose.types import Chosen, Priced
 from ktc.stages.choose.uses import uses_of
+from ktc.stages.choose.what_if import Case, what_if
 
-__all__ = ["Chosen", "Priced", "choose_plan", "uses_of"]
+__all__ = ["Case", "Chosen", "Priced", "choose_plan", "uses_of", "what_if"]

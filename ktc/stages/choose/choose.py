@@ -7,6 +7,7 @@ fastest is taken; where predictions do not tell two apart, the one that needs fe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ktc.diagnostics import KtcError
@@ -15,6 +16,7 @@ from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.checkpoint import WeightSource
 from ktc.stages.capture import CapturedModel
 from ktc.stages.choose.candidates import CPU, Candidate, Question, candidates
+from ktc.stages.choose.reasons import reasons_of
 from ktc.stages.choose.types import Chosen, Priced
 from ktc.stages.choose.uses import uses_of
 from ktc.stages.cost import predict, work_of
@@ -57,7 +59,9 @@ class Planner:
         best = min((one for one in fitting if one.seconds <= _EQUAL * least), key=_bytes)
         others = sorted((one for one in priced if one is not best), key=lambda one: (bool(one.lacks), one.seconds))
         assert best.plan is not None, "a candidate that fits has a plan"
-        return Chosen(best.plan, (best, *others))
+        reasons = reasons_of(self._captured, best, others, self._host.rates)
+        plan = replace(best.plan, reasons=(*reasons, *best.plan.reasons))
+        return Chosen(plan, (replace(best, plan=plan), *others))
 
     def _question(self, base: Plan) -> Question:
         room = tuple(

@@ -7,6 +7,7 @@ from ktc.stages.plan.types import (
     ANY_SIZE,
     BatchShape,
     BlockRewrite,
+    Choices,
     DeviceMemory,
     LoraPlan,
     MemoryPlan,
@@ -16,6 +17,6 @@ from ktc.stages.plan.types import (
 )
 
 __all__ = [
-    "ANY_SIZE", "BatchShape", "BlockRewrite", "DeviceMemory", "LoraPlan", "MemoryPlan", "Placement", "Plan",
+    "ANY_SIZE", "BatchShape", "BlockRewrite", "Choices", "DeviceMemory", "LoraPlan", "MemoryPlan", "Placement", "Plan",
     "Reason", "kernel_origins", "make_plan", "require_feasible",
 ]  # fmt: skip

@@ -118,7 +118,7 @@ ANY_SIZE = BatchShape()
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is chosen where no rule decides. A rule's placement wins over `devices`, which has modules by FQN.
+    """Decisions that the rules leave to the planner. A rule's placement wins over `devices`, which has modules by FQN.
 
     Calls of routed experts with at least `least` tokens go to the devices `sent`, as do all calls of those that are
     `resident` there. `stock` are experts that PyTorch computes on the device of their layer. All are FQNs.

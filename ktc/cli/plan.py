@@ -1,0 +1,224 @@
+"""`ktc plan`: the plans of a model that are possible on a machine, with their predicted speed and bytes.
+
+In: a model, rules, machines, budgets and numbers of tokens. Out: a table of plans, the chosen one first, or one row per
+case of `--what-if`; with `--plot` a picture of both. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktc.cli.amounts import size
+from ktc.cli.compiling import settings_of
+from ktc.cli.options import Model, Settings, Trust
+from ktc.cli.session import Session
+from ktc.cli.session_options import in_session
+from ktc.cli.tables import plain_table
+from ktc.diagnostics import Diagnostic, InputRefused, KtcError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ktc.foundation.host import Host
+    from ktc.stages.choose import Case, Chosen, Priced
+
+Budgets = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A case and the plan that is chosen for it, or why there is none."""
+
+    case: Case
+    chosen: Chosen | KtcError
+
+
+@in_session(writes=("plot",))
+def plan_command(
+    session: Session,
+    model: Model,
+    rules: Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one.")] = "auto",
+    settings: Settings = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", metavar="DEVICE=SIZE,...", help="Budgets to plan for: `cuda:0=12GB,24GB`."),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="N,...", help="Lengths of sequences to plan for.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences per batch to plan for.")] = None,
+    hosts: Annotated[
+        str | None, typer.Option("--host", metavar="FILE,...", help="Machines to plan for: files, or bundled names.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the roofline of the plan and speed over memory: .png or .svg.")
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Show the plans that are possible, their predicted speed and their bytes, the chosen one first."""
+    session.require_versions()
+    from ktc import compiler
+    from ktc.stages.choose import Case
+    from ktc.stages.choose import what_if as plan_cases
+    from ktc.stages.plan import BatchShape
+
+    if plot is not None:
+        from ktc.tools.bench.plot import require_drawable
+
+        require_drawable(plot, "a plan's picture")
+    machines = _machines(hosts)
+    budgets, lengths = _budgets(what_if or ()), _lengths(tokens)
+    with session.console.status("capturing and planning"):
+        analysis = compiler.analyse(model, rules, settings_of(settings), machines[0][1], trust_remote_code=trust)
+        cases = (
+            Case(name, host, budget, BatchShape(batch, length))
+            for (name, host), budget, length in itertools.product(machines, _combined(budgets), lengths)
+        )
+        planned = plan_cases(analysis.captured, analysis.weights.sources, analysis.ruleset, cases)
+        rows = [_Row(case, chosen) for case, chosen in planned]
+    session.sources = analysis.ruleset.sources
+    session.result({"model": model, "rules": rules, "cases": [_to_json(row) for row in rows]})
+    several = len(rows) > 1
+    session.show(_cases_table(rows) if several else _plans_table(rows[0]))
+    refused = [row.chosen for row in rows if isinstance(row.chosen, KtcError)]
+    if refused and len(refused) == len(rows):
+        raise refused[0]
+    if plot is not None:
+        from ktc.tools.bench.plan_picture import draw
+
+        draw(plot, analysis.captured, [(row.case, row.chosen) for row in rows if not isinstance(row.chosen, KtcError)])
+        session.show(f"{plot} shows them")
+    session.next("ktc", "check", rules, model)
+
+
+# Reading the options -------------------------------------------------------------------------------------------------
+def _machines(named: str | None) -> list[tuple[str, Host]]:
+    from ktc.foundation.host import detect
+    from ktc.foundation.host_file import read_host_file
+
+    if named is None:
+        return [("this machine", detect(probe_gpu=True))]
+    return [(Path(name).stem, read_host_file(name)) for name in named.split(",") if name]
+
+
+def _budgets(options: Sequence[str]) -> Budgets:
+    """Return sizes in bytes by device. Raises InputRefused (U004) with all faults."""
+    from ktc.foundation.host_file import parse_bytes
+
+    budgets, faults = list[tuple[str, tuple[int, ...]]](), list[Diagnostic]()
+    for option in options:
+        device, _, sizes = option.partition("=")
+        parsed = [parse_bytes(text.strip()) for text in sizes.split(",")]
+        number = device.removeprefix("cuda:")
+        if (device != "cpu" and not (device.startswith("cuda:") and number.isdecimal())) or None in parsed:
+            message = f"`--what-if` needs DEVICE=SIZE,SIZE as in `cuda:0=12GB,24GB`, found `{option}`"
+            faults.append(Diagnostic("U004", message))
+        budgets.append((device, tuple(nbytes for nbytes in parsed if nbytes is not None)))
+    if faults:
+        raise InputRefused(*faults)
+    return tuple(budgets)
+
+
+def _combined(budgets: Budgets) -> list[dict[str, int]]:
+    devices = [device for device, _ in budgets]
+    return [dict(zip(devices, sizes, strict=True)) for sizes in itertools.product(*(sizes for _, sizes in budgets))]
+
+
+def _lengths(text: str | None) -> list[int | None]:
+    """Raises InputRefused (U004)."""
+    if text is None:
+        return [None]
+    words = [word.strip().replace("_", "") for word in text.split(",")]
+    if any(not word.isdecimal() or not 0 < int(word) < 1 << 32 for word in words):
+        raise InputRefused(Diagnostic("U004", f"`--tokens` needs counts above zero as in `512,8192`, found `{text}`"))
+    return [int(word) for word in words]
+
+
+# Showing plans -------------------------------------------------------------------------------------------------------
+def _plans_table(row: _Row) -> Table:
+    """Return one row per candidate, the chosen one first."""
+    if isinstance(row.chosen, KtcError):
+        raise row.chosen
+    priced = row.chosen.priced
+    uses = [one.use for one in priced[0].predictions]
+    table = plain_table("plan", *(f"token/s, {use}" for use in uses), "waits for", *_devices(priced), "")
+    for number, one in enumerate(priced):
+        table.add_row(
+            one.candidate.name,
+            *(f"{prediction.tokens_per_second:,.0f}" for prediction in one.predictions or ()),
+            *[""] * (len(uses) - len(one.predictions)),
+            ", ".join(dict.fromkeys(prediction.binds for prediction in one.predictions)),
+            *(size(_bytes(one).get(device, 0)) for device in _devices(priced)),
+            "chosen" if number == 0 and not one.lacks else one.lacks,
+            style="bold" if number == 0 else None,
+        )
+    return table
+
+
+def _devices(priced: Sequence[Priced]) -> list[str]:
+    return sorted({device for one in priced for device in _bytes(one)}, key=lambda name: (name == "cpu", name))
+
+
+def _bytes(priced: Priced) -> dict[str, int]:
+    devices = priced.plan.devices if priced.plan else ()
+    return {one.device: one.weights + one.adapter + one.streaming for one in devices}
+
+
+def _cases_table(rows: Sequence[_Row]) -> Table:
+    """Return one row per case: the machine, its budgets, the tokens, and the plan that is chosen."""
+    table = plain_table("machine", "budgets", "tokens", "plan", "token/s", "seconds", "bytes")
+    for row in rows:
+        case = row.case
+        budgets = ", ".join(f"{device} {size(nbytes)}" for device, nbytes in case.budgets.items())
+        about = (case.machine, budgets, f"{case.shape.length or ''}")
+        if isinstance(row.chosen, KtcError):
+            table.add_row(*about, row.chosen.diagnostics[0].message)
+            continue
+        best = row.chosen.best
+        speeds = " / ".join(f"{one.tokens_per_second:,.0f}" for one in best.predictions)
+        seconds = " / ".join(f"{one.seconds:,.3g}" for one in best.predictions)
+        nbytes = ", ".join(f"{device} {size(count)}" for device, count in _bytes(best).items())
+        table.add_row(*about, best.lacks or best.candidate.name, speeds, seconds, nbytes)
+    return table
+
+
+def _to_json(row: _Row) -> dict[str, Any]:
+    from ktc.diagnostics import to_json
+
+    case = row.case
+    about: dict[str, Any] = {
+        "machine": case.machine, "budgets": dict(case.budgets),
+        "batch": case.shape.batch, "length": case.shape.length,
+    }  # fmt: skip
+    if isinstance(row.chosen, KtcError):
+        return about | {"diagnostics": [to_json(one) for one in row.chosen.diagnostics]}
+    return about | {"plans": list(_plans_json(row.chosen))}
+
+
+def _plans_json(chosen: Chosen) -> Iterator[dict[str, Any]]:
+    for number, one in enumerate(chosen.priced):
+        yield {
+            "name": one.candidate.name,
+            "chosen": number == 0 and not one.lacks,
+            "lacks": one.lacks,
+            "seconds": one.seconds,
+            "bytes": _bytes(one),
+            "predictions": [
+                {
+                    "use": str(prediction.use),
+                    "seconds": prediction.seconds,
+                    "tokens_per_second": prediction.tokens_per_second,
+                    "kinds": dict(prediction.kinds),
+                    "engines": dict(prediction.engines),
+                    "crossings": prediction.crossings,
+                    "waits_for": prediction.binds,
+                }
+                for prediction in one.predictions
+            ],
+        }

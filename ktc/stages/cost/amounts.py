@@ -1,0 +1,67 @@
+"""How much a work computes, reads and issues in one call of a use, whatever the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ktc.stages.cost.types import Use, Work
+
+_BACK: Final = 2.0  # operators and moved bytes of backward, in those of forward
+_EXPERTS_BACK: Final = 5 / 3  # products of experts in backward: gate and up again, then three gradients
+_SCORES_BACK: Final = 2.5  # of attention: scores again, and the gradients of scores, query, key and value
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """The amounts of works in `use`."""
+
+    use: Use
+
+    @property
+    def again(self) -> int:
+        """How often forward is computed again in backward."""
+        return int(self.use.trains and self.use.checkpointing)
+
+    @property
+    def passes(self) -> int:
+        """How often weights are read."""
+        return 1 + self.use.trains + self.again
+
+    def tokens(self, work: Work) -> int:
+        """Return the tokens that a work computes: after a prompt, only the last position has logits."""
+        return self.use.batch if work.kind == "lm_head" and self.use.phase == "prefill" else self.use.tokens
+
+    def flops(self, work: Work) -> float:
+        """Return the FLOPs of products with frozen weights, and with LoRA's factors."""
+        back = (_EXPERTS_BACK if work.experts else 1.0) if self.use.trains else 0.0
+        frozen = 2 * self.tokens(work) * work.products * (1 + self.again + back)
+        share = work.experts.top_k / work.experts.count if work.experts else 1.0
+        return frozen + 6 * self.use.tokens * work.adapter * share * self.use.trains
+
+    def scored(self, work: Work) -> float:
+        """Return the FLOPs of attention's scores and values."""
+        passes = 1 + self.again + (_SCORES_BACK if self.use.trains else 0.0)
+        return 2 * self.use.tokens * self.use.positions * work.scores * passes
+
+    def read(self, work: Work) -> float:
+        """Return the bytes of weights in one pass: of routed experts, those that tokens use."""
+        return work.weights * (work.experts.touched(self.use.tokens) if work.experts else 1.0)
+
+    def moved(self, work: Work) -> float:
+        """Return the bytes that operators read and write beside weights, and that attention reads of its cache."""
+        cached = self.use.batch * self.use.length * work.cached if self.use.phase == "decode" else 0.0
+        return self.tokens(work) * work.moved * self._operations + cached
+
+    def operators(self, work: Work) -> float:
+        """Return the number of PyTorch operators."""
+        return work.operators * self._operations
+
+    @property
+    def _operations(self) -> float:
+        return 1 + self.again + (_BACK if self.use.trains else 0.0)
+
+    def intensity(self, work: Work) -> float:
+        """Return the FLOPs per byte that is read or written."""
+        nbytes = self.passes * self.read(work) + self.moved(work)
+        return (self.flops(work) + self.scored(work)) / max(1.0, nbytes)
