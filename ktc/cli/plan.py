@@ -19,7 +19,6 @@ from ktc.cli.compiling import settings_of
 from ktc.cli.options import Model, Settings, Trust
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
-from ktc.cli.tables import plain_table
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def _combined(budgets: Budgets) -> list[dict[str, int]]:
 
 
 def _lengths(text: str | None) -> list[int | None]:
-    """Raises InputRefused (U004)."""
+    """Return the counts in an option. Raises InputRefused (U004)."""
     if text is None:
         return [None]
     words = [word.strip().replace("_", "") for word in text.split(",")]
@@ -145,6 +144,8 @@ def _plans_table(row: _Row) -> Table:
     """Return one row per candidate, the chosen one first."""
     if isinstance(row.chosen, KtcError):
         raise row.chosen
+    from ktc.cli.tables import plain_table
+
     priced = row.chosen.priced
     uses = [one.use for one in priced[0].predictions]
     table = plain_table("plan", *(f"token/s, {use}" for use in uses), "waits for", *_devices(priced), "")
@@ -172,6 +173,8 @@ def _bytes(priced: Priced) -> dict[str, int]:
 
 def _cases_table(rows: Sequence[_Row]) -> Table:
     """Return one row per case: the machine, its budgets, the tokens, and the plan that is chosen."""
+    from ktc.cli.tables import plain_table
+
     table = plain_table("machine", "budgets", "tokens", "plan", "token/s", "seconds", "bytes")
     for row in rows:
         case = row.case

@@ -123,7 +123,7 @@ def _bytes(work: Work) -> float:
 
 def _gain(question: Question, work: Work) -> float:
     """Return the seconds that a work saves on the first GPU."""
-    rates, threads = question.host.rates, question.plan.threads
+    rates, threads = question.host.rates, question.host.workers
     cpu, gpu = (replace(work, device=device) for device in ("cpu", "cuda:0"))
     return predict((cpu,), question.use, rates, threads).seconds - predict((gpu,), question.use, rates, threads).seconds
 
@@ -178,7 +178,7 @@ def crossover(question: Question, gpus: tuple[str, ...]) -> int:
     work = next(work for work in question.works if work.experts is not None)
     assert work.experts is not None, "it has experts"
     sent = replace(work, experts=replace(work.experts, devices=gpus, least=1))
-    rates, threads = question.host.rates, question.plan.threads
+    rates, threads = question.host.rates, question.host.workers
     for tokens in _TOKENS:
         use = Use("prefill", 1, tokens)
         if predict((sent,), use, rates, threads).seconds < predict((work,), use, rates, threads).seconds:

@@ -59,7 +59,7 @@ class Planner:
         best = min((one for one in fitting if one.seconds <= _EQUAL * least), key=_bytes)
         others = sorted((one for one in priced if one is not best), key=lambda one: (bool(one.lacks), one.seconds))
         assert best.plan is not None, "a candidate that fits has a plan"
-        reasons = reasons_of(self._captured, best, others, self._host.rates)
+        reasons = reasons_of(self._captured, best, others, self._host)
         plan = replace(best.plan, reasons=(*reasons, *best.plan.reasons))
         return Chosen(plan, (replace(best, plan=plan), *others))
 
@@ -81,7 +81,7 @@ class Planner:
         works = work_of(self._captured, plan)
         issue = Issue(plan.cuda_graph, plan.native_step)
         uses = uses_of(plan.mode, self._must_fit)
-        predictions = tuple(predict(works, use, self._host.rates, plan.threads, issue) for use, _ in uses)
+        predictions = tuple(predict(works, use, self._host.rates, self._host.workers, issue) for use, _ in uses)
         seconds = sum(weight * one.seconds for one, (_, weight) in zip(predictions, uses, strict=True))
         lacks = plan.over_budget[0].message if plan.over_budget else ""
         return Priced(candidate, plan, predictions, seconds, lacks)

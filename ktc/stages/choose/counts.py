@@ -6,11 +6,12 @@ NP-hard for arbitrary items. With few classes all counts can be tried, and the l
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
+
+import torch
 
 _MOST_CASES: Final = 2_000_000
 
@@ -51,17 +52,22 @@ def best_counts(classes: Sequence[ItemClass], capacity: int) -> Counts:
     others = [number for number in useful if number != filling]
     if prod(classes[number].count + 1 for number in others) > _MOST_CASES:
         return by_density(classes, capacity)
-    best, best_gain = dict.fromkeys(useful, 0), -1.0
-    for counts in itertools.product(*(range(classes[number].count + 1) for number in others)):
-        left = capacity - sum(count * classes[number].nbytes for number, count in zip(others, counts, strict=True))
-        if left < 0:
-            continue
-        filled = min(classes[filling].count, left // max(1, classes[filling].nbytes))
-        gain = filled * classes[filling].gain
-        gain += sum(count * classes[number].gain for number, count in zip(others, counts, strict=True))
-        if gain > best_gain:
-            best, best_gain = {**dict(zip(others, counts, strict=True)), filling: filled}, gain
-    return Counts(tuple(best.get(number, 0) for number in range(len(classes))), best_gain)
+    axes = [torch.arange(classes[number].count + 1) for number in others]
+    pairs = [
+        (axis.reshape([-1 if place == number else 1 for place in range(len(axes))]), classes[others[number]])
+        for number, axis in enumerate(axes)
+    ]
+    left = capacity - sum((axis * item.nbytes for axis, item in pairs), start=torch.tensor(0))
+    last = classes[filling]
+    filled = (left.clamp(min=0) // max(1, last.nbytes)).clamp(max=last.count)
+    gain = filled.double() * last.gain + sum(
+        (axis.double() * item.gain for axis, item in pairs), start=torch.tensor(0.0)
+    )
+    gain = torch.where(left >= 0, gain, torch.tensor(-1.0, dtype=torch.double))
+    place = int(gain.argmax())
+    where = [int(index) for index in torch.unravel_index(torch.tensor(place), gain.shape)]
+    best = {**dict(zip(others, where, strict=True)), filling: int(filled.reshape(-1)[place])}
+    return Counts(tuple(best.get(number, 0) for number in range(len(classes))), float(gain.reshape(-1)[place]))
 
 
 def by_density(classes: Sequence[ItemClass], capacity: int) -> Counts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ktc.foundation.host import Host
 from ktc.foundation.rates import Rates
 from ktc.stages.capture import CapturedModel
 from ktc.stages.choose.types import Priced
@@ -18,17 +19,17 @@ _NAMES = {
 }  # fmt: skip
 
 
-def reasons_of(captured: CapturedModel, best: Priced, others: Sequence[Priced], rates: Rates) -> Iterator[Reason]:
+def reasons_of(captured: CapturedModel, best: Priced, others: Sequence[Priced], host: Host) -> Iterator[Reason]:
     """Yield the reasons of the chosen candidate, beside the fastest other that fits and the fastest that does not."""
     plan = best.plan
     assert plan is not None, "a chosen candidate has a plan"
-    text = f"planned as `{best.candidate.name}`: {speeds(best)}, by {rates.origin} rates"
+    text = f"planned as `{best.candidate.name}`: {speeds(best)}, by {host.rates.origin} rates"
     yield Reason("model", text)
     if other := next((one for one in others if not one.lacks), None):
         yield Reason("model", f"slower or larger: `{other.candidate.name}` with {speeds(other)}")
     if impossible := next((one for one in others if one.lacks), None):
         yield Reason("model", f"impossible: `{impossible.candidate.name}`, because {impossible.lacks}")
-    yield from _of_kinds(captured, plan, best.predictions[-1].use, rates)
+    yield from _of_kinds(captured, plan, best.predictions[-1].use, host)
 
 
 def speeds(priced: Priced) -> str:
@@ -38,18 +39,19 @@ def speeds(priced: Priced) -> str:
     )
 
 
-def _of_kinds(captured: CapturedModel, plan: Plan, use: Use, rates: Rates) -> Iterator[Reason]:
-    groups: dict[tuple[str, str], list[Work]] = {}
+def _of_kinds(captured: CapturedModel, plan: Plan, use: Use, host: Host) -> Iterator[Reason]:
+    rates, groups = host.rates, dict[tuple[str, str], list[Work]]()
     for work in work_of(captured, plan):
         groups.setdefault((work.kind, _engine(work, use)), []).append(work)
     for (kind, engine), works in groups.items():
         first = works[0]
-        here = predict((first,), use, rates, plan.threads).seconds
+        here = predict((first,), use, rates, host.workers).seconds
         text = f"on {engine}: {Amounts(use).intensity(first):,.1f} FLOP per byte in {use}, {_time(here)} a layer"
         if elsewhere := _elsewhere(first, engine, rates):
-            there = predict((elsewhere,), use, rates, plan.threads).seconds
-            per_mb = (there - here) / max(1.0, first.weights) * 1e12
-            text += f" and {_time(there)} on {elsewhere.device}, {per_mb:,.1f} us saved per MB"
+            there = predict((elsewhere,), use, rates, host.workers).seconds
+            text += f" and {_time(there)} on {elsewhere.device}"
+            if first.weights:
+                text += f", {(there - here) / first.weights * 1e12:,.1f} us saved per MB"
         yield Reason(f"{_NAMES.get(kind, kind)}", f"{text} ({len(works)} in all)")
 
 

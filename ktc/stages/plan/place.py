@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, Span
 from ktc.foundation.module_paths import from_inside
+from ktc.model.graph.typed import named_modules
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import require_gpu, resolve_device
 from ktc.stages.plan.types import NO_CHOICES, Placement
@@ -22,6 +23,9 @@ def place(draft: PlanDraft) -> PlanDraft:
     """
     chosen = (draft.request.choices or NO_CHOICES).devices
     unplaced = draft.rules.plan.get("unplaced")
+    children = {name for name, _ in named_modules(draft.captured.model) if "." not in name and name}
+    if children <= {claim.path for claim in draft.claims if claim.target.placement is not None}:
+        chosen = NO_CHOICES.devices  # rules place the whole model
     default = resolve_device(str(unplaced or chosen.get("", "cpu")), draft.host)
     placed = [Placement("", default, "", None)]
     on_kernels_device = {claim.path for claim in draft.claims if claim.target.required_device}

@@ -34,14 +34,14 @@ def draw(path: Path, captured: CapturedModel, cases: Sequence[tuple[Case, Chosen
 def _roofline(axes: Any, captured: CapturedModel, case: Case, chosen: Chosen) -> None:
     rates, best = case.host.rates, chosen.best
     plan, use = chosen.plan, best.predictions[-1].use
-    for name, peak, bandwidth in _limits(rates, plan.threads):
+    for name, peak, bandwidth in _limits(rates, case.host.workers):
         axes.plot(_INTENSITIES, [min(peak, at_ * bandwidth) / 1e9 for at_ in _INTENSITIES], label=name, lw=1)
     amounts, drawn = Amounts(use), set[tuple[str, str]]()
     for work in work_of(captured, plan):
         if (work.kind, work.device) in drawn or not amounts.flops(work):
             continue
         drawn.add((work.kind, work.device))
-        seconds = predict((work,), use, rates, plan.threads).seconds
+        seconds = predict((work,), use, rates, case.host.workers).seconds
         reached = (amounts.flops(work) + amounts.scored(work)) / seconds / 1e9
         axes.plot([amounts.intensity(work)], [reached], "o")
         axes.annotate(f" {work.kind}", (amounts.intensity(work), reached), fontsize=8)

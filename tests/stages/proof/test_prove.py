@@ -24,6 +24,7 @@ from ktc.model.manifest.manifest import Rewrite
 from ktc.stages.analysis import Analysis
 from ktc.stages.capture import CapturedModel
 from ktc.stages.capture.weights import WeightMap
+from ktc.stages.choose import Chosen
 from ktc.stages.proof import Proof, prove, run, twins
 from ktc.stages.proof.compare import Constants
 from ktc.stages.proof.twins import signature

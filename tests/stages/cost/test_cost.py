@@ -1,0 +1,98 @@
+"""Amounts are those of the published parameter counts, and times follow the limits of a machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from families import CPU, full_size
+
+from ktc.foundation.host import Gpu
+from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
+from ktc.language import dsl
+from ktc.stages.capture import CapturedModel
+from ktc.stages.cost import Use, Work, predict, work_of
+from ktc.stages.cost.amounts import Amounts
+from ktc.stages.cost.predict import Issue
+from ktc.stages.cost.types import RoutedExperts
+from ktc.stages.match import match
+from ktc.stages.plan import Plan, make_plan
+
+GB, TF = 1e9, 1e12
+SERVER = replace(CPU, cores=16, threads=16, memory=1 << 40, gpus=(Gpu("card", 80 << 30),))
+
+
+def rates(**overrides: float) -> Rates:
+    """A machine without costs of issuing; each override names a field of the GPU."""
+    figures = {
+        "bandwidth": 1000 * GB, "bus": 25 * GB, "bus_beside_cpu": 25 * GB, "cpu_beside_bus": 400 * GB,
+        "launch": 0.0, "graph_node": 0.0, "host_node": 0.0, **overrides,
+    }  # fmt: skip
+    one = {16: Figure(440 * GB)}
+    cpu = CpuRates({"bf16": {16: Figure(20 * TF)}}, one, one[16], Figure(0.0), Figure(0.0))
+    gpu = GpuRates(
+        {"bf16": Figure(165 * TF), "fp32": Figure(40 * TF)}, context=0, **{k: Figure(v) for k, v in figures.items()}
+    )
+    return Rates(cpu, (gpu,), Figure(GB))
+
+
+@pytest.fixture(scope="module")
+def v2_lite() -> CapturedModel:
+    return full_size("deepseek-v2-lite")
+
+
+def planned(model: CapturedModel, program: str = "moe-lora") -> Plan:
+    rules = dsl.load(program, {"device": "cpu"})
+    return make_plan(model, (), match(model, rules, SERVER), rules, SERVER)
+
+
+def test_a_token_meets_as_many_parameters_as_the_authors_count(v2_lite: CapturedModel) -> None:
+    works = work_of(v2_lite, planned(v2_lite))
+    assert sum(work.products for work in works) == 2_451_308_544
+    experts = [work for work in works if work.experts is not None]
+    assert len(experts) == 26
+    assert {work.products for work in experts} == {6 * 8_650_752}
+
+
+@pytest.mark.parametrize(("tokens", "distinct"), [(1, 6.0), (4, 20.8), (32, 61.3), (256, 64.0)])
+def test_tokens_use_as_many_distinct_experts_as_even_choices_give(tokens: int, distinct: float) -> None:
+    assert 64 * RoutedExperts(64, 6).touched(tokens) == pytest.approx(distinct, abs=0.05)
+
+
+def test_an_expert_of_one_token_has_one_flop_per_byte() -> None:
+    expert = Work("experts", 0, "cpu", "bf16", products=6e6, weights=2 * 64 * 1e6, experts=RoutedExperts(64, 6))
+    assert Amounts(Use("decode", 1, 1)).intensity(expert) == pytest.approx(1.0)
+    assert Amounts(Use("decode", 32, 1)).intensity(expert) == pytest.approx(3.1, abs=0.05)
+
+
+def test_a_step_from_memory_takes_the_time_of_its_bytes(v2_lite: CapturedModel) -> None:
+    works = work_of(v2_lite, planned(v2_lite))
+    step = predict(works, Use("decode", 1, 4096), rates(), 16)
+    read = 2 * 2_451_308_544 + 27 * 4096 * works[1].cached
+    assert step.binds == "cpu"
+    assert step.seconds == pytest.approx(read / (440 * GB), rel=0.05)
+
+
+def test_streamed_experts_take_the_bus_and_hide_what_runs_beside_it(v2_lite: CapturedModel) -> None:
+    works = [
+        replace(w, device="cuda:0", experts=w.experts and replace(w.experts, devices=("cuda:0",), least=1))
+        for w in work_of(v2_lite, planned(v2_lite))
+    ]
+    step = predict(works, Use("train", 16, 512), rates(), 16)
+    nbytes = sum(work.weights for work in works if work.experts)
+    assert step.binds == "bus:cuda:0"
+    assert step.seconds == pytest.approx(2 * nbytes / (25 * GB))
+
+
+def test_a_gpu_waits_for_experts_on_the_cpu(v2_lite: CapturedModel) -> None:
+    works = [w if w.experts else replace(w, device="cuda:0") for w in work_of(v2_lite, planned(v2_lite))]
+    step = predict(works, Use("decode", 1, 1024), rates(host_node=50e-6), 16, Issue(cuda_graph=True))
+    assert step.seconds == pytest.approx(step.engines["cuda:0"] + step.engines["cpu"] + step.crossings)
+    assert step.crossings == pytest.approx(26 * 2 * 50e-6, rel=0.01)
+
+
+def test_checkpointing_reads_weights_once_more(v2_lite: CapturedModel) -> None:
+    work = work_of(v2_lite, planned(v2_lite))[1]
+    plain, again = (Amounts(Use("train", 1, 8, checkpointing=on)) for on in (False, True))
+    assert (plain.passes, again.passes) == (2, 3)
+    assert again.flops(work) > plain.flops(work)
