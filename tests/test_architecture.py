@@ -54,7 +54,7 @@ IMPORTS = {
     "--version": (43, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "--help": (43, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "compile --help": (43, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "explain E040": (43, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "explain E040": (44, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "fmt --check rules": (101, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
     "check moe-lora": (100, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
