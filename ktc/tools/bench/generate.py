@@ -162,7 +162,7 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
             do_sample=False,
             pad_token_id=0,
             disable_compile=impl != "ktc",
-            stopping_criteria=StoppingCriteriaList([_Tokens(clock)]),
+            stopping_criteria=StoppingCriteriaList([Tokens(clock)]),
         )
     finally:
         logging.getLogger(cuda_graph.__name__).removeHandler(warnings)
@@ -199,7 +199,7 @@ def experts_bytes(model: nn.Module, tokens: int) -> float:
     return total
 
 
-class _Tokens(StoppingCriteria):
+class Tokens(StoppingCriteria):
     """Ends a step of the clock at each token and stops nothing; the first step is that of the prompt."""
 
     def __init__(self, clock: StepClock) -> None:

@@ -424,6 +424,24 @@ class Generate(_OfModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Plans(_OfModel):
+    """Measure every plan that `ktc plan` shows for a model, beside its prediction, with random weights."""
+
+    command: ClassVar[str] = "plans"
+    module: ClassVar[str] = "ktc.tools.bench.plans.run"
+    rule: str = "auto"
+    layers: int | None = option(None, "Only the first N layers.", least=1)
+    batch: int = option(0, "Sequences per batch. 0: the planner's own.", least=0)
+    length: int = option(0, "Tokens per sequence. 0: the planner's own.", least=0)
+    steps: int = option(16, "Optimizer steps, or new tokens of each of three answers.", least=4)
+    longest: float = option(120.0, "Plans whose call is predicted to take more seconds are left out.", least=0)
+
+    def checked(self) -> Self:
+        """Return the request with all settings."""
+        return replace(self, settings=self.chosen())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Serve(Request):
     """Load a server of `ktc serve` with one client and then many, streaming or not, some of which cancel."""
 
@@ -444,7 +462,7 @@ class Serve(Request):
         return ("ktc", "serve", self.out)
 
 
-REQUESTS: Final[tuple[type[Request], ...]] = (Moe, Decode, Finetune, Generate, Serve, Stream)
+REQUESTS: Final[tuple[type[Request], ...]] = (Moe, Decode, Finetune, Generate, Plans, Serve, Stream)
 
 
 def kernels_of(isas: Iterable[Isa]) -> tuple[str, ...]:

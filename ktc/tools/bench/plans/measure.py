@@ -1,0 +1,123 @@
+"""The steps of a compiled model: an optimizer step by `KTrainer`, or a prompt and the steps of `generate`."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from peft import get_peft_model
+from transformers import PreTrainedModel
+
+from ktc.model.loading import peft_glue
+from ktc.model.loading.load import load
+from ktc.stages.capture import CapturedModel
+from ktc.stages.cost import Use
+from ktc.tools.bench.finetune.steps import measured
+from ktc.tools.bench.plans.kinds import modules_of, timed_kinds
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.requests import Finetune
+from ktc.tools.bench.rounds import StepClock
+
+_UNCOUNTED: Final = 3  # first steps of a text
+_FIRST_TOKEN: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a use: the median of its calls, their interquartile range as a share, and those of each kind."""
+
+    use: Use
+    seconds: float
+    spread: float
+    kinds: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How often and on which weights calls are measured. A `seed` of None reads the checkpoint."""
+
+    steps: int
+    seed: int | None
+
+
+def times_of(
+    out: Path, captured: CapturedModel, uses: tuple[Use, ...], sizes: Sizes, sink: ProgressSink
+) -> tuple[Times, ...]:
+    """Load the compiled model `out` and return the times of each use. Raises what loading and the calls raise."""
+    model: PreTrainedModel = load(out, random_weights=sizes.seed, progress=sink.part("weights"))
+    try:
+        if uses[0].trains:
+            return tuple(_step(out, model, captured, use, sizes, sink) for use in uses)
+        prompt, decode = uses
+        return _answer(model, captured, prompt, decode, sizes)
+    finally:
+        del model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _step(
+    out: Path, base: PreTrainedModel, captured: CapturedModel, use: Use, sizes: Sizes, sink: ProgressSink
+) -> Times:  # fmt: skip
+    lora = peft_glue.read_lora_config(out)
+    lora.lora_dropout = 0.0
+    tuned = cast("Any", get_peft_model(base, lora))
+    request = Finetune(
+        model=str(out), random_weights=True, length=use.length, accumulation=use.batch, steps=sizes.steps
+    )
+    row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink)
+    seconds = row.step_times[1:]
+    ids = torch.randint(_FIRST_TOKEN, captured.model.config.vocab_size, (use.batch, use.length))
+    ids = ids.to(base.get_input_embeddings().weight.device)
+    with timed_kinds(modules_of(captured, base)) as kinds:
+        tuned(input_ids=ids, labels=ids).loss.backward()
+    tuned.unload()
+    return Times(use, row.step_time, spread_of(seconds), dict(kinds))
+
+
+def _answer(
+    model: PreTrainedModel, captured: CapturedModel, prompt: Use, decode: Use, sizes: Sizes
+) -> tuple[Times, ...]:
+    vocabulary = int(captured.model.config.vocab_size)
+    ids = torch.randint(_FIRST_TOKEN, vocabulary, (prompt.batch, prompt.length))
+    ids = ids.to(cast("Any", model).get_input_embeddings().weight.device)
+    prompts, steps = list[float](), list[float]()
+    for _ in range(3):
+        clock = StepClock()
+        clock.start()
+        _generate(model, ids, sizes.steps, clock)
+        prompts.append(clock.seconds[0])
+        steps += clock.seconds[_UNCOUNTED:]
+    with torch.no_grad(), timed_kinds(modules_of(captured, model)) as kinds:
+        cast("Any", model)(ids, logits_to_keep=1)
+    first = Times(prompt, statistics.median(prompts[1:]), spread_of(prompts[1:]), dict(kinds))
+    return first, Times(decode, statistics.median(steps), spread_of(steps))
+
+
+def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, clock: StepClock) -> None:
+    from transformers import StoppingCriteriaList
+
+    from ktc.tools.bench.generate import Tokens
+
+    cast("Any", model).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([Tokens(clock)]),
+    )
+
+
+def spread_of(seconds: Any) -> float:
+    """Return the interquartile range of seconds as a share of their median, 0 for fewer than two."""
+    if len(seconds) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / statistics.median(seconds)
