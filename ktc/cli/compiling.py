@@ -176,10 +176,11 @@ def settings_of(pairs: list[str] | None) -> dict[str, str]:
     return {name.strip(): value for name, _, value in split}
 
 
-def _host(described: Path | None, isa: str | None) -> Host:
+def _host(described: str | None, isa: str | None) -> Host:
     """Return the machine in the file, otherwise this one with its GPUs; `isa` becomes its best instruction set."""
     from ktc.foundation import host
-    from ktc.foundation.host_file import read_host_file
+    from ktc.foundation.host_file import read_host
+    from ktc.foundation.measured_host import this_host
 
-    target = read_host_file(described) if described else host.detect(probe_gpu=True)
+    target = read_host(described) if described else this_host()
     return host.restrict(target, isa) if isa else target

@@ -39,7 +39,10 @@ Settings = Annotated[
 IsaName = Annotated[
     str | None, typer.Option("--isa", help="The kernels' instruction set. Default: the best one of the host.")
 ]
-HostFile = Annotated[Path | None, typer.Option("--host", help="Plan for the machine that this TOML file describes.")]
+HostFile = Annotated[
+    str | None,
+    typer.Option("--host", metavar="HOST", help="Plan for the machine in this TOML file, or a bundled one (h100)."),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the model's folder.")]
 AdapterFolder = Annotated[
     Path | None, typer.Option("--adapter", metavar="A", help="Use this adapter: a folder that PEFT saved.")

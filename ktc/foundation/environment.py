@@ -23,6 +23,12 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "ktc"
 
 
+def config_dir() -> Path:
+    """Return the folder of the user's settings of ktc: `$XDG_CONFIG_HOME/ktc` or `~/.config/ktc`."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "ktc"
+
+
 def local_world_size() -> int:
     """Return the number of processes of one torchrun on this machine (1 without torchrun)."""
     return _number("LOCAL_WORLD_SIZE")

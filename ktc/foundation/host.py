@@ -57,7 +57,8 @@ class Host:
 
     `isas` are the usable kernel instruction sets, best first, `scalar` always last; `features` the CPU flags with
     Linux's names; `cores` physical cores and `threads` hardware threads that this process may use; `memory` in bytes,
-    within the container's limits. `described` are its rates by a measurement or a file, None where none is known.
+    within the container's limits. `processor` is Linux's name of it, empty if unknown. `described` are its rates by a
+    measurement or a file, None where none is known. `notes` are warnings about them, which a plan repeats.
     """
 
     isas: tuple[Isa, ...]
@@ -70,13 +71,16 @@ class Host:
     python_abi: str
     compiler: Compiler | None
     described: Rates | None = None
+    processor: str = ""
+    notes: tuple[Diagnostic, ...] = ()
 
     @property
     def rates(self) -> Rates:
         """Its rates: those that are known, otherwise those usual of such a machine."""
         if self.described is not None:
             return self.described
-        return assumed_rates(self.isas[0], self.cores, self.numa, [gpu.name for gpu in self.gpus])
+        gpus = [gpu.name for gpu in self.gpus]
+        return assumed_rates(self.isas[0], self.cores, self.numa, gpus, self.processor)
 
     @property
     def workers(self) -> int:
@@ -98,6 +102,7 @@ def detect(probe_gpu: bool = False) -> Host:
         gpus=_gpus() if probe_gpu else (),
         python_abi=str(sysconfig.get_config_var("SOABI")),
         compiler=find_compiler(),
+        processor=cpu_name(),
     )
 
 

@@ -1,109 +1,157 @@
-"""Another machine, described by a TOML file, to plan and compile for. A faulty file is refused as a whole."""
+"""A machine in a TOML file: one to plan and compile for, or this one as it was measured. docs/hosts.md has the schema.
+
+In: a path, or the name of a bundled file. Out: a `Host` with its rates. A faulty file is refused as a whole: H200
+unreadable, H201 not TOML, H202 unknown key, H203 value, H204 another version, H205 unknown name.
+"""
 
 from __future__ import annotations
 
 import re
-import reprlib
-import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import TypeVar, cast
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Final
 
-from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
+from ktc.foundation import resources
 from ktc.foundation.environment import MOST_THREADS
 from ktc.foundation.host import Gpu, Host, detect
 from ktc.foundation.isa import INSTRUCTION_SETS, PREFERENCE, isa_of
-from ktc.foundation.regular_files import read_regular
+from ktc.foundation.rates import Origin
+from ktc.foundation.rates_file import CPU_KEYS, GPU_KEYS, TABLES, RatesReader, is_described
+from ktc.foundation.toml_entries import Entries, FaultCodes, TomlFile
 
-T = TypeVar("T")
-_BYTE_UNITS = {"": 1, "B": 1} | {
+VERSION: Final = 1
+"""Of the schema. A file without a version has the schema of version 1."""
+SUFFIX: Final = ".toml"
+_CODES: Final = FaultCodes("H200", "H201", "H202", "H203")
+_KEYS: Final = ("version", "isa", "cores", "threads", "numa", "memory", "cpu", "gpu", *TABLES, "measured")
+_MOST_BYTES: Final = 1 << 60  # of memory: beyond, a number is a mistake
+_LONGEST_NAME: Final = 200
+_BYTE_UNITS: Final = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("iB", 1024), ("B", 1000))
     for power, prefix in enumerate("KMGT", start=1)
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """When `ktc doctor --measure` wrote a file, whether the machine was busy, and the version of ktc."""
+
+    when: str
+    busy: bool
+    ktc: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostFile:
+    """The machine in a file, and its measurement: None for a machine that is described."""
+
+    host: Host
+    measurement: Measurement | None
+
+
+def read_host(named: str | Path) -> Host:
+    """Return the machine in a TOML file, or in the bundled file of this name. Raises `InputRefused` (H200 to H205)."""
+    return read_host_file(_bundled(named) if _is_name(named) else Path(named))
+
+
 def read_host_file(path: str | Path) -> Host:
-    """Return the machine in a TOML file: `isa`, `cores`, `numa`, `memory` (bytes or `"512GiB"`), `[[gpu]] memory`.
+    """Return the machine in a TOML file. Raises `InputRefused` with all faults of the file (H200 to H204).
 
-    Missing entries are taken from this machine, except GPUs: none are assumed.
-    Raises `InputRefused` with all faults of the file (H200 unreadable, H201 not TOML, H202 key, H203 value).
+    Missing facts are taken from this machine, except GPUs: none are assumed. Missing rates are those usual of the
+    machine's processor and cards.
     """
-    try:
-        text = read_regular(Path(path)).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputRefused(Diagnostic("H200", f"cannot read the host file `{path}`: {error}")) from error
-    try:
-        entries = cast("dict[str, object]", tomllib.loads(text))
-    except (ValueError, RecursionError) as error:  # tomllib also raises on dates and numbers that cannot be
-        words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        fault = Diagnostic("H201", f"the host file is not TOML: {words}", _toml_place(path, text, words))
-        raise InputRefused(fault, sources={str(path): text}) from error
-    return _HostFile(str(path), text).read(entries, detect())
+    return read_file(path).host
 
 
-class _HostFile:
-    """Check the entries of a host file, and collect all faults."""
-
-    def __init__(self, path: str, text: str) -> None:
-        self._path, self._text = path, text
-        self._faults: list[Diagnostic] = []
-
-    def read(self, entries: Mapping[str, object], here: Host) -> Host:
-        self._refuse_unknown(entries, ("isa", "cores", "numa", "memory", "gpu"))
-        isa = self._value(entries, "isa", isa_of, f"one of {', '.join(PREFERENCE)}")
-        cores = self._value(entries, "cores", _cores, f"a count from 1 to {MOST_THREADS}")
-        numa = self._value(entries, "numa", _count, "a count above zero")
-        memory = self._value(entries, "memory", parse_bytes, 'a size such as "512GiB"')
-        gpus = self._gpus(entries.get("gpu", []))
-        if self._faults:
-            raise InputRefused(*self._faults, sources={self._path: self._text})
-        host = replace(here, gpus=gpus, memory=memory or here.memory, numa=numa or here.numa)
-        if cores:
-            host = replace(host, cores=cores, threads=cores)
-        if isa:
-            isas = PREFERENCE[PREFERENCE.index(isa) :]
-            features = frozenset[str]().union(*(INSTRUCTION_SETS[name].cpu for name in isas))
-            host = replace(host, isas=isas, features=features)
-        return host
-
-    def _gpus(self, tables: object) -> tuple[Gpu, ...]:
-        gpus: list[Gpu] = []
-        for number, entry in enumerate(cast("list[object]", tables) if isinstance(tables, list) else [None]):
-            if not isinstance(entry, dict):
-                self._fault("H203", "gpu", "`gpu` must be written as `[[gpu]]` tables")
-                continue
-            table = cast("dict[str, object]", entry)
-            self._refuse_unknown(table, ("name", "memory"))
-            memory = self._value(table, "memory", parse_bytes, 'a size such as "24GiB"')
-            if memory is None and "memory" not in table:
-                self._fault("H203", "[[gpu]]", "a `[[gpu]]` table must have `memory`")
-            gpus.append(Gpu(str(table.get("name", f"gpu {number}")), memory or 0))
-        return tuple(gpus)
-
-    def _refuse_unknown(self, entries: Mapping[str, object], known: tuple[str, ...]) -> None:
-        for key in entries:
-            if key not in known:
-                self._fault("H202", key, f"unknown key `{key}`: expected one of {', '.join(known)}")
-
-    def _value(
-        self, entries: Mapping[str, object], key: str, convert: Callable[[object], T | None], what: str
-    ) -> T | None:
-        value = convert(entries[key]) if key in entries else None
-        if key in entries and value is None:
-            self._fault("H203", key, f"`{key}` must be {what}, found `{reprlib.repr(entries[key]):.100}`")
-        return value
-
-    def _fault(self, code: str, key: str, message: str) -> None:
-        entry = re.search(rf"^[ \t]*({re.escape(key)})", self._text, re.MULTILINE)
-        start = entry.start(1) if entry else 0
-        line = self._text.count("\n", 0, start) + 1
-        column = start - (self._text.rfind("\n", 0, start) + 1) + 1
-        self._faults.append(Diagnostic(code, message, Span(self._path, line, column, line, column + len(key))))
+def read_file(path: str | Path) -> HostFile:
+    """Return the machine and its measurement. Raises as `read_host_file` does."""
+    file = TomlFile(Path(path), str(path), _CODES)
+    _require_version(file)
+    root = file.root
+    root.refuse_unknown(*_KEYS)
+    measurement = _measurement(root)
+    described = _with_facts(root, detect())
+    origin: Origin = "measured" if measurement else "described" if is_described(root) else "assumed"
+    rates = RatesReader(root, described).read(origin)
+    file.raise_faults()
+    if measurement:
+        rates = replace(rates, when=measurement.when, busy=measurement.busy)
+    return HostFile(replace(described, described=rates), measurement)
 
 
-_MOST_BYTES = 1 << 60  # of memory: beyond, a number is a mistake
+def bundled_names() -> tuple[str, ...]:
+    """Return the names of the bundled machines."""
+    return tuple(sorted(path.stem for path in resources.hosts().glob(f"*{SUFFIX}")))
+
+
+def _is_name(named: str | Path) -> bool:
+    return isinstance(named, str) and PurePosixPath(named).name == named and not named.endswith(SUFFIX)
+
+
+def _bundled(name: str | Path) -> Path:
+    names = bundled_names()
+    if name in names:
+        return resources.hosts() / f"{name}{SUFFIX}"
+    hint = suggest(str(name), names)
+    hint = f"{hint} " if hint else ""
+    hint += f"bundled machines: {listing(names)}; a file is given by its path"
+    raise InputRefused(Diagnostic("H205", f"there is no bundled machine `{name}`", hint=hint))
+
+
+def _require_version(file: TomlFile) -> None:
+    """Raise `InputRefused` (H204) alone for another version: its keys are unknown here."""
+    version = file.root.table.get("version", VERSION)
+    if version != VERSION or isinstance(version, bool):
+        message = f"the host file has version {version!r:.100}, and this ktc reads version {VERSION}"
+        file.fault("H204", ("version",), message, "measure again with `ktc doctor --measure`, or update ktc")
+        file.raise_faults()
+
+
+def _measurement(root: Entries) -> Measurement | None:
+    entries = root.inside("measured")
+    entries.refuse_unknown("when", "busy", "ktc")
+    when = entries.value("when", _name, "a date in a text")
+    busy = entries.value("busy", lambda value: value if isinstance(value, bool) else None, "true or false")
+    ktc = entries.value("ktc", _name, "a version in a text")
+    return Measurement(when or "", bool(busy), ktc or "") if "measured" in root else None
+
+
+def _with_facts(root: Entries, here: Host) -> Host:
+    """Return the machine of the file without its rates; facts that are missing are those of this machine."""
+    isa = root.value("isa", isa_of, f"one of {', '.join(PREFERENCE)}")
+    cores = root.value("cores", _threads, f"a count from 1 to {MOST_THREADS}")
+    threads = root.value("threads", _threads, f"a count from 1 to {MOST_THREADS}")
+    numa = root.value("numa", _threads, f"a count from 1 to {MOST_THREADS}")
+    memory = root.value("memory", parse_bytes, 'a size such as "512GiB"')
+    cpu = root.inside("cpu")
+    cpu.refuse_unknown("name", *CPU_KEYS)
+    processor = cpu.value("name", _name, "a name")
+    is_other = any(key in root for key in ("isa", "cores"))
+    host = replace(
+        here,
+        gpus=tuple(_gpu(table, number) for number, table in enumerate(root.tables("gpu"))),
+        memory=memory or here.memory,
+        numa=numa or here.numa,
+        cores=cores or here.cores,
+        threads=threads or cores or here.threads,
+        processor=processor or ("" if is_other else here.processor),
+    )
+    if isa:
+        isas = PREFERENCE[PREFERENCE.index(isa) :]
+        features = frozenset[str]().union(*(INSTRUCTION_SETS[name].cpu for name in isas))
+        host = replace(host, isas=isas, features=features)
+    return host
+
+
+def _gpu(table: Entries, number: int) -> Gpu:
+    table.refuse_unknown("name", "memory", *GPU_KEYS)
+    name = table.value("name", _name, "a name")
+    memory = table.value("memory", parse_bytes, 'a size such as "24GiB"')
+    if "memory" not in table:
+        table.file.fault("H203", table.keys, "a `[[gpu]]` table must have `memory`")
+    return Gpu(name or f"gpu {number}", memory or 0)
 
 
 def parse_bytes(value: object) -> int | None:
@@ -118,17 +166,10 @@ def parse_bytes(value: object) -> int | None:
     return int(float(size[1]) * _BYTE_UNITS[size[2]]) or None
 
 
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+def _name(value: object) -> str | None:
+    return value if isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable() else None
 
 
-def _cores(value: object) -> int | None:
-    count = _count(value)
-    return count if count is not None and count <= MOST_THREADS else None
-
-
-def _toml_place(path: str | Path, text: str, message: str) -> Span:
-    """Return the place that a message names; otherwise the last line."""
-    named = re.search(r"at line (\d+), column (\d+)", message)
-    line, column = (int(named[1]), int(named[2])) if named else (text.count("\n") + 1, 1)
-    return Span(str(path), line, column, line, column + 1)
+def _threads(value: object) -> int | None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_THREADS
+    return value if is_count else None

@@ -41,6 +41,11 @@ def rules() -> Path:
     return _folder("rules")
 
 
+def hosts() -> Path:
+    """Return the folder with the bundled descriptions of machines, `*.toml`."""
+    return rules() / "hosts"
+
+
 def peers() -> Path:
     """Return the folder with the peers of benchmarks, which only a source checkout has."""
     return _folder("benchmarks") / "peers"

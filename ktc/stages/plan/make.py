@@ -81,4 +81,4 @@ def make_plan(
     draft = PlanDraft(request, warnings=matches.warnings)
     for decide in PASSES:
         draft = decide(draft)
-    return draft.finished()
+    return draft.with_warnings(*host.notes).finished()
