@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, ProofFailed
 from ktc.foundation.host import Host
-from ktc.foundation.measured_host import this_host
 from ktc.language import dsl
 from ktc.stages.analysis import Analysis, Report
 from ktc.stages.capture import CapturedModel, capture, open_model
@@ -118,7 +117,10 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     cannot be compiled is refused before it is matched. With `random_weights` the checkpoint is not looked at.
     Raises as `compile` does, but a plan over budget is a value.
     """
-    host = host or this_host()
+    if host is None:
+        from ktc.foundation.measured_host import this_host
+
+        host = this_host()
     ruleset = dsl.load(rules, settings or {})
     observe("rules", ruleset)
     fetch = to_compile and not random_weights

@@ -20,6 +20,7 @@ from ktc.cli.amounts import size
 from ktc.cli.following import RULES
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import versions
 from ktc.foundation.environment import cache_dir
 
@@ -55,6 +56,7 @@ def examine() -> tuple[Host, tuple[Finding, ...]]:
         _linears(),
         _gpus(host),
         Finding("memory", "works", size(host.memory)),
+        _rates(host),
         _huge_pages(),
         _cache(),
         _leftovers(),
@@ -125,6 +127,21 @@ def _gpus(host: Host) -> Finding:
     return Finding("GPU", "works", ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in host.gpus))
 
 
+def _rates(host: Host) -> Finding:
+    from ktc.foundation.measured_host import MEASURE, known_host, measured_path
+
+    known = known_host(host)
+    again = f"`{MEASURE}` measures this machine, in about half a minute"
+    if known.stale is not None:
+        return Finding("rates", "limited", f"stale: {known.stale.message}", again)
+    if known.measurement is None:
+        return Finding("rates", "limited", "assumed, as usual of such a processor and cards", again)
+    fact = f"measured on {known.measurement.when} ({measured_path()})"
+    if known.measurement.busy:
+        return Finding("rates", "limited", f"{fact}, while the machine was busy", again)
+    return Finding("rates", "works", fact)
+
+
 def _huge_pages() -> Finding:
     try:
         mode = re.search(r"\[(\w+)\]", _HUGE_PAGES.read_text(encoding="utf-8"))
@@ -166,10 +183,23 @@ def doctor_command(
         bool,
         typer.Option("--clean", help="List and remove what killed processes left in caches and temporary folders."),
     ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the rates of this machine, which plans are made from.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--host", "-o", metavar="FILE", help="Write the measured rates to this file.")
+    ] = None,
 ) -> None:
     """Show which parts of this machine work for ktc, which are missing, and how to install them."""
     if clean:
         _clean(session)
+        return
+    if output is not None and not measure:
+        raise InputRefused(Diagnostic("U001", "`--host` is the file of `--measure`", hint="add `--measure`"))
+    if measure:
+        from ktc.cli import measuring
+
+        measuring.measure(session, output)
         return
     from ktc.cli.tables import findings_table
 

@@ -75,10 +75,10 @@ class _Card:
 # measured for H100 and H200 (50 to 55 GB/s, PCIe 5 x16) and 25 GB/s for PCIe 4 x16; other figures are 0.65 to 0.85 of
 # data sheets, and fp32 is without TF32.
 _CARDS: Final[Mapping[str, _Card]] = {
-    r"B200|B300": _Card(1300e12, 60e12, 6.0e12, 50e9),
-    r"H200": _Card(600e12, 45e12, 4.0e12, 50e9),
-    r"H100": _Card(600e12, 45e12, 2.5e12, 50e9),
-    r"A100": _Card(230e12, 15e12, 1.4e12, 24e9),
+    r"B[23]00": _Card(1300e12, 60e12, 6.0e12, 50e9),
+    r"H200\b": _Card(600e12, 45e12, 4.0e12, 50e9),
+    r"H100\b": _Card(600e12, 45e12, 2.5e12, 50e9),
+    r"A100\b": _Card(230e12, 15e12, 1.4e12, 24e9),
     r"L40": _Card(150e12, 45e12, 0.7e12, 24e9),
     r"RTX 5090": _Card(190e12, 70e12, 1.5e12, 48e9),
     r"RTX 5080": _Card(95e12, 40e12, 0.8e12, 48e9),
@@ -88,7 +88,7 @@ _CARDS: Final[Mapping[str, _Card]] = {
     r"RTX 3060": _Card(22e12, 9e12, 0.3e12, 11e9),
     r"": _Card(40e12, 10e12, 0.4e12, 11e9),
 }
-_PEER: Final[Mapping[str, float]] = {r"B200|B300|H200|H100|A100": 150e9, r"": 20e9}  # with and without NVLink
+_PEER: Final[Mapping[str, float]] = {r"B[23]00|H[12]00|A100": 150e9, r"": 20e9}  # with and without NVLink
 _SOCKET_BUSES: Final = 150e9  # bytes/s of the buses of one socket together: four of an H100's host, measured
 
 

@@ -171,5 +171,6 @@ def _name(value: object) -> str | None:
 
 
 def _threads(value: object) -> int | None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_THREADS
-    return value if is_count else None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_THREADS:
+        return None
+    return value

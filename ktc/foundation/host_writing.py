@@ -46,7 +46,8 @@ def _lines(header: str, table: Mapping[str, object]) -> Iterator[str]:
 
 
 def _is_deep(value: object) -> bool:
-    return isinstance(value, dict) and any(isinstance(inner, dict) for inner in cast("dict[str, object]", value).values())
+    values = cast("dict[str, object]", value).values() if isinstance(value, dict) else ()
+    return any(isinstance(inner, dict) for inner in values)
 
 
 def _value(value: object) -> str:

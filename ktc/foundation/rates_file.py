@@ -108,9 +108,7 @@ class RatesReader:
         )
         return replace(rates, **_figures(entries, _CPU))
 
-    def _products(
-        self, entries: Entries, usual: Mapping[str, Mapping[int, Figure]]
-    ) -> dict[str, Mapping[int, Figure]]:
+    def _products(self, entries: Entries, usual: Mapping[str, Mapping[int, Figure]]) -> dict[str, Mapping[int, Figure]]:
         """Return those of every format. The ones left out keep their usual ratio to bf16."""
         if _CPU_PRODUCTS not in entries:
             return dict(usual)
@@ -173,11 +171,11 @@ def _number(value: object, least: float, most: float) -> float | None:
 def _by_threads(entries: Entries, key: str, unit: Unit, cores: int) -> dict[int, Figure]:
     """Return the figures by threads, ascending; one figure is that of all cores."""
     value = entries.table.get(key)
-    if key not in entries or not isinstance(value, dict) or {"median", "spread"} & cast("dict[str, object]", value).keys():
+    keys = cast("dict[str, object]", value).keys() if isinstance(value, dict) else {"median"}
+    if {"median", "spread"} & keys:
         figure = _figure(entries, key, unit)
         return {} if figure is None else {cores: figure}
-    inside = entries.inside(key)
-    read = dict[int, Figure]()
+    inside, read = entries.inside(key), dict[int, Figure]()
     for threads in inside.table:
         if not (threads.isdecimal() and threads.isascii() and len(threads) <= 9 and 0 < int(threads) <= MOST_THREADS):
             inside.refuse(threads, f"`{threads:.100}` must be a number of threads from 1 to {MOST_THREADS}")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ktc.tools.bench.inputs import Batch
-from ktc.tools.bench.limits import Samples
 from ktc.tools.bench.requests import Pass
 from ktc.tools.bench.rounds import Seconds, measured
+from ktc.tools.measure.limits import Samples
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states, the router's choice and its weights to the layer's output, as Hugging Face's experts modules."""

@@ -26,7 +26,6 @@ from ktc.model.decode_steps import cuda_graph
 from ktc.model.experts.cpu_backend import CpuKernel
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.load import load
-from ktc.tools.bench.limits import Limits, Samples, build_library
 from ktc.tools.bench.machine import peaks, reset_peaks
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.progress import ProgressSink
@@ -34,6 +33,7 @@ from ktc.tools.bench.report import LeftOut, column, table_of
 from ktc.tools.bench.requests import Generate
 from ktc.tools.bench.rounds import StepClock
 from ktc.tools.bench.stack import Stack, StackReport, facts_of, stack_of, timed
+from ktc.tools.measure.limits import Limits, Samples, build_library
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 
-from ktc.tools.bench.limits import Limits, Samples
+from ktc.tools.measure.limits import Limits, Samples
 
 K = TypeVar("K")
 FAILURES = (RuntimeError, ImportError, AttributeError, TypeError, ValueError)
@@ -123,14 +123,3 @@ class StepClock:
         self.start()
         self.seconds.append(self._last - began)
         self.finished(self.seconds)
-
-
-@contextmanager
-def threads_of_torch(threads: int) -> Generator[None]:
-    """Let torch use this number of threads within the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

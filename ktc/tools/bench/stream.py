@@ -33,6 +33,8 @@ from ktc.tools.bench.inputs import Batch, batches
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import Report, column, table_of
 from ktc.tools.bench.requests import Stream
+from ktc.tools.measure.bus import Bus
+from ktc.tools.measure.figures import wait
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +44,6 @@ Graph = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 _ROUNDS: Final = 5
 _INPUTS: Final = 2  # batches on the device
 _WARM_UP: Final = 3  # rounds: the stream foresees a pass from its third time on
-_CHUNK: Final = 128 << 20  # bytes of one copy
 _BASE: Final = 2 << 30
 
 
@@ -130,41 +131,6 @@ def run_on(device: torch.device, request: Stream, spec: FusedMoeSpec, sink: Prog
     )
 
 
-class Bus:
-    """Copies of pinned memory to a device, as many bytes as a layer has, chunk by chunk."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
-        pinned = device.type == "cuda"
-        self._sources = [torch.empty(min(_CHUNK, size), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._targets = [torch.empty_like(source, device=device) for source in self._sources]
-        for source in self._sources:
-            source.fill_(1)  # else all of its pages are one page of zeros
-
-    def copy(self) -> float:
-        """Return the seconds of one layer's bytes."""
-        starts = range(0, self._size, _CHUNK)
-        return seconds(self._device, lambda: [self._chunk(number, start) for number, start in enumerate(starts)])
-
-    def _chunk(self, number: int, start: int) -> None:
-        size = min(_CHUNK, self._size - start)
-        self._targets[number % 2][:size].copy_(self._sources[number % 2][:size], non_blocking=True)
-
-
-def seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the seconds of a call, until the device has done its work."""
-    _wait(device)
-    began = time.perf_counter()
-    call()
-    _wait(device)
-    return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _passes(
     module: FusedMoe, inputs: Sequence[Batch], device: torch.device, rounds: int
 ) -> tuple[list[float], list[float]]:
@@ -197,7 +163,7 @@ def _rounds(call: Callable[[int], object], device: torch.device, rounds: int) ->
             marks.append(_mark(device))
         call(number)
     marks.append(_mark(device))
-    _wait(device)
+    wait(device)
     return [_elapsed(one, other) for one, other in pairwise(marks)]
 
 

@@ -16,6 +16,7 @@ from ktc.tools.bench.options import parse
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import tables
 from ktc.tools.bench.requests import Stream
+from ktc.tools.measure import bus as buses
 
 CPU = torch.device("cpu")
 SPEC = spec_of(ISAS[0], codes=("int4", 32))
@@ -34,7 +35,7 @@ def _built_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forward_backward_and_the_bus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_CHUNK", 10_000)
+    monkeypatch.setattr(buses, "_CHUNK", 10_000)
     told: list[tuple[str, int, int]] = []
     sink = ProgressSink(lambda *_: None, lambda *step: told.append(step), lambda _: None)
     report = stream.run_on(CPU, asked(), SPEC, sink)
@@ -51,9 +52,9 @@ def test_forward_backward_and_the_bus_are_measured(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_bus_copies_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_CHUNK", 1000)
+    monkeypatch.setattr(buses, "_CHUNK", 1000)
     copied: list[int] = []
-    bus = stream.Bus(2500, CPU)
+    bus = buses.Bus(2500, CPU)
     plain = bus._chunk
     monkeypatch.setattr(
         bus, "_chunk", lambda number, start: copied.append(min(1000, 2500 - start)) or plain(number, start)

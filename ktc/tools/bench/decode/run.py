@@ -23,14 +23,15 @@ from ktc.model.loading.load import load
 from ktc.tools.bench.decode.engines import Engine, LocalEngine, prompt_of
 from ktc.tools.bench.decode.model_file import FILE, config_of, floor_bytes, tensors_of, write_model
 from ktc.tools.bench.decode.parts import parts_of
-from ktc.tools.bench.limits import Limits, Samples, build_library
 from ktc.tools.bench.machine import processor
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import Report, column, table_of, threads_and_clock
 from ktc.tools.bench.requests import Case, Decode
-from ktc.tools.bench.rounds import Seconds, Turns, clock_of, in_turns, milliseconds, threads_of_torch
+from ktc.tools.bench.rounds import Seconds, Turns, clock_of, in_turns, milliseconds
 from ktc.tools.bench.sizes import SIZES
+from ktc.tools.measure.figures import threads_of_torch
+from ktc.tools.measure.limits import Limits, Samples, build_library
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""The limits of this machine: multiply-adds on registers alone, and sequential reads of memory.
+"""The limits of the processor: multiply-adds on registers alone, and sequential reads of memory.
 
 In: an instruction set and a number of threads. Out: GFLOP/s and GB/s by the clock that candidates are measured with.
 The loops are `runtime/include/ktc/machine_peak.hpp`, compiled here in about a second.
@@ -7,10 +7,11 @@ The loops are `runtime/include/ktc/machine_peak.hpp`, compiled here in about a s
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,27 +57,54 @@ class Samples:
 
 
 class Limits:
-    """The two limits of `threads` threads, measured at each call."""
+    """The two limits of `threads` threads, measured at each call.
 
-    def __init__(self, library: Path, threads: int) -> None:
+    The threads run on `cpus`, where these are named. `like` has memory to read, which is not allocated again.
+    """
+
+    def __init__(
+        self, library: Path, threads: int, *, cpus: Sequence[int] = (), like: Limits | None = None, wall: bool = False
+    ) -> None:
+        """`wall` measures one thread by the clock on the wall too."""
         self.library = library
         self._native = ctypes.CDLL(str(library))
         self._native.multiply_in_registers.restype = ctypes.c_int64
-        self._clock = time.process_time if threads == 1 else time.perf_counter
-        self._pool = ThreadPoolExecutor(threads)
+        self._clock = time.process_time if threads == 1 and not wall else time.perf_counter
+        self._pool = ThreadPoolExecutor(threads, initializer=_run_on, initargs=(cpus,))
         self._threads = threads
         part = max(_MIN_READ, 3 * _last_level_cache()) // threads // _PIECE * _PIECE
-        self._memory = huge_pages(threads * part).fill_(1)
+        self._memory = huge_pages(threads * part) if like is None else like._memory
+        if like is None:
+            _ = [*self._pool.map(self._touch, range(threads))]
 
     @property
     def read_bytes(self) -> int:
         """The bytes that one measurement reads, more than caches hold."""
-        return self._memory.numel()
+        return self._part * self._threads
 
     def measure(self, samples: Samples) -> None:
         """Add one measurement of both."""
         samples.gflops.append(self._flops() / 1e9)
-        samples.gbps.append(self._bytes() / 1e9)
+        samples.gbps.append(self.read() / 1e9)
+
+    def read(self) -> float:
+        """Return the bytes that the threads read per second, of one measurement."""
+
+        def read(thread: int) -> int:
+            address = ctypes.c_void_p(self._memory.data_ptr() + thread * self._part)
+            self._native.read_in_order(address, ctypes.c_size_t(self._part))
+            return self._part
+
+        return self._per_second(read)
+
+    @property
+    def _part(self) -> int:
+        """The bytes of one thread."""
+        return self._memory.numel() // self._threads // _PIECE * _PIECE
+
+    def _touch(self, thread: int) -> None:
+        """Write a thread's part, which is in the memory of the thread's NUMA node then."""
+        self._memory[thread * self._part : (thread + 1) * self._part].fill_(1)
 
     def _flops(self) -> float:
         def multiply(_: int) -> int:
@@ -84,20 +112,16 @@ class Limits:
 
         return self._per_second(multiply)
 
-    def _bytes(self) -> float:
-        part = self._memory.numel() // self._threads
-
-        def read(thread: int) -> int:
-            address = ctypes.c_void_p(self._memory.data_ptr() + thread * part)
-            self._native.read_in_order(address, ctypes.c_size_t(part))
-            return part
-
-        return self._per_second(read)
-
     def _per_second(self, work: Callable[[int], int]) -> float:
         begin = self._clock()
         done = sum(self._pool.map(work, range(self._threads)))
         return done / (self._clock() - begin)
+
+
+def _run_on(cpus: Sequence[int]) -> None:
+    """Keep the calling thread on these CPUs, on any of the process if none is named."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def _last_level_cache() -> int:
