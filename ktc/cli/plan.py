@@ -98,12 +98,12 @@ def plan_command(
 
 # Reading the options -------------------------------------------------------------------------------------------------
 def _machines(named: str | None) -> list[tuple[str, Host]]:
-    from ktc.foundation.host import detect
-    from ktc.foundation.host_file import read_host_file
+    from ktc.foundation.host_file import read_host
+    from ktc.foundation.measured_host import this_host
 
     if named is None:
-        return [("this machine", detect(probe_gpu=True))]
-    return [(Path(name).stem, read_host_file(name)) for name in named.split(",") if name]
+        return [("this machine", this_host())]
+    return [(Path(name).stem, read_host(name)) for name in named.split(",") if name]
 
 
 def _budgets(options: Sequence[str]) -> Budgets:

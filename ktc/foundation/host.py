@@ -129,7 +129,11 @@ def restrict(host: Host, isa: str) -> Host:
         lacking = sorted(INSTRUCTION_SETS[wanted].cpu - host.features)
         missing = listing(lacking) if lacking else "the kernel's permission"
         raise HostLacks(Diagnostic("H210", f"this machine cannot run `{isa}` kernels: it lacks {missing}", hint=usable))
-    return replace(host, isas=host.isas[host.isas.index(wanted) :])
+    restricted = replace(host, isas=host.isas[host.isas.index(wanted) :])
+    if host.described is None or wanted == host.isas[0]:
+        return restricted
+    usual = replace(restricted, described=None).rates.cpu.products  # the known ones are of the best instruction set
+    return replace(restricted, described=replace(host.described, cpu=replace(host.described.cpu, products=usual)))
 
 
 def find_compiler() -> Compiler | None:

@@ -1,4 +1,4 @@
-"""What a machine does per second: products, reads of memory, buses between devices, and the times of fixed costs.
+"""The rates of a machine: products, reads of memory, buses between devices, and the times of fixed costs.
 
 Rates come from a measurement, a host file, or what is usual of such a processor and card. The planner predicts times
 with them. All values are in SI units: FLOP/s, bytes per second, seconds.

@@ -1,6 +1,6 @@
 """The whole measurement of a machine: kernels are built first, then each figure is measured by itself.
 
-In: a host, and a function that is told the progress. Out: its rates and warnings: H208 a busy machine, H209 figures
+In: a host, and a function that receives the progress. Out: its rates and warnings: H208 a busy machine, H209 figures
 that could not be measured and are the usual ones. Refused: all refusals of the build of kernels.
 """
 
