@@ -1,4 +1,4 @@
-"""Engines that work side by side: the bus of a GPU and the processor's reads, all buses at once, and copies between GPUs.
+"""Engines that work side by side: a GPU's bus and the processor's reads, all buses at once, and copies between GPUs.
 
 In: devices, and the threads that read memory. Out: figures in bytes/s. Tests take the CPU for a device.
 """
