@@ -73,7 +73,7 @@ def _step(
     row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink)
     seconds = row.step_times[1:]
     ids = torch.randint(_FIRST_TOKEN, captured.model.config.vocab_size, (use.batch, use.length))
-    ids = ids.to(base.get_input_embeddings().weight.device)
+    ids = ids.to(_device_of(base))
     with timed_kinds(modules_of(captured, base)) as kinds:
         tuned(input_ids=ids, labels=ids).loss.backward()
     tuned.unload()
@@ -85,7 +85,7 @@ def _answer(
 ) -> tuple[Times, ...]:
     vocabulary = int(captured.model.config.vocab_size)
     ids = torch.randint(_FIRST_TOKEN, vocabulary, (prompt.batch, prompt.length))
-    ids = ids.to(cast("Any", model).get_input_embeddings().weight.device)
+    ids = ids.to(_device_of(model))
     prompts, steps = list[float](), list[float]()
     for _ in range(3):
         clock = StepClock()
@@ -121,3 +121,8 @@ def spread_of(seconds: Any) -> float:
         return 0.0
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return (high - low) / statistics.median(seconds)
+
+
+def _device_of(model: PreTrainedModel) -> torch.device:
+    """Return the device of the model's input."""
+    return cast("Any", model).get_input_embeddings().weight.device
