@@ -58,10 +58,21 @@ def plan_command(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the roofline of the plan and speed over memory: .png or .svg.")
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Run the steps of OUT, a compiled model, beside their prediction.")
+    ] = False,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="With --calibrate: make random weights instead of reading them.")
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Show the plans that are possible, their predicted speed and their bytes, the chosen one first."""
     session.require_versions()
+    if calibrate:
+        _calibrate(session, Path(model), _Size(batch, _lengths(tokens)[0], random_weights, trust))
+        return
+    if random_weights:
+        raise InputRefused(Diagnostic("U004", "`--random-weights` is for `--calibrate`"))
     from ktc import compiler
     from ktc.stages.choose import Case
     from ktc.stages.choose import what_if as plan_cases
@@ -94,6 +105,31 @@ def plan_command(
         draw(plot, analysis.captured, [(row.case, row.chosen) for row in rows if not isinstance(row.chosen, KtcError)])
         session.show(f"{plot} shows them")
     session.next("ktc", "check", rules, model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """The size of input of a calibration, and where its weights are from."""
+
+    batch: int | None
+    length: int | None
+    random_weights: bool
+    trust: bool
+
+
+def _calibrate(session: Session, out: Path, size_of: _Size) -> None:
+    """Show predicted beside measured seconds of the compiled model `out`."""
+    from ktc.cli.bench import watching
+    from ktc.stages.plan import BatchShape
+    from ktc.tools.bench.plans.calibrate import calibrated
+    from ktc.tools.bench.report import tables
+
+    shape = BatchShape(size_of.batch, size_of.length)
+    seed = 0 if size_of.random_weights else None
+    with watching(session) as sink:
+        report = calibrated(out, shape, seed, sink, trust_remote_code=size_of.trust)
+    session.result(report.to_json())
+    session.show(tables(report))
 
 
 # Reading the options -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ktc.stages.choose.candidates import CPU, Candidate, Question, candidates
 from ktc.stages.choose.reasons import reasons_of
 from ktc.stages.choose.types import Chosen, Priced
 from ktc.stages.choose.uses import uses_of
-from ktc.stages.cost import predict, work_of
+from ktc.stages.cost import Prediction, predict, work_of
 from ktc.stages.cost.predict import Issue
 from ktc.stages.match import Matches
 from ktc.stages.plan import make_plan
@@ -78,13 +78,20 @@ class Planner:
             return Priced(candidate, None, (), 0.0, error.diagnostics[0].message)
 
     def _priced(self, candidate: Candidate, plan: Plan) -> Priced:
-        works = work_of(self._captured, plan)
-        issue = Issue(plan.cuda_graph, plan.native_step)
-        uses = uses_of(plan.mode, self._must_fit)
-        predictions = tuple(predict(works, use, self._host.rates, self._host.workers, issue) for use, _ in uses)
-        seconds = sum(weight * one.seconds for one, (_, weight) in zip(predictions, uses, strict=True))
+        predictions = predictions_of(self._captured, plan, self._host, self._must_fit)
+        weights = (weight for _, weight in uses_of(plan.mode, self._must_fit))
+        seconds = sum(weight * one.seconds for one, weight in zip(predictions, weights, strict=True))
         lacks = plan.over_budget[0].message if plan.over_budget else ""
         return Priced(candidate, plan, predictions, seconds, lacks)
+
+
+def predictions_of(
+    captured: CapturedModel, plan: Plan, host: Host, shape: BatchShape = ANY_SIZE
+) -> tuple[Prediction, ...]:
+    """Return the prediction of each use of a plan on a host."""
+    works, issue = work_of(captured, plan), Issue(plan.cuda_graph, plan.native_step)
+    uses = uses_of(plan.mode, shape)
+    return tuple(predict(works, use, host.rates, host.workers, issue) for use, _ in uses)
 
 
 def choose_plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,15 @@ class PlansReport(StackReport):
         yield self.headline(f"by {self.origin} rates")
         if self.rows:
             yield table_of(self.rows, section=lambda row: row.plan, style=lambda row: "bold" if row.chosen else "")
-        for row in self.rows:
-            if row.kinds:
-                pairs = (f"{kind} {1e3 * p:,.1f}/{1e3 * m:,.1f}" for kind, (p, m) in row.kinds.items())
-                yield f"{row.plan}, {row.use}, predicted/measured ms: {', '.join(pairs)}"
+        yield from kinds_of(self.rows)
         yield from self.not_measured()
         if self.sums:
             yield f"the chosen plan takes {self.over_best:.2f} times as long as the fastest"
+
+
+def kinds_of(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield a line for each row with the milliseconds of its kinds of modules."""
+    for row in rows:
+        if row.kinds:
+            pairs = (f"{kind} {1e3 * p:,.1f}/{1e3 * m:,.1f}" for kind, (p, m) in row.kinds.items())
+            yield f"{row.plan}, {row.use}, predicted/measured ms: {', '.join(pairs)}"

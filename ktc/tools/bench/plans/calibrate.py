@@ -1,0 +1,64 @@
+"""`ktc plan OUT --calibrate`: a step of each phase of a compiled model, beside its prediction.
+
+In: a compiled model. Its recorded model, rules and settings are planned again here. Refused: a folder that is
+no compiled model, a model that has gone, and what planning and loading refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktc import compiler
+from ktc.foundation.isa import Isa
+from ktc.model.manifest.manifest import read_manifest
+from ktc.stages.choose import predictions_of
+from ktc.stages.plan import BatchShape
+from ktc.tools.bench.plans.measure import Sizes, times_of
+from ktc.tools.bench.plans.report import Row, kinds_of
+from ktc.tools.bench.plans.run import row_of
+from ktc.tools.bench.progress import ProgressSink
+from ktc.tools.bench.report import Report, table_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration(Report):
+    """A row per phase. `origin` says where the rates are from."""
+
+    out: str
+    origin: str
+    isa: Isa
+    rows: tuple[Row, ...]
+
+    def shown(self) -> Iterator[str | Table]:
+        """Yield the phases, then their kinds of modules."""
+        yield f"{self.out}, {self.isa}, by {self.origin} rates"
+        yield table_of(self.rows)
+        yield from kinds_of(self.rows)
+
+
+def calibrated(
+    out: Path, shape: BatchShape, seed: int | None, sink: ProgressSink, *, trust_remote_code: bool = False
+) -> Calibration:
+    """Return predicted and measured times of the compiled model `out`; a `seed` makes random weights."""
+    manifest = read_manifest(out)
+    rules = out / "rules" / manifest.rules.name
+    analysis = compiler.analyse(
+        str(manifest.model.folder or manifest.model.name), rules, manifest.rules.settings, observe=sink.stage,
+        random_weights=seed is not None, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    predictions = predictions_of(analysis.captured, analysis.plan, analysis.host, shape)
+    uses = tuple(one.use for one in predictions)
+    times = times_of(out, analysis.captured, uses, Sizes(steps=_STEPS, seed=seed), sink)
+    rows = tuple(
+        row_of(manifest.rules.name, one, measured, chosen=True)
+        for one, measured in zip(predictions, times, strict=True)
+    )
+    return Calibration(out=str(out), origin=analysis.host.rates.origin, isa=analysis.host.isas[0], rows=rows)
