@@ -64,7 +64,10 @@ class RuleDefinition:
 
 @dataclass(frozen=True, slots=True)
 class RuleSet:
-    """The whole program. `sources` maps the file names that spans use to their text, for diagnostics and the record."""
+    """The whole program, without the rules that its parameters switch off.
+
+    `sources` maps the file names that spans use to their text, for diagnostics and the record.
+    """
 
     entry: str
     units: tuple[Unit, ...]

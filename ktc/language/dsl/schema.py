@@ -32,9 +32,8 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "act": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"),
     "scoring": ("softmax", "sigmoid"),
     "phase": ("never", "decode", "prefill", "always"),
-    "auto": ("none", "intensity", "sequential", "balanced"),
-    "mode": ("train", "infer"),
-    "weights": ("safetensors", "gguf"),
+    "auto": ("none", "intensity"),
+    "mode": ("train", "infer", "generate", "serve"),
     "device": ("auto", "cpu"),  # besides the literals cuda:0, cuda:1
     **words_of(TARGETS.values()),  # those that only targets' settings have
 }
@@ -191,8 +190,7 @@ REQUANTISING: Mapping[str, str | None] = {
 BLOCKS: Mapping[str, Mapping[str, Type]] = {
     "plan": _types(
         auto="auto", unplaced="device", tokens="int", mode="mode", cuda_graph="phase",
-        native_step="phase",
-        weights="weights", layerwise_prefill="int", stream_buffer="size",
+        native_step="phase", layerwise_prefill="int", stream_buffer="size",
     ),
     "lora": _types(rank="int", alpha="float", dropout="float", targets="list[string]"),
 }  # fmt: skip
@@ -208,3 +206,10 @@ BOUNDS: Mapping[str, Bounds] = {
     "layerwise_prefill": Bounds(0, 2**24),
 }
 PARAM_TYPES = (*SCALARS, *ENUMS)
+# What has left the language, and what replaces it: words by their enum, keys by their block.
+_PLANNER = "the planner orders modules by FLOPs per byte: write `auto = intensity`, or place modules by rules"
+RETIRED: Mapping[tuple[str, str], str] = {
+    ("auto", "sequential"): _PLANNER,
+    ("auto", "balanced"): _PLANNER,
+    ("plan", "weights"): "leave it out: the model's folder decides, and may hold safetensors or a GGUF file",
+}

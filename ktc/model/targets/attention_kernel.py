@@ -1,6 +1,6 @@
 """Attention of few new tokens over a cache: its kernel, and the int8 codes that its cache may hold.
 
-In: a node with `kernel = flash_decode`, the model's dtype, its device, the host. Out: the spec. The cache holds numbers
+In: a node with `kernel = flash_decode` or `auto`, the model's dtype, its device, the host. Out: the spec. The cache holds numbers
 of the model's dtype, or int8 codes (`kv = int8`). Refused (M077): a layer on another device than the CPU, or a dtype
 that the kernel does not compute in.
 """
@@ -17,7 +17,7 @@ from ktc.model.kernels.attention_spec import AttentionSpec, attention_isa
 from ktc.model.kernels.linear_spec import ISAS
 from ktc.model.targets.linear_kernel import DTYPES
 from ktc.model.targets.node_plan import CapturedNode, NodePlan
-from ktc.model.targets.settings import FLASH_DECODE
+from ktc.model.targets.settings import AUTO, FLASH_DECODE
 from ktc.model.targets.target import Unsuited
 
 _SCALE = 4  # bytes, of each position and head
@@ -30,9 +30,12 @@ def unknown_core(seen: CapturedNode) -> Unsuited | None:
     return Unsuited("M092", reason, *remedies) if reason else None
 
 
-def choose_attention(plan: NodePlan, seen: CapturedNode) -> AttentionSpec:
-    """Return the kernel of a node. Raise InputRefused (M077)."""
-    why = ""
+def choose_attention(plan: NodePlan, seen: CapturedNode) -> AttentionSpec | None:
+    """Return the kernel of a node, None if `sdpa` computes it. Raise InputRefused (M077)."""
+    wanted, why = plan.target.settings["kernel"], ""
+    unsuited = plan.device != "cpu" or seen.dtype not in DTYPES
+    if wanted not in (FLASH_DECODE, AUTO) or (wanted == AUTO and unsuited and not plan.target.int8_cache):
+        return None
     if plan.device != "cpu":
         why = f"the layer is on {plan.device}, and `{FLASH_DECODE}` runs on the CPU"
     elif seen.dtype not in DTYPES:

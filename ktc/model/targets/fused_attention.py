@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
-from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, PositiveInt
+from ktc.model.targets.settings import INT8, AttentionKernel, KvFormat, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class FusedAttention(ModuleTarget):
         """Return the kernel for the model's dtype and the layer's cache. Raises InputRefused (M077)."""
         from ktc.model.targets.attention_kernel import choose_attention
 
-        return choose_attention(plan, seen) if self.kernel == FLASH_DECODE else None
+        return choose_attention(plan, seen)
 
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
         """Return which calls are the kernel's."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
 
-LinearKernel = Annotated[Literal["torch", "gemv"], EnumName("kernel")]
+LinearKernel = Annotated[Literal["torch", "gemv", "auto"], EnumName("kernel")]
 ManyRowsKernel = Annotated[Literal["torch", "packed", "auto"], EnumName("many_rows")]
 
 STORED_LINEAR: Final = "stored_linear"  # the module of a layer whose weight stays in blocks
@@ -52,7 +52,7 @@ class StoredLinearConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearTarget(ModuleTarget):
-    """`prefill` is the kernel for many rows, of prompts and in training."""
+    """`kernel` is for few rows, and `auto` is `gemv` where it runs. `prefill` is for many, of prompts and in training."""
 
     kernel: LinearKernel
     prefill: ManyRowsKernel | None = None
@@ -89,7 +89,7 @@ class LinearTarget(ModuleTarget):
             stored = cast("PackedLinearSpec", spec).weight_format
             return (f"{stored} weights, {spec.isa} kernel for few and for many rows, on {plan.device}",)
         by = f"by the {spec.isa} kernel for {spec.dtype}"
-        few = [f"few rows without gradients {by}"] * (self.kernel == "gemv")
+        few = [f"few rows without gradients {by}"] * (self.kernel != "torch")
         faster = ", or by PyTorch if that is faster on this processor" * (self.prefill == "auto")
         many = [f"many rows {by}{faster}"] * (self.prefill in ("packed", "auto"))
         return (f"{', '.join((*few, *many, 'all others by PyTorch'))}, on {plan.device}",)
@@ -111,7 +111,7 @@ class LinearTarget(ModuleTarget):
 
     def kernel_name(self, action: NodeAction) -> str:
         """Return the library's entry, or the word of the rule where PyTorch is the kernel."""
-        return action.kernel.entry if action.kernel else self.kernel
+        return action.kernel.entry if action.kernel else "torch"
 
     def module_name(self, action: NodeAction) -> str:
         """Return `stored_linear` where the weight stays in the blocks of its file."""
@@ -121,7 +121,9 @@ class LinearTarget(ModuleTarget):
         """Return the number of threads, which is the host's, and the format or the kernels."""
         if weight_format := stored_format(action):
             return StoredLinearConfig(host.workers, weight_format)
-        return LinearConfig(host.workers, self.kernel, self.prefill or "torch", action.weights.grid or None)
+        few: LinearKernel = "gemv" if self.kernel == "auto" and action.kernel is not None else self.kernel
+        few = "torch" if few == "auto" else few
+        return LinearConfig(host.workers, few, self.prefill or "torch", action.weights.grid or None)
 
     @staticmethod
     def realise(old: nn.Module, config: LinearConfig, kernel: Kernel | None) -> nn.Module:

@@ -3,7 +3,7 @@
 With `gemv`, weights that a GGUF file stores in blocks are multiplied as they are stored, by few rows and by many: in
 programs that train nothing, unless `prefill = torch` requires PyTorch's product.
 Refused (M077): `gemv` or `packed` for a layer on another device than the CPU, or with weights that they do not
-multiply. `auto` is PyTorch's product there.
+multiply. `auto`, as either, is PyTorch's product there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def choose_linear(
 
     Raises InputRefused (M077).
     """
+    if kernel == "auto":
+        kernel = "gemv" if plan.device == "cpu" and seen.dtype in DTYPES else "torch"
     named = [("gemv", DTYPES)] * (kernel == "gemv") + [("packed", _PACKED)] * (prefill == "packed")
     for name, dtypes in named:
         if plan.device != "cpu":

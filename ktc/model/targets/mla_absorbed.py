@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
-from ktc.model.targets.settings import FLASH_DECODE, INT8, AttentionKernel, KvFormat, Phase, PositiveInt
+from ktc.model.targets.settings import INT8, AttentionKernel, KvFormat, Phase, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class MlaAbsorbed(ModuleTarget):
         """Return the kernel for the model's dtype and the layer's cache. Raises InputRefused (M077)."""
         from ktc.model.targets.attention_kernel import choose_attention
 
-        return choose_attention(plan, seen) if self.kernel == FLASH_DECODE else None
+        return choose_attention(plan, seen)
 
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
         """Return when attention is absorbed."""

@@ -50,9 +50,9 @@ Dtype = Annotated[str, EnumName("dtype")]
 Device = Annotated[str, EnumName("device")]
 Phase = Annotated[str, EnumName("phase")]
 
-# `flash_decode` computes few new tokens without gradients, `sdpa` all other calls.
-AttentionKernel = Annotated[Literal["sdpa", "flash_decode"], EnumName("attn")]
-FLASH_DECODE = "flash_decode"
+# `flash_decode` computes few new tokens without gradients, `sdpa` all other calls; `auto` is the first where it runs.
+AttentionKernel = Annotated[Literal["sdpa", "flash_decode", "auto"], EnumName("attn")]
+FLASH_DECODE, AUTO = "flash_decode", "auto"
 # The numbers that a cache of keys and values holds: the model's dtype, or codes that `flash_decode` reads.
 KvFormat = Annotated[Literal["auto", "int8"], EnumName("kv_format")]
 INT8 = "int8"

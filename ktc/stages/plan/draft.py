@@ -113,7 +113,8 @@ class PlanDraft:
     @property
     def mode(self) -> str:
         """The mode of the program: `train` or `infer`."""
-        return str(self.rules.plan.get("mode") or ("train" if self.lora else "infer"))
+        mode = self.rules.plan.get("mode") or ("train" if self.lora else "infer")
+        return "train" if mode == "train" else "infer"
 
     def treatment(self, path: str) -> NodeWeights:
         """Return what becomes of the weights of the module at `path`."""

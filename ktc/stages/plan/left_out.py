@@ -18,7 +18,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.model.graph import ops
 from ktc.model.targets.attention_kernel import no_codes
 from ktc.model.targets.node_plan import Claim
-from ktc.model.targets.settings import FLASH_DECODE, INT8
+from ktc.model.targets.settings import AUTO, FLASH_DECODE, INT8
 from ktc.model.targets.target import Unsuited
 from ktc.stages.capture import CapturedModel
 from ktc.stages.plan.collapse import collapse
@@ -164,7 +164,7 @@ def leave_uncoded_caches(draft: PlanDraft) -> PlanDraft:
     for claim in draft.claims:
         target, reason = claim.target, ""
         if claim.node and target.int8_cache:
-            if (kernel := target.settings["kernel"]) != FLASH_DECODE:
+            if (kernel := target.settings["kernel"]) not in (FLASH_DECODE, AUTO):
                 message = f"`{target.name}(kernel = {kernel}, kv = {INT8})`: no other kernel reads codes"
                 raise InputRefused(Diagnostic("M087", message, claim.span, hint=f"write `kernel = {FLASH_DECODE}`"))
             reason = no_codes(draft.captured_node(claim).core)

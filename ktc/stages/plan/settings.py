@@ -1,29 +1,17 @@
-"""The settings of the `plan` block: those without an effect on a model, and those that are not built."""
+"""The settings of the `plan` block that have no effect on a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
-from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.diagnostics import Diagnostic, Span
 from ktc.language.dsl import syntax
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.stages.plan.draft import PlanDraft
 
-# Keys that no stage carries out yet, with the only value that has no effect.
-_NOT_BUILT: Final = {"weights": "safetensors"}
-
 
 def check_settings(draft: PlanDraft) -> PlanDraft:
-    """Warn of settings without an effect (M066). Raise InputRefused (M066) for those that are not built."""
-    settings = draft.rules.plan
-    missing = [
-        Diagnostic("M066", f"`plan {{ {key} = {value} }}` is not available in this version", span_of(draft.rules, key))
-        for key, idle in _NOT_BUILT.items()
-        if (value := settings.get(key, idle)) != idle
-    ]
-    if missing:
-        raise InputRefused(*missing)
+    """Warn of settings without an effect (M066)."""
     return draft.with_warnings(*_without_effect(draft))
 
 

@@ -19,7 +19,9 @@ from ktc.language.dsl.checker.params import bind_params
 from ktc.language.dsl.checker.patterns import Patterns
 from ktc.language.dsl.checker.report import Report, TooManyErrors, in_order
 from ktc.language.dsl.checker.rules import check_rules
+from ktc.language.dsl.checker.selectors import asks_the_model, is_switched_off
 from ktc.language.dsl.checker.unused import warn_unused
+from ktc.language.dsl.evaluate import constant
 from ktc.language.dsl.loader import Program
 from ktc.language.dsl.ruleset import PatternDefinition, RuleSet, Unit
 
@@ -40,14 +42,15 @@ def _check(program: Program, settings: Mapping[str, str], report: Report) -> Rul
     patterns.check_all()
     blocks = check_blocks(units, report)
     requires = _check_requires(units, report)
-    rules = check_rules(units, patterns, blocks["lora"], report)
+    every = check_rules(units, patterns, blocks["lora"], report)
+    rules = [rule for rule in every if not is_switched_off(rule, units[rule.unit].params)]
     known = {pattern.name: pattern for pattern in patterns.checked.values() if pattern}
     outputs = {name: pattern.declaration.outputs[0].text for name, pattern in known.items()}
     check_conflicts(rules, outputs, blocks["plan"], report)
     check_overlaps(rules, known, units, report)
     if report.errors:
         raise InputRefused(*in_order(report.errors), sources=program.sources)
-    warn_unused(units, rules, blocks, report)
+    warn_unused(units, every, blocks, report)
     return RuleSet(
         entry=units[0].source.module.file,
         units=tuple(Unit(unit.source.module, unit.source.prefix, unit.source.imports, unit.params) for unit in units),
@@ -70,4 +73,17 @@ def _check_requires(units: list[UnitNames], report: Report) -> tuple[tuple[int, 
     ]
     for unit, declaration in requires:
         Expressions(report, unit, {}).condition(declaration.condition)
+        _check_params(unit, declaration, report)
     return tuple((unit.source.index, declaration) for unit, declaration in requires)
+
+
+def _check_params(unit: UnitNames, require: syntax.Require, report: Report) -> None:
+    """Report (M063) a requirement over parameters alone that their values do not meet."""
+    used = [part.name for part in syntax.walk(require.condition) if isinstance(part, syntax.ParamReference)]
+    values = {f"${name}": unit.params.get(name) for name in used}
+    if asks_the_model(require.condition) or None in values.values():
+        return
+    if constant(require.condition, unit.params) is not True:
+        reason = f": {require.message.value}" if require.message else ""
+        shown = ", ".join(f"`{name}` is `{str(value).lower()}`" for name, value in values.items())
+        report.error("M063", f"requirement not met{reason}", require.condition.span, label=shown)

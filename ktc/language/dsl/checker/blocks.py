@@ -10,7 +10,7 @@ from ktc.language.dsl import syntax
 from ktc.language.dsl.checker.expressions import Expressions
 from ktc.language.dsl.checker.names import UnitNames
 from ktc.language.dsl.checker.report import Report
-from ktc.language.dsl.schema import BLOCKS, BOUNDS, DEVICE_FAMILIES
+from ktc.language.dsl.schema import BLOCKS, BOUNDS, DEVICE_FAMILIES, RETIRED
 from ktc.language.dsl.types import SIZE, Type
 from ktc.model.targets.settings import Bounds, Value
 
@@ -56,7 +56,7 @@ def _check_block(unit: UnitNames, block: syntax.Block, report: Report) -> Checke
         wanted = _key_type(block.kind, key)
         if wanted is None:
             keys = [*BLOCKS[block.kind], *(("cpu", "cuda:0") if block.kind == "plan" else ())]
-            hint = suggest(key, keys) or f"keys: {listing(keys, 20)}"
+            hint = RETIRED.get((block.kind, key)) or suggest(key, keys) or f"keys: {listing(keys, 20)}"
             if key in DEVICE_FAMILIES:
                 hint = f"a budget is for one device: `{key}:0`"
             report.error("E025", f"`{block.kind}` has no key `{key}`", setting.key.span, hint=hint)

@@ -58,8 +58,8 @@ def _check_mode(action: RuleAction, plan: CheckedBlock, report: Report) -> None:
     if mode is None or action.target.keeps:
         return
     related = (Related(plan.spans["mode"], "said here"),)
-    if mode == "infer" and action.facet == "adapter":
-        message = f"`{action.target.name}` trains, but the plan says `mode = infer`"
+    if mode != "train" and action.facet == "adapter":
+        message = f"`{action.target.name}` trains, but the plan says `mode = {mode}`"
         report.error("E044", message, action.span, related=related)
 
 

@@ -14,7 +14,7 @@ from ktc.language.dsl import syntax
 from ktc.language.dsl.checker.names import Capture, UnitNames, find_capture
 from ktc.language.dsl.checker.report import Report
 from ktc.language.dsl.evaluate import constant
-from ktc.language.dsl.schema import ENUMS, FACTS
+from ktc.language.dsl.schema import ENUMS, FACTS, RETIRED
 from ktc.language.dsl.types import BOOL, EMPTY_LIST, FLOAT, INT, RANGE, SIZE, STRING, UNKNOWN, Type, convert, fits
 from ktc.model.targets.settings import Value
 
@@ -134,7 +134,7 @@ class Expressions:
         if word in ENUMS[enum]:
             return Type(enum)
         examples = "; a GPU is written cuda:0" if enum == "device" else ""
-        hint = suggest(word, ENUMS[enum]) or f"one of {listing(ENUMS[enum], 20)}{examples}"
+        hint = RETIRED.get((enum, word)) or suggest(word, ENUMS[enum]) or f"one of {listing(ENUMS[enum], 20)}{examples}"
         if word in self.unit.param_declarations:
             hint = f"a parameter is written `${word}`"
         self.report.error("E026", f"unknown {enum} `{word}`", reference.span, hint=hint)

@@ -1,4 +1,4 @@
-"""The paths and layers that a rule selects, as far as they are known without a model."""
+"""What is known of a rule's selection without a model: its paths and layers, or that parameters switch it off."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ def selection(rule: RuleDefinition, params: Mapping[str, Value]) -> Selection | 
     return Selection(rule.at, rule.except_, layers) if layers is not None else None
 
 
+def is_switched_off(rule: RuleDefinition, params: Mapping[str, Value]) -> bool:
+    """Return whether the parameters alone make the rule's condition false, whatever the model and the host are."""
+    return rule.declaration.where is not None and _never_holds(rule.declaration.where, params)
+
+
+def _never_holds(condition: syntax.Expression, params: Mapping[str, Value]) -> bool:
+    if isinstance(condition, syntax.Binary) and condition.operator in ("and", "or"):
+        sides = (_never_holds(side, params) for side in (condition.left, condition.right))
+        return any(sides) if condition.operator == "and" else all(sides)
+    return not asks_the_model(condition) and constant(condition, params) is not True
+
+
 class _Condition:
     def __init__(self, alias: str, params: Mapping[str, Value]) -> None:
         self.layer = (alias, "layer")
@@ -55,7 +67,7 @@ class _Condition:
         return isinstance(expression, syntax.Reference) and expression.parts == self.layer
 
     def _compared(self, operator: str, other: syntax.Expression) -> Layers | None:
-        if _asks_the_model(other):
+        if asks_the_model(other):
             return None
         value = constant(other, self.params)
         if isinstance(value, range):
@@ -72,7 +84,7 @@ class _Condition:
 
     def _fixed(self, expression: syntax.Expression) -> Layers | None:
         """Return all layers or none for a condition over parameters alone."""
-        if _asks_the_model(expression):
+        if asks_the_model(expression):
             return None
         return ANY_LAYER if constant(expression, self.params) is True else NO_LAYER
 
@@ -83,7 +95,8 @@ def _ordered(operator: str, value: float) -> Layers:
     return layers.negated() if operator in ("<", ">") else layers
 
 
-def _asks_the_model(expression: syntax.Expression) -> bool:
+def asks_the_model(expression: syntax.Expression) -> bool:
+    """Return whether the expression has facts of a model, a host or a match, beside parameters."""
     return any(
         len(part.parts) > 1 if isinstance(part, syntax.Reference)
         else isinstance(part, syntax.Has) and isinstance(part.subject, syntax.Reference)
