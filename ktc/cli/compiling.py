@@ -13,14 +13,19 @@ import typer
 
 from ktc.cli.following import after_compiling, checking, compiling, loading
 from ktc.cli.options import (
+    AUTO,
+    Experts,
+    ForUse,
     HostFile,
     IsaName,
     Model,
     OptionalModel,
+    OptionalRules,
     Output,
     Rules,
     Settings,
     Trust,
+    Use,
 )
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -38,10 +43,12 @@ ProvenOn = Literal["witness", "full"]
 def compile_command(
     session: Session,
     model: Model,
-    rules: Rules,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="The package to write: a folder named like a Python module.")
     ],
+    rules: OptionalRules = AUTO,
+    use: ForUse = None,
+    experts: Experts = False,
     settings: Settings = None,
     isa: IsaName = None,
     host_file: HostFile = None,
@@ -54,6 +61,7 @@ def compile_command(
 ) -> None:
     """Compile MODEL with RULES into an importable package."""
     session.require_versions()
+    chosen = settings_of(settings, rules, use, experts=experts)
     from ktc import compiler
     from ktc.cli.report import StageReport
 
@@ -63,7 +71,7 @@ def compile_command(
             model,
             rules,
             out,
-            settings=settings_of(settings),
+            settings=chosen,
             host=_host(host_file, isa),
             force=force,
             trust_remote_code=trust,
@@ -89,6 +97,8 @@ def check_command(
     rules: Rules,
     model: OptionalModel = None,
     host_file: HostFile = None,
+    use: ForUse = None,
+    experts: Experts = False,
     settings: Settings = None,
     length: Annotated[
         int | None, typer.Option("--length", min=1, help="Tokens per sequence that must fit in memory.")
@@ -102,11 +112,11 @@ def check_command(
     session.require_versions()
     from ktc.cli.report import StageReport
 
-    report = StageReport(session)
+    report, chosen = StageReport(session), settings_of(settings, rules, use, experts=experts)
     if model is None:
         from ktc.language import dsl
 
-        ruleset = dsl.load(rules, settings_of(settings))
+        ruleset = dsl.load(rules, chosen)
         report.observe("rules", ruleset)
         report.finish_check()
         session.next(*(checking(ruleset, rules) or ()))
@@ -118,7 +128,7 @@ def check_command(
             compiler.analyse(
                 model,
                 rules,
-                settings_of(settings),
+                chosen,
                 _host(host_file, None),
                 report.observe,
                 must_fit=BatchShape(batch, length),
@@ -126,7 +136,8 @@ def check_command(
             )
         report.finish_check()
         if report.can_be_compiled and host_file is None:
-            session.next(*compiling(model, rules, settings or (), trust=trust))
+            pairs = [f"{name}={value}" for name, value in chosen.items()]
+            session.next(*compiling(model, rules, pairs, trust=trust))
         else:
             session.next("ktc", "graph", model, "--rules", rules, *loading(None, trust))
 
@@ -163,8 +174,13 @@ def graph_command(
     session.next(*graph.following(request))
 
 
-def settings_of(pairs: list[str] | None) -> dict[str, str]:
-    """Turn `["rank=8"]` into `{"rank": "8"}`. Raises InputRefused (U004) for a setting without `=`."""
+def settings_of(
+    pairs: list[str] | None, rules: str = "", use: Use | None = None, *, experts: bool = False
+) -> dict[str, str]:
+    """Turn `["rank=8"]` into `{"rank": "8"}`, and add the settings that the options `--for` and `--experts` name.
+
+    Raises InputRefused: U004 for a setting without `=`, U006 for an option that `rules` has no parameter for.
+    """
     split = [pair.partition("=") for pair in pairs or ()]
     faults = [
         Diagnostic("U004", f"`--set` needs NAME=VALUE, found `{name}`")
@@ -173,7 +189,26 @@ def settings_of(pairs: list[str] | None) -> dict[str, str]:
     ]
     if faults:
         raise InputRefused(*faults)
-    return {name.strip(): value for name, _, value in split}
+    return {name.strip(): value for name, _, value in split} | _of_options(rules, use, experts=experts)
+
+
+def _of_options(rules: str, use: Use | None, *, experts: bool) -> dict[str, str]:
+    """Return the settings of `--for` and `--experts`. Raises InputRefused (U006) where the rules have no such one."""
+    given = {"use": ("--for", use or ""), "experts": ("--experts", "true" if experts else "")}
+    given = {name: option for name, option in given.items() if option[1]}
+    if given and rules != AUTO:
+        from ktc.language import dsl
+
+        known = dsl.load(rules).units[0].params
+        hint = "leave RULES out: the program `auto` has it; or write a program with this parameter"
+        faults = [
+            Diagnostic("U006", f"`{option}` sets the parameter `{name}`, which `{rules}` does not have", hint=hint)
+            for name, (option, _) in given.items()
+            if name not in known
+        ]
+        if faults:
+            raise InputRefused(*faults)
+    return {name: value for name, (_, value) in given.items()}
 
 
 def _host(described: str | None, isa: str | None) -> Host:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ktc.cli.amounts import size
-from ktc.cli.following import RULES
+from ktc.cli.options import AUTO
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -207,7 +207,7 @@ def doctor_command(
     session.show(findings_table(findings, {"missing": "MISSING"}))
     session.result(to_json(here, findings))
     session.exit_code = 3 if any(finding.state == "missing" for finding in findings) else 0
-    session.next("ktc", "check", RULES, "tiny:qwen3_moe")
+    session.next("ktc", "check", AUTO, "tiny:qwen3_moe")
 
 
 def _clean(session: Session) -> None:

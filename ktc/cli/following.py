@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ktc.cli.amounts import relative
+from ktc.cli.options import AUTO
 
 if TYPE_CHECKING:
     from ktc.language.dsl import RuleSet
 
 Words = tuple[object, ...]
 DATA: Final = "capitals"  # of `ktc.training.tune.bundled`, until the user has data of their own
-RULES: Final = "moe-lora"
 _TWINS: Final = ("deepseek_v2", "qwen3_moe")  # model types, by which a program without a model is tried
 
 
@@ -28,20 +28,24 @@ def after_compiling(out: Path, *, weights: Path | None = None, trust: bool = Fal
     return ("ktc", "train", relative(out.absolute()), "--data", DATA, *loading(weights, trust))
 
 
-def answering(out: Path, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False) -> Words:
-    """Return the command that starts a conversation with the compiled model `out`."""
-    return ("ktc", "generate", relative(out.absolute()), *_adapter(adapter), "--chat", *loading(weights, trust))
+def answering(
+    out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False
+) -> Words:
+    """Return the command that starts a conversation with the compiled model `out`, or with a model by its name."""
+    named = relative(out.absolute()) if isinstance(out, Path) else out
+    return ("ktc", "generate", named, *_adapter(adapter), "--chat", *loading(weights, trust))
 
 
-def serving(out: Path, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False) -> Words:
-    """Return the command that serves the compiled model `out`."""
+def serving(out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False) -> Words:
+    """Return the command that serves the compiled model `out`, or a model by its name."""
     return ("ktc", "serve", out, *_adapter(adapter), *loading(weights, trust))
 
 
-def compiling(model: str | Path, rules: str = RULES, settings: Iterable[str] = (), *, trust: bool = False) -> Words:
+def compiling(model: str | Path, rules: str = AUTO, settings: Iterable[str] = (), *, trust: bool = False) -> Words:
     """Return the command that compiles `model`, into a folder of its name that does not exist yet."""
     chosen = (word for setting in settings for word in ("--set", setting))
-    return ("ktc", "compile", model, rules, "-o", _unused(str(model)), *chosen, *loading(None, trust))
+    program = () if rules == AUTO else (rules,)
+    return ("ktc", "compile", model, *program, "-o", _unused(str(model)), *chosen, *loading(None, trust))
 
 
 def checking(rules: RuleSet, named: str | Path) -> Words | None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktc.cli.following import serving
+from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, shown
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
-    CompiledModel,
     Raw,
     Reference,
     Seed,
@@ -42,7 +42,8 @@ _PROMPT_SIGN = "> "
 @in_session()
 def command(
     session: Session,
-    out: CompiledModel,
+    model: GivenModel,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Answer this prompt.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this prompt.")] = None,
     file: Annotated[
         Path | None,
@@ -80,10 +81,14 @@ def command(
         ),
     ] = None,
     reference: Reference = False,
+    recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
 ) -> None:
     """Generate answers to one prompt, to the rows of a file, or in a conversation."""
+    if text is not None and prompt is not None:
+        raise InputRefused(Diagnostic("G700", "the prompt is given twice", hint="leave `--prompt` out"))
+    prompt = prompt if text is None else text
     _check_combination(prompt, file, chat, output, session.as_json, raw)
     session.require_versions()
     from ktc.inference.generate.answers import Sampling, read_in_chunks, set_seed
@@ -98,6 +103,8 @@ def command(
         require_writable(output)
     if prompt is not None and not prompt.strip():
         raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
+    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
+    out = compiled(session, model, wish)
     opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
     session.raise_if_interrupted()
     tell_template(session, opened, raw)
@@ -111,7 +118,7 @@ def command(
     else:
         _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
     if opened.streams:
-        session.next(*serving(out, adapter, weights=weights, trust=trust))
+        session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
 
 
 def _check_combination(
@@ -120,8 +127,10 @@ def _check_combination(
     """Refuse options that exclude each other. Raises InputRefused (G700) with all of them."""
     faults: list[Diagnostic] = []
     if sum((prompt is not None, file is not None, chat)) != 1:
-        hint = "`--prompt TEXT` answers one prompt, `--file F.jsonl` every row, `--chat` starts a conversation"
-        faults.append(Diagnostic("G700", "exactly one of `--prompt`, `--file` and `--chat` is needed", hint=hint))
+        hint = (
+            "`ktc generate MODEL PROMPT` answers one prompt, `--file F.jsonl` every row, `--chat` starts a conversation"
+        )
+        faults.append(Diagnostic("G700", "exactly one of PROMPT, `--file` and `--chat` is needed", hint=hint))
     if output is not None and file is None:
         faults.append(Diagnostic("G700", "`--output` needs `--file`", hint="redirect stdout instead"))
     if chat and (as_json or raw):

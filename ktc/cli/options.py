@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -22,7 +22,18 @@ CompiledModel = Annotated[Path, typer.Argument(metavar="OUT", help="A compiled m
 Weights = Annotated[
     Path | None, typer.Option("--weights", help="The checkpoint's folder, if it was moved after the compilation.")
 ]
-Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (moe-lora).")]
+AUTO: Final = "auto"  # the bundled program for any model
+Use = Literal["train", "generate", "serve"]
+Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (auto, moe-lora).")]
+OptionalRules = Annotated[
+    str, typer.Argument(help="A rule file, or the name of a bundled one. Default: auto, for any model.")
+]
+ForUse = Annotated[
+    Use | None, typer.Option("--for", help="The use of the compiled model: `--set use=USE` of the rules.")
+]
+Experts = Annotated[
+    bool, typer.Option("--experts", help="Adapters on the routed experts too: `--set experts=true` of the rules.")
+]
 ResultsFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
 ]

@@ -87,7 +87,7 @@ class StageReport:
 
     def finish_check(self) -> None:
         """Show the tables of `ktc check`, its warnings and its JSON."""
-        self._warn()
+        self.warn()
         self._session.result({"seconds": self._seconds, "peak_rss": _peak_rss(), **self._json()})
         if "plan" in self._values:
             self._session.show(self._tables())
@@ -104,13 +104,14 @@ class StageReport:
 
     def finish_compile(self, out: Path) -> None:
         """Show the tables of `ktc compile`, its warnings and its JSON."""
-        self._warn()
+        self.warn()
         self._session.result({"out": str(out), "seconds": self._seconds, **self._json()})
         self._session.show(self._tables())
         load = f"import {out.name}; model = {out.name}.load()"
         self._session.show(f"{relative(out)} is ready: `{load}`, or `ktc.load({str(relative(out))!r})`")
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """Show the warnings of the finished stages."""
         rules = cast("RuleSet", self._values["rules"])
         weights = cast("WeightMap | None", self._values.get("weights"))
         plan = cast("Plan | None", self._values.get("plan"))

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from ktc.cli.amounts import size
-from ktc.cli.options import CompiledModel, Reference, Trust, Weights
+from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled
+from ktc.cli.options import Reference, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -20,7 +21,7 @@ from ktc.cli.session_options import in_session
 @in_session()
 def command(
     session: Session,
-    out: CompiledModel,
+    model: GivenModel,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,10 +77,11 @@ def command(
         float, typer.Option("--grace", min=0, help="Seconds for running answers at the end.")
     ] = 10.0,
     reference: Reference = False,
+    recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
 ) -> None:  # fmt: skip
-    """Serve a compiled model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
+    """Serve a model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
     session.require_versions()
     from ktc.inference.serving import server as serve
     from ktc.inference.serving.keys import read_key
@@ -94,6 +96,7 @@ def command(
     access = read_access(updates, update_key)
     key_sha256 = None if api_key_file is None else read_key(api_key_file, "G730", serve.KEY_HINT)
     session.diagnose(serve.exposure(host, key_sha256 is not None))
+    out = compiled(session, model, Wish.of("serve", recompile=recompile, trust=trust, weights=weights))
     with serve.listen(host, port) as listening:
         models = open_served_models(
             out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None

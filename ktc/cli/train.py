@@ -11,7 +11,7 @@ import shlex
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, cast, get_args, get_origin
@@ -20,7 +20,8 @@ import typer
 
 from ktc.cli.amounts import relative
 from ktc.cli.following import answering, loading
-from ktc.cli.options import CompiledModel, Trust, Weights
+from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_after, shown
+from ktc.cli.options import Experts, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
@@ -36,9 +37,9 @@ Command = Callable[..., None]
 @in_session()
 def train_command(
     session: Session,
-    out: CompiledModel,
+    model: GivenModel,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The run's folder. Default: OUT's name and `-adapter`.")
+        Path | None, typer.Option("--output", "-o", help="The run's folder. Default: the model's name and `-adapter`.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="A YAML file of the settings below; flags override it.")
@@ -55,11 +56,13 @@ def train_command(
         Path | None,
         typer.Option("--trace", metavar="FILE.json", help="Write the timeline of one step as a Chrome trace."),
     ] = None,
+    experts: Experts = False,
+    recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
     **flags: Any,
 ) -> None:
-    """Fine-tune OUT with LoRA on a file of examples; the adapter loads on the original model with stock PEFT."""
+    """Fine-tune a model with LoRA on a file of examples; the adapter loads on the original with stock PEFT."""
     if environment.process_rank() != 0:  # under torchrun, only rank 0 prints
         session.mute()
     session.require_versions()
@@ -67,10 +70,13 @@ def train_command(
     from ktc.cli.train_progress import TrainProgress, show_data
     from ktc.training.tune import train
 
-    paths = train.RunPaths(out, output or train.default_output(out), resume, force, weights, trust, trace)
+    wish = Wish.of("train", recompile=recompile, trust=trust, weights=weights, experts=experts)
+    place = output or train.default_output(named_after(model))
+    paths = train.RunPaths(named_after(model), place, resume, force, weights, trust, trace)
     if flags["targets"] is not None:
         flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
     settings = train.settings_for(paths, config, flags)
+    paths = replace(paths, out=compiled(session, model, wish))
     if dry_run:
         with steps_bar(session, "reading the data"):
             data = train.prepare(paths, settings)
@@ -79,7 +85,7 @@ def train_command(
         return
     with TrainProgress(session) as progress, _stopping(session) as stop, steps_bar(session, "reading the data"):
         result = train.run(paths, settings, observe=progress.observe, stop=stop)
-    _finish(session, paths, result)
+    _finish(session, model, paths, result)
 
 
 def register(app: typer.Typer) -> None:
@@ -137,20 +143,20 @@ def _stopping(session: Session) -> Generator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _finish(session: Session, paths: RunPaths, result: TrainResult) -> None:
+def _finish(session: Session, model: str, paths: RunPaths, result: TrainResult) -> None:
     from ktc.cli.train_progress import report_table
 
     report = result.report
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
-        again = shlex.join(_resuming(paths))
+        again = shlex.join(_resuming(model, paths))
         session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"to continue: `{again}`")])
         session.exit_code = INTERRUPTED
         return
     session.show(report_table(report))
     run = relative(result.output.absolute())
     session.show(f"{run} has the adapter, report.html and the checkpoints")
-    session.next(*answering(paths.out, run, weights=paths.weights, trust=paths.trusted))
+    session.next(*answering(shown(model), run, weights=paths.weights, trust=paths.trusted))
 
 
 def _data_json(data: PreparedData) -> dict[str, Any]:
@@ -158,7 +164,7 @@ def _data_json(data: PreparedData) -> dict[str, Any]:
     return {"train": asdict(data.train.summary), "held_out": held_out}
 
 
-def _resuming(paths: RunPaths) -> list[str]:
+def _resuming(model: str, paths: RunPaths) -> list[str]:
     """Return the command that continues the run, with the options that `train.yaml` does not store."""
     options = ("--output", paths.output, "--resume", "auto", *loading(paths.weights, paths.trusted))
-    return ["ktc", "train", *map(str, (paths.out, *options))]
+    return ["ktc", "train", *map(str, (model, *options))]

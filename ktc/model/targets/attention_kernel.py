@@ -1,8 +1,8 @@
 """Attention of few new tokens over a cache: its kernel, and the int8 codes that its cache may hold.
 
-In: a node with `kernel = flash_decode` or `auto`, the model's dtype, its device, the host. Out: the spec. The cache holds numbers
-of the model's dtype, or int8 codes (`kv = int8`). Refused (M077): a layer on another device than the CPU, or a dtype
-that the kernel does not compute in.
+In: a node, the dtype, its device, the host. Out: the spec. The cache holds numbers of the model's dtype, or int8
+codes (`kv = int8`). `kernel = auto` leaves a layer to `sdpa` where `flash_decode` does not run. Refused (M077) for
+`flash_decode`: a layer on another device than the CPU, or a dtype that the kernel does not compute in.
 """
 
 from __future__ import annotations

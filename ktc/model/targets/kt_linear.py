@@ -52,7 +52,7 @@ class StoredLinearConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearTarget(ModuleTarget):
-    """`kernel` is for few rows, and `auto` is `gemv` where it runs. `prefill` is for many, of prompts and in training."""
+    """`kernel` is for few rows, where `auto` is `gemv` if it runs; `prefill` for many, of prompts and in training."""
 
     kernel: LinearKernel
     prefill: ManyRowsKernel | None = None

@@ -1,7 +1,8 @@
 """Whether decoding steps become CUDA graphs or native programs (`plan { cuda_graph = decode }`), and why not.
 
 A step is one graph where everything but routed experts is on one GPU and stays there. It is one native program where
-the whole model is on the CPU. In both, attention reads all positions. Steps that are CUDA graphs need no program.
+the whole model is on the CPU. In both, attention reads all positions. Steps that are CUDA graphs need no program. Under
+`auto = intensity` a program that answers has either where it can.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ _CODES: Final = {_GRAPH: "M082", _NATIVE: "M084"}
 
 def decide_steps(draft: PlanDraft) -> PlanDraft:
     """Decide the kind of steps. Warn (M082, M084) where the program requests steps that its model cannot have."""
+    settings = draft.rules.plan
+    chosen = "decode" if settings.get("auto") == "intensity" and draft.mode != "train" else "never"
     obstacles = {
         key: obstacle(draft)
         for key, obstacle in ((_GRAPH, _no_graph), (_NATIVE, _no_program))
-        if draft.rules.plan.get(key) == "decode"
+        if settings.get(key, chosen) == "decode"
     }
     if obstacles.get(_GRAPH) == "":
         text = "decoding steps of `generate` are CUDA graphs, experts on the CPU are host functions in them"
@@ -38,7 +41,8 @@ def decide_steps(draft: PlanDraft) -> PlanDraft:
         text = "decoding steps of `generate` are native programs, recorded from the model's own steps"
         spec = StepSpec("step", "fp32", next(isa for isa in ISAS if isa in draft.host.isas))
         return replace(draft, steps=spec).with_reasons(Reason("model", text))
-    return draft.with_warnings(*(_without_effect(draft, key, why) for key, why in obstacles.items()))
+    named = ((key, why) for key, why in obstacles.items() if key in settings)
+    return draft.with_warnings(*(_without_effect(draft, key, why) for key, why in named))
 
 
 def _without_effect(draft: PlanDraft, key: str, why: str) -> Diagnostic:

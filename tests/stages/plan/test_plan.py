@@ -104,7 +104,6 @@ def test_a_stored_format_without_a_kernel_is_told_not_converted(tmp_path: Path) 
     ("text", "codes"),
     [
         ("rule r { match moe.block => gpu_moe(torch) }", ("M066",)),
-        (EXPERTS + "plan { weights = gguf }", ("M066",)),
         (EXPERTS + 'rule r { match module at "model" => place(cpu, prefill = cpu) }', ("M078",)),
         ("rule r { match attn.mla as a => fake_quant(int4, group = 16) on a.o }", ("M085",)),
     ],

@@ -81,7 +81,7 @@ def _check_params(unit: UnitNames, require: syntax.Require, report: Report) -> N
     """Report (M063) a requirement over parameters alone that their values do not meet."""
     used = [part.name for part in syntax.walk(require.condition) if isinstance(part, syntax.ParamReference)]
     values = {f"${name}": unit.params.get(name) for name in used}
-    if asks_the_model(require.condition) or None in values.values():
+    if report.errors or asks_the_model(require.condition):
         return
     if constant(require.condition, unit.params) is not True:
         reason = f": {require.message.value}" if require.message else ""

@@ -1,4 +1,4 @@
-"""What is known of a rule's selection without a model: its paths and layers, or that parameters switch it off."""
+"""A rule's selection as far as it is known without a model: paths and layers, or that parameters switch it off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def selection(rule: RuleDefinition, params: Mapping[str, Value]) -> Selection | 
 
 
 def is_switched_off(rule: RuleDefinition, params: Mapping[str, Value]) -> bool:
-    """Return whether the parameters alone make the rule's condition false, whatever the model and the host are."""
+    """Return whether the parameters alone make the rule's condition false, for any model and host."""
     return rule.declaration.where is not None and _never_holds(rule.declaration.where, params)
 
 

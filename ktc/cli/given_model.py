@@ -1,0 +1,104 @@
+"""The first argument of `ktc train`, `generate` and `serve`: a compiled model, or a MODEL that is compiled first.
+
+In: what the user typed. Out: the folder OUT to work with. A MODEL is compiled by the bundled program `auto` for the use
+of the command, into the user's cache (`ktc.stages.link.cached`). Refused (U006): options without an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktc.cli.amounts import relative
+from ktc.cli.options import AUTO, Use
+from ktc.cli.session import Session
+from ktc.diagnostics import Diagnostic, InputRefused
+
+_MANIFEST = "ktc.json"
+_ROWS = "weights.json"  # of a compiled model, also of one whose manifest is missing
+
+GivenModel = Annotated[str, typer.Argument(metavar="MODEL|OUT", help="A compiled model, or a model as for `compile`.")]
+Recompile = Annotated[bool, typer.Option("--recompile", help="Compile MODEL again, also if the cache has it compiled.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The compilation that a command needs for a MODEL: its use, the settings of `auto`, and the user's options."""
+
+    use: Use
+    settings: Mapping[str, str]
+    recompile: bool = False
+    trust: bool = False
+    weights: Path | None = None
+
+    @classmethod
+    def of(cls, use: Use, *, recompile: bool, trust: bool, weights: Path | None, experts: bool = False) -> Wish:
+        """Return the wish of a command; `experts` adds adapters on the routed experts."""
+        settings = {"use": use} | ({"experts": "true"} if experts else {})
+        return cls(use, settings, recompile, trust, weights)
+
+
+def is_compiled(given: str) -> bool:
+    """Return whether the argument names a compiled model: neither a model's folder nor a name."""
+    folder = Path(given)
+    if folder.is_dir():
+        return (folder / _MANIFEST).is_file() or (folder / _ROWS).is_file() or not (folder / "config.json").is_file()
+    looks_like_id = given.count("/") == 1 and not given.startswith((".", "/", "~"))
+    return not given.startswith("tiny:") and not (looks_like_id and not folder.parent.exists())
+
+
+def named_after(given: str) -> Path:
+    """Return a path whose last part is the name of the model, for results that are named after it."""
+    return Path(given.removeprefix("tiny:"))
+
+
+def shown(given: str) -> str | Path:
+    """Return the argument for the next command, which takes it as this one did."""
+    return Path(given) if is_compiled(given) else given
+
+
+def compiled(session: Session, given: str, wish: Wish) -> Path:
+    """Return the folder of the compiled model. Raises InputRefused (U006), and as `ktc.compile` does."""
+    if is_compiled(given):
+        _refuse_idle(given, wish)
+        return Path(given)
+    if wish.weights is not None:
+        message = f"`--weights` is for a compiled model, and `{given}` is a model with its weights"
+        raise InputRefused(Diagnostic("U006", message, hint="leave it out"))
+    from ktc import compiler
+    from ktc.cli.report import StageReport
+    from ktc.foundation.host import detect
+    from ktc.language import dsl
+    from ktc.stages.capture import open_model
+    from ktc.stages.link import cached
+
+    host = detect(probe_gpu=True)
+    source = open_model(given, trust_remote_code=wish.trust)
+    out = cached.cached_out(source, dsl.load(AUTO, wish.settings), wish.settings, host)
+    with cached.locked_out(out) as exists:
+        if exists and not wish.recompile:
+            session.tell(f"compiled before, in {relative(out)}; `--recompile` compiles it again")
+            return out
+        report = StageReport(session)
+        with report.progress():
+            compiler.compile(
+                given, AUTO, out, settings=wish.settings, host=host, force=exists, trust_remote_code=wish.trust,
+                observe=report.observe,
+            )  # fmt: skip
+        report.warn()
+    session.tell(f"compiled into {relative(out)}, again with `--recompile`")
+    return out
+
+
+def _refuse_idle(given: str, wish: Wish) -> None:
+    """Raise InputRefused (U006) for options that only a MODEL has."""
+    named = (("--recompile", wish.recompile), ("--experts", "experts" in wish.settings))
+    idle = [option for option, is_given in named if is_given]
+    if idle and (Path(given) / _MANIFEST).is_file():
+        hint = f"compile again: `ktc compile MODEL -o {given} --force`" + " --experts" * ("--experts" in idle)
+        message = f"`{idle[0]}` is for a model that is compiled first, and `{given}` is compiled already"
+        raise InputRefused(Diagnostic("U006", message, hint=hint))

@@ -1,0 +1,83 @@
+"""Compiled models in the user's cache, for commands that were given a MODEL: `CACHE/compiled/NAME_DIGEST`.
+
+In: a model, a checked program with its settings, and a host. Out: the folder OUT for exactly these, and a lock. Two
+models, programs, hosts or versions never share a folder. Refused (I160): a cache that others may write to, since OUT is
+code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from filelock import FileLock
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.environment import cache_dir
+from ktc.foundation.files import file_digest
+from ktc.foundation.host import Host
+from ktc.foundation.machine_faults import failed
+from ktc.language.dsl.ruleset import RuleSet
+from ktc.model.manifest import manifest
+from ktc.model.packed_store.packed_store import checkpoint_digest
+from ktc.stages.capture import ModelSource
+
+FOLDER: Final = "compiled"
+_DIGITS: Final = 16  # of the digest in a folder's name
+_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cached_out(source: ModelSource, rules: RuleSet, settings: Mapping[str, str], host: Host) -> Path:
+    """Return the folder for a compiled model; nothing may be there yet. Raises InputRefused (I160, L405)."""
+    stem = re.sub(r"\W+", "_", Path(source.name).name.removeprefix("tiny:")).strip("_").lower() or "model"
+    stem = stem if stem[0].isalpha() else f"model_{stem}"
+    return _private_folder() / f"{stem}_{_digest(source, rules, settings, host)[:_DIGITS]}"
+
+
+@contextmanager
+def locked_out(out: Path) -> Generator[bool]:
+    """Lock the folder of a compiled model against other processes, and yield whether one is there."""
+    with FileLock(out.with_suffix(".lock")):
+        yield (out / manifest.FILE).is_file()
+
+
+def _digest(source: ModelSource, rules: RuleSet, settings: Mapping[str, str], host: Host) -> str:
+    """Identify everything that a compilation depends on; a checkpoint by its shards' names, sizes and times."""
+    facts = {
+        "versions": asdict(manifest.Versions.installed()),
+        "schema": manifest.SCHEMA,
+        "model": source.name,
+        "config": None if source.folder is None else file_digest(source.folder / "config.json"),
+        "checkpoint": None if source.index is None else checkpoint_digest(source.index),
+        "code": dict(source.code),
+        "rules": dict(rules.sources),
+        "settings": dict(settings),
+        "host": asdict(host),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=sorted).encode()).hexdigest()
+
+
+def _private_folder() -> Path:
+    """Return the folder of compiled models, which only the user can enter. Raises InputRefused (I160)."""
+    folder = cache_dir() / FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        hint = "set KTC_CACHE_DIR to a writable folder"
+        raise failed(error, "I160", f"the cache of compiled models `{folder}` cannot be made", hint=hint) from error
+    why = f"it belongs to user {status.st_uid}" if status.st_uid != os.geteuid() else ""
+    why = why or ("others may write to it" if status.st_mode & _OTHERS else "")
+    if why:
+        message = f"the cache of compiled models `{folder}` is not used: {why}, and a compiled model is code"
+        hint = f"`chmod 700 {folder}` after a look at it, or set KTC_CACHE_DIR to a folder of yours"
+        raise InputRefused(Diagnostic("I160", message, hint=hint))
+    return folder
