@@ -51,12 +51,12 @@ _MODELS = ("torch", "transformers", "peft", "numpy", "jinja2", "graphlay", "psut
 _LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.stages.proof", "ktc.stages.codegen", "ktc.stages.link",
                  "ktc.training", "ktc.adapters", "ktc.inference", "ktc.tools")  # fmt: skip
 IMPORTS = {
-    "--version": (43, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "--help": (43, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "compile --help": (43, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "explain E040": (44, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "fmt --check rules": (101, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (100, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
+    "--version": (44, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "--help": (44, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "compile --help": (44, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "explain E040": (45, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "fmt --check rules": (102, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (101, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
     "import ktc.compiler": (235, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }

@@ -71,12 +71,12 @@ def compiled(session: Session, given: str, wish: Wish) -> Path:
         raise InputRefused(Diagnostic("U006", message, hint="leave it out"))
     from ktc import compiler
     from ktc.cli.report import StageReport
-    from ktc.foundation.host import detect
+    from ktc.foundation.measured_host import this_host
     from ktc.language import dsl
     from ktc.stages.capture import open_model
     from ktc.stages.link import cached
 
-    host = detect(probe_gpu=True)
+    host = this_host()
     source = open_model(given, trust_remote_code=wish.trust)
     out = cached.cached_out(source, dsl.load(AUTO, wish.settings), wish.settings, host)
     with cached.locked_out(out) as exists:

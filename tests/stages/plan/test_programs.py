@@ -19,6 +19,7 @@ from ktc.stages.plan import Plan, make_plan
 
 BIG_HOST = replace(CPU, memory=2048 << 30, gpus=(Gpu("a", 24 << 30), Gpu("b", 24 << 30)), cores=64, threads=64, numa=2)
 PROGRAMS = {
+    "auto": "deepseek-v3",
     "deepseek-v2-lite-lora": "deepseek-v2-lite",
     "deepseek-v3-multi-gpu-lora": "deepseek-v3",
     "kimi-k2-lora": "kimi-k2",
@@ -48,7 +49,7 @@ def test_a_shipped_program_plans_its_real_model(program: str, model: str) -> Non
     layers, dense = config.num_hidden_layers, getattr(config, "first_k_dense_replace", 0)
     experts = [site for r in made.rewrites for site in r.sites if any(a.target.takes_experts for a in r.actions)]
     assert len(experts) == layers - dense
-    if "lora" in program:
+    if "lora" in program or program == "auto":
         assert made.lora is not None
         assert len(made.lora.targets) == layers * (4 if model in ("deepseek-v2-lite", "qwen3-30b-a3b") else 5)
         assert len(made.lora.parameters) == (2 * len(experts) if "experts" in program else 0)

@@ -1,0 +1,99 @@
+"""`ktc train`, `generate` and `serve` take a compiled model, or a MODEL that they compile first into the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktc import compiler
+from ktc.cli import app as cli
+from ktc.cli.compiling import settings_of
+from ktc.cli.given_model import Wish, compiled, is_compiled, named_after, shown
+from ktc.cli.session import Session
+from ktc.diagnostics import InputRefused
+
+WISH = Wish.of("generate", recompile=False, trust=False, weights=None)
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each compilation; it writes a manifest instead of a model."""
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / "cache"))
+    seen: list[dict[str, Any]] = []
+
+    def record(model: str, rules: str, out: Path, **options: Any) -> Path:
+        seen.append({"model": model, "rules": rules, **options})
+        out.mkdir(exist_ok=True)
+        (out / "ktc.json").write_text("{}")
+        return out
+
+    monkeypatch.setattr(compiler, "compile", record)
+    monkeypatch.setattr("ktc.cli.report.StageReport.warn", lambda report: None)
+    return seen
+
+
+def test_a_model_is_compiled_once_and_again_when_asked(compilations: list[dict[str, Any]]) -> None:
+    first = compiled(Session(quiet=True), "tiny:qwen3_moe", WISH)
+    assert compiled(Session(quiet=True), "tiny:qwen3_moe", WISH) == first
+    assert [(one["rules"], one["settings"], one["force"]) for one in compilations] == [
+        ("auto", {"use": "generate"}, False)
+    ]
+    again = Wish.of("generate", recompile=True, trust=False, weights=None)
+    assert compiled(Session(quiet=True), "tiny:qwen3_moe", again) == first
+    assert compilations[1]["force"]
+    adapted = Wish.of("train", recompile=False, trust=False, weights=None, experts=True)
+    assert compiled(Session(quiet=True), "tiny:qwen3_moe", adapted) != first
+    assert compilations[2]["settings"] == {"use": "train", "experts": "true"}
+
+
+def test_a_compiled_model_is_taken_as_it_is(tmp_path: Path, compilations: list[dict[str, Any]]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "ktc.json").write_text("{}")
+    assert compiled(Session(), str(out), WISH) == out
+    assert not compilations
+    for idle in (
+        Wish.of("train", recompile=True, trust=False, weights=None),
+        Wish.of("train", recompile=False, trust=False, weights=None, experts=True),
+    ):
+        with pytest.raises(InputRefused, match="is compiled already") as refused:
+            compiled(Session(), str(out), idle)
+        assert refused.value.diagnostics[0].code == "U006"
+
+
+def test_weights_of_a_model_are_its_own(tmp_path: Path) -> None:
+    elsewhere = Wish.of("serve", recompile=False, trust=False, weights=tmp_path)
+    with pytest.raises(InputRefused, match="is a model with its weights"):
+        compiled(Session(), "tiny:qwen3_moe", elsewhere)
+
+
+def test_arguments_are_models_or_compiled_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, file in (("checkpoint", "config.json"), ("out", "ktc.json"), ("damaged", "weights.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / file).write_text("{}")
+    (tmp_path / "empty").mkdir()
+    models = ("tiny:qwen3_moe", "checkpoint", "owner/name")
+    outs = ("out", "damaged", "empty", "missing", "out/missing", "./a/b")
+    assert [is_compiled(given) for given in (*models, *outs)] == [False] * len(models) + [True] * len(outs)
+    assert (shown("tiny:qwen3_moe"), shown("out")) == ("tiny:qwen3_moe", Path("out"))
+    assert named_after("tiny:qwen3_moe").name == "qwen3_moe"
+
+
+def test_options_become_settings_of_the_rules_that_have_them() -> None:
+    assert settings_of(["rank=2"], "auto", "serve") == {"rank": "2", "use": "serve"}
+    assert settings_of(None, "auto", experts=True) == {"experts": "true"}
+    with pytest.raises(InputRefused) as refused:
+        settings_of(None, "moe-lora", "train", experts=True)
+    assert [one.code for one in refused.value.diagnostics] == ["U006", "U006"]
+
+
+def test_adapters_that_nothing_trains_are_refused_at_their_requirement(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "auto", "--for", "serve", "--experts"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("error[") == 1
+    assert "error[M063]: requirement not met: adapters are for training" in said
+    assert "`$use` is `serve`" in said
