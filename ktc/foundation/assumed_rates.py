@@ -88,6 +88,9 @@ _CARDS: Final[Mapping[str, _Card]] = {
     r"RTX 3060": _Card(22e12, 9e12, 0.3e12, 11e9),
     r"": _Card(40e12, 10e12, 0.4e12, 11e9),
 }
+# Shares of a card's bf16 products, and of a processor's fp32 products, that grouped products and attention reach.
+_GROUPED, _ATTENTION, _LATENT_ATTENTION = 0.5, 0.4, 0.2
+_CPU_ATTENTION, _CPU_LATENT_ATTENTION = 0.4, 0.12
 _PEER: Final[Mapping[str, float]] = {r"B[23]00|H[12]00|A100": 150e9, r"": 20e9}  # with and without NVLink
 _SOCKET_BUSES: Final = 150e9  # bytes/s of the buses of one socket together: four of an H100's host, measured
 
@@ -108,6 +111,9 @@ def assumed_gpu(name: str, cpu_bandwidth: float) -> GpuRates:
     card = _first(_CARDS, name)
     return GpuRates(
         products={"bf16": Figure(card.bf16), "fp32": Figure(card.fp32)},
+        grouped=Figure(_GROUPED * card.bf16),
+        attention=Figure(_ATTENTION * card.bf16),
+        latent_attention=Figure(_LATENT_ATTENTION * card.bf16),
         bandwidth=Figure(card.bandwidth),
         bus=Figure(card.bus),
         bus_beside_cpu=Figure(0.9 * card.bus),
@@ -137,7 +143,16 @@ def _cpu(isa: Isa, cores: int, numa: int, processor: _Processor) -> CpuRates:
     speeds = {name: core * _of_bf16(name, isa) for name in FORMATS if name != "fp32"} | {"fp32": _CORE_FP32[isa]}
     products = {name: {n: Figure(n * speed) for n in counts} for name, speed in speeds.items()}
     node = Figure(bandwidth[cores].median / numa)
-    return CpuRates(products, bandwidth, node, operator=Figure(4e-6), call=Figure(3e-6))
+    all_cores = products["fp32"][cores].median
+    return CpuRates(
+        products,
+        bandwidth,
+        node,
+        attention=Figure(_CPU_ATTENTION * all_cores),
+        latent_attention=Figure(_CPU_LATENT_ATTENTION * all_cores),
+        operator=Figure(4e-6),
+        call=Figure(3e-6),
+    )
 
 
 def _of_bf16(name: WeightFormat, isa: Isa) -> float:

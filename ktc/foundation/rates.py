@@ -26,19 +26,24 @@ class CpuRates:
     """The processor. `products` has FLOP/s of many rows by weight format and number of threads, largest last.
 
     `bandwidth` has bytes/s of sequential reads by number of threads, `node_bandwidth` that of one NUMA node's threads
-    from its own memory. `operator` is the time of one PyTorch operator on few numbers, `call` that of one native call.
+    from its own memory. `attention` has FLOP/s of PyTorch's attention on all threads, `latent_attention` those where
+    values are narrower than keys, as in MLA. `operator` is the time of one PyTorch operator on few numbers, `call` that
+    of one native call.
     """
 
     products: Mapping[str, Mapping[int, Figure]]
     bandwidth: Mapping[int, Figure]
     node_bandwidth: Figure
+    attention: Figure
+    latent_attention: Figure
     operator: Figure
     call: Figure
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """One GPU. `products` has FLOP/s of large products by dtype (`bf16`, `fp32`), `bandwidth` bytes/s of its memory.
+    """One GPU. `products` has FLOP/s of large products by dtype (`bf16`, `fp32`), `grouped` those of experts' grouped
+    products in bf16, `attention` and `latent_attention` those of attention. `bandwidth` is bytes/s of its memory.
 
     `bus` is bytes/s from pinned host memory, `bus_beside_cpu` and `cpu_beside_bus` those of the bus and of the
     CPU's reads when both work at once. `launch` is the time of one small kernel that PyTorch issues, `graph_node` that
@@ -46,6 +51,9 @@ class GpuRates:
     """
 
     products: Mapping[str, Figure]
+    grouped: Figure
+    attention: Figure
+    latent_attention: Figure
     bandwidth: Figure
     bus: Figure
     bus_beside_cpu: Figure

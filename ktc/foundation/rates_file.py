@@ -38,10 +38,15 @@ _MOST_SPREAD: Final = 100.0
 _BY_THREADS: Final[Mapping[str, str]] = {"bandwidth_gbps": "bandwidth"}
 _CPU: Final[Mapping[str, tuple[str, Unit]]] = {
     "node_bandwidth_gbps": ("node_bandwidth", GBPS),
+    "attention_gflops": ("attention", GFLOPS),
+    "latent_attention_gflops": ("latent_attention", GFLOPS),
     "operator_us": ("operator", MICROSECONDS),
     "call_us": ("call", MICROSECONDS),
 }
 _GPU: Final[Mapping[str, tuple[str, Unit]]] = {
+    "grouped_tflops": ("grouped", TFLOPS),
+    "attention_tflops": ("attention", TFLOPS),
+    "latent_attention_tflops": ("latent_attention", TFLOPS),
     "bandwidth_gbps": ("bandwidth", GBPS),
     "bus_gbps": ("bus", GBPS),
     "bus_beside_cpu_gbps": ("bus_beside_cpu", GBPS),
@@ -133,7 +138,9 @@ class RatesReader:
         if "bus" in given and "bus_beside_cpu" not in given:
             given["bus_beside_cpu"] = _times(usual.bus_beside_cpu, given["bus"].median / usual.bus.median)
         context = _figure(entries, _CONTEXT, BYTES)
-        rates = replace(usual, products=products, context=round(context.median) if context else usual.context)
+        faster = products["bf16"].median / usual.products["bf16"].median
+        kept = {name: _times(getattr(usual, name), faster) for name in ("grouped", "attention", "latent_attention")}
+        rates = replace(usual, **kept, products=products, context=round(context.median) if context else usual.context)
         return replace(rates, **given)
 
 

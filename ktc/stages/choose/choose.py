@@ -89,9 +89,11 @@ def predictions_of(
     captured: CapturedModel, plan: Plan, host: Host, shape: BatchShape = ANY_SIZE
 ) -> tuple[Prediction, ...]:
     """Return the prediction of each use of a plan on a host."""
-    works, issue = work_of(captured, plan), Issue(plan.cuda_graph, plan.native_step)
-    uses = uses_of(plan.mode, shape)
-    return tuple(predict(works, use, host.rates, host.workers, issue) for use, _ in uses)
+    works = work_of(captured, plan)
+    stacked = any(spec.op == "fused_moe" for spec in plan.kernels)
+    uses = tuple(use for use, _ in uses_of(plan.mode, shape))
+    issue = Issue(plan.cuda_graph, plan.native_step, 1 if stacked else uses[0].batch)
+    return tuple(predict(works, use, host.rates, host.workers, issue) for use in uses)
 
 
 def choose_plan(

@@ -8,15 +8,16 @@ from typing import Final
 from ktc.stages.cost.types import Use, Work
 
 _BACK: Final = 2.0  # operators and moved bytes of backward, in those of forward
-_EXPERTS_BACK: Final = 5 / 3  # products of experts in backward: gate and up again, then three gradients
+_EXPERTS_AGAIN: Final = 2 / 3  # of the products of experts sent to a GPU: backward computes gate and up again
 _SCORES_BACK: Final = 2.5  # of attention: scores again, and the gradients of scores, query, key and value
 
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """The amounts of works in `use`."""
+    """The amounts of works in `use`, whose tokens are computed in `calls` equal parts, one after another."""
 
     use: Use
+    calls: int = 1
 
     @property
     def again(self) -> int:
@@ -26,7 +27,7 @@ class Amounts:
     @property
     def passes(self) -> int:
         """How often weights are read."""
-        return 1 + self.use.trains + self.again
+        return self.calls * (1 + self.use.trains + self.again)
 
     def tokens(self, work: Work) -> int:
         """Return the tokens that a work computes: after a prompt, only the last position has logits."""
@@ -34,7 +35,8 @@ class Amounts:
 
     def flops(self, work: Work) -> float:
         """Return the FLOPs of products with frozen weights, and with LoRA's factors."""
-        back = (_EXPERTS_BACK if work.experts else 1.0) if self.use.trains else 0.0
+        sent = work.experts is not None and work.operators == 1 and work.experts.sent_to(self.use.tokens) != ()
+        back = (1.0 + _EXPERTS_AGAIN * sent) if self.use.trains else 0.0
         frozen = 2 * self.tokens(work) * work.products * (1 + self.again + back)
         share = work.experts.top_k / work.experts.count if work.experts else 1.0
         return frozen + 6 * self.use.tokens * work.adapter * share * self.use.trains
@@ -55,7 +57,7 @@ class Amounts:
 
     def operators(self, work: Work) -> float:
         """Return the number of PyTorch operators."""
-        return work.operators * self._operations
+        return self.calls * work.operators * self._operations
 
     @property
     def _operations(self) -> float:

@@ -23,10 +23,14 @@ _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel update
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """Whether decoding steps are CUDA graphs, or native programs on the CPU; otherwise PyTorch issues operators."""
+    """Whether decoding steps are CUDA graphs, or native programs on the CPU; otherwise PyTorch issues operators.
+
+    A training step of a model without kernels for its experts has a call per sequence; with them, one for all.
+    """
 
     cuda_graph: bool = False
     native_step: bool = False
+    calls: int = 1
 
 
 AS_PYTORCH: Final = Issue()
@@ -34,7 +38,8 @@ AS_PYTORCH: Final = Issue()
 
 def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: Issue = AS_PYTORCH) -> Prediction:
     """Return the prediction of one call on a machine with these rates, whose CPU kernels have `threads` threads."""
-    clock = _Clock(Amounts(use), rates, threads, issue if use.phase == "decode" else AS_PYTORCH)
+    amounts = Amounts(use, issue.calls if use.trains else 1)
+    clock = _Clock(amounts, rates, threads, issue if use.phase == "decode" else AS_PYTORCH)
     gpu = next((work.device for work in works if work.kind == "attention" and work.device != "cpu"), "")
     engines, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
     crossings = waited = 0.0
@@ -88,14 +93,16 @@ class _Clock:
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         one = cpu.call if self.issue.native_step else cpu.operator
         issued = amounts.operators(work) * one.median
-        return products + amounts.scored(work) / rate + amounts.moved(work) / bandwidth + issued
+        attention = cpu.latent_attention if work.latent else cpu.attention
+        return products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth + issued
 
     # On a GPU --------------------------------------------------------------------------------------------------------
     def _on_gpu(self, work: Work, device: str) -> dict[str, float]:
         amounts, gpu = self.amounts, self._gpu(device)
-        rate, bandwidth = _products_of(gpu, work.weight_format), gpu.bandwidth.median
+        rate, bandwidth = _products_of(gpu, work), gpu.bandwidth.median
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
-        busy = products + amounts.scored(work) / rate + amounts.moved(work) / bandwidth
+        attention = gpu.latent_attention if work.latent else gpu.attention
+        busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
         one = gpu.graph_node if self.issue.cuda_graph else gpu.launch
         return {device: busy, "host": amounts.operators(work) * one.median}
 
@@ -148,6 +155,8 @@ def at(figures: Mapping[int, Figure], threads: int) -> float:
     return figures[max(fitting) if fitting else min(figures)].median
 
 
-def _products_of(gpu: GpuRates, weight_format: str) -> float:
+def _products_of(gpu: GpuRates, work: Work) -> float:
     """Return the FLOP/s of products. Weights in codes are made bf16 first."""
-    return (gpu.products["fp32"] if weight_format == "fp32" else gpu.products["bf16"]).median
+    if work.weight_format == "fp32":
+        return gpu.products["fp32"].median
+    return (gpu.grouped if work.experts else gpu.products["bf16"]).median

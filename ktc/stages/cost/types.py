@@ -70,11 +70,11 @@ class RoutedExperts:
 class Work:
     """One kind of module in a layer (None: outside the layers), in numbers that no use changes.
 
-    `products` are multiply-adds per token with frozen weights, `weights` the bytes of these as stored and `resident`
-    where they are; `streamed` of them cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the
-    number of its tensors. `moved` are bytes per token that operators read and write, `operators` how many there are.
-    `scores` are multiply-adds per token and position of attention, `cached` bytes per position. `native` code issues no
-    PyTorch operators.
+    `products` are multiply-adds per token with frozen weights, and `weights` the bytes of these as stored, of which
+    `streamed` cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the number of its tensors.
+    `moved` are bytes per token that operators read and write, `operators` how many there are. `scores` are multiply-adds
+    per token and position of attention, and `cached` bytes per position; `latent` attention has values narrower than
+    keys.
     """
 
     kind: str
@@ -89,6 +89,7 @@ class Work:
     moved: float = 0.0
     operators: int = 0
     scores: float = 0.0
+    latent: bool = False
     cached: float = 0.0
     experts: RoutedExperts | None = None
 

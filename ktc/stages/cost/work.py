@@ -135,7 +135,8 @@ class _Works:
         scores = query[0] * (query[1] + value[1])
         cache = self._captured.cache
         cached = cache[site.layer].per_token if cache is not None and site.layer < len(cache) else 0
-        return replace(work, scores=scores, cached=cached or self._item * key[0] * (key[1] + value[1]))
+        cached = cached or self._item * key[0] * (key[1] + value[1])
+        return replace(work, scores=scores, latent=value[1] < query[1], cached=cached)
 
     def _experts(self, node: fx.Node, actions: list[NodeAction], device: str, moved: float) -> Work:
         about = ops.attributes(node)

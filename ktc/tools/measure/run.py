@@ -23,15 +23,15 @@ from ktc.foundation.host_file import Measurement
 from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.stages.codegen import build, render
-from ktc.tools.measure import cpu, disk, gpu, links, load
+from ktc.tools.measure import attention, cpu, disk, gpu, links, load
 from ktc.tools.measure.bus import Bus
 from ktc.tools.measure.limits import Limits, build_library
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # of a part: its name, the finished parts and all parts
 _COPIED: Final = 512 << 20  # bytes of a copy over the bus
-_OF_CPU: Final = 5  # parts beside those that depend on the machine
-_OF_GPU: Final = 8
+_OF_CPU: Final = 7  # parts beside those that depend on the machine
+_OF_GPU: Final = 11
 _FAILURES: Final = (RuntimeError, OSError, MemoryError, AttributeError)  # of drivers and libraries; CUDA's among them
 
 
@@ -115,9 +115,12 @@ def _cpu(host: Host, library: KernelLibrary, limits: Mapping[int, Limits], usual
     products["fp32"] = steps.part(
         "products of fp32", lambda: cpu.by_threads(counts, cpu.fp32_products), usual.products["fp32"]
     )
+    here = torch.device("cpu")
+    even = steps.part("attention", lambda: attention.attention(here, attention.EVEN), usual.attention)
+    latent = steps.part("latent attention", lambda: attention.attention(here, attention.LATENT), usual.latent_attention)
     operator = steps.part("an operator", cpu.operator, usual.operator)
     call = steps.part("a native call", lambda: cpu.Experts(library, small, cpu.SMALL).call(), usual.call)
-    return CpuRates(products, bandwidth, node, operator, call)
+    return CpuRates(products, bandwidth, node, even, latent, operator, call)
 
 
 def _node(limits: Mapping[int, Limits]) -> Figure:
@@ -167,6 +170,11 @@ def _gpu(device: torch.device, bus: Bus | None, limits: Limits, usual: GpuRates,
     rates = replace(
         usual,
         products=products,
+        grouped=part("grouped products", lambda: attention.grouped(device), usual.grouped),
+        attention=part("attention", lambda: attention.attention(device, attention.EVEN, batch=16), usual.attention),
+        latent_attention=part(
+            "latent attention", lambda: attention.attention(device, attention.LATENT, batch=16), usual.latent_attention
+        ),
         bandwidth=part("memory", lambda: gpu.bandwidth(device), usual.bandwidth),
         launch=part("a launch", lambda: gpu.launch(device), usual.launch),
         graph_node=part("a graph's node", lambda: gpu.graph_node(device), usual.graph_node),

@@ -25,11 +25,14 @@ SERVER = replace(CPU, cores=16, threads=16, memory=1 << 40, gpus=(Gpu("card", 80
 def rates(**overrides: float) -> Rates:
     """A machine without costs of issuing; each override names a field of the GPU."""
     figures = {
+        "grouped": 165 * TF, "attention": 165 * TF, "latent_attention": 165 * TF,
         "bandwidth": 1000 * GB, "bus": 25 * GB, "bus_beside_cpu": 25 * GB, "cpu_beside_bus": 400 * GB,
         "launch": 0.0, "graph_node": 0.0, "host_node": 0.0, **overrides,
     }  # fmt: skip
     one = {16: Figure(440 * GB)}
-    cpu = CpuRates({"bf16": {16: Figure(20 * TF)}}, one, one[16], Figure(0.0), Figure(0.0))
+    cpu = CpuRates(
+        {"bf16": {16: Figure(20 * TF)}}, one, one[16], Figure(20 * TF), Figure(20 * TF), Figure(0.0), Figure(0.0)
+    )
     gpu = GpuRates(
         {"bf16": Figure(165 * TF), "fp32": Figure(40 * TF)}, context=0, **{k: Figure(v) for k, v in figures.items()}
     )

@@ -40,7 +40,7 @@ def measured(model: PeftModel, request: Finetune, place: str, folder: Path, sink
     reset_peaks()
     trainer = KTrainer(
         model=model,
-        args=_arguments(request, place, folder),
+        args=_arguments(request, place, folder, on_cpu=_on_cpu(model)),
         train_dataset=data,
         callbacks=[_Steps(clock)],
         stack_micro_batches="off" if place == "reference" else "auto",
@@ -83,7 +83,12 @@ def row_of(request: Finetune, seconds: list[float], **facts: Any) -> Row:
     )
 
 
-def _arguments(request: Finetune, place: str, folder: Path) -> TrainingArguments:
+def _on_cpu(model: PeftModel) -> bool:
+    """Return whether the model takes its tokens on the CPU, where the trainer would send them to a GPU."""
+    return not torch.cuda.is_available() or cast("Any", model).get_input_embeddings().weight.device.type == "cpu"
+
+
+def _arguments(request: Finetune, place: str, folder: Path, *, on_cpu: bool) -> TrainingArguments:
     reference = place == "reference"
     return TrainingArguments(
         output_dir=str(folder),
@@ -92,7 +97,7 @@ def _arguments(request: Finetune, place: str, folder: Path) -> TrainingArguments
         gradient_accumulation_steps=request.accumulation,
         learning_rate=1e-4,
         bf16=not reference,
-        use_cpu=reference or not torch.cuda.is_available(),
+        use_cpu=reference or on_cpu,
         logging_steps=1,
         report_to=[],
         save_strategy="no",
