@@ -65,6 +65,7 @@ HELD = (
     "docs/evaluation.md",
     "docs/generation.md",
     "docs/glossary.md",
+    "docs/hosts.md",
     "docs/index.md",
     "docs/install.md",
     "docs/kernels.md",

@@ -34,7 +34,7 @@ TFLOPS: Final = Unit("TFLOP/s", 1e12, 1e6)
 MICROSECONDS: Final = Unit("us", 1e-6, 1e8)
 BYTES: Final = Unit("MB", 1e6, 1e6)
 _LEAST: Final = 1e-6  # of every unit
-_MOST_SPREAD: Final = 100.0
+_MOST_SPREAD: Final = 1e6
 _BY_THREADS: Final[Mapping[str, str]] = {"bandwidth_gbps": "bandwidth"}
 _CPU: Final[Mapping[str, tuple[str, Unit]]] = {
     "node_bandwidth_gbps": ("node_bandwidth", GBPS),

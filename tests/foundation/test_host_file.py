@@ -14,6 +14,7 @@ from ktc.foundation.host import Gpu, Host
 from ktc.foundation.host_file import Measurement, read_file, read_host, read_host_file
 from ktc.foundation.host_writing import host_text
 from ktc.foundation.rates import Figure
+from ktc.foundation.rates_file import CPU_KEYS, GPU_KEYS, TABLES
 
 SERVER = """version = 1
 isa = "amx"
@@ -204,6 +205,14 @@ def test_bundled_machines_are_valid_and_have_rates(name: str) -> None:
     assert described.processor
     assert described.rates.origin == "described"
     assert len(described.rates.gpus) == len(described.gpus)
+
+
+def test_the_page_of_host_files_has_every_key_and_an_example(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text(encoding="utf-8")
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    assert read(tmp_path, example).rates.origin == "described"
+    missing = [key for key in (*CPU_KEYS, *GPU_KEYS, *TABLES, *host_file.bundled_names()) if key not in page]
+    assert not missing
 
 
 def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from threading import Timer
 from typing import Final
 
 import torch
@@ -101,11 +102,14 @@ def contexts(count: int) -> tuple[int, ...]:
     free = [torch.cuda.mem_get_info(number)[0] for number in range(count)]
     command = (sys.executable, "-c", _OTHER)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        patience = Timer(_PATIENCE, other.kill)
+        patience.start()
         try:
             assert other.stdout is not None, "a pipe"
             reserved = [int(word) for word in other.stdout.readline().split()]
             left = [torch.cuda.mem_get_info(number)[0] for number in range(count)]
         finally:
+            patience.cancel()
             other.kill()
     taken = [before - after - tensors for before, after, tensors in zip(free, left, reserved, strict=False)]
     if len(taken) < count or min(taken) <= 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Final, TypeVar
@@ -30,8 +30,10 @@ from ktc.tools.measure.limits import Limits, build_library
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # of a part: its name, the finished parts and all parts
 _COPIED: Final = 512 << 20  # bytes of a copy over the bus
-_OF_CPU: Final = 7  # parts beside those that depend on the machine
-_OF_GPU: Final = 11
+_OF_CPU: Final = 6  # parts beside those by format and by threads; the disk is one of them
+_OF_GPU: Final = 12
+_OF_GPUS: Final = 1
+_OF_SEVERAL: Final = 2
 _FAILURES: Final = (RuntimeError, OSError, MemoryError, AttributeError)  # of drivers and libraries; CUDA's among them
 
 
@@ -80,13 +82,15 @@ def measure(host: Host, progress: Progress) -> Measured:
         used = load.load()
         counts = cpu.thread_counts(host)
         num_products = len(cpu.formats(host.isas[0])) + 1
-        steps = Steps(progress, _OF_CPU + num_products + len(counts) + _OF_GPU * len(host.gpus))
+        of_gpus = _OF_GPU * len(host.gpus) + _OF_GPUS * bool(host.gpus) + _OF_SEVERAL * (len(host.gpus) > 1)
+        steps = Steps(progress, _OF_CPU + num_products + len(counts) + of_gpus)
         usual = replace(host, described=None).rates
         limits = {threads: Limits(loops, threads) for threads in counts[-1:]}
         limits |= {threads: Limits(loops, threads, like=limits[counts[-1]], wall=True) for threads in counts[:-1]}
         of_cpu = _cpu(host, library, limits, usual.cpu, steps)
         rates = replace(usual, cpu=of_cpu, origin="measured", when=date.today().isoformat())
-        rates = _gpus(rates, limits[counts[-2 if len(counts) > 1 else -1]], steps)
+        devices = [torch.device("cuda", number) for number in range(len(host.gpus))]
+        rates = _gpus(rates, devices, limits[counts[-2 if len(counts) > 1 else -1]], steps)
     folder = environment.cache_dir()
     rates = replace(rates, disk=steps.part("disk", lambda: disk.disk(folder), usual.disk))
     warnings = (*_busy(used, rates), *_failed(steps.failures))
@@ -133,11 +137,10 @@ def _node(limits: Mapping[int, Limits]) -> Figure:
     return cpu.reads(Limits(everything.library, threads, cpus=nodes[0].cpus))
 
 
-def _gpus(rates: Rates, limits: Limits, steps: Steps) -> Rates:
-    """Measure the GPUs, their buses and what is between them. `limits` are of the threads beside a bus."""
-    if not rates.gpus:
+def _gpus(rates: Rates, devices: Sequence[torch.device], limits: Limits, steps: Steps) -> Rates:
+    """Measure the GPUs, their buses and the links between them. `limits` are of the threads beside a bus."""
+    if not devices:
         return rates
-    devices = [torch.device("cuda", number) for number in range(len(rates.gpus))]
     buses = [steps.part(f"pinned memory for {device}", lambda to=device: Bus(_COPIED, to), None) for device in devices]
     contexts = steps.part(
         "memory of CUDA", lambda: gpu.contexts(len(devices)), tuple(usual.context for usual in rates.gpus)
