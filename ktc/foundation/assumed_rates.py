@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from ktc.foundation.formats import FORMATS, WeightFormat
+from ktc.foundation.formats import BLOCKS, FORMATS, WeightFormat
 from ktc.foundation.isa import Isa
 from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
 
@@ -28,10 +28,11 @@ class _Processor:
 
 
 # FLOP/s of one core in ktc's own products with many rows, in bf16. amx: V2-Lite's 2,048 tokens at 8.7 to 9.3 TFLOP/s of
-# 16 shared cores (docs/benchmarks.md, "With AMX"); avx512_bf16: 450 to 480 GFLOP/s of a Zen 4 core and 80 of a Xeon's;
-# avx2: 60 to 80 GFLOP/s of a linear layer on a Xeon ("Frozen linear layers").
+# 16 shared cores (docs/benchmarks.md, "With AMX"). Others are of a processor between a Xeon whose cores are shared (80
+# GFLOP/s with avx512_bf16 there, 60 to 80 with avx2 in "Frozen linear layers") and a quiet Zen 4 (`ktc doctor
+# --measure`: 219, 111 and 101 GFLOP/s with avx512_bf16, avx512 and avx2).
 _CORE: Final[Mapping[Isa, float]] = {
-    "amx": 450e9, "avx512_bf16": 80e9, "avx512": 60e9, "avx2": 50e9, "scalar": 1e9,
+    "amx": 450e9, "avx512_bf16": 110e9, "avx512": 60e9, "avx2": 50e9, "scalar": 1e9,
 }  # fmt: skip
 # fp32 products of PyTorch, by a core: 97 GFLOP/s of a Zen 4, measured, and less of cores that others share.
 _CORE_FP32: Final[Mapping[Isa, float]] = {
@@ -41,24 +42,24 @@ _CORE_FP32: Final[Mapping[Isa, float]] = {
 # The first pattern that a processor's name has. Bandwidths are three quarters of the data sheet's, or less where
 # measured: a core of a Zen 4 reads 31 to 41 GB/s alone, one of a Xeon with AMX 12 to 14, 16 of the latter 87 to 120.
 _PROCESSORS: Final[Mapping[str, _Processor]] = {
-    r"EPYC 9": _Processor(4.0, 25e9, 9e9, 340e9),  # 12 channels of DDR5
+    r"EPYC 9": _Processor(1.8, 25e9, 9e9, 340e9),  # 12 channels of DDR5
     r"EPYC 7": _Processor(1.0, 15e9, 5e9, 140e9),  # 8 channels of DDR4
-    r"EPYC": _Processor(3.0, 25e9, 5e9, 140e9),  # a virtual machine that hides the model
-    r"Xeon": _Processor(1.0, 11e9, 5.4e9, 200e9),  # 8 channels of DDR5, shared
+    r"EPYC": _Processor(1.6, 25e9, 5e9, 140e9),  # a virtual machine that hides the model
+    r"Xeon": _Processor(0.75, 11e9, 5.4e9, 200e9),  # 8 channels of DDR5, shared
     r"Ryzen.*\b\d{4}(U|H|HS|HX)\b|Ryzen AI": _Processor(1.0, 18e9, 8e9, 40e9),  # laptops
     r"Core.*\d(U|H|P|HX|V)\b": _Processor(0.7, 15e9, 6e9, 40e9),
-    r"Threadripper": _Processor(1.2, 20e9, 9e9, 130e9),
-    r"Ryzen": _Processor(1.2, 28e9, 12e9, 60e9),  # 2 channels of DDR5, 80 GB/s on paper
+    r"Threadripper": _Processor(1.5, 20e9, 9e9, 130e9),
+    r"Ryzen": _Processor(1.5, 28e9, 12e9, 60e9),  # 2 channels of DDR5, 80 GB/s on paper
     r"Core": _Processor(1.0, 20e9, 8e9, 55e9),
-    r"": _Processor(0.8, 8e9, 5e9, 60e9),
+    r"": _Processor(0.6, 8e9, 5e9, 60e9),
 }
 
-# Products of many rows in other formats, as a multiple of bf16's (docs/benchmarks.md, "int8 beside bf16").
-_BY_FORMAT: Final[Mapping[WeightFormat, Mapping[Isa, float]]] = {
-    "int8": {"amx": 1.2, "avx512_bf16": 1.8, "avx512": 1.6, "avx2": 1.6},
-    "fp64": {"scalar": 0.9},
-}
-_DECODED: Final = 0.85  # of bf16: codes are decoded once for all rows of an expert
+# Products of many rows in other formats, as a multiple of bf16's: of a Zen 4 by `ktc doctor --measure`, rounded down,
+# and of AMX from docs/benchmarks.md ("int8 beside bf16", and int4 in "Beside kt-kernel"). Codes become bf16 once for all
+# rows of an expert; without bf16 products, blocks are multiplied as words instead.
+_INT8: Final[Mapping[Isa, float]] = {"amx": 1.2, "avx512_bf16": 1.8, "avx512": 1.35, "avx2": 1.3, "scalar": 0.5}
+_BLOCKS: Final[Mapping[Isa, float]] = {"amx": 0.7, "avx512_bf16": 0.87, "avx512": 1.15, "avx2": 1.15, "scalar": 0.5}
+_CODES: Final[Mapping[Isa, float]] = {"amx": 0.7, "avx512_bf16": 0.9, "avx512": 0.9, "avx2": 0.9, "scalar": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,11 @@ def _cpu(isa: Isa, cores: int, numa: int, processor: _Processor) -> CpuRates:
 
 
 def _of_bf16(name: WeightFormat, isa: Isa) -> float:
-    return 1.0 if name == "bf16" else _BY_FORMAT.get(name, {}).get(isa, _DECODED)
+    if name == "int8":
+        return _INT8[isa]
+    if not FORMATS[name].coded:
+        return 1.0 if name == "bf16" else 0.9
+    return (_BLOCKS if name in BLOCKS else _CODES)[isa]
 
 
 def _first(rows: Mapping[str, T], name: str) -> T:
