@@ -55,8 +55,8 @@ _PROCESSORS: Final[Mapping[str, _Processor]] = {
 }
 
 # Products of many rows in other formats, as a multiple of bf16's: of a Zen 4 by `ktc doctor --measure`, rounded down,
-# and of AMX from docs/benchmarks.md ("int8 beside bf16", and int4 in "Beside kt-kernel"). Codes become bf16 once for all
-# rows of an expert; without bf16 products, blocks are multiplied as words instead.
+# and of AMX from docs/benchmarks.md ("int8 beside bf16", and int4 in "Beside kt-kernel"). Codes become bf16 once for
+# all rows of an expert; without bf16 products, blocks are multiplied as words instead.
 _INT8: Final[Mapping[Isa, float]] = {"amx": 1.2, "avx512_bf16": 1.8, "avx512": 1.35, "avx2": 1.3, "scalar": 0.5}
 _BLOCKS: Final[Mapping[Isa, float]] = {"amx": 0.7, "avx512_bf16": 0.87, "avx512": 1.15, "avx2": 1.15, "scalar": 0.5}
 _CODES: Final[Mapping[Isa, float]] = {"amx": 0.7, "avx512_bf16": 0.9, "avx512": 0.9, "avx2": 0.9, "scalar": 0.5}

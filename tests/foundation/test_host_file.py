@@ -33,7 +33,13 @@ context_mb = 500
 [disk]
 read_gbps = 2
 """
+HERE = host.detect()
 MEASUREMENT = Measurement("2026-11-27", False, "0.1.0")
+
+
+@pytest.fixture(autouse=True)
+def _this_machine_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_file, "detect", lambda: HERE)
 
 
 def read(folder: Path, text: str) -> Host:

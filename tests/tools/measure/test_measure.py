@@ -18,7 +18,7 @@ from ktc.foundation import host, host_file, measured_host
 from ktc.foundation.host import Gpu
 from ktc.foundation.rates import Figure
 from ktc.model.kernels.form import ExpertsSizes
-from ktc.tools.measure import bus, cpu, disk, figures, gpu, limits, links, load, run
+from ktc.tools.measure import attention, bus, cpu, disk, figures, gpu, limits, links, load, run
 
 CPU = torch.device("cpu")
 SPEC = spec_of(ISAS[0])
@@ -27,7 +27,7 @@ SPEC = spec_of(ISAS[0])
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure small things for a short time, with a kernel that other quick tests build too."""
-    for module in (cpu, gpu, links, disk):
+    for module in (attention, cpu, gpu, links, disk):
         monkeypatch.setattr(module, "_BUDGET", 0.0)
     for name, small in (("_SIZES", ExpertsSizes(4, 64, 64, 2)), ("_FORMATS", ("bf16",)), ("_CALLS", 3), ("_SIDE", 32)):
         monkeypatch.setattr(cpu, name, small)
@@ -38,6 +38,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links.peer, "__defaults__", (1000,))
     monkeypatch.setattr(disk.disk, "__defaults__", (10_000,))
     monkeypatch.setattr(run, "_COPIED", 1000)
+    monkeypatch.setattr(attention, "_HEADS", 2)
+    monkeypatch.setattr(attention.attention, "__defaults__", (8, 1))
+    monkeypatch.setattr(attention.grouped, "__defaults__", (4, (2, 16, 16)))
     monkeypatch.setattr(limits, "_MIN_READ", 1 << 20)
     monkeypatch.setattr(limits, "_last_level_cache", lambda: 0)
     monkeypatch.setattr(load, "load", lambda: 0.0)
