@@ -52,7 +52,7 @@ def known_host(here: Host, path: Path | None = None) -> Known:
         message = f"the measured rates in `{path}` cannot be used: {error.diagnostics[0].message}"
         return Known(here, stale=Diagnostic("H207", message, error.diagnostics[0].span, hint=hint, severity="warning"))
     if changed := next(differences(file, here), None):
-        message = f"the measured rates in `{path}` are of another machine: {changed}"
+        message = f"the measured rates in `{path}` are not of this machine as it is now: {changed}"
         return Known(here, stale=Diagnostic("H206", message, hint=hint, severity="warning"))
     return Known(replace(here, described=file.host.described), file.measurement)
 
