@@ -35,7 +35,7 @@ class Amounts:
 
     def flops(self, work: Work) -> float:
         """Return the FLOPs of products with frozen weights, and with LoRA's factors."""
-        sent = work.experts is not None and work.operators == 1 and work.experts.sent_to(self.use.tokens) != ()
+        sent = work.experts is not None and work.packed and work.experts.sent_to(self.use.tokens) != ()
         back = (1.0 + _EXPERTS_AGAIN * sent) if self.use.trains else 0.0
         frozen = 2 * self.tokens(work) * work.products * (1 + self.again + back)
         share = work.experts.top_k / work.experts.count if work.experts else 1.0

@@ -20,6 +20,12 @@ _OPTIMIZER_BYTES: Final = 28  # of AdamW per fp32 parameter: gradient, two momen
 _OPTIMIZER_OPERATORS: Final = 14  # per tensor on the CPU, with the norm that clips
 _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel updates many
 
+# Measured on an H200 with 16 AMX cores and 8 layers of DeepSeek-V2-Lite (docs/benchmarks.md, "Plans").
+_LAUNCHES: Final = 5  # kernels of a captured operator with the Python around it, in launches of one small kernel
+_NODES: Final = 8  # the same in a CUDA graph, in nodes that wait for nothing
+_MICRO_BATCH: Final = 1000  # a trainer's own work on a sequence, its head and its loss, in launches
+_UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of a kernel's weights
+
 
 @dataclass(frozen=True, slots=True)
 class Issue:
@@ -39,8 +45,10 @@ AS_PYTORCH: Final = Issue()
 def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: Issue = AS_PYTORCH) -> Prediction:
     """Return the prediction of one call on a machine with these rates, whose CPU kernels have `threads` threads."""
     amounts = Amounts(use, issue.calls if use.trains else 1)
-    clock = _Clock(amounts, rates, threads, issue if use.phase == "decode" else AS_PYTORCH)
     gpu = next((work.device for work in works if work.kind == "attention" and work.device != "cpu"), "")
+    # One core is the driver's while a GPU works.
+    threads = max(1, threads - 1) if gpu else threads
+    clock = _Clock(amounts, rates, threads, issue if use.phase == "decode" else AS_PYTORCH)
     engines, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
     crossings = waited = 0.0
     for work in works:
@@ -54,12 +62,13 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
     if use.trains:
         kinds["optimizer"] = clock.optimizer(works)
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
+        waited += use.batch * _MICRO_BATCH * clock.launch(gpu)
     binds = max(engines, key=lambda name: engines[name])
     return Prediction(use, _total(engines, waited), kinds, engines, crossings, binds)
 
 
 def _total(engines: Mapping[str, float], waited: float) -> float:
-    """Return the seconds of a call: the longest of what runs side by side, and what a GPU waits for."""
+    """Return the seconds of a call: the longest of what runs side by side, then what a GPU waits for."""
     beside = [seconds for engine, seconds in engines.items() if engine != "cpu"]
     on_cpu = engines.get("cpu", 0.0)
     return max(beside, default=0.0) + max(waited, on_cpu)
@@ -85,6 +94,10 @@ class _Clock:
             busy[f"bus:{work.device}"] = self.amounts.passes * work.streamed / self._gpu(work.device).bus.median
         return busy
 
+    def launch(self, gpu: str) -> float:
+        """Return the seconds of a launch on a GPU, 0 for no GPU."""
+        return self._gpu(gpu).launch.median if gpu else 0.0
+
     # On the CPU ------------------------------------------------------------------------------------------------------
     def _on_cpu(self, work: Work) -> float:
         amounts, cpu = self.amounts, self.rates.cpu
@@ -103,8 +116,12 @@ class _Clock:
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         attention = gpu.latent_attention if work.latent else gpu.attention
         busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
-        one = gpu.graph_node if self.issue.cuda_graph else gpu.launch
-        return {device: busy, "host": amounts.operators(work) * one.median}
+        if work.packed:
+            busy += _UNPACKED * amounts.passes * amounts.read(work) / bandwidth
+        operators = amounts.operators(work)
+        if self.issue.cuda_graph:
+            return {device: busy + operators * _NODES * gpu.graph_node.median}
+        return {device: busy, "host": operators * _LAUNCHES * gpu.launch.median}
 
     def _gpu(self, device: str) -> GpuRates:
         return self.rates.gpus[int(device.partition(":")[2] or 0)]
@@ -150,9 +167,14 @@ class _Clock:
 
 
 def at(figures: Mapping[int, Figure], threads: int) -> float:
-    """Return the figure of the most threads that are no more than `threads`, or of the fewest."""
-    fitting = [count for count in figures if count <= threads]
-    return figures[max(fitting) if fitting else min(figures)].median
+    """Return the figure of `threads` threads, on the line between the two counts around it."""
+    counts = sorted(figures)
+    below = max((count for count in counts if count <= threads), default=counts[0])
+    above = min((count for count in counts if count >= threads), default=counts[-1])
+    if below == above:
+        return figures[below].median
+    share = (threads - below) / (above - below)
+    return (1 - share) * figures[below].median + share * figures[above].median
 
 
 def _products_of(gpu: GpuRates, work: Work) -> float:

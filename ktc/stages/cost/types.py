@@ -72,9 +72,9 @@ class Work:
 
     `products` are multiply-adds per token with frozen weights, and `weights` the bytes of these as stored, of which
     `streamed` cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the number of its tensors.
-    `moved` are bytes per token that operators read and write, `operators` how many there are. `scores` are multiply-adds
-    per token and position of attention, and `cached` bytes per position; `latent` attention has values narrower than
-    keys.
+    `moved` are bytes per token that operators read and write, `operators` how many there are. `scores` are
+    multiply-adds per token and position of attention, and `cached` bytes per position; `latent` attention has values
+    narrower than keys. `packed` weights are in the kernel's layout, which a GPU unpacks first.
     """
 
     kind: str
@@ -92,14 +92,7 @@ class Work:
     latent: bool = False
     cached: float = 0.0
     experts: RoutedExperts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """Seconds of one work in one call, by engine: a device (`cpu`, `cuda:0`), `bus:cuda:0`, `host` (issuing)."""
-
-    work: Work
-    seconds: Mapping[str, float]
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,7 @@ class _Works:
             weights=packed_bytes(spec),
             operators=1,
             experts=experts,
+            packed=True,
         )
 
     def _opaque(self, site: BlockSite, device: str) -> Work:

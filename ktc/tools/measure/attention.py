@@ -1,7 +1,7 @@
 """PyTorch's attention and grouped products, on the CPU or a GPU, in FLOP/s.
 
-In: a device and sizes. Attention is causal, so that half of its scores are computed. PyTorch has another path for values
-that are narrower than keys.
+In: a device and sizes. Attention is causal, so that half of its scores are computed. PyTorch has another path for
+values that are narrower than keys.
 """
 
 from __future__ import annotations

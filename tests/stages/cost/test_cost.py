@@ -13,7 +13,7 @@ from ktc.language import dsl
 from ktc.stages.capture import CapturedModel
 from ktc.stages.cost import Use, Work, predict, work_of
 from ktc.stages.cost.amounts import Amounts
-from ktc.stages.cost.predict import Issue
+from ktc.stages.cost.predict import Issue, at
 from ktc.stages.cost.types import RoutedExperts
 from ktc.stages.match import match
 from ktc.stages.plan import Plan, make_plan
@@ -84,7 +84,7 @@ def test_streamed_experts_take_the_bus_and_hide_what_runs_beside_it(v2_lite: Cap
     step = predict(works, Use("train", 16, 512), rates(), 16)
     nbytes = sum(work.weights for work in works if work.experts)
     assert step.binds == "bus:cuda:0"
-    assert step.seconds == pytest.approx(2 * nbytes / (25 * GB))
+    assert step.engines["bus:cuda:0"] == step.seconds == pytest.approx(2 * nbytes / (25 * GB))
 
 
 def test_a_gpu_waits_for_experts_on_the_cpu(v2_lite: CapturedModel) -> None:
@@ -92,6 +92,29 @@ def test_a_gpu_waits_for_experts_on_the_cpu(v2_lite: CapturedModel) -> None:
     step = predict(works, Use("decode", 1, 1024), rates(host_node=50e-6), 16, Issue(cuda_graph=True))
     assert step.seconds == pytest.approx(step.engines["cuda:0"] + step.engines["cpu"] + step.crossings)
     assert step.crossings == pytest.approx(26 * 2 * 50e-6, rel=0.01)
+
+
+def test_figures_of_other_thread_counts_are_between_those_around_them() -> None:
+    figures = {1: Figure(10.0), 15: Figure(80.0), 16: Figure(70.0)}
+    assert [at(figures, threads) for threads in (1, 8, 15, 16, 99)] == [10.0, 45.0, 80.0, 70.0, 70.0]
+
+
+def test_a_model_without_kernels_is_issued_once_per_sequence(v2_lite: CapturedModel) -> None:
+    works = [replace(w, device="cuda:0", experts=None) for w in work_of(v2_lite, planned(v2_lite))]
+    one, several = (
+        predict(works, Use("train", 16, 512), rates(launch=1e-5), 16, Issue(calls=calls)).engines["host"]
+        for calls in (1, 16)
+    )
+    assert several == pytest.approx(16 * one, rel=0.01)
+
+
+def test_a_gpu_unpacks_the_weights_of_a_kernel() -> None:
+    there = RoutedExperts(64, 6, ("cuda:0",), 1, resident=True)
+    plain = Work("experts", 0, "cuda:0", "bf16", products=1.0, weights=1e9, experts=there)
+    times = [
+        predict((work,), Use("prefill", 1, 4096), rates(), 16).seconds for work in (plain, replace(plain, packed=True))
+    ]
+    assert times[1] > 10 * times[0]
 
 
 def test_checkpointing_reads_weights_once_more(v2_lite: CapturedModel) -> None:

@@ -1,7 +1,7 @@
 """`ktc plan OUT --calibrate`: a step of each phase of a compiled model, beside its prediction.
 
-In: a compiled model. Its recorded model, rules and settings are planned again here. Refused: a folder that is
-no compiled model, a model that has gone, and what planning and loading refuse.
+In: a compiled model, whose recorded model, rules and settings are planned again here. Refused: another folder, a model
+that has gone, and the refusals of planning and loading.
 """
 
 from __future__ import annotations
