@@ -16,7 +16,7 @@ import typer
 
 from ktc.cli.amounts import size
 from ktc.cli.compiling import settings_of
-from ktc.cli.options import Model, Settings, Trust
+from ktc.cli.options import AUTO, Experts, ForUse, Model, OptionalRules, Settings, Trust
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
@@ -42,7 +42,9 @@ class _Row:
 def plan_command(
     session: Session,
     model: Model,
-    rules: Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one.")] = "auto",
+    rules: OptionalRules = AUTO,
+    use: ForUse = None,
+    experts: Experts = False,
     settings: Settings = None,
     what_if: Annotated[
         list[str] | None,
@@ -82,10 +84,11 @@ def plan_command(
         from ktc.tools.bench.plot import require_drawable
 
         require_drawable(plot, "a plan's picture")
+    chosen = settings_of(settings, rules, use, experts=experts)
     machines = _machines(hosts)
     budgets, lengths = _budgets(what_if or ()), _lengths(tokens)
     with session.console.status("capturing and planning"):
-        analysis = compiler.analyse(model, rules, settings_of(settings), machines[0][1], trust_remote_code=trust)
+        analysis = compiler.analyse(model, rules, chosen, machines[0][1], trust_remote_code=trust)
         cases = (
             Case(name, host, budget, BatchShape(batch, length))
             for (name, host), budget, length in itertools.product(machines, _combined(budgets), lengths)
