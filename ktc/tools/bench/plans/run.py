@@ -84,7 +84,11 @@ def _measured(
         return
     is_chosen = priced is analysis.chosen.best
     for prediction, measured in zip(priced.predictions, times, strict=True):
-        yield row_of(name, prediction, measured, chosen=is_chosen)
+        row = row_of(name, prediction, measured, chosen=is_chosen)
+        sink.finished(
+            f"{name}, {row.use}: predicted {1e3 * row.predicted:,.1f} ms, measured {1e3 * row.measured:,.1f} ms"
+        )
+        yield row
 
 
 def row_of(name: str, prediction: Prediction, measured: Times, *, chosen: bool) -> Row:
