@@ -34,7 +34,7 @@ from ktc.model import twin
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "demo"
-RULES = "rules/deepseek-v2-lite-lora.ktr"
+RULES = "rules/moe-lora.ktr"
 PRETRAIN_SECONDS = 35
 TUNING_STEPS = 100
 

@@ -69,13 +69,10 @@ def compile(  # noqa: PLR0913 - the public interface, by keyword
         model, rules, settings, host, observe,
         to_compile=True, random_weights=random_weights, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    return complete(analysis, out, settings, observe, force=force)
+    return complete(analysis, out, observe, force=force)
 
 
-def complete(
-    analysis: Analysis, out: str | Path, settings: Mapping[str, str] | None = None, observe: Observe = _unobserved, *,
-    force: bool = False,
-) -> Path:  # fmt: skip
+def complete(analysis: Analysis, out: str | Path, observe: Observe = _unobserved, *, force: bool = False) -> Path:
     """Prove and build an analysis that was made `to_compile`, into the package `out`. Raises as `compile` does."""
     from ktc.model.loading.trial import try_out
     from ktc.stages.codegen.build import build
@@ -89,7 +86,7 @@ def complete(
     observe("render", kernels)
     library = build(kernels, analysis.host) if kernels.specs else None
     observe("build", library)
-    package = assemble(analysis, settings or {}, proofs, kernels, library)
+    package = assemble(analysis, analysis.ruleset.settings, proofs, kernels, library)
 
     def trial(folder: Path) -> None:
         observe("trial", try_out(folder, has_weights=bool(package.weights)))

@@ -17,6 +17,7 @@ from census import describe
 from census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
 from census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
+from ktc.language.dsl import syntax
 from ktc.model import twin
 from ktc.model.compare.comparison import in_a_line
 from ktc.model.graph import ops
@@ -187,8 +188,14 @@ def _attention_verdict(
 
 
 def _role(pattern: str) -> str:
+    """Return the role of a pattern; one that chooses between patterns has theirs."""
     found = rules(PROGRAMS[0]).patterns.get(pattern)
-    return found.declaration.role.text if found and found.declaration.role else ""
+    if found is None or found.declaration.role is not None:
+        return found.declaration.role.text if found and found.declaration.role else ""
+    home, terms = pattern.rpartition(".")[0], [binding.term for binding in found.declaration.bindings]
+    choices = (choice for term in terms if isinstance(term, syntax.Alternatives) for choice in term.choices)
+    named = (choice.callee[-1] for choice in choices if isinstance(choice, syntax.Call))
+    return next((role for name in named if (role := _role(f"{home}.{name}"))), "")
 
 
 def _nearest(block: BlockGraph, matches: Matches, roles: Collection[str]) -> str:

@@ -41,6 +41,11 @@ def rules() -> Path:
     return _folder("rules")
 
 
+def examples() -> Path:
+    """Return the folder with the rule programs that are examples, `*.ktr`."""
+    return _folder("docs") / "examples"
+
+
 def hosts() -> Path:
     """Return the folder with the bundled descriptions of machines, `*.toml`."""
     return rules() / "hosts"

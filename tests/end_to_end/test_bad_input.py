@@ -19,7 +19,7 @@ from ktc.cli import app as cli
 from ktc.foundation import environment, host
 from ktc.model import twin
 
-RULES = "deepseek-v2-lite-lora"
+RULES = "moe-lora"
 
 
 @pytest.fixture

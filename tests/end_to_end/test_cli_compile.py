@@ -18,7 +18,7 @@ from ktc.cli.report import STAGES
 
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("one_thread")
-MODEL, RULES = "tiny:deepseek_v2", "deepseek-v2-lite-lora"
+MODEL, RULES = "tiny:deepseek_v2", "moe-lora"
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ktc.diagnostics import KtcError
 STEPS = 10
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RULES = {"deepseek_v2": "deepseek-v2-lite-lora", "qwen3_moe": "moe-lora"}
+RULES = {"deepseek_v2": "moe-lora", "qwen3_moe": "moe-lora"}
 
 
 @pytest.fixture(scope="module", params=["deepseek_v2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])

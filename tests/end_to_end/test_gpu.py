@@ -15,6 +15,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ktc
+from ktc.foundation import resources
 from ktc.model.loading.peft_glue import read_lora_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -80,7 +81,12 @@ def test_it_trains_and_generates_across_the_devices(package: ModuleType, tmp_pat
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_layers_spread_over_two_gpus_train_and_generate(tmp_path: Path) -> None:
     settings = {"split": "2"}
-    out = ktc.compile("tiny:deepseek_v3", "deepseek-v3-multi-gpu-lora", tmp_path / "two_gpus", settings=settings)
+    out = ktc.compile(
+        "tiny:deepseek_v3",
+        resources.examples() / "deepseek-v3-multi-gpu-lora.ktr",
+        tmp_path / "two_gpus",
+        settings=settings,
+    )
     model = ktc.load(out)
     devices = {str(p.device) for n, p in model.named_parameters() if ".self_attn." in n}
     assert devices == {"cuda:0", "cuda:1"}

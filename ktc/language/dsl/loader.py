@@ -88,9 +88,14 @@ def _bundled(name: str) -> Path:
     path = resources.rules() / (name + SUFFIX)
     if path.is_file():
         return path
-    names = sorted(file.stem for file in resources.rules().glob(f"*{SUFFIX}"))
+    names = bundled()
     hint = suggest(name, names) or f"bundled programs: {listing(names)}; a file is given by its path"
     raise InputRefused(Diagnostic("E011", f"there is no bundled rule program `{name}`", hint=hint))
+
+
+def bundled() -> list[str]:
+    """Return the names of the bundled programs."""
+    return sorted(file.stem for file in resources.rules().glob(f"*{SUFFIX}"))
 
 
 def read_text(path: Path, shown: str) -> str:

@@ -76,5 +76,6 @@ class RuleSet:
     requires: tuple[tuple[int, syntax.Require], ...]  # (unit, declaration)
     plan: Mapping[str, Value]  # budgets under their device ("cuda:0", "cpu"), the other keys by name
     lora: Mapping[str, Value]  # rank alpha dropout, dtype and targets if given; empty without a `lora` block
+    settings: Mapping[str, str]  # the `--set` values
     sources: Mapping[str, str]
     warnings: tuple[Diagnostic, ...]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
-from ktc.model.targets.settings import INT8, AttentionKernel, KvFormat, PositiveInt
+from ktc.model.targets.settings import AUTO, INT8, AttentionKernel, KvFormat, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ class FusedAttention(ModuleTarget):
     def without_codes(self) -> FusedAttention:
         """The target with keys and values in the model's dtype."""
         return replace(self, kv="auto")
+
+    @property
+    def leaves_gpus_to_pytorch(self) -> bool:
+        """Whether nothing demands the kernel of the CPU: codes in the cache do."""
+        return self.kernel == AUTO and not self.int8_cache
 
     def cached(self, seen: CapturedNode, per_position: int) -> int:
         """Return the bytes of a position in the layer's cache."""

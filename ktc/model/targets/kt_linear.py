@@ -65,6 +65,11 @@ class LinearTarget(ModuleTarget):
     module: ClassVar = "kt_linear"
     config: ClassVar = LinearConfig
 
+    @property
+    def leaves_gpus_to_pytorch(self) -> bool:
+        """Whether no word of the rule demands a kernel of the CPU."""
+        return self.kernel == "auto" and self.prefill != "packed"
+
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
         """Return the kernel for the layer's dtype, or for the blocks that a GGUF file stores. Raises (M077).
 

@@ -100,6 +100,11 @@ class Target:
         """The target with keys and values in the model's dtype."""
         return self
 
+    @property
+    def leaves_gpus_to_pytorch(self) -> bool:
+        """Whether the node keeps its own code on a GPU, where the target has no kernel."""
+        return False
+
     def claimed_of(self, nodes: Sequence[fx.Node], *, whole: bool) -> Sequence[fx.Node]:
         """Return the nodes that it claims: every one of a capture, or the last of a `whole` match."""
         return nodes[-1:] if whole else nodes

@@ -6,9 +6,10 @@ Input: the rule set, the facts and the number of places of each rule. Output: on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ktc.diagnostics import Diagnostic
+from ktc.diagnostics import Diagnostic, listing
+from ktc.language import dsl
 from ktc.language.dsl import syntax
 from ktc.language.dsl.evaluate import Result, constant, evaluate
 from ktc.language.dsl.ruleset import RuleDefinition, RuleSet
@@ -35,7 +36,20 @@ def unmet_requirements(rules: RuleSet, facts: Facts) -> list[Diagnostic]:
             tested = dict.fromkeys(parts for parts in references if len(parts) == 2)
             shown = ", ".join(f"`{'.'.join(fact)}` is `{facts.about(*fact)}`" for fact in tested)
             problems.append(Diagnostic("M063", f"requirement not met{reason}", require.condition.span, label=shown))
-    return problems
+    hint = _fitting(rules, facts) if problems else ""
+    return [replace(problem, hint=hint) for problem in problems]
+
+
+def _fitting(rules: RuleSet, facts: Facts) -> str:
+    """Return the bundled programs of the same mode whose requirements the model and the host meet."""
+    mode = rules.plan.get("mode", "train")
+    fits: list[str] = []
+    for name in dsl.bundled():
+        program = dsl.load(name)
+        meets = all(_value(required.condition, unit, program, facts) is True for unit, required in program.requires)
+        if meets and (program.plan.get("mode") == mode or "use" in program.units[0].params):
+            fits.append(name)
+    return f"bundled programs that fit: {listing(fits)}" if fits else ""
 
 
 def may_match_nothing(rule: RuleDefinition, rules: RuleSet, facts: Facts) -> bool:

@@ -27,6 +27,7 @@ from ktc.stages.plan.placement import device_of
 from ktc.stages.plan.types import Reason
 
 _LISTED = 3  # modules of one warning
+ON_GPU = "PyTorch computes it on its GPU"
 _OWN_CODE = "keep the model's own code", "the model's own code stays"
 
 
@@ -64,6 +65,19 @@ def leave_to_pytorch(draft: PlanDraft) -> PlanDraft:
     kept = tuple(claim for claim in draft.claims if claim not in left)
     why = "its routed experts are on a GPU, where PyTorch computes them"
     return replace(draft, claims=kept, left={**draft.left, **{claim.site: why for claim in left}})
+
+
+def leave_gpus_to_pytorch(draft: PlanDraft) -> PlanDraft:
+    """Leave out kernels of the CPU on layers that are on a GPU, where the rule says `auto`."""
+    devices = draft.devices
+
+    def idle(claim: Claim) -> bool:
+        return claim.target.leaves_gpus_to_pytorch and device_of(claim.path, devices) != "cpu"
+
+    kept = tuple(claim for claim in draft.claims if not idle(claim))
+    rewritten = {claim.site for claim in kept}
+    sites = {claim.site for claim in draft.claims} - rewritten
+    return replace(draft, claims=kept, left={**draft.left, **dict.fromkeys(sites, ON_GPU)})
 
 
 def _leave(

@@ -17,6 +17,7 @@ from ktc.stages.plan.draft import PlanDraft, Request
 from ktc.stages.plan.explain import explain
 from ktc.stages.plan.left_out import (
     leave_first_layers,
+    leave_gpus_to_pytorch,
     leave_shared_modules,
     leave_to_pytorch,
     leave_uncoded_caches,
@@ -40,6 +41,7 @@ PASSES: Final[tuple[Callable[[PlanDraft], PlanDraft], ...]] = (
     plan_weights,
     place,
     leave_first_layers,
+    leave_gpus_to_pytorch,
     leave_uncoded_caches,
     check_settings,
     plan_nodes,

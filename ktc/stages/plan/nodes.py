@@ -15,6 +15,7 @@ from ktc.model.targets.target import NodeAction
 from ktc.stages.capture import BlockGraph, BlockSite
 from ktc.stages.plan.collapse import collapse
 from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.left_out import ON_GPU
 from ktc.stages.plan.placement import device_of
 from ktc.stages.plan.types import BlockRewrite, Plan, UncapturedLinear
 
@@ -79,8 +80,8 @@ def kernel_origins(plan: Plan) -> dict[Spec, str]:
 
 # What is not rewritten -----------------------------------------------------------------------------------------------
 def require_rewrites(draft: PlanDraft) -> PlanDraft:
-    """Raise InputRefused (M071) for a program that rewrites nothing."""
-    if draft.rewrites or draft.uncaptured or draft.trained_modules:
+    """Raise InputRefused (M071) for a program that rewrites nothing, unless it leaves blocks on a GPU to PyTorch."""
+    if draft.rewrites or draft.uncaptured or draft.trained_modules or ON_GPU in draft.left.values():
         return draft
     captured, matches = draft.captured, draft.request.matches
     nearest = max(matches.near_misses, key=lambda miss: miss.matched, default=None)

@@ -405,7 +405,7 @@ class Generate(_OfModel):
 
     command: ClassVar[str] = "generate"
     module: ClassVar[str] = "ktc.tools.bench.generate"
-    rule: str = "mla-inference"
+    rule: str = "moe-inference"
     layers: int | None = option(None, "Only the first N layers.", least=1)
     batches: tuple[int, ...] = numbers((1,), "Numbers of sequences.", "--batch", least=1, most=_MOST)
     contexts: tuple[int, ...] = numbers((64, 4096), "Lengths of the prompts.", "--context", least=1, most=_MOST)

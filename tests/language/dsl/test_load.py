@@ -103,7 +103,7 @@ def test_plan_units_and_sources(program: Path) -> None:
 
 
 def test_the_shipped_programs_say_what_they_should() -> None:
-    lite = dsl.load("deepseek-v2-lite-lora")
+    lite = dsl.load(resources.examples() / "deepseek-v2-lite-lora.ktr")
     assert [(rule.name, rule.root) for rule in lite.rules] == [
         *(("experts", "moe.block"), ("attention", "attn.mla"), ("all", "module"), ("many_tokens", "moe.opaque"))
     ]

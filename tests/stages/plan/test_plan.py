@@ -147,7 +147,7 @@ def test_a_device_that_cannot_hold_its_weights_is_told(tmp_path: Path) -> None:
 
 
 def test_shipped_programs_plan_both_embedded_families() -> None:
-    programs = [("deepseek_v2", "deepseek-v2-lite-lora"), ("deepseek_v2", "moe-lora"), ("qwen3_moe", "moe-lora")]
+    programs = [("deepseek_v2", "moe-lora"), ("qwen3_moe", "moe-lora")]
     for family, name in programs:
         _, plan = planned(captured(family), dsl.load(name, {}))
         assert plan.mode == "train"

@@ -107,10 +107,10 @@ def test_the_rewritten_graph_and_the_realised_block_compute_the_same(family: str
 
 def test_the_recipe_names_every_rewritten_module_of_every_layer() -> None:
     model = captured("deepseek_v2")
-    _, plan = planned(model, dsl.load("deepseek-v2-lite-lora", {}))
+    _, plan = planned(model, dsl.load("moe-lora", {}))
     rows = recipe(rewrite(model, plan), plan.host)
     assert [r.fqn for r in rows if r.module == "fused_moe"] == [f"model.layers.{i}.mlp.experts" for i in (1, 2)]
-    assert sum(r.module == "lora_linear" for r in rows) == 12
+    assert sum(r.module == "kt_linear" for r in rows) == 12
     experts = next(r for r in rows if r.module == "fused_moe")
     assert experts.kernel == plan.kernels[0].entry
     assert experts.args["top_k"] == 4

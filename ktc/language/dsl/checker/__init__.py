@@ -59,6 +59,7 @@ def _check(program: Program, settings: Mapping[str, str], report: Report) -> Rul
         requires=requires,
         plan=blocks["plan"].values,
         lora=blocks["lora"].values,
+        settings=dict(settings),
         sources=program.sources,
         warnings=in_order(report.warnings),
     )

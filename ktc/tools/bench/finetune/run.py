@@ -79,7 +79,7 @@ def _compiled(request: Finetune, stack: Stack, out: Path, sink: ProgressSink) ->
         random_weights=request.random_weights,
     )
     require_room(analysis, request)
-    return compiler.complete(analysis, out, request.settings, sink.stage)
+    return compiler.complete(analysis, out, sink.stage)
 
 
 def _lora_of(request: Finetune, out: Path) -> tuple[LoraConfig, tuple[str, ...]]:

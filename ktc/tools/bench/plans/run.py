@@ -74,7 +74,7 @@ def _measured(
     uses = tuple(one.use for one in priced.predictions)
     sizes = Sizes(steps=request.steps, seed=request.seed)
     try:
-        compiler.complete(analysis_of_plan, out, request.settings, sink.stage)
+        compiler.complete(analysis_of_plan, out, sink.stage)
         times = times_of(out, analysis.captured, uses, sizes, sink)
     except torch.OutOfMemoryError:
         yield LeftOut(name, "out of GPU memory")
