@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import ktc
 from ktc.cli import app as cli
-from ktc.foundation import environment, host
+from ktc.foundation import environment, host, measured_host, resources
 from ktc.model import twin
 
-RULES = "moe-lora"
+RULES = resources.examples() / "deepseek-v2-lite-lora.ktr"  # it expects its matches
 
 
 @pytest.fixture
@@ -246,7 +246,8 @@ def test_an_isa_that_this_host_lacks(
     from dataclasses import replace
 
     here = host.detect()
-    monkeypatch.setattr(host, "detect", lambda probe_gpu=False: replace(here, isas=("scalar",)))
+    for module in (host, measured_host):
+        monkeypatch.setattr(module, "detect", lambda probe_gpu=False: replace(here, isas=("scalar",)))
     rules = model.parent / "wants.ktr"
     rules.write_text('import "std/moe.ktr"\nrule experts { match moe.block => cpu_moe(isa = avx512_bf16) }\n')
     assert refusal(model, rules, code=3)["code"] == "M064"
