@@ -25,8 +25,8 @@ from ktc.stages.analysis import Analysis, Report
 from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.stages.capture.compilable import require_compilable
 from ktc.stages.capture.weights import WeightMap, map_weights
-from ktc.stages.choose import choose_plan
-from ktc.stages.match import match
+from ktc.stages.choose import FORMAT, Chosen, choose_plan, with_ways_out
+from ktc.stages.match import Matches, match
 from ktc.stages.plan import ANY_SIZE, BatchShape, kernel_origins, require_feasible
 from ktc.stages.rewrite import rewrite
 
@@ -132,17 +132,30 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     if source.index is not None:
         weights = map_weights(captured.model, source.index)
         observe("weights", weights)
-    return _decide(ruleset, captured, weights, host, observe, must_fit)
+
+    def in_format(name: str) -> dsl.RuleSet:
+        return dsl.load(rules, {**(settings or {}), FORMAT: name})
+
+    return _decide(ruleset, captured, weights, host, observe, must_fit, in_format)
 
 
 def _decide(
     ruleset: dsl.RuleSet, captured: CapturedModel, weights: WeightMap, host: Host, observe: Observe,
-    must_fit: BatchShape = ANY_SIZE,
+    must_fit: BatchShape = ANY_SIZE, in_format: Callable[[str], dsl.RuleSet] | None = None,
 ) -> Analysis:  # fmt: skip
-    """Run the stages from `match` to `rewrite`."""
+    """Run the stages from `match` to `rewrite`. `in_format` is the program with another format of the experts."""
     matches = match(captured, ruleset, host)
     observe("match", matches)
-    chosen = choose_plan(captured, weights.sources, matches, ruleset, host, must_fit)
+
+    def choose(ruleset: dsl.RuleSet, matches: Matches) -> Chosen:
+        return choose_plan(captured, weights.sources, matches, ruleset, host, must_fit)
+
+    def choose_in(name: str) -> Chosen:
+        assert in_format is not None
+        return choose(other := in_format(name), match(captured, other, host))
+
+    chosen = choose(ruleset, matches)
+    chosen = with_ways_out(chosen, ruleset, choose_in) if in_format else chosen
     observe("plan", chosen.plan)
     blocks = rewrite(captured, chosen.plan)
     observe("rewrite", blocks)
