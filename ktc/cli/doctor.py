@@ -59,6 +59,7 @@ def examine() -> tuple[Host, tuple[Finding, ...]]:
         _rates(host),
         _huge_pages(),
         _cache(),
+        _compiled(),
         _leftovers(),
     )
     return host, findings
@@ -162,6 +163,15 @@ def _cache() -> Finding:
         remedy = "set KTC_CACHE_DIR to a writable folder"
         return Finding("cache folder", "missing", f"{folder} cannot be written", remedy)
     return Finding("cache folder", "works", f"{folder}, {size(shutil.disk_usage(existing).free)} free")
+
+
+def _compiled() -> Finding:
+    """Count the compiled models that `ktc train`, `generate` and `serve` keep in the cache."""
+    folder = cache_dir() / "compiled"
+    models = [path.parent for path in folder.glob("*/ktc.json")]
+    total = sum(file.lstat().st_size for model in models for file in model.rglob("*") if file.is_file())
+    fact = f"{len(models)} in the cache, {total / 1e6:,.1f} MB" if models else "none in the cache"
+    return Finding("compiled models", "works", fact, f"`rm -r {folder}` frees the space" if total > 1 << 30 else "")
 
 
 def _leftovers() -> Finding:
