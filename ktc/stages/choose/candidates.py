@@ -68,6 +68,8 @@ def candidates(question: Question) -> Iterator[Candidate]:
         yield from _sent(question, on_gpu, gpus[:number], left)
     if devices.keys() == {""} and not _adapted(question):
         yield from _whole(question, gpus)
+    elif len(gpus) > 1:
+        yield from _shared_out(question, gpus)
 
 
 def _placed(question: Question) -> tuple[dict[str, str], int]:
@@ -152,6 +154,17 @@ def _whole(question: Question, gpus: tuple[str, ...]) -> Iterator[Candidate]:
     yield Candidate("the whole model on cuda:0", Choices({"": "cuda:0"}, stock=stock))
     if len(gpus) > 1:
         yield Candidate(f"the layers on {listed(gpus)} in turn", Choices(_in_turn(question, len(gpus)), stock=stock))
+
+
+def _shared_out(question: Question, gpus: tuple[str, ...]) -> Iterator[Candidate]:
+    """Yield all that every token uses on several GPUs, layers in turn, with the experts on the CPU, or sent to all."""
+    rest = f"all but the experts on {listed(gpus)} in turn"
+    in_turn = Choices(_in_turn(question, len(gpus)))
+    yield Candidate(f"{rest}, experts on the CPU", in_turn)
+    least = crossover(question, gpus)
+    if least <= max(_TOKENS):
+        sent = replace(in_turn, sent=gpus, least=least)
+        yield Candidate(f"{rest}, experts sent to them for calls of {least:,} tokens or more", sent)
 
 
 def _in_turn(question: Question, gpus: int) -> dict[str, str]:

@@ -24,9 +24,10 @@ from ktc.stages.cost.predict import Issue
 from ktc.stages.match import Matches
 from ktc.stages.plan import make_plan
 from ktc.stages.plan.placement import budget_of
-from ktc.stages.plan.types import ANY_SIZE, BatchShape, Plan
+from ktc.stages.plan.types import ANY_SIZE, BatchShape, Plan, Workload
 
 _EQUAL: Final = 1.01  # times that predictions do not tell apart
+_ATTEMPTS: Final = 3  # with less room for weights, where activations do not fit beside them
 _WORKSPACE: Final = 0.08  # of a GPU's budget, for activations, beside those that the plan counts
 
 
@@ -48,10 +49,15 @@ class Planner:
     def chosen(self) -> Chosen:
         """Return the best of all candidates. Raises as `make_plan` does where every one is refused."""
         base = self.plan(CPU)
-        priced = [self._priced(CPU, base)]
-        for candidate in candidates(self._question(base)):
-            if candidate is not CPU:
-                priced.append(self._attempt(candidate))
+        question = self._question(base)
+        priced = [self._priced(CPU, base), *self._attempts(question)]
+        latest, room = priced, question.room
+        for _ in range(_ATTEMPTS):
+            before, room = room, _room_left(room, latest)
+            if room == before:
+                break
+            latest = self._attempts(replace(question, room=room))
+            priced += latest
         fitting = [one for one in priced if not one.lacks]
         if not fitting:
             return Chosen(base, tuple(priced))
@@ -70,6 +76,9 @@ class Planner:
         )
         use = uses_of(base.mode, self._must_fit)[-1][0]
         return Question(self._captured, base, work_of(self._captured, base), self._host, use, room)
+
+    def _attempts(self, question: Question) -> list[Priced]:
+        return [self._attempt(candidate) for candidate in candidates(question) if candidate is not CPU]
 
     def _attempt(self, candidate: Candidate) -> Priced:
         try:
@@ -108,6 +117,34 @@ def choose_plan(
     if rules.plan.get("auto") != "intensity":
         return Chosen(planner.plan(None), ())
     return planner.chosen()
+
+
+def _room_left(room: tuple[int, ...], priced: Sequence[Priced]) -> tuple[int, ...]:
+    """Return the bytes of weights on each GPU that leave enough for activations and caches of some candidate."""
+    left = list(room)
+    for number, of_gpu in enumerate(room):
+        device = f"cuda:{number}"
+        sizes = [
+            _weights(one, device) - use.shortfall[device]
+            for one in priced
+            if one.lacks and one.plan
+            for use in _last(one)
+            if device in use.shortfall and _weights(one, device) <= of_gpu
+        ]
+        left[number] = max(0, min(of_gpu, max(sizes, default=of_gpu)))
+    return tuple(left)
+
+
+def _weights(priced: Priced, device: str) -> int:
+    devices = priced.plan.devices if priced.plan else ()
+    return sum(one.weights + one.adapter for one in devices if one.device == device)
+
+
+def _last(priced: Priced) -> tuple[Workload, ...]:
+    """Return the use of the program's mode that needs least memory."""
+    assert priced.plan is not None, "the caller asks for candidates with a plan"
+    uses = [use for use in priced.plan.memory.workloads if use.name.startswith(priced.plan.mode)]
+    return tuple(uses[-1:])
 
 
 def _bytes(priced: Priced) -> tuple[int, float]:

@@ -55,7 +55,7 @@ def test_without_a_gpu_everything_is_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "devices", "resident"),
     [
-        (80 << 30, "experts of", 26), (24 << 30, "experts of", 8), (6 << 30, "experts of", 1),
+        (80 << 30, "experts of", 26), (24 << 30, "experts of", 6), (6 << 30, "experts of", 1),
         (1 << 29, "experts on the CPU, as much as fits", 0),
     ],
     ids=["80", "24", "6", "0.5"],
@@ -108,3 +108,15 @@ def test_other_budgets_and_lengths_are_cases(v2_lite: CapturedModel, tmp_path: P
     speeds = [one.best.predictions[0].tokens_per_second for _, one in rows]
     assert speeds[1] < speeds[3]  # more memory
     assert {one.best.predictions[0].use.length for _, one in rows} == {8, 4096}
+
+
+def test_activations_that_do_not_fit_leave_less_room_for_weights(v2_lite: CapturedModel, tmp_path: Path) -> None:
+    one = chosen(v2_lite, program(tmp_path), with_gpus(1, 3 << 30), BatchShape(1, 1024))
+    assert any(memory.device == "cuda:0" for memory in one.plan.devices)
+    assert not one.plan.over_budget
+
+
+def test_what_is_too_large_for_one_gpu_is_on_several_in_turn(v2_lite: CapturedModel, tmp_path: Path) -> None:
+    one = chosen(v2_lite, program(tmp_path), with_gpus(2, 2 << 30))
+    assert any("in turn" in priced.candidate.name and not priced.lacks for priced in one.priced)
+    assert {"cuda:0", "cuda:1"} <= {memory.device for memory in one.plan.devices}
