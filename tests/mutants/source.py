@@ -106,8 +106,8 @@ MUTANTS = (
     ),
     Mutant(
         "ktc/model/targets/kt_linear.py",
-        "return action.kernel.entry if action.kernel else self.kernel",
-        "return self.kernel",
+        'return action.kernel.entry if action.kernel else "torch"',
+        "return 'torch'",
         "tests/stages/rewrite tests/model/linears tests/end_to_end/test_linear_kernels.py",
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = (
     ),
     Mutant(
         "ktc/foundation/host.py",
-        "return replace(host, isas=host.isas[host.isas.index(wanted) :])",
-        "return host",
+        "restricted = replace(host, isas=host.isas[host.isas.index(wanted) :])",
+        "restricted = host",
         "tests/foundation/test_host.py",
     ),
     Mutant(
