@@ -28,11 +28,11 @@ class Former:
         return self.program or resources.examples() / f"{name}.ktr"
 
     def warning(self, name: str) -> Diagnostic:
-        """Return the warning (U007) with the words that replace the name."""
+        """Return the warning (U007) with the command that replaces the name."""
         words = (self.program, *(f"--set {key}={value}" for key, value in self.settings.items()))
         instead = " ".join(words) if self.program else f"{_EXAMPLES}/{name}.ktr"
         message = f"`{name}` is a former name of a bundled program, which the next version does not know"
-        return Diagnostic("U007", message, hint=f"write `{instead}` instead", severity="warning")
+        return Diagnostic("U007", message, hint=f"instead: `ktc compile MODEL {instead} -o OUT`", severity="warning")
 
 
 FORMER: Final[Mapping[str, Former]] = {

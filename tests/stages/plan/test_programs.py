@@ -88,7 +88,7 @@ def test_a_former_name_works_and_names_its_successor(name: str) -> None:
     assert (warning.code, warning.severity, others) == ("U007", "warning", [])
     successor = FORMER[name]
     words = successor.program or f"docs/examples/{name}.ktr"
-    assert f"write `{words}" in warning.hint
+    assert f"instead: `ktc compile MODEL {words}" in warning.hint
     assert rules.settings == successor.settings
 
 
