@@ -71,6 +71,10 @@ def plan_command(
     """Show the plans that are possible, their predicted speed and their bytes, the chosen one first."""
     session.require_versions()
     if calibrate:
+        if what_if or hosts or plot or settings or use or experts:
+            raise InputRefused(
+                Diagnostic("U004", "`--calibrate` measures OUT as it was compiled: it takes no other plan")
+            )
         _calibrate(session, Path(model), _Size(batch, _lengths(tokens)[0], random_weights, trust))
         return
     if random_weights:

@@ -28,7 +28,7 @@ _FILLED: Final = (1.0, 0.9, 0.75, 0.5)  # shares of the room that resident exper
 class Question:
     """What candidates are made of: a model, its plan and works on the CPU alone, the host, and bytes that GPUs hold.
 
-    `room` has the bytes of each GPU for weights. `experts` has the FQN and the packed bytes of the experts by layer.
+    `room` has the bytes of each GPU for weights. `experts` has the FQN of the experts by layer.
     """
 
     captured: CapturedModel
@@ -168,7 +168,7 @@ def _shared_out(question: Question, gpus: tuple[str, ...]) -> Iterator[Candidate
 
 
 def _in_turn(question: Question, gpus: int) -> dict[str, str]:
-    """Return the GPU of each layer: as many bytes on each, the head on the last."""
+    """Return the GPU of each layer: as many layers on each, the head on the last."""
     layers = sorted({site.layer for site in question.captured.sites})
     modules = {layer: _layer_module(question.captured, layer) for layer in layers}
     per_gpu = -(-len(layers) // gpus)

@@ -24,7 +24,7 @@ from ktc.stages.cost.predict import Issue
 from ktc.stages.match import Matches
 from ktc.stages.plan import make_plan
 from ktc.stages.plan.placement import budget_of
-from ktc.stages.plan.types import ANY_SIZE, BatchShape, Plan, Workload
+from ktc.stages.plan.types import ANY_SIZE, NO_CHOICES, BatchShape, Plan, Workload
 
 _EQUAL: Final = 1.01  # times that predictions do not tell apart
 _ATTEMPTS: Final = 3  # with less room for weights, where activations do not fit beside them
@@ -48,6 +48,8 @@ class Planner:
 
     def chosen(self) -> Chosen:
         """Return the best of all candidates. Raises as `make_plan` does where every one is refused."""
+        if self._rules.plan.get("auto") != "intensity":
+            return self._decided()
         base = self.plan(CPU)
         question = self._question(base)
         priced = [self._priced(CPU, base), *self._attempts(question)]
@@ -68,6 +70,11 @@ class Planner:
         reasons = reasons_of(self._captured, best, others, self._host)
         plan = replace(best.plan, reasons=(*reasons, *best.plan.reasons))
         return Chosen(plan, (replace(best, plan=plan), *others))
+
+    def _decided(self) -> Chosen:
+        """Return the plan of a program that decides everything itself, with its price."""
+        plan = self.plan(None)
+        return Chosen(plan, (self._priced(Candidate("the program's own", NO_CHOICES), plan),))
 
     def _question(self, base: Plan) -> Question:
         room = tuple(

@@ -50,12 +50,13 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
     threads = max(1, threads - 1) if gpu else threads
     clock = _Clock(amounts, rates, threads, issue if use.phase == "decode" else AS_PYTORCH)
     engines, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
-    crossings = waited = 0.0
+    crossings = waited = in_turn = 0.0
     for work in works:
         busy = clock.seconds(work)
         for engine, seconds in busy.items():
             engines[engine] += seconds
         kinds[work.kind] += max(busy.values())
+        in_turn += max((seconds for engine, seconds in busy.items() if engine.startswith("cuda")), default=0.0)
         if gpu and work.experts is not None and "cpu" in busy:
             crossed = clock.crossing(gpu, work)
             crossings, waited = crossings + crossed, waited + crossed + busy["cpu"]
@@ -64,12 +65,15 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
         waited += use.batch * _MICRO_BATCH * clock.launch(gpu)
     binds = max(engines, key=lambda name: engines[name])
-    return Prediction(use, _total(engines, waited), kinds, engines, crossings, binds)
+    return Prediction(use, _total(engines, in_turn, waited), kinds, engines, crossings, binds)
 
 
-def _total(engines: Mapping[str, float], waited: float) -> float:
-    """Return the seconds of a call: the longest of what runs side by side, then what a GPU waits for."""
-    beside = [seconds for engine, seconds in engines.items() if engine != "cpu"]
+def _total(engines: Mapping[str, float], in_turn: float, waited: float) -> float:
+    """Return the seconds of a call: the longest of what runs side by side, then what a GPU waits for.
+
+    GPUs that have layers in turn do not work side by side: `in_turn` is the sum over all works.
+    """
+    beside = [in_turn, *(seconds for engine, seconds in engines.items() if engine != "cpu")]
     on_cpu = engines.get("cpu", 0.0)
     return max(beside, default=0.0) + max(waited, on_cpu)
 

@@ -122,3 +122,12 @@ def test_checkpointing_reads_weights_once_more(v2_lite: CapturedModel) -> None:
     plain, again = (Amounts(Use("train", 1, 8, checkpointing=on)) for on in (False, True))
     assert (plain.passes, again.passes) == (2, 3)
     assert again.flops(work) > plain.flops(work)
+
+
+def test_layers_on_two_gpus_in_turn_take_as_long_as_on_one(v2_lite: CapturedModel) -> None:
+    on_one = [replace(w, device="cuda:0", experts=None) for w in work_of(v2_lite, planned(v2_lite))]
+    in_turn = [replace(w, device=f"cuda:{(w.layer or 26) // 14}") for w in on_one]
+    machine = rates()
+    two = replace(machine, gpus=machine.gpus * 2)
+    use = Use("prefill", 1, 4096)
+    assert predict(in_turn, use, two, 16).seconds == pytest.approx(predict(on_one, use, two, 16).seconds)
