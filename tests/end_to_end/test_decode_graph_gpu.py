@@ -85,7 +85,7 @@ def test_experts_that_stay_on_the_gpu_are_part_of_the_graph(
     model = load("qwen3_moe", "cpu_moe()", f"{room}\nplan {{ cuda:0 = 4GiB")
     experts = model.model.layers[1].mlp.experts
     assert experts.offload.resident
-    assert type(experts.backend(1, plain=True)).__name__ == "GpuResidentDecode"
+    assert type(experts.backend(1, plain=True)).__name__ == "GpuResident"
     with caplog.at_level(logging.WARNING):
         assert compared(model, 1) <= 0.02
     assert not [record for record in caplog.records if "L451" in record.getMessage()]

@@ -7,7 +7,7 @@ A new backend is one file beside these and one line in `choose`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +16,16 @@ from ktc.model.experts.cpu_backend import Activations, CpuKernel
 from ktc.model.experts.graph_backend import HostNode
 from ktc.model.experts.grouped_products import described
 from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference_backend import Reference
-from ktc.model.experts.resident_backend import GpuResidentDecode
+from ktc.model.experts.resident_backend import GpuResident
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.model.experts.streamed_backend import Streamed
 from ktc.model.experts.trained_backend import Trained
 from ktc.model.experts.weights import ExpertsWeights
-from ktc.model.kernels.form import ExpertsSizes
 from ktc.model.kernels.step_context import StepContext
+
+_ROWS: Final = 128 << 20  # bytes of the rows of a call on resident experts, each for gate and up, and for down
 
 
 class ExpertsBackend(Protocol):
@@ -63,9 +65,17 @@ class Offload:
     buffer: int = DEFAULT_BUFFER
     resident: bool = False
 
-    def has_room_for_copies(self, tokens: int, sizes: ExpertsSizes) -> bool:
-        """Return whether the experts of so few tokens, which are there already, are no more than a layer's."""
-        return self.resident and len(self.devices) == 1 and tokens * sizes.top_k <= sizes.num_experts
+    def serves_at_once(self, tokens: int, packed: PackedExperts) -> bool:
+        """Return whether the experts that are there already multiply so few tokens without being cut into chunks.
+
+        The rows of plain weights have to be small, the copies of others no more than a layer's experts.
+        """
+        count, hidden, intermediate, top_k = packed.sizes
+        if packed.is_plain:
+            room = tokens * top_k * (hidden + intermediate) * packed.dtype.itemsize <= _ROWS
+        else:
+            room = tokens * top_k <= count
+        return self.resident and len(self.devices) == 1 and room
 
     def __str__(self) -> str:
         devices = ", ".join(map(str, self.devices))
@@ -86,8 +96,8 @@ def choose(
         return Reference(weights)
     if weights.training.repacks:
         return Trained(weights, activations, context)
-    if plain and offload is not None and offload.has_room_for_copies(tokens, packed.sizes):
-        return GpuResidentDecode(packed, form, offload.devices[0])
+    if plain and offload is not None and offload.serves_at_once(tokens, packed):
+        return GpuResident(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:
         return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
     if torch.compiler.is_compiling():

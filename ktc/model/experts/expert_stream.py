@@ -9,29 +9,29 @@ Refused (`ValueError`): weights that are cut for several NUMA nodes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.panels import panels_of
-from ktc.model.experts.stream_ring import Ring, StreamSource, ring_of
+from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
+from ktc.model.experts.stream_ring import StreamSource, ring_of
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, PIECES, ring_bytes
 from ktc.model.kernels.form import ExpertsForm
 
 _CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
+_RESIDENT_CHUNKS: Final = 4  # of plain weights that stay, which take no memory beside their rows
 _CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces: each costs the host half a millisecond
 
 
 class ExpertStream:
     """The experts of `share`, neighbours of one layer, sent to `device` through a ring of `buffer` bytes.
 
-    Those that are `resident` are sent at their first use, and stay on the device as they are stored.
+    Those that are `resident` are sent at their first use, and stay on the device (`resident_weights.py`).
     """
 
     def __init__(
@@ -50,75 +50,48 @@ class ExpertStream:
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
         most = max(_CHUNK_BYTES // decoded, -(-len(share) // _CHUNKS))
-        self._runs = _runs(share, most, buffer // PIECES // self._bytes)
+        if resident:
+            fewest = _RESIDENT_CHUNKS if experts.is_plain else _CHUNKS
+            self._runs = _runs(share, max(_CHUNK_BYTES // decoded, -(-len(share) // fewest)), len(share))
+        else:
+            self._runs = _runs(share, most, buffer // PIECES // self._bytes)
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
-        self._ring: Ring | _Resident = _Resident(device)
-        if not resident:
-            self._ring = ring_of(device, ring_bytes(buffer, self._bytes))
+        holds = ResidentMatrices if experts.is_plain else ResidentBytes
+        self._resident: ResidentWeights | None = holds(device, self._layout, pieces) if resident else None
+        self._ring = None if resident else ring_of(device, ring_bytes(buffer, self._bytes))
 
     def prepare(self) -> None:
         """Take the memory on the device that the weights need."""
-        if isinstance(self._ring, _Resident):
-            self._ring.send(self._source)
+        if self._resident is not None:
+            self._resident.send()
 
     def renew(self, *, sent: bool) -> None:
         """Forget pieces that were sent ahead; with `sent`, send resident ones again to where they are."""
-        if isinstance(self._ring, Ring):
+        if self._ring is not None:
             self._ring.forget()
-        elif sent:
-            self._ring.renew(self._source)
+        elif self._resident is not None and sent:
+            self._resident.renew()
 
-    def copies(self, experts: Tensor) -> Matrices:
-        """Return the matrices of resident experts (S,) int64, which may repeat: copies, made without waiting."""
-        assert isinstance(self._ring, _Resident), "the weights are sent for each call"
-        stored = self._ring.whole(self._source).view(torch.int64).view(len(self.share), -1)  # eight bytes at once
-        return self._layout.matrices(stored.index_select(0, experts - self.share.start).view(torch.uint8))
+    @property
+    def resident(self) -> ResidentWeights:
+        """The weights on the device. They have to stay there."""
+        assert self._resident is not None, "the weights are sent for each call"
+        return self._resident
 
     def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
         wanted = [number for number, run in enumerate(self._runs) if any(expert in run for expert in chosen)]
+        ordered = wanted[::-1] if reverse else wanted
+        if self._resident is not None:
+            self._resident.send()
+            yield from ((self._runs[number], self._resident.matrices(number)) for number in ordered)
+            return
+        assert self._ring is not None, "weights that do not stay pass through a ring"
         with self._ring.visit(self._source, wanted, reverse=reverse) as take:
-            for number in reversed(wanted) if reverse else wanted:
+            for number in ordered:
                 run = self._runs[number]
                 yield run, self._layout.matrices(take(number).view(len(run), self._bytes))
-
-
-class _Resident:
-    """The pieces of one layer that stay on a device, one after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pieces: tuple[Tensor, ...] = ()
-        self._whole = torch.empty(0, dtype=torch.uint8)
-
-    @contextmanager
-    def visit(
-        self, source: StreamSource, required: Collection[int], *, reverse: bool = False
-    ) -> Generator[Callable[[int], Tensor]]:
-        """See `Ring.visit`."""
-        self.send(source)
-        yield self._pieces.__getitem__
-
-    def send(self, source: StreamSource) -> None:
-        """Send the pieces, once."""
-        if not self._pieces:
-            sizes = [piece.numel() for piece in source.pieces]
-            with torch.inference_mode(mode=False):  # for later calls with gradients
-                self._whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-                self._pieces = torch.split(self._whole, sizes)
-                for target, piece in zip(self._pieces, source.pieces, strict=True):
-                    target.copy_(piece)
-
-    def renew(self, source: StreamSource) -> None:
-        """Send the pieces again, if they were sent."""
-        for target, piece in zip(self._pieces, source.pieces, strict=False):
-            target.copy_(piece)
-
-    def whole(self, source: StreamSource) -> Tensor:
-        """Return all pieces as one."""
-        self.send(source)
-        return self._whole
 
 
 def _runs(share: range, most: int, limit: int) -> tuple[range, ...]:

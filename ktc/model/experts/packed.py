@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.formats import STORED, WeightFormat
+from ktc.foundation.formats import FORMATS, STORED, Dense, WeightFormat
 from ktc.foundation.host import NumaNode
 from ktc.model.experts.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.model.experts.lora import NO_LORA, ExpertsLora, lora_arguments
@@ -160,6 +160,11 @@ class PackedExperts:
         """Return the format that gate and up, or down, are stored in, and the size of its groups."""
         blocks = self.blocks(part)
         return self.coding(part) or (STORED[blocks].name if blocks else self._kernel.dtype, 0)
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether all weights are stored in the dtype that is multiplied."""
+        return all(isinstance(FORMATS[self.stored(part)[0]], Dense) for part in ("up", "down"))
 
     def whole(self) -> Tensor:
         """Return the packed bytes in order of expert, as on one node: a copy if they are cut for several."""

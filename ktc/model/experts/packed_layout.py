@@ -27,6 +27,10 @@ class Matrices(NamedTuple):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
+    def of(self, experts: slice) -> Matrices:
+        """Return views of the weights of some experts."""
+        return Matrices(*(None if tensor is None else tensor[experts] for tensor in self))  # pyright: ignore[reportArgumentType]
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:

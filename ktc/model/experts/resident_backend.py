@@ -1,4 +1,7 @@
-"""The backend of few tokens whose experts are on a GPU already: a copy of each chosen expert, and one product of all.
+"""The backend of calls without gradients whose experts are on a GPU already.
+
+Plain weights are multiplied where they are: rows are sorted by expert, and one product serves all experts. Of other
+formats, each chosen expert is decoded into a copy.
 
 In: packed weights that stay on a GPU, and a call without gradients and without LoRA. Out: what the kernel computes, in
 the GPU's rounding, without waiting for the GPU: a CUDA graph may capture it. `Streamed` computes all other calls on the
@@ -13,16 +16,18 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.chunk_products import ChunkProducts
+from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
 from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference import check_routing
-from ktc.model.experts.slots import Rows
+from ktc.model.experts.resident_weights import ResidentMatrices
+from ktc.model.experts.slots import Rows, sum_rows
 from ktc.model.kernels.form import ExpertsForm
 
 
 @dataclass(frozen=True, slots=True)
-class GpuResidentDecode:
+class GpuResident:
     """The experts of `packed`, whose bytes stay on `device`."""
 
     packed: PackedExperts
@@ -36,15 +41,19 @@ class GpuResidentDecode:
         if self.device.type == "cpu":  # a GPU would have to be waited for
             check_routing(index_TK, self.packed.sizes.num_experts)
         x, index, weights = (tensor.to(self.device) for tensor in (x_TH, index_TK, weights_TK))
-        pairs = torch.arange(T * K, device=self.device)
-        tokens = pairs // K
-        rows = Rows(tokens, pairs, pairs, (pairs + 1).to(torch.int32), 0, T * K)
         products = ChunkProducts(self.form, NO_LORA, self.packed.dtype)
         with torch.autocast(self.device.type, enabled=False):  # as the kernel, which computes in the experts' dtype
-            rows_SH = x.to(self.packed.dtype).index_select(0, tokens)
-            y_SH = products.forward(rows_SH, rows, range(T * K), self._stream.copies(index.flatten()))
+            x = x.to(self.packed.dtype)
+            resident = self._stream.resident
+            if isinstance(resident, ResidentMatrices):
+                rows, places = _sorted(index, self.packed.sizes.num_experts)
+                matrices, experts = resident.whole(), range(self.packed.sizes.num_experts)
+            else:
+                rows, places = _in_order(index)
+                matrices, experts = resident.copies(index.flatten()), range(T * K)
+            y_SH = products.forward(x.index_select(0, rows.tokens), rows, experts, matrices)
             sums = self.packed.weight_dtype
-            out_TH = (y_SH.to(sums).view(T, K, x.shape[1]) * weights.to(sums)[..., None]).sum(1)
+            out_TH = compiled_on(self.device, sum_rows)(y_SH, places, weights.to(sums), sums)
         return out_TH.to(x_TH.device, x_TH.dtype)
 
     @property
@@ -58,3 +67,22 @@ class GpuResidentDecode:
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Return 0: there is no backward."""
         return 0
+
+
+def _in_order(index: Tensor) -> tuple[Rows, Tensor]:
+    """Return a row for each choice, each with a matrix of its own, and where the rows of a token are."""
+    T, K = index.shape
+    pairs = torch.arange(T * K, device=index.device)
+    return Rows(pairs // K, pairs, pairs, (pairs + 1).to(torch.int32), 0, T * K), pairs.view(T, K)
+
+
+def _sorted(index: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
+    """Return the rows of all experts, sorted by expert, and where the rows of a token are."""
+    T, K = index.shape
+    experts, pairs = torch.sort(index.flatten(), stable=True)
+    numbers = torch.arange(num_experts, device=index.device)
+    places = torch.empty_like(pairs)
+    places[pairs] = torch.arange(T * K, device=index.device)
+    ends = torch.searchsorted(experts, numbers, right=True)
+    experts = numbers.index_select(0, experts)  # an error of the device for one that does not exist
+    return Rows(pairs // K, pairs, experts, ends.to(torch.int32), 0, T * K), places.view(T, K)

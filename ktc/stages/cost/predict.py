@@ -120,7 +120,7 @@ class _Clock:
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         attention = gpu.latent_attention if work.latent else gpu.attention
         busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
-        if work.packed:
+        if work.packed and not work.decoded:
             busy += _UNPACKED * amounts.passes * amounts.read(work) / bandwidth
         operators = amounts.operators(work)
         if self.issue.cuda_graph:

@@ -74,7 +74,8 @@ class Work:
     `streamed` cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the number of its tensors.
     `moved` are bytes per token that operators read and write, `operators` how many there are. `scores` are
     multiply-adds per token and position of attention, and `cached` bytes per position; `latent` attention has values
-    narrower than keys. `packed` weights are in the kernel's layout, which a GPU unpacks first.
+    narrower than keys. `packed` weights are in the kernel's layout. A GPU has `decoded` them for all calls, or does
+    it in each call.
     """
 
     kind: str
@@ -93,6 +94,7 @@ class Work:
     cached: float = 0.0
     experts: RoutedExperts | None = None
     packed: bool = False
+    decoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from ktc.foundation.formats import FORMATS, Dense
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.stock_model import vocabulary_of
@@ -26,6 +27,7 @@ from ktc.stages.plan.types import BlockRewrite, Plan
 # Of an RMS norm in eager PyTorch, and of the residual addition after it.
 _NORM_OPERATORS, _NORM_PASSES = 7, 10
 _FREE = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} | {"getitem", "sym_size", "split"}
+_GROUPED_OPERATORS = 12  # of experts as grouped products: sorting, gathering, products, activation, sums
 _LORA_OPERATORS = 6  # dropout, A, B, scaling, the addition, a cast
 
 
@@ -151,20 +153,23 @@ class _Works:
             work = replace(work, adapter=3 * count * lora.r * sizes, adapters=6)
         if action is None or not isinstance(action.kernel, FusedMoeSpec):
             weights = products // top_k * count * self._item
-            return replace(work, weights=weights, operators=12, experts=RoutedExperts(count, top_k, (device,), 0, True))
+            experts = RoutedExperts(count, top_k, (device,), 0, True)
+            return replace(work, weights=weights, operators=_GROUPED_OPERATORS, experts=experts)
         prefill = action.prefill
         experts = RoutedExperts(count, top_k)
         if prefill is not None:
             experts = RoutedExperts(count, top_k, prefill.devices, prefill.tokens, prefill.resident)
         spec = action.kernel
+        decoded = experts.resident and all(isinstance(FORMATS[stored], Dense) for stored in spec.formats)
         return replace(
             work,
             device="cpu",
             weight_format=spec.format_gate_up,
             weights=packed_bytes(spec),
-            operators=1,
+            operators=_GROUPED_OPERATORS if decoded else 1,
             experts=experts,
             packed=True,
+            decoded=decoded,
         )
 
     def _opaque(self, site: BlockSite, device: str) -> Work:

@@ -13,6 +13,7 @@ from kernel_layers import (
     EXACT_FORMS,
     FORMS,
     ISAS,
+    Layer,
     Load,
     built,
     error,
@@ -32,9 +33,9 @@ from ktc.model.experts.cpu_backend import CpuKernel
 from ktc.model.experts.expert_stream import expert_stream
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed_layout import Matrices
+from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.page_lock import page_lock
-from ktc.model.experts.resident_backend import GpuResidentDecode
+from ktc.model.experts.resident_backend import GpuResident
 from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.experts.streamed_backend import compute
 from ktc.model.kernels.form import parse_form
@@ -62,24 +63,29 @@ def test_matrices_are_those_that_the_kernel_unpacks(load: Load, form: str) -> No
 
 @pytest.mark.parametrize("spec", STORED, ids=lambda spec: f"{spec.format_gate_up} {spec.format_down} {spec.group_size}")
 def test_every_format_is_decoded_to_the_kernels_bits(spec: FusedMoeSpec) -> None:
+    assert_matrices_are_the_kernels(stored_experts(spec, 3)[0])
+
+
+def stored_experts(spec: FusedMoeSpec, num_experts: int, tokens: int = 1) -> tuple[FusedMoe, Layer]:
+    """Return experts in the formats of `spec`, with sizes that are no multiples of those where the formats allow it."""
     sizes = {"hidden": 70, "intermediate": 45}
     for name, stored in zip(sizes, spec.formats * 2, strict=False):
         row = FORMATS[stored]
         whole = spec.group_size if isinstance(row, Codes) and row.even else row.whole
         sizes[name] = -(-max(sizes[name], 300 if isinstance(row, Codes) else 160) // whole) * whole
-    layer = random_layer(**sizes, num_experts=3, top_k=2, tokens=1)
+    layer = random_layer(**sizes, num_experts=num_experts, top_k=2, tokens=tokens)
     kernel = built((spec,)).kernel(spec.entry)
-    module = experts_of(3, layer.hidden, layer.intermediate, 2, layer.form, kernel=kernel)
+    module = experts_of(num_experts, layer.hidden, layer.intermediate, 2, layer.form, kernel=kernel)
     generator = torch.Generator().manual_seed(5)
     for name, tensor in layer.stock.items():
-        for expert in range(3):
+        for expert in range(num_experts):
             for part, values in canonical_parts(layer.form, name, tensor[expert]):
                 stored = spec.format_of(part)
                 if stored in BLOCKS:
                     module.weights.load_blocks(expert, part, random_blocks(*values.shape, stored, 0.1, generator))
                 else:
                     module.load_expert(expert, part, values)
-    assert_matrices_are_the_kernels(module)
+    return module, layer
 
 
 def assert_matrices_are_the_kernels(module: FusedMoe) -> None:
@@ -287,14 +293,42 @@ def test_replaced_weights_are_sent_again(load: Load, resident: bool) -> None:
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6]])
-def test_few_tokens_of_resident_experts_are_those_of_the_kernel(load: Load, form: str) -> None:
-    layer = random_layer(70, 37, 8, 2, 3, form=form)
+def test_plain_resident_experts_compute_what_the_kernel_does(
+    load: Load, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = random_layer(70, 37, 8, 2, 9, form=form)
     module = load(layer, spec_of("scalar", "fp64", form) if form in EXACT else spec_of(ISAS[0], form=form))
+    assert error(*resident_and_kernel(module, layer)) <= (1e-12 if form in EXACT else 0.01)
+    module.offload = replace(CPU, min_tokens=1000, resident=True)
+    assert isinstance(module.backend(9, plain=True), GpuResident)
+    monkeypatch.setattr("ktc.model.experts.backend._ROWS", 8 * 2 * (70 + 37) * module.weights.packed.dtype.itemsize)
+    assert isinstance(module.backend(8, plain=True), GpuResident)
+    assert isinstance(module.backend(9, plain=True), CpuKernel)
+    assert isinstance(module.backend(3), CpuKernel)
+
+
+def test_few_tokens_of_resident_codes_are_those_of_the_kernel() -> None:
+    module, layer = stored_experts(QUICK[0], 8, tokens=4)
+    assert error(*resident_and_kernel(module, layer)) <= 0.01
+    assert isinstance(module.backend(4, plain=True), GpuResident)
+    assert isinstance(module.backend(5, plain=True), CpuKernel)  # copies of ten experts of eight
+
+
+def resident_and_kernel(module: FusedMoe, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of a layer whose experts are resident, and of the kernel."""
     x, weights = layer.x.to(module.weights.packed.dtype), layer.weights.to(module.weights.packed.weight_dtype)
     with torch.no_grad():
         wanted = module(x, layer.index, weights)
         module.offload = replace(CPU, min_tokens=1000, resident=True)
-        assert isinstance(module.backend(3, plain=True), GpuResidentDecode)
-        assert error(module(x, layer.index, weights), wanted) <= 1e-12 if form in EXACT else 0.01
-        assert isinstance(module.backend(5, plain=True), CpuKernel)  # ten experts of eight
-    assert isinstance(module.backend(3), CpuKernel)
+        return module(x, layer.index, weights), wanted
+
+
+def test_resident_plain_experts_are_not_decoded_in_a_call(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = random_layer(70, 37, 8, 2, 9)
+    module = load(layer, spec_of(ISAS[0]))
+    module.offload = replace(CPU, resident=True)
+    trained = run(module, layer)
+    monkeypatch.setattr(PackedLayout, "read", None)
+    assert all(torch.equal(*both) for both in zip(run(module, layer), trained, strict=True))
+    with torch.no_grad():
+        assert error(module(layer.x.bfloat16(), layer.index, layer.weights.float()), trained[0]) <= 0.01

@@ -55,7 +55,7 @@ def test_without_a_gpu_everything_is_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "devices", "resident"),
     [
-        (80 << 30, "experts of", 26), (24 << 30, "experts of", 6), (6 << 30, "experts of", 1),
+        (80 << 30, "experts of", 26), (24 << 30, "experts of", 16), (6 << 30, "experts of", 1),
         (1 << 29, "experts on the CPU, as much as fits", 0),
     ],
     ids=["80", "24", "6", "0.5"],
