@@ -25,7 +25,7 @@ from ktc.foundation import versions
 from ktc.foundation.environment import cache_dir
 
 if TYPE_CHECKING:
-    from ktc.foundation.host import Host
+    from ktc.foundation.host import Gpu, Host
 
 State = Literal["works", "limited", "missing"]
 
@@ -125,7 +125,12 @@ def _linears() -> Finding:
 def _gpus(host: Host) -> Finding:
     if not host.gpus:
         return Finding("GPU", "limited", "none: everything runs on the CPU", "an NVIDIA GPU and a CUDA build of torch")
-    return Finding("GPU", "works", ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in host.gpus))
+    return Finding("GPU", "works", ", ".join(map(_described, host.gpus)))
+
+
+def _described(gpu: Gpu) -> str:
+    taken = f", about {size(gpu.taken)} of it used by other programs" if gpu.taken else ""
+    return f"{gpu.name} {size(gpu.memory)}{taken}"
 
 
 def _rates(host: Host) -> Finding:

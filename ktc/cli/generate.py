@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktc.cli.following import serving
-from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, shown
+from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, shown
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -104,8 +104,11 @@ def command(
     if prompt is not None and not prompt.strip():
         raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
     wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
-    out = compiled(session, model, wish)
-    opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
+
+    def load(out: Path) -> LanguageModel:
+        return open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
+
+    opened = run_compiled(session, model, wish, load)
     session.raise_if_interrupted()
     tell_template(session, opened, raw)
     if prefill_chunk is not None:

@@ -6,10 +6,11 @@ of the command, into the user's cache (`ktc.stages.link.cached`). Refused (U006)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -17,7 +18,12 @@ from ktc.cli.amounts import relative
 from ktc.cli.options import AUTO, Use
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import environment
 
+if TYPE_CHECKING:
+    from ktc.foundation.host import Host
+
+_T = TypeVar("_T")
 _MANIFEST = "ktc.json"
 _ROWS = "weights.json"  # of a compiled model, also of one whose manifest is missing
 
@@ -61,8 +67,53 @@ def shown(given: str) -> str | Path:
     return Path(given) if is_compiled(given) else given
 
 
-def compiled(session: Session, given: str, wish: Wish) -> Path:
-    """Return the folder of the compiled model. Raises InputRefused (U006), and as `ktc.compile` does."""
+def run_compiled(session: Session, given: str, wish: Wish, run: Callable[[Path], _T]) -> _T:
+    """Return `run` of the compiled model; where its plan was too large for a GPU, of the model in a smaller plan.
+
+    Raises as `compiled` and `run` do; of a GPU's memory only where no smaller plan is left, or the user chose the plan.
+    """
+    host: Host | None = None
+    while True:
+        out = compiled(session, given, wish, host)
+        try:
+            return run(out)
+        except RuntimeError as error:
+            from ktc.foundation.memory_faults import memory_fault
+
+            fault = memory_fault(error)
+            smaller = None if fault is None or fault.code != "U116" else _smaller(given, out, host)
+            if fault is None or smaller is None:
+                raise
+        _release_gpu_memory()  # outside of `except`, which refers to the failed run
+        host = smaller
+        message = f"{fault.message}; a plan with less on the GPU runs instead"
+        session.diagnose([Diagnostic("U118", message, hint="end other programs on the GPU before the next run", severity="warning")])
+
+
+def _smaller(given: str, out: Path, host: Host | None) -> Host | None:
+    """Return the host whose GPUs have less room than the plan of `out` uses; None where ktc may not choose."""
+    from ktc.foundation.measured_host import this_host
+    from ktc.model.manifest.manifest import read_manifest
+    from ktc.stages.choose import with_less_room
+
+    if is_compiled(given) or environment.world_size() > 1:
+        return None
+    return with_less_room(host or this_host(), read_manifest(out).memory)
+
+
+def _release_gpu_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compiled(session: Session, given: str, wish: Wish, host: Host | None = None) -> Path:
+    """Return the folder of the compiled model. Raises InputRefused (U006), and as `ktc.compile` does.
+
+    `host` is the machine to plan for, by default this one.
+    """
     if is_compiled(given):
         _refuse_idle(given, wish)
         return Path(given)
@@ -76,7 +127,7 @@ def compiled(session: Session, given: str, wish: Wish) -> Path:
     from ktc.stages.capture import open_model
     from ktc.stages.link import cached
 
-    host = this_host()
+    host = host or this_host()
     source = open_model(given, trust_remote_code=wish.trust)
     out = cached.cached_out(source, dsl.load(AUTO, wish.settings), wish.settings, host)
     with cached.locked_out(out) as exists:

@@ -7,15 +7,18 @@ before the model is loaded.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ktc.cli.amounts import size
-from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled
+from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled
 from ktc.cli.options import Reference, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
+
+if TYPE_CHECKING:
+    from ktc.inference.serving.models import ServedModels
 
 
 @in_session()
@@ -96,11 +99,15 @@ def command(
     access = read_access(updates, update_key)
     key_sha256 = None if api_key_file is None else read_key(api_key_file, "G730", serve.KEY_HINT)
     session.diagnose(serve.exposure(host, key_sha256 is not None))
-    out = compiled(session, model, Wish.of("serve", recompile=recompile, trust=trust, weights=weights))
-    with serve.listen(host, port) as listening:
-        models = open_served_models(
+    wish = Wish.of("serve", recompile=recompile, trust=trust, weights=weights)
+
+    def load(out: Path) -> ServedModels:
+        return open_served_models(
             out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None
         )
+
+    with serve.listen(host, port) as listening:
+        models = run_compiled(session, model, wish, load)
         session.raise_if_interrupted()
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)

@@ -20,7 +20,7 @@ import typer
 
 from ktc.cli.amounts import relative
 from ktc.cli.following import answering, loading
-from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_after, shown
+from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_after, run_compiled, shown
 from ktc.cli.options import Experts, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
@@ -76,16 +76,23 @@ def train_command(
     if flags["targets"] is not None:
         flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
     settings = train.settings_for(paths, config, flags)
-    paths = replace(paths, out=compiled(session, model, wish))
     if dry_run:
+        paths = replace(paths, out=compiled(session, model, wish))
         with steps_bar(session, "reading the data"):
             data = train.prepare(paths, settings)
         show_data(session, data, first=True)
         session.result({"data": _data_json(data)})
         return
-    with TrainProgress(session) as progress, _stopping(session) as stop, steps_bar(session, "reading the data"):
-        result = train.run(paths, settings, observe=progress.observe, stop=stop)
-    _finish(session, model, paths, result)
+
+    def run(out: Path) -> TrainResult:
+        of_plan = train.started_again(paths, out) if runs else replace(paths, out=out)
+        runs.append(out)
+        with TrainProgress(session) as progress, _stopping(session) as stop, steps_bar(session, "reading the data"):
+            return train.run(of_plan, settings, observe=progress.observe, stop=stop)
+
+    runs = list[Path]()
+    result = run_compiled(session, model, wish, run)
+    _finish(session, model, replace(paths, out=runs[-1]), result)
 
 
 def register(app: typer.Typer) -> None:

@@ -24,15 +24,22 @@ from ktc.foundation.isa import INSTRUCTION_SETS, PREFERENCE, Isa, isa_of
 from ktc.foundation.rates import Rates
 
 _NODES = Path("/sys/devices/system/node")
+_CONTEXT_BYTES = 1 << 30  # at least what CUDA and its libraries take of a GPU in a process
 _ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_XTILEDATA = 158, 0x1021, 18
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; `memory` in bytes."""
+    """One GPU: its `memory` in bytes, of which `taken` are other programs'."""
 
     name: str
     memory: int
+    taken: int = 0
+
+    @property
+    def free(self) -> int:
+        """The bytes that ktc may use, with CUDA's context."""
+        return self.memory - self.taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +251,28 @@ def _gpus() -> tuple[Gpu, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    devices: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(str(device.name), int(device.total_memory)) for device in devices)
+    return tuple(_gpu(torch.cuda.get_device_properties(index), index) for index in range(torch.cuda.device_count()))
+
+
+def _gpu(properties: Any, index: int) -> Gpu:
+    import torch
+
+    memory = int(properties.total_memory)
+    try:
+        free, _ = torch.cuda.mem_get_info(index)
+    except RuntimeError:  # no memory for a context
+        free = 0
+    return Gpu(str(properties.name), memory, taken_of(memory, free))
+
+
+def taken_of(memory: int, free: int) -> int:
+    """Return the bytes of a GPU that other programs have, in sixteenths of it, 0 for no more than a context's.
+
+    In such steps, a plan made again a minute later is the same.
+    """
+    others = memory - free - _CONTEXT_BYTES
+    step = max(1, memory // 16)
+    return min(memory, -(-others // step) * step) if others > 0 else 0
 
 
 def _answer(program: str, *arguments: str) -> str:

@@ -6,14 +6,14 @@ In: the file of measurements, if there is one. Out: a `Host`, and where the file
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import environment, versions
-from ktc.foundation.host import Host, detect
+from ktc.foundation.host import Gpu, Host, detect
 from ktc.foundation.host_file import HostFile, Measurement, read_file
 
 MEASURE: Final = "ktc doctor --measure"
@@ -37,7 +37,18 @@ def measured_path() -> Path:
 def this_host() -> Host:
     """Return this machine with its GPUs and its rates. Its notes say where a measurement does not fit it."""
     known = known_host(detect(probe_gpu=True))
-    return replace(known.host, notes=(known.stale,)) if known.stale else known.host
+    notes = (*(() if known.stale is None else (known.stale,)), *_of_others(known.host.gpus))
+    return replace(known.host, notes=notes)
+
+
+def _of_others(gpus: Sequence[Gpu]) -> Iterator[Diagnostic]:
+    """Yield a warning for each GPU that other programs use."""
+    for number, gpu in enumerate(gpus):
+        if gpu.taken:
+            taken, memory = (f"{size / 2**30:,.1f} GiB" for size in (gpu.taken, gpu.memory))
+            message = f"other programs use about {taken} of the {memory} of cuda:{number} ({gpu.name})"
+            hint = f"the plan uses what is free; end them first, or set a budget: `plan {{ cuda:{number} = SIZE }}`"
+            yield Diagnostic("H212", message, hint=hint, severity="warning")
 
 
 def known_host(here: Host, path: Path | None = None) -> Known:

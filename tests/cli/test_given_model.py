@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ktc import compiler
 from ktc.cli import app as cli
 from ktc.cli.compiling import settings_of
-from ktc.cli.given_model import Wish, compiled, is_compiled, named_after, shown
+from ktc.cli.given_model import Wish, compiled, is_compiled, named_after, run_compiled, shown
 from ktc.cli.session import Session
 from ktc.diagnostics import InputRefused
+from ktc.foundation.host import Gpu, detect
+from ktc.stages.plan.placement import BUDGET_SHARE
 
 WISH = Wish.of("generate", recompile=False, trust=False, weights=None)
 
@@ -97,3 +102,47 @@ def test_adapters_that_nothing_trains_are_refused_at_their_requirement(capfd: py
     assert said.count("error[") == 1
     assert "error[M063]: requirement not met: adapters are for training" in said
     assert "`$use` is `serve`" in said
+
+
+def test_a_run_without_gpu_memory_steps_down_to_a_smaller_plan(
+    tmp_path: Path,
+    compilations: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    here = replace(detect(), gpus=(Gpu("card", 32 << 30),))
+    monkeypatch.setattr("ktc.foundation.measured_host.this_host", lambda: here)
+    planned = iter(({"cuda:0": 20 << 30}, {"cuda:0": 10 << 30}, {"cpu": 1}))
+    monkeypatch.setattr(
+        "ktc.model.manifest.manifest.read_manifest", lambda out: SimpleNamespace(memory=next(planned))
+    )  # fmt: skip
+    outs = list[Path]()
+
+    def run(out: Path) -> str:
+        outs.append(out)
+        if len(outs) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return "done"
+
+    assert run_compiled(Session(), "tiny:qwen3_moe", WISH, run) == "done"
+    assert len(set(outs)) == 3
+    budgets = [one["host"].gpus[0].free * BUDGET_SHARE / 2**30 for one in compilations]
+    assert budgets == pytest.approx([32 * BUDGET_SHARE, 17, 8.5])
+    warned = capfd.readouterr().err
+    assert warned.count("warning[U118]") == 2 and "2.00 GiB requested" in warned
+
+
+def test_a_run_without_gpu_memory_ends_where_ktc_may_not_choose(
+    tmp_path: Path, compilations: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(out: Path) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("ktc.model.manifest.manifest.read_manifest", lambda out: SimpleNamespace(memory={"cpu": 1}))
+    with pytest.raises(torch.OutOfMemoryError):
+        run_compiled(Session(quiet=True), "tiny:qwen3_moe", WISH, run)  # its plan uses no GPU
+    assert len(compilations) == 1
+    (tmp_path / "ktc.json").write_text("{}")
+    with pytest.raises(torch.OutOfMemoryError):
+        run_compiled(Session(quiet=True), str(tmp_path), WISH, run)
+    assert len(compilations) == 1

@@ -191,3 +191,10 @@ def test_numa_nodes_are_those_with_cpus_of_this_process(tmp_path: Path, monkeypa
     assert host.numa_nodes() == (host.NumaNode(0, (1, 2, 8)), host.NumaNode(10, (9,)))
     monkeypatch.setattr(host, "_NODES", tmp_path / "none")
     assert host.numa_nodes() == ()
+
+
+@pytest.mark.parametrize(
+    ("free", "taken"), [(80, 0), (79.2, 0), (78.9, 5), (30, 50), (29, 50), (26, 55), (0, 80)]
+)  # fmt: skip
+def test_what_others_take_of_a_gpu_is_counted_in_sixteenths_beyond_a_context(free: float, taken: int) -> None:
+    assert host.taken_of(80 << 30, int(free * 2**30)) == taken << 30

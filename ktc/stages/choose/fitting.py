@@ -1,7 +1,8 @@
 """A plan that is over its budgets, and the ways out: the smallest budgets that work, and formats that need fewer bytes.
 
 In: the chosen plan, and a function that chooses for another `format`. Out: the same plan, whose messages (M070) name
-both. Nothing is changed unasked: a format is named with its bytes and with its cost in accuracy.
+both. Nothing is changed unasked: a format is named with its bytes and with its cost in accuracy. `with_less_room` is
+the host for the next smaller plan, where one turned out too large for its GPUs.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import replace
 from typing import Final
 
 from ktc.diagnostics import KtcError
+from ktc.foundation.host import Gpu, Host
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.stages.choose.types import Chosen
 from ktc.stages.plan import Plan
-from ktc.stages.plan.placement import gib
+from ktc.stages.plan.placement import BUDGET_SHARE, gib
 from ktc.stages.plan.types import Workload
 
 FORMAT: Final = "format"  # of the bundled programs: the format of the routed experts' weights
@@ -23,6 +25,7 @@ COSTS: Final[Mapping[str, str]] = {
     "int8": "rounds weights and activations to 8 bits, which differs from bf16 by little more than its own rounding",
     "int4": "rounds weights to 4 bits in groups of 32, which cost 0.001 to 0.002 of loss on a small model",
 }
+_LEFT: Final = 0.85  # of the planned bytes of a GPU, which the next smaller plan may use in all
 _SEE: Final = "docs/quantisation.md has the measurements"
 
 
@@ -84,3 +87,18 @@ def _formats(chosen: Chosen, rules: RuleSet, in_format: Callable[[str], Chosen])
             fits = "still does not fit" if other.plan.over_budget else "fits"
             sizes = ", ".join(f"{gib(size)} on `{device}`" for device, size in needed.items())
             yield f"`--set {FORMAT}={name}` {fits} with {sizes}: it {COSTS[name]}"
+
+
+def with_less_room(host: Host, planned: Mapping[str, int]) -> Host | None:
+    """Return the host for a plan that needs less of every GPU that holds `planned` bytes, None if none holds any.
+
+    Room for weights and activations together is then less than what the weights alone were planned to take.
+    """
+    gpus = tuple(_less(gpu, planned.get(f"cuda:{number}", 0)) for number, gpu in enumerate(host.gpus))
+    return None if gpus == host.gpus else replace(host, gpus=gpus)
+
+
+def _less(gpu: Gpu, planned: int) -> Gpu:
+    if not planned:
+        return gpu
+    return replace(gpu, taken=max(gpu.taken, gpu.memory - int(_LEFT * planned / BUDGET_SHARE)))

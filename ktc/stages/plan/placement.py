@@ -13,7 +13,7 @@ from ktc.foundation.module_paths import from_inside
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.targets.node_plan import Claim
 
-BUDGET_SHARE = 0.9  # of a device's memory, where the program sets no budget
+BUDGET_SHARE = 0.9  # of a device's free memory, where the program sets no budget: a context and fragments need some
 
 
 def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:
@@ -39,14 +39,14 @@ def device_of(path: str, placements: Mapping[str, str]) -> str:
 
 
 def budget_of(device: str, rules: RuleSet, host: Host) -> int | None:
-    """Return the bytes that a device may hold: the `plan` budget or a share of its memory; None if unknown."""
+    """Return the bytes that a device may hold: the `plan` budget or a share of what is free; None if unknown."""
     budget = rules.plan.get(device)
     if isinstance(budget, int):
         return budget
     if device == "cpu":
         return int(host.memory * BUDGET_SHARE)
     number = int(device.partition(":")[2] or 0)
-    return int(host.gpus[number].memory * BUDGET_SHARE) if number < len(host.gpus) else None
+    return int(host.gpus[number].free * BUDGET_SHARE) if number < len(host.gpus) else None
 
 
 def gib(size: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,6 +103,13 @@ def run(
         data = prepare(paths, settings)
         observe("data", data)
         return TrainingRun(paths, settings, data, observe, stop).finish()
+
+
+def started_again(paths: RunPaths, out: Path) -> RunPaths:
+    """Return the paths of a run that failed, for a run on `out`: from its last checkpoint, or from the beginning."""
+    if run_folder.checkpoints(paths.output):
+        return replace(paths, out=out, resume="auto")
+    return replace(paths, out=out, force=True)
 
 
 @contextmanager
