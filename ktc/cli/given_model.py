@@ -87,7 +87,8 @@ def run_compiled(session: Session, given: str, wish: Wish, run: Callable[[Path],
         _release_gpu_memory()  # outside of `except`, which refers to the failed run
         host = smaller
         message = f"{fault.message}; a plan with less on the GPU runs instead"
-        session.diagnose([Diagnostic("U118", message, hint="end other programs on the GPU before the next run", severity="warning")])
+        hint = "end other programs on the GPU before the next run"
+        session.diagnose([Diagnostic("U118", message, hint=hint, severity="warning")])
 
 
 def _smaller(given: str, out: Path, host: Host | None) -> Host | None:

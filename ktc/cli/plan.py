@@ -103,6 +103,9 @@ def plan_command(
     session.result({"model": model, "rules": rules, "cases": [_to_json(row) for row in rows]})
     several = len(rows) > 1
     session.show(_cases_table(rows) if several else _plans_table(rows[0]))
+    if not several and not isinstance(rows[0].chosen, KtcError):
+        for line in _traffic(rows[0].chosen.best):
+            session.show(line)
     refused = [row.chosen for row in rows if isinstance(row.chosen, KtcError)]
     if refused and len(refused) == len(rows):
         raise refused[0]
@@ -234,6 +237,14 @@ def _cases_table(rows: Sequence[_Row]) -> Table:
     return table
 
 
+def _traffic(best: Priced) -> Iterator[str]:
+    """Yield what crosses each link in a call of each use, where anything does."""
+    for one in best.predictions:
+        links = [f"{size(round(nbytes))} between {a} and {b}" for (a, b), nbytes in sorted(one.traffic.items())]
+        if links:
+            yield f"{one.use}: {', '.join(links)} in a step"
+
+
 def _to_json(row: _Row) -> dict[str, Any]:
     from ktc.diagnostics import to_json
 
@@ -263,6 +274,9 @@ def _plans_json(chosen: Chosen) -> Iterator[dict[str, Any]]:
                     "kinds": dict(prediction.kinds),
                     "engines": dict(prediction.engines),
                     "crossings": prediction.crossings,
+                    "traffic": [
+                        {"between": list(link), "bytes": nbytes} for link, nbytes in prediction.traffic.items()
+                    ],
                     "waits_for": prediction.binds,
                 }
                 for prediction in one.predictions

@@ -20,12 +20,10 @@ from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.panels import panels_of
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
 from ktc.model.experts.stream_ring import StreamSource, ring_of
-from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, PIECES, ring_bytes
+from ktc.model.experts.stream_sizes import CHUNK_BYTES, DEFAULT_BUFFER, PIECES, experts_per_chunk, ring_bytes
 from ktc.model.kernels.form import ExpertsForm
 
-_CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
-_RESIDENT_CHUNKS: Final = 4  # of plain weights that stay, which take no memory beside their rows
-_CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces: each costs the host half a millisecond
+_CHUNK_BYTES: Final = CHUNK_BYTES
 
 
 class ExpertStream:
@@ -49,12 +47,8 @@ class ExpertStream:
         self._bytes = self._layout.nbytes
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
-        most = max(_CHUNK_BYTES // decoded, -(-len(share) // _CHUNKS))
-        if resident:
-            fewest = _RESIDENT_CHUNKS if experts.is_plain else _CHUNKS
-            self._runs = _runs(share, max(_CHUNK_BYTES // decoded, -(-len(share) // fewest)), len(share))
-        else:
-            self._runs = _runs(share, most, buffer // PIECES // self._bytes)
+        most = experts_per_chunk(len(share), decoded, _CHUNK_BYTES, plain_resident=resident and experts.is_plain)
+        self._runs = _runs(share, most, len(share) if resident else buffer // PIECES // self._bytes)
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
         holds = ResidentMatrices if experts.is_plain else ResidentBytes

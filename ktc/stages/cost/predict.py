@@ -14,6 +14,7 @@ from typing import Final
 
 from ktc.foundation.rates import Figure, GpuRates, Rates
 from ktc.stages.cost.amounts import Amounts
+from ktc.stages.cost.traffic import traffic_of
 from ktc.stages.cost.types import Prediction, Use, Work
 
 _OPTIMIZER_BYTES: Final = 28  # of AdamW per fp32 parameter: gradient, two moments, the parameter, read and written
@@ -65,7 +66,8 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
         waited += use.batch * _MICRO_BATCH * clock.launch(gpu)
     binds = max(engines, key=lambda name: engines[name])
-    return Prediction(use, _total(engines, in_turn, waited), kinds, engines, crossings, binds)
+    traffic = traffic_of(works, amounts)
+    return Prediction(use, _total(engines, in_turn, waited), kinds, engines, crossings, binds, traffic)
 
 
 def _total(engines: Mapping[str, float], in_turn: float, waited: float) -> float:
@@ -122,10 +124,9 @@ class _Clock:
         busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
         if work.packed and not work.decoded:
             busy += _UNPACKED * amounts.passes * amounts.read(work) / bandwidth
-        operators = amounts.operators(work)
         if self.issue.cuda_graph:
-            return {device: busy + operators * _NODES * gpu.graph_node.median}
-        return {device: busy, "host": operators * _LAUNCHES * gpu.launch.median}
+            return {device: busy + amounts.operators(work) * _NODES * gpu.graph_node.median}
+        return {device: busy, "host": amounts.issued(work) * _LAUNCHES * gpu.launch.median}
 
     def _gpu(self, device: str) -> GpuRates:
         return self.rates.gpus[int(device.partition(":")[2] or 0)]

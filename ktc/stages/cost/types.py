@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Phase = Literal["train", "prefill", "decode"]
@@ -48,7 +48,8 @@ class Use:
 class RoutedExperts:
     """The routed experts of a layer: their number, how many a token uses, and where calls of many tokens go.
 
-    `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus.
+    `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus, each
+    its share in `chunks`.
     """
 
     count: int
@@ -56,6 +57,7 @@ class RoutedExperts:
     devices: tuple[str, ...] = ()
     least: int = 0
     resident: bool = False
+    chunks: int = 1
 
     def touched(self, tokens: int) -> float:
         """Return the share of experts that `tokens` tokens use, where every expert is as likely."""
@@ -72,10 +74,10 @@ class Work:
 
     `products` are multiply-adds per token with frozen weights, and `weights` the bytes of these as stored, of which
     `streamed` cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the number of its tensors.
-    `moved` are bytes per token that operators read and write, `operators` how many there are. `scores` are
-    multiply-adds per token and position of attention, and `cached` bytes per position; `latent` attention has values
-    narrower than keys. `packed` weights are in the kernel's layout. A GPU has `decoded` them for all calls, or does
-    it in each call.
+    `hidden` are the bytes of a token's hidden state, `moved` those per token that operators read and write, and
+    `operators` how many there are. `scores` are multiply-adds per token and position of attention, and `cached` bytes
+    per position; `latent` attention has values narrower than keys. `packed` weights are in the kernel's layout. A GPU
+    has `decoded` them for all calls, or does it in each call.
     """
 
     kind: str
@@ -87,6 +89,7 @@ class Work:
     streamed: float = 0.0
     adapter: int = 0
     adapters: int = 0
+    hidden: int = 0
     moved: float = 0.0
     operators: int = 0
     scores: float = 0.0
@@ -102,6 +105,7 @@ class Prediction:
     """The time of one call. `kinds` has seconds by kind of module, `engines` the busy seconds of each engine.
 
     `crossings` are the seconds of hidden states between devices. The engine that `binds` has the least idle time.
+    `traffic` are bytes between two devices, `cpu` for the host's memory, in both directions.
     """
 
     use: Use
@@ -110,6 +114,7 @@ class Prediction:
     engines: Mapping[str, float]
     crossings: float
     binds: str
+    traffic: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
 
     @property
     def tokens_per_second(self) -> float:

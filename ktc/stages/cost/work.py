@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from ktc.foundation.formats import FORMATS, Dense
+from ktc.model.experts.stream_sizes import experts_per_chunk
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.stock_model import vocabulary_of
@@ -60,7 +61,8 @@ class _Works:
         hidden = int(self._captured.facts["hidden"])
         device = device_of(site.fqn.rpartition(".")[0], self._devices)
         moved = 2 * _NORM_PASSES * hidden * self._item
-        return Work("norms", site.layer, device, "", moved=moved, operators=2 * (_NORM_OPERATORS + 1))
+        nbytes = hidden * self._item
+        return Work("norms", site.layer, device, "", hidden=nbytes, moved=moved, operators=2 * (_NORM_OPERATORS + 1))
 
     def _head(self) -> Work:
         head = self._captured.ends[1]
@@ -91,7 +93,7 @@ class _Works:
         actions: dict[str, list[NodeAction]] = {}
         for action in rewrite.actions if rewrite else ():
             actions.setdefault(action.node, []).append(action)
-        rest = Work("mlp", None, device, self._dtype)
+        rest = Work("mlp", None, device, self._dtype, hidden=int(self._captured.facts["hidden"]) * self._item)
         for node in nodes_of(graph):
             name = ops.operator(node)
             if node.op not in ("call_function", "call_module") or name in _FREE:
@@ -145,7 +147,8 @@ class _Works:
         count, top_k = int(about["num_experts"]), int(ops.shape_of(node.args[1])[-1])
         products = 3 * int(about["hidden"]) * int(about["inter"]) * top_k
         action = next((action for action in actions if isinstance(action.kernel, FusedMoeSpec)), None)
-        work = Work("experts", None, device, self._dtype, products=products, moved=moved)
+        nbytes = int(about["hidden"]) * self._item
+        work = Work("experts", None, device, self._dtype, products=products, hidden=nbytes, moved=moved)
         lora = self._plan.lora
         adapted = any(action.target.adapts == "experts" for action in actions) and lora is not None
         if adapted and lora is not None:
@@ -155,12 +158,14 @@ class _Works:
             weights = products // top_k * count * self._item
             experts = RoutedExperts(count, top_k, (device,), 0, True)
             return replace(work, weights=weights, operators=_GROUPED_OPERATORS, experts=experts)
-        prefill = action.prefill
-        experts = RoutedExperts(count, top_k)
+        spec, prefill = action.kernel, action.prefill
+        experts, decoded = RoutedExperts(count, top_k), False
         if prefill is not None:
-            experts = RoutedExperts(count, top_k, prefill.devices, prefill.tokens, prefill.resident)
-        spec = action.kernel
-        decoded = experts.resident and all(isinstance(FORMATS[stored], Dense) for stored in spec.formats)
+            decoded = prefill.resident and all(isinstance(FORMATS[stored], Dense) for stored in spec.formats)
+            share = -(-count // len(prefill.devices))
+            one = products // top_k * self._item
+            chunks = -(-share // experts_per_chunk(share, one, plain_resident=decoded))
+            experts = RoutedExperts(count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks)
         return replace(
             work,
             device="cpu",

@@ -14,6 +14,7 @@ from ktc.stages.capture import CapturedModel
 from ktc.stages.cost import Use, Work, predict, work_of
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.predict import Issue, at
+from ktc.stages.cost.traffic import traffic_of
 from ktc.stages.cost.types import RoutedExperts
 from ktc.stages.match import match
 from ktc.stages.plan import Plan, make_plan
@@ -131,3 +132,21 @@ def test_layers_on_two_gpus_in_turn_take_as_long_as_on_one(v2_lite: CapturedMode
     two = replace(machine, gpus=machine.gpus * 2)
     use = Use("prefill", 1, 4096)
     assert predict(in_turn, use, two, 16).seconds == pytest.approx(predict(on_one, use, two, 16).seconds)
+
+
+def test_traffic_is_sent_weights_and_hidden_states_with_their_gradients() -> None:
+    layer = Work("norms", 0, "cuda:0", "", hidden=4)
+    resident = RoutedExperts(8, 2, ("cuda:0", "cuda:1"), 1, resident=True)
+    experts = Work("experts", 0, "cpu", "bf16", weights=1000, hidden=4, packed=True, experts=resident)
+    later = replace(layer, layer=1, device="cuda:1")
+    use = Use("train", 2, 5)
+    states = 2 * 10 * 4  # of ten tokens, and their gradients
+    assert traffic_of((layer, experts, later), Amounts(use)) == {("cuda:0", "cuda:1"): 3 * states}
+    sent = replace(experts, experts=replace(resident, resident=False))
+    assert traffic_of((layer, sent), Amounts(use)) == {
+        ("cpu", "cuda:0"): 2 * 500, ("cpu", "cuda:1"): 2 * 500, ("cuda:0", "cuda:1"): 2 * states,
+    }  # fmt: skip
+    on_cpu = replace(experts, experts=RoutedExperts(8, 2))
+    assert traffic_of((layer, on_cpu), Amounts(Use("decode", 1, 9))) == {("cpu", "cuda:0"): 8}
+    on_one = replace(experts, experts=replace(resident, devices=("cuda:0",)))
+    assert traffic_of((layer, on_one), Amounts(use)) == {}
