@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ktc.stages.cost.amounts import Amounts
@@ -13,14 +13,14 @@ _HOST = "cpu"  # the host's memory, and the CPU
 
 def traffic_of(works: Sequence[Work], amounts: Amounts) -> Mapping[tuple[str, str], float]:
     """Return the bytes between two devices, the smaller name first, in both directions together."""
-    total = Counter[tuple[str, str]]()
+    total = defaultdict[tuple[str, str], float](float)
     stands = next((work.device for work in works if work.kind == "norms"), _HOST)  # the device of the hidden state
     for work in works:
         if work.kind == "norms":
             total[_link(stands, work.device)] += _states(work, amounts)
             stands = work.device
         for link, nbytes in _of_work(work, stands, amounts):
-            total[link] += nbytes  # pyright: ignore[reportArgumentType]
+            total[link] += nbytes
     return {link: nbytes for link, nbytes in total.items() if nbytes and link[0] != link[1]}
 
 
