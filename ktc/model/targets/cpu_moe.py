@@ -93,6 +93,10 @@ class CpuMoe(ModuleTarget):
         from ktc.model.kernels.working_memory import slots_of
 
         spec, host, prefill = cast("FusedMoeSpec", plan.spec), seen.host, plan.prefill
+        stored = f"{' and '.join(spec.formats)} weights"
+        if prefill is not None and prefill.resident and prefill.tokens <= 1:
+            where = f"on {listing(prefill.devices)}, where the weights stay"
+            return (f"routed experts as one node {where} ({stored})",)
         better = host.isas[: host.isas.index(spec.isa)] if spec.isa in host.isas else ()
         passed_over = f"; {', '.join(better)}: no kernel in this version" if better else ""
         chosen = f"the best this host can run{passed_over}" if self.isa == "auto" else "requested"
@@ -100,7 +104,7 @@ class CpuMoe(ModuleTarget):
         if prefill is not None:
             sent = "where the weights stay" if prefill.resident else "where the weights are sent"
             moved += f"; from {prefill.tokens} tokens on {listing(prefill.devices)}, {sent}"
-        how = f"{' and '.join(spec.formats)} weights, {spec.isa} kernel, {chosen}"
+        how = f"{stored}, {spec.isa} kernel, {chosen}"
         computed = f"routed experts as one node on cpu ({how}){moved}"
         if lora is None:
             return (computed,)

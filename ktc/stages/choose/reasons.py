@@ -20,15 +20,16 @@ _NAMES = {
 
 
 def reasons_of(captured: CapturedModel, best: Priced, others: Sequence[Priced], host: Host) -> Iterator[Reason]:
-    """Yield the reasons of the chosen candidate, beside the fastest other that fits and the fastest that does not."""
+    """Yield the reasons of the chosen candidate, beside the fastest other that fits and those that do not."""
     plan = best.plan
     assert plan is not None, "a chosen candidate has a plan"
     text = f"planned as `{best.candidate.name}`: {speeds(best)}, by {host.rates.origin} rates"
     yield Reason("model", text)
     if other := next((one for one in others if not one.lacks), None):
         yield Reason("model", f"slower or larger: `{other.candidate.name}` with {speeds(other)}")
-    if impossible := next((one for one in others if one.lacks), None):
-        yield Reason("model", f"impossible: `{impossible.candidate.name}`, because {impossible.lacks}")
+    impossible = {one.candidate.name: one.lacks for one in others if one.lacks}
+    for name, why in impossible.items():
+        yield Reason("model", f"impossible: `{name}`, because {why}")
     yield from _of_kinds(captured, plan, best.predictions[-1].use, host)
 
 

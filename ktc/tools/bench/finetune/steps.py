@@ -31,11 +31,16 @@ def token_ids(request: Finetune, vocabulary: int) -> Tensor:
     return torch.randint(vocabulary, (request.steps * request.accumulation, request.length), generator=generator)
 
 
-def measured(model: PeftModel, request: Finetune, place: str, folder: Path, sink: ProgressSink) -> Row:
-    """Train `model` for the steps of a request by `KTrainer`. Raises what the trainer raises."""
+def measured(
+    model: PeftModel, request: Finetune, place: str, folder: Path, sink: ProgressSink, name: str | None = None
+) -> Row:
+    """Train `model` for the steps of a request by `KTrainer`. Raises what the trainer raises.
+
+    Progress has the `name`, by default that of the place.
+    """
     ids = token_ids(request, int(cast("Any", model).config.vocab_size))
     data: Any = [{"input_ids": row, "labels": row} for row in ids]
-    name = "the reference" if place == "reference" else f"experts on the {place}"
+    name = name or ("the reference" if place == "reference" else f"experts on the {place}")
     clock = StepClock(sink.steps(name, request.steps))
     reset_peaks()
     trainer = KTrainer(

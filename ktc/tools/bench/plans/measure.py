@@ -38,10 +38,11 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How often and on which weights calls are measured. A `seed` of None reads the checkpoint."""
+    """How often and on which weights calls are measured, and of which plan. A `seed` of None reads the checkpoint."""
 
     steps: int
     seed: int | None
+    name: str = "the plan"
 
 
 def times_of(
@@ -70,7 +71,7 @@ def _step(
     request = Finetune(
         model=str(out), random_weights=True, length=use.length, accumulation=use.batch, steps=sizes.steps
     )
-    row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink)
+    row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink, sizes.name)
     seconds = row.step_times[1:]
     ids = torch.randint(_FIRST_TOKEN, captured.model.config.vocab_size, (use.batch, use.length))
     ids = ids.to(_device_of(base))

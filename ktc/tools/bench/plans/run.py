@@ -72,7 +72,7 @@ def _measured(
     analysis_of_plan = replace(analysis, chosen=chosen, blocks=rewrite(analysis.captured, priced.plan))
     name = priced.candidate.name
     uses = tuple(one.use for one in priced.predictions)
-    sizes = Sizes(steps=request.steps, seed=request.seed)
+    sizes = Sizes(steps=request.steps, seed=request.seed, name=name)
     try:
         compiler.complete(analysis_of_plan, out, sink.stage)
         times = times_of(out, analysis.captured, uses, sizes, sink)
