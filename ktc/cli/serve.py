@@ -112,7 +112,8 @@ def command(
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
         limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
-        server, notes = serve.make_server(models, limits, access, key_sha256, grace)
+        log_line = None if session.quiet else lambda line: typer.echo(line, err=True)
+        server, notes = serve.make_server(models, limits, access, key_sha256, grace, log_line)
         session.diagnose(notes)
         opened = models.default.opened
         session.result({
@@ -122,6 +123,7 @@ def command(
         })  # fmt: skip
         names = ", ".join(models.names)
         # The address is the result of a command that does not end, so `-q` keeps it.
-        line = f"{names} is served at {serve.url(listening)}, with {size(cache_bytes)} of cache (Ctrl-C ends)"
+        url = serve.url(listening)
+        line = f"{names} is served at {url}, with {size(cache_bytes)} of cache (Ctrl-C ends)\nchat page: {url[:-2]}"
         typer.echo(line, err=True)
         server.run(sockets=[listening])

@@ -31,7 +31,9 @@ def running(models: ServedModels, limits: Limits, access: Any = None, **more: An
     thread.start()
     while not server.started:
         time.sleep(0.02)
-    yield url, server
-    server.should_exit = True
-    thread.join(timeout=20)
+    try:
+        yield url, server
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
     assert not thread.is_alive()

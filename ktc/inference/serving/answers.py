@@ -18,12 +18,14 @@ from transformers.cli.serving.utils import GenerateManager
 
 from ktc.inference.generate.text_stream import HeldText
 from ktc.inference.serving.engine import Engine
-from ktc.inference.serving.handlers import ADAPTER, SEED
+from ktc.inference.serving.handlers import ADAPTER, GRAMMAR, SEED
 from ktc.inference.serving.metrics import Metrics, RequestClock
 from ktc.inference.serving.models import ServedModels
 from ktc.inference.serving.private_api import StreamError
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request import Event, Refused, Request
+from ktc.inference.serving.request_log import LoggedRequest, RequestLog
+from ktc.inference.serving.tool_calls import ForgivingParser
 
 log = logging.getLogger(__name__)
 _STATUS: Final = {
@@ -37,9 +39,9 @@ class Answers(GenerateManager):
 
     engine: Engine
 
-    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+    def __init__(self, models: ServedModels, metrics: Metrics, log_of_requests: RequestLog) -> None:
         """Make it without the thread of transformers, which would call `generate`."""
-        self._models, self._metrics = models, metrics
+        self._models, self._metrics, self._log = models, metrics, log_of_requests
         self._running: dict[str, _Running] = {}  # of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self.counting = asyncio.Semaphore()  # of long prompts: one at a time, since each may take a core
@@ -60,9 +62,11 @@ class Answers(GenerateManager):
         request = self._request(inputs, gen_config, processor)
         port: Any = _Port()
         make = cast("Any", super())
+        if (parser := named.get("response_parser")) is not None:
+            named["response_parser"] = ForgivingParser(parser, processor.all_special_tokens)
         queue, streamer = make.generate_streaming(port, processor, inputs, gen_config, *more, **named)
         streamer.put(torch.tensor(request.tokens))
-        self._start(request, _Streamed(streamer, queue))
+        self._start(request, _Streamed(streamer, queue), named["request_id"])
         return _UntilStop(queue, request.stop), _Cancelling(self, request.name, streamer)
 
     async def generate_non_streaming(
@@ -72,7 +76,7 @@ class Answers(GenerateManager):
         request = self._request(inputs, gen_config, processor)
         whole = _Whole(request, asyncio.get_running_loop().create_future())
         port: Any = _Port(whole.future)
-        self._start(request, whole)
+        self._start(request, whole, named["request_id"])
         try:
             answer: Any = await super().generate_non_streaming(port, processor, inputs, gen_config, *more, **named)
         except asyncio.CancelledError:
@@ -87,6 +91,10 @@ class Answers(GenerateManager):
             running.is_read = False
         self.engine.cancel(name)
 
+    def ends(self, model: str) -> frozenset[int]:
+        """Return the tokens that end an answer of a model by its name."""
+        return self._models.names[model].opened.eos_ids
+
     def _request(self, inputs: Any, config: Any, tokenizer: Any) -> Request:
         """Return the request of a handler. An empty prompt, and one that leaves no room, are refused."""
         model = getattr(config, ADAPTER)
@@ -100,7 +108,7 @@ class Answers(GenerateManager):
         config.pad_token_id = served.opened.pad_id
         return Request(
             uuid.uuid4().hex, tokens, config.max_new_tokens, config, getattr(config, SEED, None), served.adapter,
-            _stop_texts(config), tokenizer,
+            _stop_texts(config), tokenizer, getattr(config, GRAMMAR, None),
         )  # fmt: skip
 
     def require_room(self, model: str, length: int, least: str = "") -> int:
@@ -122,10 +130,13 @@ class Answers(GenerateManager):
         both = (self._models.names[model].opened.max_length, "the model's length"), (cached, "the room of the cache")
         return [(limit, whose) for limit, whose in both if limit is not None]
 
-    def _start(self, request: Request, to: _Streamed | _Whole) -> None:
+    def _start(self, request: Request, to: _Streamed | _Whole, request_id: str) -> None:
         self._loop = asyncio.get_running_loop()
         name = self._models.name_of(request.adapter)
-        self._running[request.name] = _Running(to, self._metrics.started(name, len(request.tokens)))
+        logged = self._log.of(request_id)
+        if logged is not None:
+            logged.model, logged.prompt_tokens = name, len(request.tokens)
+        self._running[request.name] = _Running(to, self._metrics.started(name, len(request.tokens)), logged)
         try:
             self.engine.submit(request)
         except Refused as refused:
@@ -147,22 +158,28 @@ class Answers(GenerateManager):
             if running is None:
                 continue
             running.clock.tokens(len(event.tokens))
-            if event.end is not None:
+            outcome = "" if event.end is None else event.end.finish or "error"
+            if running.logged is not None:
+                running.logged.add(len(event.tokens), outcome)
+            if outcome:
                 del self._running[event.name]
-                running.clock.ended(event.end.finish or "error")
+                running.clock.ended(outcome)
             if not running.is_read:
                 continue
             try:
                 running.to.receive(event)
-            except Exception:  # of a tokenizer; the other requests continue
+            except Exception as error:  # of a tokenizer or a parser; the other requests continue
                 log.exception("an answer could not be passed to its client")
-                self.cancel(event.name)
+                running.to.fail(error)
+                running.is_read = False
+                self.engine.cancel(event.name)
 
 
 @dataclass(slots=True)
 class _Running:
     to: _Streamed | _Whole
     clock: RequestClock
+    logged: LoggedRequest | None
     is_read: bool = True  # by a client; a streamer refuses tokens after it was cancelled
 
 
@@ -193,6 +210,10 @@ class _Streamed:
         else:
             self.streamer.end()
 
+    def fail(self, error: Exception) -> None:
+        """End the stream, whose text could not be made of its tokens."""
+        self.queue.put_nowait(StreamError(_plain(f"{type(error).__name__}: {error}")))
+
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
@@ -211,6 +232,11 @@ class _Whole:
             self.future.set_exception(RequestRefused(status, event.end.error, event.end.code))
         else:
             self.future.set_result(torch.tensor([[*self.request.tokens, *self.tokens]]))
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class _Cancelling:

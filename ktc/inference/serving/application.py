@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,21 +21,23 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from ktc.inference.serving import handlers, update_routes
+from ktc.inference.serving import chat_page, handlers, update_routes
 from ktc.inference.serving.answers import Answers
 from ktc.inference.serving.disconnect import CancelOnDisconnect
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.guard import Gate, Guard
+from ktc.inference.serving.json_grammar import JsonGrammars
 from ktc.inference.serving.metrics import CONTENT_TYPE, Metrics
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters, ServedModels
 from ktc.inference.serving.refusals import RequestRefused, error_object
 from ktc.inference.serving.request import Limits
+from ktc.inference.serving.request_log import RequestLog
 from ktc.inference.serving.update_routes import UpdateAccess
 from ktc.inference.serving.updates import Updates
 
-PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions",
-                          "/v1/responses"})  # fmt: skip
+PATHS: Final = frozenset({chat_page.PATH, "/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions",
+                          "/v1/completions", "/v1/responses", "/v1/embeddings"})  # fmt: skip
 _HANDLERS: Final = ("chat_completion", "completion", "response")
 
 
@@ -48,32 +51,36 @@ class Application:
 
 
 def make_application(
-    models: ServedModels, limits: Limits, gate: Gate, access: UpdateAccess | None = None
-) -> Application:
+    models: ServedModels, limits: Limits, gate: Gate, access: UpdateAccess | None = None,
+    log_line: Callable[[str], None] | None = None,
+) -> Application:  # fmt: skip
     """Return the application with its engine started; the end of the application stops the engine.
 
-    With `access` it has the paths of updates.
+    With `access` it has the paths of updates. `log_line` gets a line for each request that has ended.
     """
     opened = models.default.opened
     adapters = LoadedAdapters(opened.model)
     adapters.use(models.default.adapter)
     runner = ModelRunner(opened.model)
     metrics = Metrics()
-    answers = Answers(models, metrics)
+    requests = RequestLog(log_line)
+    answers = Answers(models, metrics, requests)
     engine = Engine(runner, limits, answers.emit, adapters)
     answers.engine = engine
     metrics.watch(engine)
     engine.start()
-    app = _application(models, answers, metrics, gate)
+    app = _application(models, answers, metrics, gate, requests)
     if access is not None:
         update_routes.add_routes(app, access, Updates(access.root, models, adapters, engine, metrics))
     return Application(app, engine, runner.unbatched_reason)
 
 
-def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate: Gate) -> Any:
+def _application(
+    models: ServedModels, answers: Answers, metrics: Metrics, gate: Gate, requests: RequestLog
+) -> Any:  # fmt: skip
     build: Any = build_server
     manager, state = _Models(models, answers), _Generation(answers)
-    given = {
+    given: dict[str, Any] = {
         "chat_handler": handlers.Chat(manager, state),
         "completion_handler": handlers.Completion(manager, state),
         "response_handler": handlers.Response(manager, state),
@@ -81,6 +88,9 @@ def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate:
         "systemone_handler": None,
         "generation_state": state,
     }
+    grammars = JsonGrammars()
+    for handler in ("chat_handler", "completion_handler", "response_handler"):
+        given[handler].grammars = grammars
     for path in _HANDLERS:
         logging.getLogger(f"transformers.cli.serving.{path}").addFilter(_is_more_than_a_request)
     known = inspect.signature(build).parameters  # releases before 5.23 have fewer
@@ -95,22 +105,31 @@ def _application(models: ServedModels, answers: Answers, metrics: Metrics, gate:
         reason = answers.engine.not_ready
         return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
 
+    @app.post("/v1/embeddings")
+    def refuse_embeddings() -> Response:  # pyright: ignore[reportUnusedFunction]
+        message = "embeddings are not computed: the model writes text; use the server of an embedding model"
+        raise RequestRefused(501, message)
+
+    chat_page.add_route(app)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
     app.router.redirect_slashes = False
-    app.add_exception_handler(HTTPException, _refusal)
+
+    async def refuse(request: Any, error: Any) -> JSONResponse:
+        refusal = error_object(error)
+        if (logged := requests.of(getattr(request.state, "request_id", ""))) is not None:
+            logged.refused = refusal["error"]["code"]
+        return JSONResponse(refusal, error.status_code, error.headers)
+
+    app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_middleware(CancelOnDisconnect)
-    app.add_middleware(Guard, gate=gate)  # outside of the others
+    app.add_middleware(Guard, gate=gate, requests=requests)  # outside of the others
     return app
 
 
 def _is_more_than_a_request(record: logging.LogRecord) -> bool:
     """Leave out the warning that the handlers of transformers log for every request; `/metrics` counts them."""
     return not str(record.msg).startswith("[Request received]")
-
-
-async def _refusal(_: Any, error: Any) -> JSONResponse:
-    return JSONResponse(error_object(error), error.status_code, error.headers)
 
 
 async def _invalid(_: Any, error: Exception) -> JSONResponse:

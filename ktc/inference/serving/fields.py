@@ -19,6 +19,7 @@ from ktc.inference.generate.prompts import ROLES
 from ktc.inference.serving.refusals import RequestRefused
 
 COLDEST: Final = 1e-3  # the smallest temperature above 0: logits divided by less are infinite in fp32
+MAX_CHOICES: Final = 16  # answers to one request
 _MAX_TURNS: Final = 2048
 # Arguments of rendering and of the tokenizer; what a template's own variables may be called is open.
 _TOKENIZER: Final[Any] = PreTrainedTokenizerBase
@@ -59,6 +60,7 @@ def _has(name: str) -> Discriminator:
 
 
 _Zero = Annotated[float, Field(ge=0, le=0)]
+_Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 _One = Annotated[int, Field(ge=1, le=1)]
 _Off = Annotated[bool, AfterValidator(_require_off)]
 _Count = Annotated[int, Field(gt=0, lt=2**31)]
@@ -173,13 +175,13 @@ class _Generated(_Common, total=False):
     frequency_penalty: Annotated[float, Field(ge=-0.9, le=2)]
     presence_penalty: _Zero
     stop: _StopText | Annotated[list[_StopText], Field(min_length=1, max_length=4)]
-    n: _One
+    n: _Choices
     logprobs: _Off
 
 
 class _WithTools(TypedDict, total=False):
     tools: Annotated[list[_Tool], Field(max_length=128)]
-    tool_choice: Literal["auto"]
+    tool_choice: Literal["auto", "none"]
     parallel_tool_calls: bool
 
 
@@ -190,15 +192,32 @@ class CompletionFields(_Generated, total=False):
     echo: _Off
 
 
-class _TextFormat(TypedDict):
-    type: Literal["text"]
+class _PlainFormat(TypedDict):
+    type: Literal["text", "json_object"]
+
+
+class _Schema(TypedDict, total=False):
+    schema: Required[dict[str, Any]]
+    name: str
+    description: str
+    strict: bool | None  # a schema is always enforced
+
+
+class _SchemaFormat(TypedDict):
+    type: Literal["json_schema"]
+    json_schema: _Schema
+
+
+_Format = Annotated[
+    Annotated[_PlainFormat, Tag("flat")] | Annotated[_SchemaFormat, Tag("json_schema")], _has("json_schema")
+]
 
 
 class ChatFields(_Generated, _WithTools, total=False):
     messages: Required[Annotated[list[_ATurn], Field(min_length=1, max_length=_MAX_TURNS)]]
     max_completion_tokens: _Count
     logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)]
-    response_format: _TextFormat
+    response_format: _Format
     chat_template_kwargs: Annotated[dict[_Variable, str | bool | int | float | None], Field(max_length=32)]
 
 
@@ -232,8 +251,21 @@ def require_fields(body: dict[str, Any], fields: Fields) -> None:
         raise _refusal(error) from None
     for name in body.keys() - given.keys() | {name for name, value in given.items() if value in ({}, [])}:
         del body[name]
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
     for name in _WITHOUT_EFFECT:
         body.pop(name, None)
+
+
+def schema_of(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the JSON schema that a checked `response_format` asks for, None for text."""
+    match response_format:
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return cast("dict[str, Any]", schema)
+        case _:
+            return None
 
 
 def _refusal(error: ValidationError) -> RequestRefused:

@@ -34,6 +34,7 @@ class Generation:
         self._generator = torch.Generator(prompt.device)
         self._generator.manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         self._stop = _StopTexts(request.stop, request.tokenizer) if request.stop else None
+        self._json = request.grammar.start() if request.grammar is not None else None
 
     def restart(self, model: Any) -> None:
         """Take an empty cache, for a prefill of all tokens so far."""
@@ -42,11 +43,13 @@ class Generation:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the next token is the most probable one, and no processor changes the logits."""
-        return not self._drawn and not self._processors
+        """Whether the next token is the most probable one, and nothing changes the logits."""
+        return not self._drawn and not self._processors and self._json is None
 
     def choose(self, logits: Tensor) -> int:
         """Return the next token from logits (1, V), fp32, as `generate` does."""
+        if self._json is not None:
+            logits = self._json.masked(logits)  # before `top_p`, which would keep forbidden tokens alone
         if self._seen is not None:
             logits = self._processors(self._seen, logits)
         if not self._drawn:
@@ -58,6 +61,10 @@ class Generation:
         self.tokens.append(token)
         if self._seen is not None:
             self._seen = torch.cat([self._seen, self._seen.new_tensor([[token]])], dim=1)
+        if self._json is not None:
+            self._json.add(token)
+            if self._json.is_complete:
+                return End("stop")
         if token in self._ends or (self._stop is not None and self._stop.completes(token)):
             return End("stop")
         return End("length") if len(self.tokens) - len(self.request.tokens) >= self.request.max_new_tokens else None

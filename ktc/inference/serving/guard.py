@@ -20,11 +20,14 @@ from urllib.parse import urlsplit
 from ktc.inference.serving.connection import LONGEST_HEAD, too_long
 from ktc.inference.serving.keys import admits
 from ktc.inference.serving.refusals import RequestRefused, error_object
+from ktc.inference.serving.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 PROBES: Final = frozenset({"/health", "/ready"})  # asked by those who do not know the key, or the name
+PAGE: Final = "/"  # the chat page holds nothing secret, and asks its reader for the key
 BODY_SECONDS: Final = 30.0  # until a body must have arrived
 _LOCAL: Final = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_ID: Final = b"x-request-id"
 _REQUEST_ID: Final = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _DEEPEST: Final = 32  # levels of JSON
 _LONGEST_NUMBER: Final = 40  # characters
@@ -46,24 +49,26 @@ class Gate:
 class Guard:
     """ASGI middleware around all others."""
 
-    def __init__(self, app: Any, gate: Gate) -> None:
-        self._app, self._gate, self._held = app, gate, 0
+    def __init__(self, app: Any, gate: Gate, requests: RequestLog) -> None:
+        self._app, self._gate, self._requests, self._held = app, gate, requests, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = False
+        headers = _headers(scope)
+        client = (scope.get("client") or ("unknown",))[0]
+        logged = self._requests.begin(scope["method"], scope["path"], client, headers.get("x-request-id", ""))
+        scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != _ID), (_ID, logged.id.encode())]
 
         async def sending(message: Any) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                logged.status = message["status"]
             await send(message)
 
         reserved = 0
         try:
-            headers = _headers(scope)
             _require_head(scope)
             self._require_caller(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
@@ -72,13 +77,15 @@ class Guard:
                 receive = _replayed(json.dumps(body, ensure_ascii=False).encode(), receive)
             await self._app(scope, receive, sending)
         except RequestRefused as refused:
-            await _refuse(refused, receive, send)
+            logged.refused = refused.code
+            await _refuse(refused, receive, sending)
         except Exception:  # the server continues
             log.exception("a request failed")
-            if not started:
-                await _refuse(RequestRefused(500, "the request failed; the log of the server says more"), None, send)
+            if not logged.status:
+                await _refuse(RequestRefused(500, "the request failed; the log of the server says more"), None, sending)
         finally:
             self._held -= reserved
+            self._requests.end(logged)
 
     def _require_caller(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise RequestRefused for another host or origin (403), and for a missing key (401)."""
@@ -91,7 +98,11 @@ class Guard:
             if not _LOCAL.fullmatch(headers.get("host", "")):
                 message = "the `Host` header must name this machine; a proxy sends `Host: localhost`"
                 raise RequestRefused(403, message, "host_not_allowed")
-        elif not path.startswith("/updates/") and not admits(headers.get("authorization", ""), self._gate.key_sha256):
+        elif (
+            path != PAGE
+            and not path.startswith("/updates/")
+            and not admits(headers.get("authorization", ""), self._gate.key_sha256)
+        ):
             challenge = {"WWW-Authenticate": "Bearer"}
             raise RequestRefused(401, "the API key is missing or wrong", headers=challenge)
 
@@ -141,14 +152,13 @@ def _require_head(scope: Any) -> None:
 
 
 def _headers(scope: Any) -> dict[str, str]:
-    """Return the headers by their names, several of a name joined, and drop an invalid request id."""
+    """Return the headers by their names, several of a name joined, without an invalid request id."""
     headers = dict[str, str]()
     for name, value in scope["headers"]:
+        if name == _ID and not _REQUEST_ID.fullmatch(value):
+            continue
         key = name.decode("latin-1")
         headers[key] = f"{headers[key]}, {value.decode('latin-1')}" if key in headers else value.decode("latin-1")
-    scope["headers"] = [
-        (name, value) for name, value in scope["headers"] if name != b"x-request-id" or _REQUEST_ID.fullmatch(value)
-    ]
     return headers
 
 

@@ -7,11 +7,14 @@ or 422, never ignored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 from jinja2.exceptions import TemplateError
+from openai.types.completion_usage import CompletionUsage
 from transformers.cli.serving import response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -20,13 +23,38 @@ from transformers.cli.serving.utils import Modality
 
 from ktc.foundation import versions
 from ktc.inference.serving import fields
+from ktc.inference.serving.choices import several
+from ktc.inference.serving.json_grammar import JsonGrammar, JsonGrammars
 from ktc.inference.serving.private_api import HandlerHooks, messages_of_input
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
+from ktc.inference.serving.request_log import CHOICE
+from ktc.inference.serving.tool_calls import UNREADABLE, RememberedAnswer, require_readable_calls
 from ktc.model.hf.stock_model import vocabulary_of
 
+log = logging.getLogger(__name__)
 SEED: Final = "seed_of_the_request"  # an attribute of a generation config
 ADAPTER: Final = "model_of_the_request"
+GRAMMAR: Final = "grammar_of_the_request"
+_MAX_SEED: Final = 2**32
+
+
+class CheckedBody(dict[str, Any]):
+    """A validated body without `n` and `response_format`, which transformers' handlers do not know."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__({name: value for name, value in body.items() if name not in ("n", "response_format")})
+        self.num: int = body.get("n", 1)
+        self.schema: dict[str, Any] | None = fields.schema_of(body.get("response_format"))
+        self.grammar: JsonGrammar | None = None
+
+    def choice(self, number: int) -> CheckedBody:
+        """Return the body that asks for one answer of several, each with a seed of its own."""
+        body = CheckedBody(self)
+        body.grammar = self.grammar
+        if "seed" in self:
+            body["seed"] = (self["seed"] + number) % _MAX_SEED
+        return body
 
 
 class _Checked(HandlerHooks):
@@ -35,14 +63,21 @@ class _Checked(HandlerHooks):
     model_manager: Any
     generation_state: Any
     body_fields: fields.Fields
+    grammars: JsonGrammars
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
         try:
-            if is_long(body):
-                self.require_valid(body)
-                await self._require_room(body)
-            return await cast("Any", super()).handle_request(body, request_id)
+            self.require_valid(body)
+            checked = CheckedBody(body)
+            if is_long(checked):
+                await self._require_room(checked)
+            checked.grammar = await self._grammar(checked)
+            stock = cast("Any", super()).handle_request
+            if checked.num == 1:
+                return await stock(checked, request_id)
+            ask = lambda number: stock(checked.choice(number), f"{request_id}{CHOICE}{number}")  # noqa: E731
+            return await several(ask, checked.num, request_id)
         except HTTPException:
             raise
         except Exception as error:
@@ -61,6 +96,16 @@ class _Checked(HandlerHooks):
                 least = await asyncio.to_thread(lambda: least_tokens(tokenizer, self._prompt(body, tokenizer), longest))
             answers.require_room(name, least, "at least ")
 
+    async def _grammar(self, body: CheckedBody) -> JsonGrammar | None:
+        """Return the compiled schema of a request, without stopping the event loop. Raises RequestRefused."""
+        if body.schema is None:
+            return None
+        name, model, tokenizer = self.resolve(body)
+        answers: Any = self.generation_state.get_manager()
+        ends, size = answers.ends(name), vocabulary_of(model)
+        async with answers.counting:
+            return await asyncio.to_thread(self.grammars.compile, body.schema, tokenizer, size, ends)
+
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         """Return the text that the handler will tokenise."""
         raise NotImplementedError
@@ -72,9 +117,15 @@ class _Checked(HandlerHooks):
             inputs, add_generation_prompt=True, tools=tools, tokenize=False, **variables
         )
 
-    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
+    def validate(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], None]) -> None:
+        if isinstance(body, CheckedBody):
+            return
         fields.require_fields(body, self.body_fields)
-        stock()
+        stock({name: value for name, value in body.items() if name not in ("n", "response_format")})
+        self.require_answerable(body)
+
+    def require_answerable(self, body: dict[str, Any]) -> None:
+        """Check a body, whose fields are as they should be, against its model. Raises RequestRefused."""
 
     def configure(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], Any]) -> Any:
         """Return a config that samples for a temperature above 0 and not for 0, for any config of the model.
@@ -92,6 +143,7 @@ class _Checked(HandlerHooks):
             config.top_k = 0
         setattr(config, SEED, body.get("seed"))
         setattr(config, ADAPTER, body.get("model"))
+        setattr(config, GRAMMAR, body.grammar if isinstance(body, CheckedBody) else None)
         return config
 
     def resolve(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
@@ -110,13 +162,36 @@ class _Checked(HandlerHooks):
 class Chat(_Checked, ChatCompletionHandler):
     body_fields = fields.ChatFields
 
-    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
-        super().validate(body, stock)
+    def require_answerable(self, body: dict[str, Any]) -> None:
         self._require_template(body)
-        _, model, _ = self.resolve(body)
+        _, model, tokenizer = self.resolve(body)
         fields.require_biases(body, vocabulary_of(model))
         if "logit_bias" in body:
             body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
+        if tools := body.get("tools"):
+            if fields.schema_of(body.get("response_format")) is not None:
+                message = "an answer is JSON of `response_format`, or calls `tools`: send one of the two"
+                raise RequestRefused(400, message, "invalid_value", "response_format")
+            messages: Any = cast("Any", self).get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+            require_readable_calls(tokenizer, model, messages, tools)
+
+    async def answer_whole(self, stock: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> Any:
+        """Answer as a whole. A tool call that transformers cannot read stays text."""
+        request_id, _, _, model, _, config = given
+        remembered = RememberedAnswer(named["gen_manager"])
+        try:
+            return await stock(*given, **{**named, "gen_manager": remembered})
+        except UNREADABLE as error:
+            if remembered.last is None:
+                raise
+            log.warning("an answer stays text, since its tool calls cannot be read: %s", type(error).__name__)
+        text, num_read, tokens = remembered.last
+        written = len(tokens)
+        usage = CompletionUsage(
+            prompt_tokens=num_read, completion_tokens=written, total_tokens=num_read + written
+        )  # fmt: skip
+        finish = "length" if written >= config.max_new_tokens else "stop"
+        return JSONResponse(self.completion(request_id, text, model, finish_reason=finish, usage=usage))
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, body["messages"], body.get("tools"), tokenizer)
@@ -132,11 +207,18 @@ class Completion(_Checked, CompletionHandler):
 class Response(_Checked, ResponseHandler):
     body_fields = fields.ResponseFields
 
-    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
+    def validate(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], None]) -> None:
         _require_usage()
         super().validate(body, stock)
+
+    def require_answerable(self, body: dict[str, Any]) -> None:
         self._require_template(body)
         body.setdefault("stream", False)  # as OpenAI has it; the handler would stream
+        if tools := body.get("tools"):
+            _, model, tokenizer = self.resolve(body)
+            messages, nested = messages_of_input(self, body)
+            messages = cast("Any", self).get_processor_inputs_from_messages(messages, Modality.LLM)
+            require_readable_calls(tokenizer, model, messages, nested or tools)
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, *messages_of_input(self, body), tokenizer)

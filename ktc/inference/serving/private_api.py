@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+from transformers.cli.serving import utils
 from transformers.cli.serving.utils import _StreamError as StreamError  # pyright: ignore[reportPrivateUsage]
 
 __all__ = ["StreamError"]  # what ends a stream with an error
@@ -18,7 +19,7 @@ class HandlerHooks:
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         stock = cast("Any", super())._validate_request
-        self.validate(body, lambda: stock(body))
+        self.validate(body, stock)
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         stock = cast("Any", super())._build_generation_config
@@ -27,12 +28,24 @@ class HandlerHooks:
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         return self.resolve(body)
 
+    async def _non_streaming(self, *given: Any, **named: Any) -> Any:
+        stock = cast("Any", super())._non_streaming
+        return await self.answer_whole(stock, *given, **named)
+
     def require_valid(self, body: dict[str, Any]) -> None:
         """Validate a request before the handler does."""
         self._validate_request(body)
 
-    def validate(self, body: dict[str, Any], stock: Callable[[], None]) -> None:
-        """Validate a request; `stock` does what the handler does."""
+    def completion(self, *given: Any, **named: Any) -> Any:
+        """Return the body of an answer of a chat."""
+        return cast("Any", self)._build_completion(*given, **named)
+
+    async def answer_whole(self, stock: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> Any:
+        """Answer a request that is not streamed; `stock` does what the handler does."""
+        return await stock(*given, **named)
+
+    def validate(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], None]) -> None:
+        """Validate a request; `stock` does what the handler does with some of its fields."""
         raise NotImplementedError
 
     def configure(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], Any]) -> Any:
@@ -47,3 +60,9 @@ class HandlerHooks:
 def messages_of_input(handler: Any, body: dict[str, Any]) -> tuple[list[Any], Any]:
     """Return the input of a request to `/v1/responses` as messages, and its tools as those of a chat."""
     return handler._normalize_input(body), handler._normalize_tools(body.get("tools"))
+
+
+def reads_tool_calls(tokenizer: Any, model: Any) -> bool:
+    """Return whether transformers knows how the tool calls of a model are written."""
+    find: Any = getattr(utils, "get_response_template", None) or cast("Any", utils).get_tool_call_config
+    return find(tokenizer, model) is not None

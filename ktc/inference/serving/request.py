@@ -7,7 +7,10 @@ tokens as they come, and how it ended.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from ktc.inference.serving.json_grammar import JsonGrammar
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -17,7 +20,7 @@ class Request:
     """One sequence to continue. `config` is a `GenerationConfig`; `seed` None draws by no seed of the user's.
 
     `adapter` "" is the model without one. A `stop` text, read by the fast `tokenizer`, ends the answer after the token
-    that completes it.
+    that completes it. With a `grammar` the answer is JSON, and ends with its value.
     """
 
     name: str
@@ -28,6 +31,7 @@ class Request:
     adapter: str = ""
     stop: tuple[str, ...] = ()
     tokenizer: Any = field(default=None, repr=False)
+    grammar: JsonGrammar | None = None
 
     @property
     def max_cached_tokens(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
@@ -79,10 +79,11 @@ def exposure(host: str, has_key: bool) -> tuple[Diagnostic, ...]:
 
 def make_server(
     models: ServedModels, limits: Limits, access: UpdateAccess | None = None, key_sha256: bytes | None = None,
-    grace: float = GRACE,
+    grace: float = GRACE, log_line: Callable[[str], None] | None = None,
 ) -> tuple[Server, tuple[Diagnostic, ...]]:  # fmt: skip
     """Return the server, and notes on how it serves the model. With `access` it takes updates.
 
+    `log_line` gets a line for each request that has ended; it must not raise.
     `run(sockets=[...])` runs it until `should_exit` is set or a signal ends it. Raises InputRefused (G721).
     """
     import uvicorn
@@ -96,7 +97,7 @@ def make_server(
         message = "the server of transformers streams with fast tokenizers only, and the model's is a slow one"
         raise InputRefused(Diagnostic("G721", message, hint="use `ktc generate --chat`"))
     gate = Gate(key_sha256, _body_bytes(served.opened.max_length for served in models.names.values()))
-    made = make_application(models, limits, gate, access)
+    made = make_application(models, limits, gate, access, log_line)
     config = uvicorn.Config(
         made.app, http=Connection, ws="none", log_level="error", server_header=False,
         h11_max_incomplete_event_size=LONGEST_HEAD, timeout_graceful_shutdown=_CLOSING,

@@ -9,7 +9,13 @@ def test_handlers_of_requests_check_and_configure_where_ours_do() -> None:
     pytest.importorskip("fastapi")
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
 
-    for name in ("_validate_request", "_build_generation_config", "_resolve_model"):
+    for name in (
+        "_validate_request",
+        "_build_generation_config",
+        "_resolve_model",
+        "_non_streaming",
+        "_build_completion",
+    ):
         assert callable(getattr(ChatCompletionHandler, name))
 
 
@@ -29,3 +35,15 @@ def test_an_error_of_a_stream_carries_a_message() -> None:
     from ktc.inference.serving.private_api import StreamError
 
     assert StreamError("out of luck").msg == "out of luck"
+
+
+def test_models_whose_tool_calls_are_read_are_known() -> None:
+    pytest.importorskip("fastapi")
+    from transformers import AutoConfig
+
+    from ktc.inference.serving.private_api import reads_tool_calls
+
+    class Model:
+        config = AutoConfig.for_model("gpt2")
+
+    assert not reads_tool_calls(object(), Model())

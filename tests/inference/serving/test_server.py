@@ -350,7 +350,7 @@ def test_metrics_count_tokens_and_times(address: str, client: Any, opened: Langu
             400,
             "temperature",
         ),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}, 400, "n"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 17}, 400, "n"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "unknown": 2}, 400, "unknown"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "other"}, 404, "other"),
         ("completions", {"prompt": ""}, 400, "prompt"),

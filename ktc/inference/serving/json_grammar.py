@@ -1,0 +1,128 @@
+"""Answers that are JSON of a schema: llguidance masks the tokens that a JSON text of the schema cannot have next.
+
+In: a JSON schema of a request, which is untrusted, and a tokenizer. Out: a frozen `JsonGrammar`, compiled once for a
+request; each sequence starts a `JsonAnswer` of its own. Refused: a keyword that llguidance does not enforce, a schema
+that no value satisfies, and references to other documents (400); a missing llguidance, and a tokenizer that it cannot
+read (501). Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ktc.foundation import versions
+from ktc.inference.serving.refusals import RequestRefused
+
+FIELD: Final = "response_format"
+# Separators as models learned them, and no other white space: a small model would repeat line breaks without end. The
+# schema of a request must not choose these, nor that unknown keywords are ignored.
+_STYLE: Final[Mapping[str, Any]] = {
+    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False,
+    "coerce_one_of": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class JsonGrammar:
+    """A compiled schema. `matcher` is at the beginning of an answer and stays there."""
+
+    matcher: Any = field(repr=False)
+
+    def __deepcopy__(self, _: object) -> JsonGrammar:
+        """Return itself: a copy of a generation config shares what never changes."""
+        return self
+
+    def start(self) -> JsonAnswer:
+        """Return the state of one answer."""
+        return JsonAnswer(self.matcher.deep_copy())
+
+
+class JsonAnswer:
+    """One answer so far."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token but an end can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return logits (1, V) with minus infinity for every token that may not follow."""
+        mask: bytes = self._matcher.compute_bitmask()
+        self._require_sound()
+        octets = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+        bits = ((octets[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: logits.shape[-1]]
+        forbidden = torch.ones(logits.shape[-1], dtype=torch.bool)
+        forbidden[: len(bits)] = bits == 0
+        return logits.masked_fill(forbidden.to(logits.device), float("-inf"))
+
+    def add(self, token: int) -> None:
+        """Append a token. Raises RuntimeError for one that may not follow."""
+        self._matcher.consume_token(token)
+        self._require_sound()
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise RuntimeError(f"the JSON schema cannot be followed: {self._matcher.get_error()[:300]}")
+
+
+class JsonGrammars:
+    """Compiles schemas. The form of a tokenizer that llguidance reads takes about a second, and is kept."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[int, tuple[Any, Any]] = {}  # by identity; the tokenizer is kept with its form
+        self._making = threading.Lock()
+
+    def compile(self, schema: Mapping[str, Any], tokenizer: Any, num_tokens: int, ends: Collection[int]) -> JsonGrammar:
+        """Return the grammar of a schema for logits of `num_tokens` tokens. May take a second.
+
+        Raises RequestRefused (400 for the schema, 501 for llguidance and the tokenizer).
+        """
+        library = _library()
+        grammar: str = library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=dict(_STYLE))
+        read = self._read(library, tokenizer, num_tokens, ends)
+        is_wrong, messages = library.LLMatcher.validate_grammar_with_warnings(grammar, read)
+        if is_wrong or messages:
+            words = " ".join(str(messages[0]).split())[:300]
+            raise RequestRefused(400, f"the JSON schema cannot be enforced: {words}", "invalid_value", FIELD)
+        matcher = library.LLMatcher(read, grammar, log_level=0)
+        if matcher.is_error():
+            words = " ".join(str(matcher.get_error()).split())[:300]
+            raise RequestRefused(400, f"the JSON schema cannot be enforced: {words}", "invalid_value", FIELD)
+        return JsonGrammar(matcher)
+
+    def _read(self, library: Any, tokenizer: Any, num_tokens: int, ends: Collection[int]) -> Any:
+        with self._making:
+            known = self._tokenizers.get(id(tokenizer))
+            if known is None:
+                known = tokenizer, _readable(library, tokenizer, num_tokens, ends)
+                self._tokenizers[id(tokenizer)] = known
+        return known[1]
+
+
+def _library() -> Any:
+    if versions.installed("llguidance") is None:
+        message = "`response_format` needs the package `llguidance` on the server: `pip install llguidance`"
+        raise RequestRefused(501, message, param=FIELD)
+    import llguidance
+
+    return llguidance
+
+
+def _readable(library: Any, tokenizer: Any, num_tokens: int, ends: Collection[int]) -> Any:
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=sorted(ends) or None)
+    except (TypeError, ValueError, RuntimeError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise RequestRefused(501, f"llguidance cannot read the model's tokenizer: {words}", param=FIELD) from error

@@ -1,0 +1,270 @@
+"""Several answers, JSON of a schema, tool calls and the log: what a request may ask for beside a text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_servers import served
+from written_answers import write
+
+from ktc.foundation import versions
+from ktc.inference.serving import server as serve
+from ktc.inference.serving.models import ServedModels, open_served_models
+from ktc.inference.serving.request import Limits
+from ktc.inference.serving.request_log import RequestLog
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in serve.PACKAGES), reason="the extra `serve` is not installed"
+    ),
+]
+HELLO = [{"role": "user", "content": "Hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Bern", "Chur"]},
+        "rain": {"type": "boolean"},
+        "days": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1, "maximum": 31},
+            "minItems": 1,
+            "maxItems": 2,
+        },
+    },
+    "required": ["city", "rain", "days"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "strict": True, "schema": SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALLS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "ANSWER",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text", "close": "<|end|>"},
+    },
+}  # fmt: skip
+needs_templates = pytest.mark.skipif(
+    versions.release(versions.installed("transformers") or "0") < (5, 10),
+    reason="this release of transformers has no response templates",
+)
+
+
+@pytest.fixture(scope="module")
+def models(compiled: Path) -> ServedModels:
+    return open_served_models(compiled, reference=True)
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def client(models: ServedModels, lines: list[str]) -> Iterator[Any]:
+    from openai import OpenAI
+
+    with served(models, Limits(batch=4), log_line=lines.append) as url:
+        yield OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def tokenizer(models: ServedModels) -> Any:
+    return models.default.opened.tokenizer
+
+
+def ask(client: Any, **more: Any) -> Any:
+    return client.chat.completions.create(**{"model": "v2_twin", "messages": HELLO, "max_tokens": 8, **more})
+
+
+def texts(chunks: list[Any], num: int) -> list[str]:
+    parts = [[c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == at] for at in range(num)]
+    return ["".join(of_one) for of_one in parts]
+
+
+def test_several_answers_are_those_of_their_seeds_streamed_or_not(client: Any) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 5, "n": 3}
+    found = ask(client, **options)
+    alone = [ask(client, **{**options, "n": 1, "seed": seed}).choices[0].message.content for seed in (5, 6, 7)]
+    assert [choice.message.content for choice in found.choices] == alone
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert (found.usage.completion_tokens, found.usage.prompt_tokens) == (24, ask(client).usage.prompt_tokens)
+    chunks = list(ask(client, **options, stream=True))
+    assert texts(chunks, 3) == alone
+    assert (chunks[-1].usage.completion_tokens, len({chunk.id for chunk in chunks})) == (24, 1)
+
+
+def test_a_completion_has_several_answers_too(client: Any) -> None:
+    options: dict[str, Any] = {"model": "v2_twin", "prompt": "Rain falls", "max_tokens": 4, "temperature": 0, "n": 2}
+    found = client.completions.create(**options)
+    assert len(found.choices) == 2 and found.choices[0].text == found.choices[1].text != ""
+
+
+def test_too_many_answers_for_the_places_leave_none_running(models: ServedModels, client: Any) -> None:
+    from openai import RateLimitError
+
+    for stream in (False, True):
+        with served(models, Limits(batch=2, waiting=0)) as url:
+            small = client.with_options(base_url=url)
+            with pytest.raises(RateLimitError):
+                list(ask(small, n=3, max_tokens=1500, stream=stream))
+            metrics, end = url.replace("/v1", "/metrics"), time.monotonic() + 30
+            while "ktc_requests_running 0.0" not in urllib.request.urlopen(metrics).read().decode():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert ask(small, n=2).usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 1.5, "seed": 3, "top_p": 0.7, "n": 2}], ids=str
+)
+def test_an_answer_is_json_of_the_schema(client: Any, options: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    found = ask(client, response_format=FORMAT, max_tokens=200, **options)
+    streamed = list(ask(client, response_format=FORMAT, max_tokens=200, stream=True, **options))
+    written = [choice.message.content for choice in found.choices]
+    assert texts(streamed, len(written)) == written
+    assert {choice.finish_reason for choice in found.choices} == {"stop"}
+    for text in written:
+        value = json.loads(text)
+        assert list(value) == ["city", "rain", "days"] and value["city"] in ("Bern", "Chur")
+        assert all(1 <= day <= 31 for day in value["days"]) and 1 <= len(value["days"]) <= 2
+
+
+def test_any_json_object_is_a_format_and_others_are_not_disturbed(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    plain = ask(client, temperature=0, max_tokens=20).choices[0].message.content
+    assert (
+        ask(client, temperature=0, response_format={"type": "json_object"}).choices[0].message.content.startswith("{")
+    )
+    assert ask(client, temperature=0, max_tokens=20).choices[0].message.content == plain
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from openai import APIStatusError
+
+    pytest.importorskip("llguidance")
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(APIStatusError, match="uniqueItems") as refused:
+        ask(client, response_format=wrong)
+    assert refused.value.status_code == 400
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: None if name == "llguidance" else installed(name))
+    with pytest.raises(APIStatusError, match="pip install llguidance") as refused:
+        ask(client, response_format=FORMAT)
+    assert refused.value.status_code == 501
+
+
+@pytest.fixture
+def calling(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tokenizer, with a template that shows tools and one that reads their calls."""
+    template = "{{ tools }}{% for turn in messages %}{{ turn.content }}{% endfor %}ANSWER"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "response_template", CALLS, raising=False)
+    return tokenizer
+
+
+def streamed_calls(chunks: list[Any]) -> list[tuple[str, str]]:
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    return [(call.function.name, call.function.arguments) for delta in deltas for call in delta.tool_calls or ()]
+
+
+@needs_templates
+def test_a_tool_call_is_read_by_the_template_streamed_or_not(
+    client: Any, calling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+    write(monkeypatch, calling, f"Let me see. {call}")
+    found = ask(client, tools=[TOOL], max_tokens=200).choices[0]
+    assert found.finish_reason == "tool_calls"
+    assert [(one.function.name, one.function.arguments) for one in found.message.tool_calls] == [
+        ("weather", '{"city": "Bern"}')
+    ]
+    chunks = list(ask(client, tools=[TOOL], max_tokens=200, stream=True))
+    assert streamed_calls(chunks) == [("weather", '{"city": "Bern"}')]
+    assert texts(chunks, 1) == ["Let me see."]
+    assert ask(client, tools=[TOOL], tool_choice="none").choices[0].message.content
+
+
+@needs_templates
+@pytest.mark.parametrize(
+    "written",
+    ["<tool_call>{bad}</tool_call>", '<tool_call>{"name": "weather"}</tool_call>', '<tool_call>{"name": "wea',
+     "<tool_call>[1]</tool_call>"],
+)  # fmt: skip
+def test_a_call_that_cannot_be_read_stays_text(
+    client: Any, calling: Any, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    write(monkeypatch, calling, f"See: {written}")
+    found = ask(client, tools=[TOOL], max_tokens=200).choices[0]
+    assert (found.message.content, found.finish_reason, found.message.tool_calls) == (f"See: {written}", "stop", None)
+    chunks = list(ask(client, tools=[TOOL], max_tokens=200, stream=True))
+    assert "".join(texts(chunks, 1)).replace(" ", "") == f"See:{written}".replace(" ", "")
+    assert streamed_calls(chunks) == []
+
+
+def test_tools_are_refused_where_nobody_reads_or_shows_them(
+    client: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="cannot read the tool calls of `deepseek_v2`"):
+        ask(client, tools=[TOOL])
+    monkeypatch.setattr("ktc.inference.serving.private_api.reads_tool_calls", lambda *_: True)
+    with pytest.raises(BadRequestError, match="does not show tools"):
+        ask(client, tools=[TOOL])
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }}{{ messages }}")
+    with pytest.raises(BadRequestError, match="send one of the two"):
+        ask(client, tools=[TOOL], response_format=FORMAT)
+
+
+def test_embeddings_are_refused_by_name(client: Any) -> None:
+    from openai import APIStatusError
+
+    with pytest.raises(APIStatusError, match="embeddings are not computed") as refused:
+        client.embeddings.create(model="v2_twin", input="Hello")
+    assert refused.value.status_code == 501
+
+
+def test_each_request_has_one_line_with_counts_and_no_text(client: Any, lines: list[str]) -> None:
+    from openai import APIStatusError
+
+    lines.clear()
+    ask(client, n=2, temperature=0)
+    list(ask(client, temperature=0, stream=True))
+    with pytest.raises(APIStatusError):
+        ask(client, model="unknown\n2026 forged")
+    client.with_options(base_url=str(client.base_url).removesuffix("/v1/")).get("/health", cast_to=object)
+    start = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127\.0\.0\.1 POST /v1/chat/completions"
+    times = r", first after \d+\.\d\d s, all in \d+\.\d\d s"
+    assert len(lines) == 3
+    assert re.fullmatch(rf"{start} 200 v2_twin: \d+ tokens read, 16 written \(length\){times}", lines[0])
+    assert re.fullmatch(rf"{start} 200 v2_twin: \d+ tokens read, 8 written \(length\){times}", lines[1])
+    assert re.fullmatch(rf"{start} 404 model_not_found, all in \d+\.\d\d s", lines[2])
+    assert not any("Hello" in line for line in lines)
+
+
+def test_a_logged_path_is_one_short_line_and_an_id_names_one_request() -> None:
+    written = list[str]()
+    log = RequestLog(written.append)
+    first, second = (log.begin("GET", "/a\nb\x1b[31m" + "c" * 500, "::1", "mine") for _ in range(2))
+    assert log.of("mine/3") is first and second.id != "mine"
+    log.end(first)
+    log.end(second)
+    assert log.of("mine") is None
+    assert all("\n" not in line and "\x1b" not in line and len(line) < 300 for line in written)
