@@ -112,7 +112,7 @@ def command(
         cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
         limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
-        log_line = None if session.quiet else lambda line: typer.echo(line, err=True)
+        log_line = None if session.quiet else _write_line
         server, notes = serve.make_server(models, limits, access, key_sha256, grace, log_line)
         session.diagnose(notes)
         opened = models.default.opened
@@ -127,3 +127,7 @@ def command(
         line = f"{names} is served at {url}, with {size(cache_bytes)} of cache (Ctrl-C ends)\nchat page: {url[:-2]}"
         typer.echo(line, err=True)
         server.run(sockets=[listening])
+
+
+def _write_line(line: str) -> None:
+    typer.echo(line, err=True)

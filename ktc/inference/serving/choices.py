@@ -1,6 +1,6 @@
 """Several answers to one request (`n`): each is a request of its own to the engine, and the answers are joined.
 
-In: a function that asks for one answer. Out: one response with all choices in order, or one stream whose parts name
+In: a function that requests one answer. Out: one response with all choices in order, or one stream whose parts name
 their choice. The usage counts the prompt once. A refusal of one ends all.
 """
 
@@ -36,7 +36,7 @@ async def several(ask: Ask, num: int, request_id: str) -> JSONResponse | Streami
 
 
 async def _leave(response: StreamingResponse) -> None:
-    """End a stream that nobody reads: its generator cancels the request only after it has begun."""
+    """End a stream without a reader: its generator cancels the request only after it has begun."""
     parts = cast("Any", response.body_iterator)
     await anext(parts, None)
     await parts.aclose()

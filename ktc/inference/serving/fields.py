@@ -258,7 +258,7 @@ def require_fields(body: dict[str, Any], fields: Fields) -> None:
 
 
 def schema_of(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema that a checked `response_format` asks for, None for text."""
+    """Return the JSON schema of a checked `response_format`, None for text."""
     match response_format:
         case {"type": "json_object"}:
             return {"type": "object"}

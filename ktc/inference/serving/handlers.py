@@ -49,7 +49,7 @@ class CheckedBody(dict[str, Any]):
         self.grammar: JsonGrammar | None = None
 
     def choice(self, number: int) -> CheckedBody:
-        """Return the body that asks for one answer of several, each with a seed of its own."""
+        """Return the body of one answer of several, each with a seed of its own."""
         body = CheckedBody(self)
         body.grammar = self.grammar
         if "seed" in self:
@@ -76,7 +76,10 @@ class _Checked(HandlerHooks):
             stock = cast("Any", super()).handle_request
             if checked.num == 1:
                 return await stock(checked, request_id)
-            ask = lambda number: stock(checked.choice(number), f"{request_id}{CHOICE}{number}")  # noqa: E731
+
+            def ask(number: int) -> Any:
+                return stock(checked.choice(number), f"{request_id}{CHOICE}{number}")
+
             return await several(ask, checked.num, request_id)
         except HTTPException:
             raise

@@ -62,7 +62,7 @@ class RequestLog:
         self._requests: dict[str, LoggedRequest] = {}
 
     def begin(self, method: str, path: str, client: str, wanted_id: str = "") -> LoggedRequest:
-        """Return a new request. Its id is the one that its client wants, where no other request has it now."""
+        """Return a new request. Its id is its client's, unless another request has it now."""
         name = wanted_id if wanted_id and wanted_id not in self._requests else str(uuid.uuid4())
         self._requests[name] = request = LoggedRequest(name, method, path, client)
         return request

@@ -1,7 +1,7 @@
 """Tool calls in answers: transformers reads them by the response template of the model or of its tokenizer.
 
 In: a request with tools, and what the model wrote. Refused (400): tools for a model whose calls transformers cannot
-read, and for a chat template that does not show them. A call that is no JSON, or that ends early, stays text: its
+read, and for a chat template that does not show them. A call that is not JSON, or that ends early, stays text: its
 client sees what the model wrote.
 """
 
@@ -16,12 +16,12 @@ from ktc.inference.serving.refusals import RequestRefused
 
 log = logging.getLogger(__name__)
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError)
-"""What transformers raises for a call that is not as its template says."""
+"""The exceptions of transformers for a call that does not follow its template."""
 _REGION: Final = "tool_calls"
 
 
 def require_readable_calls(tokenizer: Any, model: Any, messages: Sequence[Any], tools: Sequence[Any]) -> None:
-    """Check that calls of `tools` can be asked for and read. Raises RequestRefused (400)."""
+    """Check that the template shows `tools`, and that their calls can be read. Raises RequestRefused (400)."""
     if not private_api.reads_tool_calls(tokenizer, model):
         kind = model.config.model_type
         message = f"transformers cannot read the tool calls of `{kind}` models: the tokenizer has no response template"
@@ -102,7 +102,7 @@ def _require_calls(events: Sequence[Mapping[str, Any]]) -> None:
 
 
 class RememberedAnswer:
-    """What generates for a handler, with the whole answer that it gave last."""
+    """The generation of a handler, with its last whole answer."""
 
     def __init__(self, generating: Any) -> None:
         self._generating = generating
@@ -110,5 +110,6 @@ class RememberedAnswer:
 
     async def generate_non_streaming(self, *given: Any, **named: Any) -> tuple[str, int, Any]:
         """Return the text, the length of the prompt and the new tokens of an answer."""
-        self.last = await self._generating.generate_non_streaming(*given, **named)
-        return self.last
+        answer: tuple[str, int, Any] = await self._generating.generate_non_streaming(*given, **named)
+        self.last = answer
+        return answer
