@@ -137,8 +137,8 @@ def _write_rows(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _bash(script: str, folder: Path) -> None:
-    """Run a script with this environment's commands; background jobs end with it."""
+def _bash(script: str, folder: Path) -> str:
+    """Run a script with this environment's commands and return its output; background jobs end with it."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     whole = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{script}"
@@ -146,6 +146,7 @@ def _bash(script: str, folder: Path) -> None:
         ["bash", "-c", whole], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
 
 
 RUN_HERE = [page for page in PAGES if any(block.language == "sh" and block.runs_here for block in blocks(page))]
@@ -153,9 +154,11 @@ RUN_HERE = [page for page in PAGES if any(block.language == "sh" and block.runs_
 
 @pytest.mark.slow
 def test_every_line_of_the_readme_runs_in_an_empty_folder(tmp_path: Path) -> None:
-    """Run the shell lines, then the Python lines, which find what those made."""
+    """Run the shell lines, whose answer is the one that the page promises, then the Python lines on what those made."""
     found = [block for block in blocks(README) if block.runs_here]
-    _bash("".join(block.text for block in found if block.language == "sh"), tmp_path)
+    answered = _bash("".join(block.text for block in found if block.language == "sh"), tmp_path)
+    (promised,) = re.findall(r'the answer is "(.*)"', README.read_text(encoding="utf-8"))
+    assert promised in answered
     (tmp_path / "lines.py").write_text("".join(block.text for block in found if block.language == "python"))
     _bash("python lines.py", tmp_path)
 
