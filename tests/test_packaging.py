@@ -1,9 +1,13 @@
-"""A wheel works where there is no checkout: it carries the grammar, the templates, the headers and the rules."""
+"""A wheel that is built from the sdist works where there is no checkout.
+
+It carries the grammar, the templates, the headers and the rules.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -29,7 +33,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    source = folder / sdist.name.removesuffix(".tar.gz")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=source)
     (path,) = folder.glob("*.whl")
     return path
 

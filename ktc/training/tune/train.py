@@ -15,13 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation import environment
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.foundation import environment, versions
 from ktc.foundation.files import refusing, write_file
 from ktc.training.tune import run_folder
 from ktc.training.tune.prepare import prepare
 from ktc.training.tune.settings import TrainSettings, read_settings
 from ktc.training.tune.types import Observe, PreparedData, RunPaths, Stop, TrainResult
+
+_PACKAGES = ("accelerate", "datasets", "trl")  # of the extra `train`
 
 
 def train(
@@ -61,8 +63,20 @@ def default_output(out: Path) -> Path:
     return Path(f"{out.absolute().name}-adapter")
 
 
+def require_packages() -> None:
+    """Raise HostLacks (H230) for packages of training that are not installed."""
+    missing = [f"`{name}`" for name in _PACKAGES if versions.installed(name) is None]
+    if missing:
+        message = f"training requires {', '.join(missing)}, not installed here"
+        raise HostLacks(Diagnostic("H230", message, hint="`pip install 'ktc[train]'`"))
+
+
 def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) -> TrainSettings:
-    """Return the settings of the run from `config` and `flags`; a resumed run without a config keeps its own."""
+    """Return the settings of the run from `config` and `flags`; a resumed run without a config keeps its own.
+
+    Raises InputRefused with all faults, HostLacks (H230) where the packages of training are missing.
+    """
+    require_packages()
     kept = run_folder.settings_file(paths.output) if paths.resume else None
     settings = read_settings(config or kept, flags)
     if settings.data is None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import ktc
 from ktc.cli import app as cli
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import HostLacks, InputRefused
 from ktc.training.tune import run_folder
 from ktc.training.tune.tokenised import TokenisedData
 from ktc.training.tune.train import run, settings_for
@@ -269,3 +269,10 @@ def test_two_processes_learn_what_one_does_and_the_first_speaks(out: Path, data:
     one, two = ([each["loss"] for each in found[number]["history"]] for number in (1, 2))
     assert one == pytest.approx(two, rel=1e-6)
     assert found[1]["speed"]["tokens_per_step"] == found[2]["speed"]["tokens_per_step"]
+
+
+def test_missing_packages_are_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktc.foundation.versions.installed", lambda name: None if name in ("datasets", "trl") else "1")
+    with pytest.raises(HostLacks, match="training requires `datasets`, `trl`") as refused:
+        ktc.train(tmp_path / "missing", "missing.jsonl")
+    assert refused.value.diagnostics[0].hint == "`pip install 'ktc[train]'`"
