@@ -35,43 +35,48 @@ from ktc.cli import (
     serve,
     train,
 )
+from ktc.cli.help_pages import Command, Group
 from ktc.cli.session import INTERRUPTED
-from ktc.diagnostics import Diagnostic, render, to_json
+from ktc.cli.usage import is_usage_error, usage_fault
+from ktc.diagnostics import render, to_json
 from ktc.foundation import environment
 
 app = typer.Typer(
     name="ktc",
     help="A compiler for mixture-of-experts language models: attention on small GPUs, experts on the CPU, LoRA on top.",
-    no_args_is_help=True,
+    cls=Group,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
-    ("compile", compiling.compile_command),
-    ("check", compiling.check_command),
-    ("plan", plan.plan_command),
-    ("graph", compiling.graph_command),
-    ("pack", pack.pack_command),
-    ("verify", pack.verify_command),
-    ("prove", prove.prove_command),
-    ("consistency", consistency.command),
-    ("generate", generate.command),
-    ("serve", serve.command),
-    ("eval", evaluate.command),
-    ("export", export.command),
-    ("merge", merge.command),
-    ("quantize", quantize.command),
-    ("fmt", rule_files.fmt_command),
-    ("explain", rule_files.explain_command),
-    ("import-kt-yaml", rule_files.import_kt_yaml_command),
-    ("census", census.census_command),
-    ("doctor", doctor.doctor_command),
+_USE, _COMPILE, _INSPECT = "Use a model", "Compile", "Look into a compiled model"
+_CHECKPOINTS, _RULES, _MACHINE = "Adapters and checkpoints", "Rules", "This machine"
+_COMMANDS: tuple[tuple[str, str, Callable[..., None]], ...] = (
+    ("train", _USE, train.command()),
+    ("generate", _USE, generate.command),
+    ("serve", _USE, serve.command),
+    ("eval", _USE, evaluate.command),
+    ("compile", _COMPILE, compiling.compile_command),
+    ("check", _COMPILE, compiling.check_command),
+    ("plan", _COMPILE, plan.plan_command),
+    ("graph", _COMPILE, compiling.graph_command),
+    ("pack", _INSPECT, pack.pack_command),
+    ("verify", _INSPECT, pack.verify_command),
+    ("prove", _INSPECT, prove.prove_command),
+    ("consistency", _INSPECT, consistency.command),
+    ("export", _CHECKPOINTS, export.command),
+    ("merge", _CHECKPOINTS, merge.command),
+    ("quantize", _CHECKPOINTS, quantize.command),
+    ("fmt", _RULES, rule_files.fmt_command),
+    ("explain", _RULES, rule_files.explain_command),
+    ("import-kt-yaml", _RULES, rule_files.import_kt_yaml_command),
+    ("doctor", _MACHINE, doctor.doctor_command),
+    ("census", _MACHINE, census.census_command),
 )
-for _name, _command in _COMMANDS:
-    app.command(_name)(_command)
-train.register(app)
-app.add_typer(lf.app, name="lf")
-app.add_typer(bench.app, name="bench")
+for _name, _group, _command in _COMMANDS:
+    app.command(_name, cls=Command, rich_help_panel=_group)(_command)
+app.add_typer(bench.app, name="bench", cls=Group, rich_help_panel=_MACHINE)
+app.add_typer(lf.app, name="lf", cls=Group, rich_help_panel=_MACHINE)
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the newer name, and the one before torch 2.9
 _RUNS_MODELS = frozenset(
@@ -107,16 +112,15 @@ def main(arguments: list[str] | None = None) -> int:
         # A step has tensors of many sizes; with segments that grow, torch reserves 6.8 instead of 8.3 GB for them.
         if not any(name in os.environ for name in _ALLOCATOR):
             os.environ |= dict.fromkeys(_ALLOCATOR, "expandable_segments:True")
-    if "--json" not in arguments:
-        return _exit_code(lambda: app(arguments, prog_name="ktc"))
     try:
         return _exit_code(lambda: app(arguments, prog_name="ktc", standalone_mode=False))
-    except Exception as error:  # typer's own exception classes are not public
-        if getattr(error, "exit_code", None) != 2 or not hasattr(error, "format_message"):
+    except Exception as error:
+        if not is_usage_error(error):
             raise
-        usage = Diagnostic("U001", str(error), hint="`ktc COMMAND --help` lists the options, `ktc --help` the commands")
-        typer.echo(render([usage]), err=True)
-        typer.echo(json.dumps({"diagnostics": [to_json(usage)]}, indent=2))
+        fault = usage_fault(error)
+        typer.echo(render([fault]), err=True)
+        if "--json" in arguments:
+            typer.echo(json.dumps({"diagnostics": [to_json(fault)]}, indent=2))
         return 2
 
 

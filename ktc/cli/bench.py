@@ -22,6 +22,7 @@ import typer
 from ktc.cli.bars import calls_bar
 from ktc.cli.compiling import settings_of
 from ktc.cli.following import compiling
+from ktc.cli.help_pages import Command
 from ktc.cli.options import CompiledModel, ExpertsFormat, ResultsFile, RuleName, Settings
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -32,7 +33,7 @@ from ktc.tools.bench.requests import REQUESTS
 if TYPE_CHECKING:
     from ktc.tools.bench.progress import ProgressSink
 
-app = typer.Typer(help="Measure ktc beside its peers.", no_args_is_help=True)
+app = typer.Typer(help="Measure ktc beside its peers.")
 # Options that other commands have too, by the name of their field.
 _SHARED: Final[Mapping[str, Any]] = {
     "rule": RuleName,
@@ -159,4 +160,4 @@ def watching(session: Session) -> Generator[ProgressSink]:
 
 
 for _kind in REQUESTS:
-    app.command(_kind.command)(_command(_kind))
+    app.command(_kind.command, cls=Command)(_command(_kind))

@@ -26,6 +26,7 @@ from ktc.cli.options import (
     Temperature,
     Trust,
     Weights,
+    answers_option,
 )
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -60,23 +61,23 @@ def command(
     raw: Raw = False,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
+        answers_option(
             "--max-new-tokens", min=1, help="Tokens per answer at most. Default: 256, or fewer at the model's length."
         ),
     ] = None,
     temperature: Temperature = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample among the most probable tokens with this total probability.")
+        float, answers_option("--top-p", help="Sample among the most probable tokens with this total probability.")
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option("--top-k", min=0, help="Sample among this many most probable tokens; 0: all.")
+        int, answers_option("--top-k", min=0, help="Sample among this many most probable tokens; 0: all.")
     ] = 0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop before this text; repeatable.")] = None,
+    stop: Annotated[list[str] | None, answers_option("--stop", help="Stop before this text; repeatable.")] = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     prefill_chunk: Annotated[
         int | None,
-        typer.Option(
+        answers_option(
             "--prefill-chunk", min=1, help="Read prompts in chunks of at most this many tokens. Default: one pass."
         ),
     ] = None,

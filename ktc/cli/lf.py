@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 
 from ktc.cli.following import answering
+from ktc.cli.help_pages import Command
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.foundation import environment
 
-app = typer.Typer(help="Run LLaMA-Factory on a compiled model.", no_args_is_help=True)
+app = typer.Typer(help="Run LLaMA-Factory on a compiled model.")
 
 
 @app.callback()
@@ -24,13 +25,13 @@ def lf() -> None:
     """Run LLaMA-Factory on a compiled model."""
 
 
-@app.command("train")
+@app.command("train", cls=Command)
 @in_session()
 def train_command(
     session: Session,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A LLaMA-Factory YAML.")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override those of FILE.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that override those of FILE.")
     ] = None,
 ) -> None:
     """Run LLaMA-Factory's tuner with KTrainer as its trainer; under torchrun, in every process."""

@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more: traces of internal errors, every rewrite.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes: results, warnings, errors.")]
+# The titles of groups of options in `--help`.
+OUTPUT_GROUP: Final = "Output and help"
+_output_option: Final = partial(typer.Option, rich_help_panel=OUTPUT_GROUP)
+_compiling_option: Final = partial(typer.Option, rich_help_panel="How it is compiled")
+loading_option: Final = partial(typer.Option, rich_help_panel="How it is loaded")
+answers_option: Final = partial(typer.Option, rich_help_panel="Answers")
+
+Json = Annotated[
+    bool,
+    _output_option("--json", help="Print one JSON object on stdout, and everything else on stderr."),
+]
+Verbose = Annotated[
+    bool,
+    _output_option("--verbose", "-v", help="Print more: traces of internal errors, every rewrite."),
+]
+Quiet = Annotated[
+    bool,
+    _output_option("--quiet", "-q", help="No progress and no notes: results, warnings, errors."),
+]
 LogFile = Annotated[
-    Path | None, typer.Option("--log-file", help="Also write progress, messages and traces to this file.")
+    Path | None,
+    _output_option("--log-file", help="Also write progress, messages and traces to this file."),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")]
-Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")
+]
 OptionalModel = Annotated[
-    str | None, typer.Argument(help="A model folder (config.json is enough), a hub id, or tiny:NAME.")
+    str | None, typer.Argument(metavar="MODEL", help="A model folder (config.json is enough), a hub id, or tiny:NAME.")
 ]
 CompiledModel = Annotated[Path, typer.Argument(metavar="OUT", help="A compiled model.")]
 Weights = Annotated[
-    Path | None, typer.Option("--weights", help="The checkpoint's folder, if it was moved after the compilation.")
+    Path | None,
+    loading_option("--weights", help="The checkpoint's folder, if it was moved after the compilation."),
 ]
 AUTO: Final = "auto"  # the bundled program for any model
 Use = Literal["train", "generate", "serve"]
-Rules = Annotated[str, typer.Argument(help="A rule file, or the name of a bundled one (auto, moe-lora).")]
+Rules = Annotated[
+    str, typer.Argument(metavar="RULES", help="A rule file, or the name of a bundled one (auto, moe-lora).")
+]
 OptionalRules = Annotated[
-    str, typer.Argument(help="A rule file, or the name of a bundled one. Default: auto, for any model.")
+    str, typer.Argument(metavar="RULES", help="A rule file, or the name of a bundled one (auto: for any model).")
 ]
 ForUse = Annotated[
-    Use | None, typer.Option("--for", help="The use of the compiled model: `--set use=USE` of the rules.")
+    Use | None,
+    _compiling_option("--for", help="The use of the compiled model: `--set use=USE` of the rules."),
 ]
 Experts = Annotated[
-    bool, typer.Option("--experts", help="Adapters on the routed experts too: `--set experts=true` of the rules.")
+    bool,
+    _compiling_option("--experts", help="Adapters on the routed experts too: `--set experts=true` of the rules."),
 ]
 ResultsFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the results as JSON to this file.")
@@ -42,31 +67,47 @@ ConfigModel = Annotated[
     str, typer.Option("--config", metavar="MODEL", help="A model folder (config.json is enough) or a hub id.")
 ]
 ExpertsFormat = Annotated[
-    str | None, typer.Option("--format", help="The experts' weight format: `--set format=FORMAT` of the rules.")
+    str | None,
+    _compiling_option("--format", help="The experts' weight format: `--set format=FORMAT` of the rules."),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the rule file.")
+    list[str] | None,
+    _compiling_option("--set", metavar="NAME=VALUE", help="A parameter of the rule file."),
 ]
 IsaName = Annotated[
-    str | None, typer.Option("--isa", help="The kernels' instruction set. Default: the best one of the host.")
+    str | None,
+    _compiling_option("--isa", help="The kernels' instruction set. Default: the best one of the host."),
 ]
 HostFile = Annotated[
     str | None,
-    typer.Option("--host", metavar="HOST", help="Plan for the machine in this TOML file, or a bundled one (h100)."),
+    _compiling_option(
+        "--host", metavar="HOST", help="Plan for the machine in this TOML file, or a bundled one (h100)."
+    ),
 ]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python code in the model's folder.")]
+Trust = Annotated[
+    bool,
+    loading_option("--trust-remote-code", help="Run the Python code in the model's folder."),
+]
 AdapterFolder = Annotated[
     Path | None, typer.Option("--adapter", metavar="A", help="Use this adapter: a folder that PEFT saved.")
 ]
 Reference = Annotated[
-    bool, typer.Option("--reference", help="Run the PyTorch reference of every ktc operator, in fp32.")
+    bool,
+    loading_option("--reference", help="Run the PyTorch reference of every ktc operator, in fp32."),
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed; the same seed gives the same run.")
+    int,
+    typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed; the same seed gives the same run."),
 ]
-SystemPrompt = Annotated[str, typer.Option("--system", metavar="TEXT", help="The system message before each prompt.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Do not use the tokenizer's chat template.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy.")]
+SystemPrompt = Annotated[
+    str,
+    answers_option("--system", metavar="TEXT", help="The system message before each prompt."),
+]
+Raw = Annotated[bool, answers_option("--raw", help="Do not use the tokenizer's chat template.")]
+Temperature = Annotated[
+    float,
+    answers_option("--temperature", min=0.0, help="Sampling temperature; 0 is greedy."),
+]
 ReportFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
 ]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import shlex
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Union, cast, get_args, get_origin
 
 import typer
 
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from ktc.training.tune.types import PreparedData, RunPaths, TrainResult
 
 Command = Callable[..., None]
+# The titles of groups of settings in `--help`; the other settings are under "Training".
+_GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Data": ("data", "format", "template", "eval_data", "eval_split", "length", "truncate", "packing",
+             "train_on_prompt"),
+    "The adapter": ("rank", "alpha", "dropout", "rslora", "targets"),
+    "Evaluation and checkpoints": ("logging_steps", "eval_steps", "save_steps", "save_total_limit", "early_stopping",
+                                   "tensorboard"),
+}  # fmt: skip
 
 
 @in_session()
@@ -95,14 +103,9 @@ def train_command(
     _finish(session, model, replace(paths, out=runs[-1]), result)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command, with an option for every setting."""
-    app.command("train")(_with_settings(train_command))
-
-
-def _with_settings(command: Command) -> Command:
-    """Return the command with the fields of `TrainSettings` as options; typer cannot read `**flags`."""
-    signature = inspect.signature(command, eval_str=True)
+def command() -> Command:
+    """Return `train_command` with the fields of `TrainSettings` as options; typer cannot read `**flags`."""
+    signature = inspect.signature(train_command, eval_str=True)
     *parameters, _ = signature.parameters.values()
     options = [
         inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(setting.name))
@@ -110,9 +113,9 @@ def _with_settings(command: Command) -> Command:
     ]
 
     def run(**arguments: Any) -> None:
-        command(**arguments)
+        train_command(**arguments)
 
-    run.__doc__ = command.__doc__
+    run.__doc__ = train_command.__doc__
     cast("Any", run).__signature__ = signature.replace(parameters=[*parameters, *options])
     return run
 
@@ -127,7 +130,9 @@ def _option(name: str) -> Any:
     kind = str if metavar else kind
     shown = "" if field.default in (None, ()) or kind is bool else f" [default: {field.default}]"
     declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-    return Annotated[kind | None, typer.Option(declared, metavar=metavar, help=f"{field.metadata['help']}{shown}")]
+    group = next((title for title, names in _GROUPS.items() if name in names), "Training")
+    text = f"{field.metadata['help']}{shown}"
+    return Annotated[kind | None, typer.Option(declared, metavar=metavar, help=text, rich_help_panel=group)]
 
 
 @contextmanager
