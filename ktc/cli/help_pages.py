@@ -20,7 +20,8 @@ _OPTIONS: Final = "Options"
 _COMMANDS: Final = "Commands"
 _ORDER: Final = {_ARGUMENTS: 0, _OPTIONS: 1, OUTPUT_GROUP: 3}  # other groups are between the last two
 _KEPT_SPACE: Final = "\N{NO-BREAK SPACE}"
-_KINDS: Final = {"path": "PATH", "str": "TEXT", "int": "N", "float": "NUMBER", "list[str]": "TEXT"}  # typer's words for types
+# Words for types, by those of typer.
+_KINDS: Final = {"path": "PATH", "str": "TEXT", "int": "N", "float": "NUMBER", "list[str]": "TEXT"}
 _NAME_COLUMNS: Final = 26  # a longer name has its text below it
 Rows = dict[str, list[tuple[str, str]]]
 
