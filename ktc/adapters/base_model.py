@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.adapters.adapter import Adapter, require_base
+from ktc.adapters.folder import no_original
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf import stock_model
 from ktc.model.hf.foreign_errors import first_line
@@ -87,8 +88,7 @@ def read_base(folder: Path) -> BaseModel:
         record = compiled.read_manifest(folder).model
         folder, name = Path(record.folder), record.name
     if not (folder / "config.json").is_file():
-        message = f"`{folder}` is neither a compiled model nor a checkpoint: it has no `config.json`"
-        raise InputRefused(Diagnostic("A603", message, hint="name the folder of the original with `--model`"))
+        raise InputRefused(no_original(folder))
     try:
         config = cast("PreTrainedConfig", AutoConfig.from_pretrained(folder, trust_remote_code=False))
         vars(config).pop("auto_map", None)

@@ -55,20 +55,25 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def export(source: Path, layout: ExportLayout, out: Path | None = None, model: Path | None = None) -> Exported:
-    """Write the adapter `source` in `layout` to `out`; `model` is its original, if it does not name it."""
+def export(
+    source: Path, layout: ExportLayout, out: Path | None = None, model: Path | None = None, *, force: bool = False
+) -> Exported:
+    """Write the adapter `source` in `layout` to `out`; `model` is its original, if it does not name it.
+
+    `force` permits the replacement of an adapter at `out`.
+    """
     opened = open_adapter(source, model)
     named = source if source.name not in ("", "..") else source.resolve()  # `.` has no name to add to
     stem = named.name.removesuffix(".gguf")
     path = out or named.with_name(f"{stem}-lora.gguf" if layout == "gguf" else f"{stem}-{layout}")
-    require_new(path)
+    require_new(path, force, (source, model))
     if layout == "gguf":
         with refusing(path), replaced_file(path) as draft:
             count, notes = write_gguf(opened.factors, opened.base, draft, *_other_ways(opened, model)), ()
             size = draft.stat().st_size
     else:
         content = written(opened.config, opened.factors, opened.base, layout)
-        with refusing(path), new_folder(path) as draft:
+        with refusing(path), new_folder(path, replaces=force) as draft:
             save_adapter(draft, content.config, content.tensors)
             copy_record(source, draft)
             size = (draft / folders.WEIGHTS).stat().st_size

@@ -43,6 +43,12 @@ def no_adapter(folder: Path) -> Diagnostic:
     return Diagnostic("A601", message, hint="name the folder that `save_pretrained` of a `PeftModel` wrote")
 
 
+def no_original(folder: Path) -> Diagnostic:
+    """Return the diagnostic (A603) of a folder that is no model."""
+    message = f"`{folder}` is neither a compiled model nor a checkpoint: it has no `config.json`"
+    return Diagnostic("A603", message, hint="name the folder of the original with `--model`")
+
+
 def damaged(folder: Path, what: str) -> Diagnostic:
     """Return the diagnostic (A602) of a folder that is wrong in itself."""
     hint = "save the adapter again, or use an earlier checkpoint of the run"

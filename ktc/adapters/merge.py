@@ -54,18 +54,23 @@ class Merged:
     bytes: int
 
 
-def merge(adapter: Path, out: Path, model: Path | None = None, progress: Progress | None = None) -> Merged:
-    """Write the original with `adapter` added to `out`; `model` is the original, if the adapter does not name it."""
+def merge(
+    adapter: Path, out: Path, model: Path | None = None, progress: Progress | None = None, *, force: bool = False
+) -> Merged:
+    """Write the original with `adapter` added to `out`; `model` is the original, if the adapter does not name it.
+
+    `force` permits the replacement of a merged or quantised model at `out`.
+    """
     opened = require_lora(read_adapter(adapter))
     base = find_base(opened, model)
     index = open_index(base.folder)
     _refuse_quantised(base, index)
     placed = place(opened, base)
     additions = plan_additions(placed, index)
-    require_new(out)
+    require_new(out, force, (base.folder, adapter))
     with (
         refusing(out),
-        new_folder(out) as draft,
+        new_folder(out, replaces=force) as draft,
         FactorReader(opened.weights) as factors,
         TensorReader(base.folder) as reader,
     ):

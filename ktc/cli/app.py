@@ -54,6 +54,7 @@ _CHECKPOINTS, _RULES, _MACHINE = "Adapters and checkpoints", "Rules", "This mach
 _COMMANDS: tuple[tuple[str, str, Callable[..., None]], ...] = (
     ("train", _USE, train.command()),
     ("generate", _USE, generate.command),
+    ("chat", _USE, generate.chat_command),
     ("serve", _USE, serve.command),
     ("eval", _USE, evaluate.command),
     ("compile", _COMPILE, compiling.compile_command),
@@ -81,7 +82,7 @@ app.add_typer(lf.app, name="lf", cls=Group, rich_help_panel=_MACHINE)
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the newer name, and the one before torch 2.9
 _RUNS_MODELS = frozenset(
     {
-        *("train", "generate", "serve", "eval", "prove", "consistency", "lf"),
+        *("train", "generate", "chat", "serve", "eval", "prove", "consistency", "lf"),
         *("bench finetune", "bench generate", "bench decode"),
     }
 )

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
-from ktc.cli.following import after_compiling, checking, compiling, loading
+from ktc.cli.early_checks import described_host, require_host, require_model, require_out, require_rules
+from ktc.cli.following import after_compiling, checking, compiling, default_out, loading
+from ktc.cli.model_and_rules import model_and_rules, rules_and_model
 from ktc.cli.options import (
     AUTO,
     Experts,
@@ -31,9 +33,6 @@ from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
-if TYPE_CHECKING:
-    from ktc.foundation.host import Host
-
 Stage = Literal["captured", "matched", "planned", "rewritten"]
 Format = Literal["text", "json", "dot", "svg", "html"]
 ProvenOn = Literal["witness", "full"]
@@ -43,10 +42,15 @@ ProvenOn = Literal["witness", "full"]
 def compile_command(
     session: Session,
     model: Model,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="The package to write: a folder named like a Python module.")
-    ],
     rules: OptionalRules = AUTO,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="The package to write: a folder named like a Python module. Default: MODEL's name and `_ktc`.",
+        ),
+    ] = None,
     use: ForUse = None,
     experts: Experts = False,
     settings: Settings = None,
@@ -59,9 +63,15 @@ def compile_command(
         ProvenOn, typer.Option("--prove", help="Prove on small weights, or also on the real ones as `ktc prove` does.")
     ] = "witness",
 ) -> None:
-    """Compile MODEL with RULES into an importable package."""
-    session.require_versions()
+    """Compile MODEL with RULES into an importable package; the two may be in either order."""
+    model, rules = model_and_rules(model, rules)
+    out = out or Path(default_out(model))
     chosen = settings_of(settings, rules, use, experts=experts)
+    require_out(out, force)
+    require_model(model)
+    require_rules(rules, chosen)
+    require_host(host_file, isa)
+    session.require_versions()
     from ktc import compiler
     from ktc.cli.report import StageReport
 
@@ -72,7 +82,7 @@ def compile_command(
             rules,
             out,
             settings=chosen,
-            host=_host(host_file, isa),
+            host=described_host(host_file, isa),
             force=force,
             trust_remote_code=trust,
             observe=report.observe,
@@ -108,11 +118,20 @@ def check_command(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Check RULES. With MODEL, also show where the rules match, the plan and the memory it needs."""
+    """Check RULES. With MODEL, also show where the rules match, the plan and the memory it needs.
+
+    The two may be in either order. A MODEL alone is checked with the program `auto`.
+    """
+    rules, model = rules_and_model(rules, model)
+    chosen = settings_of(settings, rules, use, experts=experts)
+    if model is not None:
+        require_model(model)
+        require_rules(rules, chosen)
+        require_host(host_file)
     session.require_versions()
     from ktc.cli.report import StageReport
 
-    report, chosen = StageReport(session), settings_of(settings, rules, use, experts=experts)
+    report = StageReport(session)
     if model is None:
         from ktc.language import dsl
 
@@ -129,7 +148,7 @@ def check_command(
                 model,
                 rules,
                 chosen,
-                _host(host_file, None),
+                described_host(host_file, None),
                 report.observe,
                 must_fit=BatchShape(batch, length),
                 trust_remote_code=trust,
@@ -160,6 +179,7 @@ def graph_command(
     output: Output = None,
 ) -> None:
     """Show the graph of a model at a stage, or the difference between two."""
+    _check_sides(model, rules, diff)
     session.require_versions()
     from ktc.cli import graph
 
@@ -211,11 +231,11 @@ def _of_options(rules: str, use: Use | None, *, experts: bool) -> dict[str, str]
     return {name: value for name, (_, value) in given.items()}
 
 
-def _host(described: str | None, isa: str | None) -> Host:
-    """Return the machine in the file, otherwise this one with its GPUs; `isa` becomes its best instruction set."""
-    from ktc.foundation import host
-    from ktc.foundation.host_file import read_host
-    from ktc.foundation.measured_host import this_host
-
-    target = read_host(described) if described else this_host()
-    return host.restrict(target, isa) if isa else target
+def _check_sides(model: str | None, rules: str, diff: tuple[str, str] | None) -> None:
+    """Raise InputRefused for a MODEL, or a side of a difference, that is neither a model, a file nor a stage."""
+    sides = (*(diff or ()), *(() if model is None else (model,)))
+    for side in sides:
+        if side in get_args(Stage) or Path(side).is_file() or (Path(side) / "ktc.json").is_file():
+            continue
+        require_model(side)
+        require_rules(rules, {})

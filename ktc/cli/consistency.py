@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ktc.cli.early_checks import require_adapter, require_compiled, require_readable, require_writable
 from ktc.cli.following import after_compiling
 from ktc.cli.options import ReportFile, Seed, Trust, Weights
 from ktc.cli.session import Session
@@ -88,6 +89,11 @@ def command(
         prompt=prompt, batch_size=batch_size, precision=precision, stack=stack, attention=attention, seed=seed,
         weights=weights, trusted=trust,
     )  # fmt: skip
+    require_compiled(*(one.folder for one in {*trained, *served}))
+    require_readable(text)
+    for one in trained:
+        require_adapter(one.adapter)
+    require_writable(output)
     session.require_versions()
     from ktc.cli.bars import calls_bar
     from ktc.cli.consistency_table import modes_table, paths_table, verdict

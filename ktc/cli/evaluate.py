@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ktc.cli.early_checks import require_adapter, require_compiled, require_writable
 from ktc.cli.following import serving
 from ktc.cli.options import (
     AdapterFolder,
@@ -99,21 +100,22 @@ def command(
         "--format": form != "auto", "--raw": raw,
         "--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0,
     })  # fmt: skip
+    require_compiled(out)
+    require_adapter(adapter)
+    require_writable(output)
     session.require_versions()
     from ktc.cli.bars import rows_bar
     from ktc.cli.generate import tell_template
     from ktc.inference.evaluate.data import read_items, read_questions
     from ktc.inference.evaluate.metrics import definition
     from ktc.inference.evaluate.run import Evaluator
-    from ktc.inference.generate.answers import Sampling
-    from ktc.inference.generate.batch import require_writable, write_rows
+    from ktc.inference.generate.batch import write_rows
     from ktc.inference.generate.language_model import open_language_model
+    from ktc.inference.generate.sampling import Sampling
 
     scored = definition(metrics or "kt") if task == "generation" else None
     items = read_items(data, form, limit) if task == "generation" else ()
     questions = read_questions(data, limit=limit) if task == "mcq" else ()
-    if output is not None:
-        require_writable(output)
     opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
     session.raise_if_interrupted()
     tell_template(session, opened, raw or task == "mcq")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ktc.cli.amounts import count, size
+from ktc.cli.early_checks import require_adapter, require_original
+from ktc.cli.options import ForceOutput
 from ktc.cli.quantize import MergedModules, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -66,26 +68,41 @@ def command(
         bool, typer.Option("--check", help="Load the export with stock peft on a small twin and compare the logits.")
     ] = False,
     model: OriginalModel = None,
+    force: ForceOutput = False,
 ) -> None:
     """Write an adapter in the layout of another tool, or a model as GGUF or INT4."""
-    session.require_versions()
     is_adapter = source.suffix == ".gguf" or (source / "adapter_config.json").is_file()
     if check and (int4 or (gguf and (merged or not is_adapter))):
         message = "`--check` compares adapters, and this export is a model"
         raise InputRefused(Diagnostic("Q512", message, hint="`ktc verify OUT --source` compares it with its original"))
+    _check_places(source, output, model, force=force, is_model=not is_adapter and (int4 or gguf))
+    session.require_versions()
     if int4 or (gguf and (merged or not is_adapter)):
         original, adapter = (model or _original(source), source) if is_adapter else (source, None)
         name = source.resolve().name
         if int4:
             write_int4(
                 session, original, output or source.with_name(f"{name}-{scheme}"), scheme, modules, adapter,
-                requantize_merged,
+                requantize_merged, force=force,
             )  # fmt: skip
         else:
             out = output or source.with_name(f"{name}-gguf")
-            _write_gguf(session, original, out, kind, adapter, int(split_size * 1e9))
+            _write_gguf(session, original, out, kind, adapter, int(split_size * 1e9), force=force)
         return
-    _export_adapter(session, source, "gguf" if gguf else layout, output, model, check)
+    _export_adapter(session, source, "gguf" if gguf else layout, output, model, check, force=force)
+
+
+def _check_places(source: Path, output: Path | None, model: Path | None, *, force: bool, is_model: bool) -> None:
+    """Raise InputRefused (A601, A603, A609) for folders that cannot be read or written."""
+    from ktc.adapters.save import require_new
+
+    if is_model:
+        require_original(source)
+    elif source.suffix != ".gguf" or not source.is_file():
+        require_adapter(source)
+    require_original(model)
+    if output is not None:
+        require_new(output, force, (source, model))
 
 
 def _original(adapter: Path) -> Path:
@@ -97,13 +114,20 @@ def _original(adapter: Path) -> Path:
 
 
 def _write_gguf(
-    session: Session, model: Path, output: Path, kind: MatrixType, adapter: Path | None, shard_bytes: int
+    session: Session,
+    model: Path,
+    output: Path,
+    kind: MatrixType,
+    adapter: Path | None,
+    shard_bytes: int,
+    *,
+    force: bool,
 ) -> None:
     from ktc.foundation.progress import progress_bar
     from ktc.inference.quantize.gguf_model import write_gguf_model
 
     with progress_bar(f"writing {output.name}", session.quiet) as bar:
-        done = write_gguf_model(model, output, kind, bar, adapter=adapter, shard_bytes=shard_bytes)
+        done = write_gguf_model(model, output, kind, bar, adapter=adapter, shard_bytes=shard_bytes, force=force)
     session.result(asdict(done))
     types = ", ".join(f"{number} {name}" for name, number in sorted(done.types.items()))
     files = done.files[0] if len(done.files) == 1 else count(len(done.files), "file")
@@ -119,11 +143,18 @@ def _write_gguf(
 
 
 def _export_adapter(
-    session: Session, adapter: Path, layout: Layout, output: Path | None, model: Path | None, check: bool
+    session: Session,
+    adapter: Path,
+    layout: Layout,
+    output: Path | None,
+    model: Path | None,
+    check: bool,
+    *,
+    force: bool,
 ) -> None:
     from ktc.adapters.export import export
 
-    done = export(adapter, layout, output, model)
+    done = export(adapter, layout, output, model, force=force)
     session.result(asdict(done))
     session.show(_summary(done))
     if check:

@@ -33,7 +33,7 @@ def answering(
 ) -> Words:
     """Return the command that starts a conversation with the compiled model `out`, or with a model by its name."""
     named = relative(out.absolute()) if isinstance(out, Path) else out
-    return ("ktc", "generate", named, *_adapter(adapter), "--chat", *loading(weights, trust))
+    return ("ktc", "chat", named, *_adapter(adapter), *loading(weights, trust))
 
 
 def serving(out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False) -> Words:
@@ -86,9 +86,14 @@ def _adapter(folder: Path | None) -> Words:
     return () if folder is None else ("--adapter", folder)
 
 
-def _unused(model: str) -> str:
-    """Return a name for the compiled `model` in the working folder: an identifier that no module has."""
+def default_out(model: str) -> str:
+    """Return a name for the compiled `model`: an identifier that no module has."""
     stem = re.sub(r"\W+", "_", Path(model.removeprefix("tiny:")).absolute().name).strip("_").lower() or "model"
-    stem = f"{stem}_ktc" if stem[0].isalpha() else f"model_{stem}_ktc"
+    return f"{stem}_ktc" if stem[0].isalpha() else f"model_{stem}_ktc"
+
+
+def _unused(model: str) -> str:
+    """Return a name for the compiled `model` that nothing in the working folder has."""
+    stem = default_out(model)
     names = (stem, *(f"{stem}_{number}" for number in range(2, 1000)))
     return next(name for name in names if not Path(name).exists())

@@ -1,4 +1,4 @@
-"""`ktc generate`: a compiled model answers one prompt, the rows of a file, or a conversation.
+"""`ktc generate` and `ktc chat`: a compiled model answers one prompt, the rows of a file, or a conversation.
 
 In: the options. Out: the answer on stdout token by token, JSONL in a file, or a conversation; the speed on stderr.
 Refused before the model is loaded: options that exclude each other (G700) and files without prompts.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktc.cli.early_checks import require_given, require_writable
 from ktc.cli.following import serving
 from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, shown
 from ktc.cli.options import (
@@ -33,10 +34,28 @@ from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
 
 if TYPE_CHECKING:
-    from ktc.inference.generate.answers import Pace, Sampling
+    from ktc.inference.generate.answers import Pace
     from ktc.inference.generate.language_model import LanguageModel
     from ktc.inference.generate.prompts import Row
+    from ktc.inference.generate.sampling import Sampling
 
+MaxNewTokens = Annotated[
+    int | None,
+    answers_option(
+        "--max-new-tokens", min=1, help="Tokens per answer at most. Default: 256, or fewer at the model's length."
+    ),
+]
+TopP = Annotated[
+    float, answers_option("--top-p", help="Sample among the most probable tokens with this total probability.")
+]
+TopK = Annotated[int, answers_option("--top-k", min=0, help="Sample among this many most probable tokens; 0: all.")]
+Stop = Annotated[list[str] | None, answers_option("--stop", help="Stop before this text; repeatable.")]
+PrefillChunk = Annotated[
+    int | None,
+    answers_option(
+        "--prefill-chunk", min=1, help="Read prompts in chunks of at most this many tokens. Default: one pass."
+    ),
+]
 _PROMPT_SIGN = "> "
 
 
@@ -51,7 +70,8 @@ def command(
         typer.Option("--file", metavar="F.jsonl", help="Answer every row: JSON objects with `prompt` or `messages`."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Start a conversation: /reset, /exit; Ctrl-C stops an answer.")
+        bool,
+        typer.Option("--chat", help="Start a conversation, as `ktc chat`; the default on a terminal without a prompt."),
     ] = False,
     adapter: AdapterFolder = None,
     output: Annotated[
@@ -59,62 +79,36 @@ def command(
     ] = None,
     system: SystemPrompt = "",
     raw: Raw = False,
-    max_new_tokens: Annotated[
-        int | None,
-        answers_option(
-            "--max-new-tokens", min=1, help="Tokens per answer at most. Default: 256, or fewer at the model's length."
-        ),
-    ] = None,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = 0.0,
-    top_p: Annotated[
-        float, answers_option("--top-p", help="Sample among the most probable tokens with this total probability.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, answers_option("--top-k", min=0, help="Sample among this many most probable tokens; 0: all.")
-    ] = 0,
-    stop: Annotated[list[str] | None, answers_option("--stop", help="Stop before this text; repeatable.")] = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    stop: Stop = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
-    prefill_chunk: Annotated[
-        int | None,
-        answers_option(
-            "--prefill-chunk", min=1, help="Read prompts in chunks of at most this many tokens. Default: one pass."
-        ),
-    ] = None,
+    prefill_chunk: PrefillChunk = None,
     reference: Reference = False,
     recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
 ) -> None:
-    """Generate answers to one prompt, to the rows of a file, or in a conversation."""
+    """Generate answers to one prompt or to the rows of a file; without either, on a terminal, in a conversation."""
     if text is not None and prompt is not None:
         raise InputRefused(Diagnostic("G700", "the prompt is given twice", hint="leave `--prompt` out"))
     prompt = prompt if text is None else text
+    chat = chat or (prompt is None and file is None and output is None and session.is_conversation)
     _check_combination(prompt, file, chat, output, session.as_json, raw)
-    session.require_versions()
-    from ktc.inference.generate.answers import Sampling, read_in_chunks, set_seed
-    from ktc.inference.generate.batch import require_writable
-    from ktc.inference.generate.language_model import open_language_model
     from ktc.inference.generate.prompts import read_rows
+    from ktc.inference.generate.sampling import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
     sampling.check()
     rows = () if file is None else read_rows(file)
-    if output is not None:
-        require_writable(output)
+    require_writable(output)
     if prompt is not None and not prompt.strip():
         raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
     wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
-
-    def load(out: Path) -> LanguageModel:
-        return open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
-
-    opened = run_compiled(session, model, wish, load)
-    session.raise_if_interrupted()
-    tell_template(session, opened, raw)
-    if prefill_chunk is not None:
-        read_in_chunks(opened, prefill_chunk)
-    set_seed(seed)
+    opened = _open(session, model, wish, sampling, adapter=adapter, reference=reference, chunk=prefill_chunk, raw=raw)
     if prompt is not None:
         _answer_one(session, opened, prompt, sampling, system, raw)
     elif chat:
@@ -125,15 +119,67 @@ def command(
         session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
 
 
+@in_session("verbose", "quiet", "log_file")
+def chat_command(
+    session: Session,
+    model: GivenModel,
+    adapter: AdapterFolder = None,
+    system: SystemPrompt = "",
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    stop: Stop = None,
+    seed: Seed = 0,
+    prefill_chunk: PrefillChunk = None,
+    reference: Reference = False,
+    recompile: Recompile = False,
+    weights: Weights = None,
+    trust: Trust = False,
+) -> None:
+    """Hold a conversation with a model: /reset clears it, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
+    from ktc.inference.generate.sampling import Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
+    sampling.check()
+    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
+    opened = _open(session, model, wish, sampling, adapter=adapter, reference=reference, chunk=prefill_chunk)
+    _converse(session, opened, sampling, system)
+    if opened.streams:
+        session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
+
+
+def _open(
+    session: Session, model: str, wish: Wish, sampling: Sampling, *,
+    adapter: Path | None, reference: bool, chunk: int | None, raw: bool = False,
+) -> LanguageModel:  # fmt: skip
+    """Return the model, compiled first if it is not, ready to answer. `chunk`: tokens of a prompt per pass."""
+    require_given(model, (adapter,))
+    session.require_versions()
+    from ktc.inference.generate.answers import read_in_chunks, set_seed
+    from ktc.inference.generate.language_model import open_language_model
+
+    def load(out: Path) -> LanguageModel:
+        return open_language_model(
+            out, adapter=adapter, reference=reference, weights=wish.weights, trust_remote_code=wish.trust
+        )
+
+    opened = run_compiled(session, model, wish, load)
+    session.raise_if_interrupted()
+    tell_template(session, opened, raw)
+    if chunk is not None:
+        read_in_chunks(opened, chunk)
+    set_seed(sampling.seed)
+    return opened
+
+
 def _check_combination(
     prompt: str | None, file: Path | None, chat: bool, output: Path | None, as_json: bool, raw: bool
 ) -> None:
     """Refuse options that exclude each other. Raises InputRefused (G700) with all of them."""
     faults: list[Diagnostic] = []
     if sum((prompt is not None, file is not None, chat)) != 1:
-        hint = (
-            "`ktc generate MODEL PROMPT` answers one prompt, `--file F.jsonl` every row, `--chat` starts a conversation"
-        )
+        hint = "`ktc generate MODEL PROMPT` answers one prompt, `--file F.jsonl` every row, `ktc chat MODEL` converses"
         faults.append(Diagnostic("G700", "exactly one of PROMPT, `--file` and `--chat` is needed", hint=hint))
     if output is not None and file is None:
         faults.append(Diagnostic("G700", "`--output` needs `--file`", hint="redirect stdout instead"))
@@ -212,6 +258,8 @@ def _typed_lines(session: Session) -> Iterator[str]:
             session.console.print(_PROMPT_SIGN, end="")
         line = sys.stdin.readline()
         if not line:
+            if sys.stdin.isatty():
+                session.console.print()
             return
         yield line
 

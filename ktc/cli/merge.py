@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from ktc.cli.amounts import size
+from ktc.cli.early_checks import require_adapter, require_original
+from ktc.cli.options import ForceOutput
 from ktc.cli.quantize import MergedModules, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -24,18 +26,30 @@ def command(
         Path, typer.Argument(metavar="MODEL", help="The original's checkpoint, or a compiled model of it (OUT).")
     ],
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT saved.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write: a complete checkpoint.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The folder to write: a complete checkpoint. Default: ADAPTER's name and `-merged`."
+        ),
+    ] = None,
     int4: Annotated[
         bool, typer.Option("--int4", help="Round the sums to INT4, as `ktc quantize` rounds a checkpoint.")
     ] = False,
     scheme: SchemeName = "int4-g32",
     modules: MergedModules = "experts",
     requantize_merged: RequantizeMerged = False,
+    force: ForceOutput = False,
 ) -> None:
     """Add ADAPTER to the weights of MODEL and write the checkpoint, tensor by tensor."""
+    from ktc.adapters.save import require_new
+
+    output = output or adapter.with_name(f"{adapter.resolve().name}-merged")
+    require_original(model)
+    require_adapter(adapter)
+    require_new(output, force, (model, adapter))
     session.require_versions()
     if int4 or requantize_merged:
-        write_int4(session, model, output, scheme, modules, adapter, requantize_merged)
+        write_int4(session, model, output, scheme, modules, adapter, requantize_merged, force=force)
         return
     from ktc.adapters.merge import merge
     from ktc.foundation.progress import progress_bar
@@ -43,7 +57,7 @@ def command(
 
     grid = merged_grid(rounded_in_training(model, adapter))
     with progress_bar(f"merging into {output.name}", session.quiet) as bar:
-        done = merge(adapter, output, model, bar)
+        done = merge(adapter, output, model, bar, force=force)
     session.result(asdict(done))
     session.show(f"{done.path}: {done.changed} of {done.tensors} tensors changed, {size(done.bytes)}")
     if grid:

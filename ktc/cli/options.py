@@ -103,6 +103,9 @@ SystemPrompt = Annotated[
     str,
     answers_option("--system", metavar="TEXT", help="The system message before each prompt."),
 ]
+ForceOutput = Annotated[
+    bool, typer.Option("--force", help="Replace what an earlier export, merge or quantize wrote there.")
+]
 Raw = Annotated[bool, answers_option("--raw", help="Do not use the tokenizer's chat template.")]
 Temperature = Annotated[
     float,

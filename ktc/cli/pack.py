@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ktc.cli.amounts import count, relative, size
+from ktc.cli.early_checks import require_compiled
 from ktc.cli.following import answering, compiling, loading
 from ktc.cli.options import CompiledModel, Trust, Weights
 from ktc.cli.session import Session
@@ -29,6 +30,7 @@ def pack_command(
     trust: Trust = False,
 ) -> None:
     """Store OUT's packed experts on disk for faster loading; an interrupted run can continue."""
+    require_compiled(out)
     pack(session, out, weights, force, trust)
     session.next("ktc", "verify", relative(out.absolute()), *loading(weights, trust))
 
@@ -48,6 +50,9 @@ def verify_command(
     OUT may be a folder that `ktc merge`, `ktc quantize` or `ktc export --gguf` wrote.
     """
     from ktc.adapters.conversion import RECORD
+
+    if not (out / RECORD).is_file():
+        require_compiled(out)
     from ktc.cli.tables import findings_table
     from ktc.foundation.progress import progress_bar
     from ktc.inference.quantize.verify import verify_conversion

@@ -16,6 +16,8 @@ import typer
 
 from ktc.cli.amounts import size
 from ktc.cli.compiling import settings_of
+from ktc.cli.early_checks import require_compiled, require_host, require_model, require_rules
+from ktc.cli.model_and_rules import model_and_rules
 from ktc.cli.options import AUTO, Experts, ForUse, Model, OptionalRules, Settings, Trust
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -69,16 +71,24 @@ def plan_command(
     trust: Trust = False,
 ) -> None:
     """Show the plans that are possible, their predicted speed and their bytes, the chosen one first."""
-    session.require_versions()
     if calibrate:
         if what_if or hosts or plot or settings or use or experts:
             raise InputRefused(
                 Diagnostic("U004", "`--calibrate` measures OUT as it was compiled: it takes no other plan")
             )
+        require_compiled(Path(model))
+        session.require_versions()
         _calibrate(session, Path(model), _Size(batch, _lengths(tokens)[0], random_weights, trust))
         return
     if random_weights:
         raise InputRefused(Diagnostic("U004", "`--random-weights` is for `--calibrate`"))
+    model, rules = model_and_rules(model, rules)
+    chosen = settings_of(settings, rules, use, experts=experts)
+    require_model(model)
+    require_rules(rules, chosen)
+    for described in (hosts or "").split(","):
+        require_host(described.strip() or None)
+    session.require_versions()
     from ktc import compiler
     from ktc.stages.choose import Case
     from ktc.stages.choose import what_if as plan_cases
@@ -88,7 +98,6 @@ def plan_command(
         from ktc.tools.bench.plot import require_drawable
 
         require_drawable(plot, "a plan's picture")
-    chosen = settings_of(settings, rules, use, experts=experts)
     machines = _machines(hosts)
     budgets, lengths = _budgets(what_if or ()), _lengths(tokens)
     with session.console.status("capturing and planning"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktc.cli.amounts import relative
+from ktc.cli.early_checks import require_compiled, require_readable, require_writable
 from ktc.cli.following import loading
 from ktc.cli.options import CompiledModel, ReportFile, Seed, Trust, Weights
 from ktc.cli.session import Session
@@ -43,6 +44,9 @@ def prove_command(
     trust: Trust = False,
 ) -> None:
     """Compare OUT with the stock model on its real weights, layer by layer in memory for about one layer."""
+    require_compiled(out)
+    require_readable(text)
+    require_writable(output)
     session.require_versions()
     from ktc.inference.prove.run import Request
 

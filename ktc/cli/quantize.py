@@ -12,7 +12,9 @@ from typing import Annotated, Literal
 import typer
 
 from ktc.cli.amounts import size
+from ktc.cli.early_checks import require_original
 from ktc.cli.following import compiling
+from ktc.cli.options import ForceOutput
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -41,18 +43,29 @@ def command(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A checkpoint of bf16, fp16 or fp32, or a compiled model of it.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write: a complete checkpoint.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The folder to write: a complete checkpoint. Default: MODEL's name and the scheme."
+        ),
+    ] = None,
     scheme: SchemeName = "int4-g32",
     modules: ModulesName = "experts",
+    force: ForceOutput = False,
 ) -> None:
     """Write MODEL in INT4 as compressed-tensors' pack-quantized, which transformers, vLLM and ktc load."""
+    from ktc.adapters.save import require_new
+
+    output = output or model.with_name(f"{model.resolve().name}-{scheme}")
+    require_original(model)
+    require_new(output, force, (model,))
     session.require_versions()
-    write_int4(session, model, output, scheme, modules)
+    write_int4(session, model, output, scheme, modules, force=force)
 
 
 def write_int4(
     session: Session, model: Path, output: Path, scheme: SchemeName, modules: MergedModules,
-    adapter: Path | None = None, requantise: bool = False,
+    adapter: Path | None = None, requantise: bool = False, *, force: bool = False,
 ) -> None:  # fmt: skip
     """Write `model` in INT4 to `output`, with `adapter` merged into it, and show what was written."""
     from ktc.foundation.progress import progress_bar
@@ -60,7 +73,9 @@ def write_int4(
     from ktc.inference.quantize.scheme import SCHEMES
 
     with progress_bar(f"quantising into {output.name}", session.quiet) as bar:
-        done = quantize(model, output, SCHEMES[scheme], modules, bar, adapter=adapter, requantise=requantise)
+        done = quantize(
+            model, output, SCHEMES[scheme], modules, bar, adapter=adapter, requantise=requantise, force=force
+        )
     session.result(asdict(done))
     resumed = f", {done.resumed_files} files found finished" if done.resumed_files else ""
     session.show(

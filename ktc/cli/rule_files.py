@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from ktc.cli.early_checks import require_model, require_readable
 from ktc.cli.options import Model, Output
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -58,6 +59,8 @@ def import_kt_yaml_command(
     output: Output = None,
 ) -> None:
     """Convert the optimize rules in FILE to a rule file for MODEL, verified module by module."""
+    require_readable(file)
+    require_model(model)
     session.require_versions()
     from ktc.tools.kt_yaml import import_kt_yaml
 

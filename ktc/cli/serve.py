@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktc.cli.amounts import size
+from ktc.cli.early_checks import require_given
 from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled
 from ktc.cli.options import Reference, Trust, Weights
 from ktc.cli.session import Session
@@ -85,6 +86,7 @@ def command(
     trust: Trust = False,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
+    require_given(model)
     session.require_versions()
     from ktc.inference.serving import server as serve
     from ktc.inference.serving.keys import read_key

@@ -152,6 +152,11 @@ class Session:
         return self._stdout.isatty() and "NO_COLOR" not in os.environ
 
     @property
+    def is_conversation(self) -> bool:
+        """Whether a person types and reads: stdin and stdout are terminals, and no JSON is asked for."""
+        return not self.as_json and sys.stdin is not None and sys.stdin.isatty() and self._stdout.isatty()
+
+    @property
     def _silent(self) -> bool:
         """Whether only errors are printed: another process reports, or `-q --json` has all of it in its object."""
         return self._muted or (self.quiet and self.as_json)

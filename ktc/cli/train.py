@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Union, cast, get_args, 
 import typer
 
 from ktc.cli.amounts import relative
+from ktc.cli.early_checks import require_given
 from ktc.cli.following import answering, loading
 from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_after, run_compiled, shown
 from ktc.cli.options import Experts, Trust, Weights
@@ -26,7 +27,7 @@ from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
 from ktc.foundation import environment
-from ktc.training.tune.settings import TrainSettings, types_of_settings
+from ktc.training.tune.settings import TrainSettings, read_settings, require_data, types_of_settings
 
 if TYPE_CHECKING:
     from ktc.training.tune.types import PreparedData, RunPaths, TrainResult
@@ -73,6 +74,11 @@ def train_command(
     """Fine-tune a model with LoRA on a file of examples; the adapter loads on the original with stock PEFT."""
     if environment.process_rank() != 0:  # under torchrun, only rank 0 prints
         session.mute()
+    if flags["targets"] is not None:
+        flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
+    require_given(model)
+    if resume is None:  # a resumed run has settings of its own
+        require_data(read_settings(config, flags))
     session.require_versions()
     from ktc.cli.bars import steps_bar
     from ktc.cli.train_progress import TrainProgress, show_data
@@ -81,8 +87,6 @@ def train_command(
     wish = Wish.of("train", recompile=recompile, trust=trust, weights=weights, experts=experts)
     place = output or train.default_output(named_after(model))
     paths = train.RunPaths(named_after(model), place, resume, force, weights, trust, trace)
-    if flags["targets"] is not None:
-        flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
     settings = train.settings_for(paths, config, flags)
     if dry_run:
         paths = replace(paths, out=compiled(session, model, wish))

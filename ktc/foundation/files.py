@@ -61,14 +61,34 @@ def move_file(finished: Path, path: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Generator[Path]:
-    """Yield a folder to fill, which becomes `path` when the block ends. Raises OSError if `path` exists by then."""
+def new_folder(path: Path, replaces: bool = False) -> Generator[Path]:
+    """Yield a folder to fill, which becomes `path` when the block ends.
+
+    Raises OSError if `path` exists by then, except with `replaces`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with folder_beside(path) as draft:
         yield draft
         finish_folder(draft)
-        os.rename(draft, path)
-        flush(path.parent)
+        put_folder(draft, path, replaces=replaces)
+
+
+def put_folder(finished: Path, path: Path, *, replaces: bool = False) -> None:
+    """Rename a finished folder to `path`. With `replaces`, what is at `path` is removed, and nothing if that fails."""
+    if not replaces or not os.path.lexists(path):
+        os.rename(finished, path)
+    elif path.is_dir() and exchange(finished, path):
+        shutil.rmtree(finished, ignore_errors=True)
+    else:
+        with folder_beside(path) as work:
+            old = work / path.name
+            os.rename(path, old)
+            try:
+                os.rename(finished, path)
+            except OSError:
+                os.rename(old, path)
+                raise
+    flush(path.parent)
 
 
 @contextmanager

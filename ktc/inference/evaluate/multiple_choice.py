@@ -13,9 +13,10 @@ from typing import Literal
 
 from ktc.inference.evaluate.data import Question
 from ktc.inference.evaluate.likelihood import continuations, likelihoods
-from ktc.inference.generate.answers import Sampling, answer_all
+from ktc.inference.generate.answers import answer_all
 from ktc.inference.generate.language_model import LanguageModel
 from ktc.inference.generate.prompts import Prompt, render
+from ktc.inference.generate.sampling import Sampling
 
 By = Literal["text", "logprob"]
 DEFINITIONS: dict[By, str] = {

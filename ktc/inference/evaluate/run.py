@@ -16,9 +16,10 @@ from ktc.inference.evaluate.data import Item, Question
 from ktc.inference.evaluate.likelihood import continuations, likelihoods
 from ktc.inference.evaluate.metrics import Definition, Metric, mean_metric
 from ktc.inference.evaluate.multiple_choice import DEFINITIONS, By, ask, choose
-from ktc.inference.generate.answers import Sampling, answer_all, set_seed
+from ktc.inference.generate.answers import answer_all, set_seed
 from ktc.inference.generate.language_model import LanguageModel, without_adapter
 from ktc.inference.generate.prompts import Prompt, render, render_all, require_fit
+from ktc.inference.generate.sampling import Sampling
 
 Done = Callable[[int], None] | None
 """Receives the number of samples done."""

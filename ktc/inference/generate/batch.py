@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import has_lone_surrogate
 from ktc.foundation.files import refusing, write_file
-from ktc.inference.generate.answers import Pace, Sampling, answer_all, set_seed
+from ktc.inference.generate.answers import Pace, answer_all, set_seed
 from ktc.inference.generate.language_model import LanguageModel
 from ktc.inference.generate.prompts import ADDED, Row, render, render_all, require_fit
+from ktc.inference.generate.sampling import Sampling
 
 
 def answer_rows(
@@ -47,13 +47,6 @@ def jsonl(rows: Sequence[dict[str, Any]]) -> str:
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
     written = (json.dumps(row) if has_lone_surrogate(line) else line for row, line in zip(rows, lines, strict=True))
     return "".join(line + "\n" for line in written)
-
-
-def require_writable(path: Path) -> None:
-    """Raise InputRefused (U003) for a path that cannot be written, before the work."""
-    reason = "it is a folder" if path.is_dir() else "" if path.absolute().parent.is_dir() else "there is no such folder"
-    if reason:
-        raise InputRefused(Diagnostic("U003", f"cannot write `{path}`: {reason}"))
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:

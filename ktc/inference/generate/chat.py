@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.inference.generate.answers import Pace, Sampling, answer
+from ktc.inference.generate.answers import Pace, answer
 from ktc.inference.generate.language_model import LanguageModel
 from ktc.inference.generate.prompts import Message, render
+from ktc.inference.generate.sampling import Sampling
 
 COMMANDS = "/reset clears the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, suggest
 from ktc.foundation.decode import has_lone_surrogate, read_json
 from ktc.foundation.text_files import bounded, read_text
-from ktc.inference.generate.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from ktc.inference.generate.language_model import LanguageModel
 
 ROLES = ("system", "user", "assistant", "tool")
 GENERATED = "generated"  # the field that an answer is written to

@@ -26,7 +26,7 @@ from ktc.adapters.conversion import write_record
 from ktc.adapters.merge import copy_others
 from ktc.adapters.save import require_new
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.files import finish_folder, move_file, refusing, replaced_file, write_file
+from ktc.foundation.files import finish_folder, put_folder, refusing, replaced_file, write_file
 from ktc.foundation.progress import Progress
 from ktc.foundation.regular_files import read_regular
 from ktc.inference.quantize.original import Original, open_original, require_one_rounding
@@ -58,13 +58,14 @@ class QuantisedCheckpoint:
     drift: float | None
 
 
-def quantize(
+def quantize(  # noqa: PLR0913 - the options of a command, by keyword
     model: Path, out: Path, scheme: Scheme, modules: Modules = "experts", progress: Progress | None = None, *,
-    adapter: Path | None = None, requantise: bool = False,
+    adapter: Path | None = None, requantise: bool = False, force: bool = False,
 ) -> QuantisedCheckpoint:  # fmt: skip
     """Write `model` in `scheme` to the folder `out`, with `adapter` merged into it. Nothing is at `out` if refused.
 
-    `requantise`: the adapter was trained beside rounded weights, and merging may round them again. Raises InputRefused.
+    `requantise`: the adapter was trained beside rounded weights, and merging may round them again. `force` permits the
+    replacement of a merged or quantised model at `out`. Raises InputRefused.
     """
     original = open_original(model, adapter)
     require_one_rounding(original, requantise)
@@ -73,7 +74,7 @@ def quantize(
     if not requantise:
         require_trained_grid(rounded, selection.taken, scheme, modules)
     grids = _frozen(selection, rounded)
-    require_new(out)
+    require_new(out, force, (model, adapter))
     work = out.with_name(f"{out.name}.unfinished")
     kept = f"finished files are in `{work}`, and the same command goes on with the others"
     with refusing(out, safe=kept), _claimed(work):
@@ -91,7 +92,7 @@ def quantize(
         write_record(work, "int4", model, adapter, settings, original.index.files)
         (work / _STATE).unlink()
         finish_folder(work)
-        move_file(work, out)
+        put_folder(work, out, replaces=force)
     index, roundings = original.index, state.finished.values()
     weights, change, added = (
         math.fsum(getattr(rounding, name) for rounding in roundings) for name in Rounding.__slots__

@@ -62,23 +62,24 @@ class WrittenFile:
 
 def write_gguf_model(
     model: Path, out: Path, matrices: MatrixType = "bf16", progress: Progress | None = None, *,
-    adapter: Path | None = None, shard_bytes: int = 0,
+    adapter: Path | None = None, shard_bytes: int = 0, force: bool = False,
 ) -> WrittenFile:  # fmt: skip
     """Write `model`, with `adapter` merged, to the folder `out`, or to a file if `out` ends in `.gguf`.
 
-    `shard_bytes`: split into files of about so many bytes; 0: one file. Raises InputRefused; nothing is at `out` then.
+    `shard_bytes`: split into files of about so many bytes; 0: one file. `force` permits the replacement of a
+    model at `out`. Raises InputRefused; nothing is at `out` then.
     """
     gguf = require_gguf()
     original = open_original(model, adapter)
     grid = merged_grid(rounded_in_training(model, adapter), _BESIDE) if adapter else ""
     architecture = architecture_of(original.base)
     plan = plan_file(original, architecture, matrices)
-    require_new(out)
+    require_new(out, force, (model, adapter))
     alone = out.suffix == ".gguf"
     if alone and shard_bytes:
         message = f"`{out.name}` is one file, and shards are several"
         raise InputRefused(Diagnostic("Q512", message, hint="name a folder: `-o FOLDER`"))
-    with refusing(out), replaced_file(out) if alone else new_folder(out) as path:
+    with refusing(out), replaced_file(out) if alone else new_folder(out, replaces=force) as path:
         writer = gguf.GGUFWriter(path, architecture, split_max_size=shard_bytes)
         name = _describe(writer, gguf, original, plan, matrices)
         vocabulary = int(original.base.config.get_text_config().vocab_size)

@@ -7,16 +7,17 @@ LM family.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, suggest
+from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.foundation.files import new_folder
+from ktc.model.hf import model_names
+from ktc.model.hf.model_names import TWIN_SETTINGS, require_twin
 from ktc.model.hf.stock_loading import no_progress_bars
 from ktc.model.twin.build import build
 from ktc.model.twin.families import default_config
@@ -24,21 +25,6 @@ from ktc.model.twin.shrink import shrink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-# The settings specific to each twin; all others are the family's defaults, shrunk.
-_FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v2": {
-        "q_lora_rank": None,
-        "topk_method": "group_limited_greedy",
-        "n_group": 8,
-        "topk_group": 3,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-    },
-    "deepseek_v3": {},
-    "qwen3_moe": {"norm_topk_prob": True},
-}
 
 _SPECIAL = {"pad_token": "<|pad|>", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -66,7 +52,7 @@ for i in range(10): print(i, add(i, i))
 
 def names() -> tuple[str, ...]:
     """Return the families whose twins have specific settings; `tiny:NAME` may also name any other causal LM family."""
-    return tuple(_FAMILIES)
+    return tuple(TWIN_SETTINGS)
 
 
 def write(name: str, cache_dir: Path) -> Path:
@@ -77,10 +63,7 @@ def write(name: str, cache_dir: Path) -> Path:
     and no older compiled model loses its weights. Raises `InputRefused` for a name that is not a causal LM family,
     `HostLacks` (H229) if the folder cannot be written.
     """
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        hint = suggest(name, known) or f"write `tiny:` and a causal LM family, like {', '.join(names())}"
-        raise InputRefused(Diagnostic("I110", f"no small twin is called `{name}`", hint=hint))
+    require_twin(name, frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     folder = cache_dir / f"{name}-{_recipe_digest()}"
     if folder.is_dir():
         return folder
@@ -99,13 +82,13 @@ def write(name: str, cache_dir: Path) -> Path:
 def _recipe_digest() -> str:
     from transformers import __version__
 
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(model_names.__file__)]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files) + __version__.encode()).hexdigest()[:10]
 
 
 def _write_checkpoint(name: str, folder: Path) -> None:
     tokenizer = _train_tokenizer()
-    settings = _FAMILIES.get(name)
+    settings = TWIN_SETTINGS.get(name)
     config = shrink(default_config(name) if settings is None else AutoConfig.for_model(name, **settings))
     for setting in [name for name in config.to_dict() if name.startswith("vocab_size")]:
         setattr(config, setting, len(tokenizer))  # a model may have a second table, such as one for its layers

@@ -20,6 +20,7 @@ from ktc.model import twin
 from ktc.model.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.model.hf import remote_code
 from ktc.model.hf.foreign_errors import first_line
+from ktc.model.hf.model_names import TINY, looks_like_hub_id, not_a_model, require_config
 from ktc.stages.capture.types import ModelSource
 
 _MOST = {"layers": 10_000, "experts": 100_000}
@@ -41,8 +42,8 @@ def open_model(
         code = remote_code.code_files(here) if here is not None and own_code else {}
         return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here), own_code, code)
     name = str(model)
-    if name.startswith("tiny:"):
-        folder = twin.write(name.removeprefix("tiny:"), environment.cache_dir() / "models")
+    if name.startswith(TINY):
+        folder = twin.write(name.removeprefix(TINY), environment.cache_dir() / "models")
     elif Path(name).is_dir():
         folder = Path(name).resolve()
     else:
@@ -79,13 +80,8 @@ def _from_hub(name: str, fetch_weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    owner = Path(name.split("/")[0])
-    looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not owner.exists()
-    if not looks_like_id:
-        hint = "give a folder with config.json, a hub id `owner/name`, or `tiny:NAME`"
-        if name.endswith(".gguf") and Path(name).is_file():
-            hint = "put config.json and the tokenizer of the original next to the file, and give their folder"
-        raise InputRefused(Diagnostic("I100", f"MODEL `{name}` is not a folder", hint=hint))
+    if not looks_like_hub_id(name):
+        raise InputRefused(not_a_model(name))
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if fetch_weights else [])]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
@@ -97,9 +93,7 @@ def _from_hub(name: str, fetch_weights: bool) -> Path:
 
 def _read_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
-    if not path.is_file():
-        hint = "a model folder is the output of `save_pretrained`"
-        raise InputRefused(Diagnostic("I102", f"`{folder}` has no config.json", hint=hint))
+    require_config(folder)
     try:
         content: object = read_json(read_regular(path))
         if not isinstance(content, dict):

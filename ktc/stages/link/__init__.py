@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ktc.model.manifest.out_place import check_out
 from ktc.stages.link.adapter import adapter_json
 from ktc.stages.link.assemble import assemble
-from ktc.stages.link.folder import check_out
 from ktc.stages.link.package import KernelFile, Package, link
 from ktc.stages.link.rules import rule_files
 from ktc.stages.link.stages import dump_stage

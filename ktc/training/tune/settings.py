@@ -106,6 +106,12 @@ def read_settings(file: Path | None, flags: Mapping[str, object]) -> TrainSettin
     return TrainSettings(**values)
 
 
+def require_data(settings: TrainSettings) -> None:
+    """Raise InputRefused (T504) for settings without training data."""
+    if settings.data is None:
+        raise InputRefused(Diagnostic("T504", "training data is missing", hint="name it: `--data FILE`"))
+
+
 def _read(file: Path) -> dict[str, Any]:
     text = read_text(file, unreadable="T501", not_utf8="T501", most_bytes=_MOST_BYTES)
     root = _parse(text, str(file))

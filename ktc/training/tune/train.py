@@ -20,7 +20,7 @@ from ktc.foundation import environment, versions
 from ktc.foundation.files import refusing, write_file
 from ktc.training.tune import run_folder
 from ktc.training.tune.prepare import prepare
-from ktc.training.tune.settings import TrainSettings, read_settings
+from ktc.training.tune.settings import TrainSettings, read_settings, require_data
 from ktc.training.tune.types import Observe, PreparedData, RunPaths, Stop, TrainResult
 
 _PACKAGES = ("accelerate", "datasets", "trl")  # of the extra `train`
@@ -79,8 +79,7 @@ def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) ->
     require_packages()
     kept = run_folder.settings_file(paths.output) if paths.resume else None
     settings = read_settings(config or kept, flags)
-    if settings.data is None:
-        raise InputRefused(Diagnostic("T504", "training data is missing", hint="name it: `--data FILE`"))
+    require_data(settings)
     if kept is not None:
         run_folder.require_same_run(paths.output, settings, read_settings(kept, {}))
     return settings
