@@ -51,14 +51,14 @@ _MODELS = ("torch", "transformers", "peft", "numpy", "jinja2", "graphlay", "psut
 _LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.stages.proof", "ktc.stages.codegen", "ktc.stages.link",
                  "ktc.training", "ktc.adapters", "ktc.inference", "ktc.tools")  # fmt: skip
 IMPORTS = {
-    "--version": (44, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "--help": (44, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "compile --help": (44, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "explain E040": (45, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "fmt --check rules": (102, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (101, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
+    "--version": (50, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "--help": (50, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "compile --help": (50, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "explain E040": (52, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "fmt --check rules": (109, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (110, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
-    "import ktc.compiler": (238, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
+    "import ktc.compiler": (239, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }
 
 # One process: each command line runs in a fork of it, which answers with the modules that it has imported.

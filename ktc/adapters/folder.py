@@ -44,7 +44,7 @@ def no_adapter(folder: Path) -> Diagnostic:
 
 
 def no_original(folder: Path) -> Diagnostic:
-    """Return the diagnostic (A603) of a folder that is no model."""
+    """Return the diagnostic (A603) of a folder that is not a model."""
     message = f"`{folder}` is neither a compiled model nor a checkpoint: it has no `config.json`"
     return Diagnostic("A603", message, hint="name the folder of the original with `--model`")
 

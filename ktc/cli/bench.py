@@ -21,6 +21,7 @@ import typer
 
 from ktc.cli.bars import calls_bar
 from ktc.cli.compiling import settings_of
+from ktc.cli.early_checks import require_compiled, require_model
 from ktc.cli.following import compiling
 from ktc.cli.help_pages import Command
 from ktc.cli.options import CompiledModel, ExpertsFormat, ResultsFile, RuleName, Settings
@@ -41,6 +42,7 @@ _SHARED: Final[Mapping[str, Any]] = {
     "weight_format": ExpertsFormat,
     "out": CompiledModel,
 }
+_OF_MODEL: Final = ("finetune", "generate", "plans")  # whose `model` is that of `ktc compile`
 _REQUIRED: Final = ("model", "out")  # fields that a user has to name, where they have no default
 
 
@@ -53,12 +55,16 @@ def _command(kind: type[Request]) -> Callable[..., None]:
     """Return the command of a benchmark, with the fields of its request as options."""
 
     def command(session: Session, **typed: Any) -> None:
-        session.require_versions()
         output: Path | None = typed.pop("output")
         if "settings" in typed:
             typed["settings"] = settings_of(typed["settings"])
+        if kind.command in _OF_MODEL:
+            require_model(typed["model"])
+        if "out" in typed:
+            require_compiled(typed["out"])
         request = parse(kind, typed)
         _check_files(request, output)
+        session.require_versions()
         session.raise_if_interrupted()
         with watching(session) as sink:
             report = importlib.import_module(request.module).run(request, sink)

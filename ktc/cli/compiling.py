@@ -67,8 +67,8 @@ def compile_command(
     model, rules = model_and_rules(model, rules)
     out = out or Path(default_out(model))
     chosen = settings_of(settings, rules, use, experts=experts)
-    require_out(out, force)
     require_model(model)
+    require_out(out, force)
     require_rules(rules, chosen)
     require_host(host_file, isa)
     session.require_versions()
@@ -232,8 +232,13 @@ def _of_options(rules: str, use: Use | None, *, experts: bool) -> dict[str, str]
 
 
 def _check_sides(model: str | None, rules: str, diff: tuple[str, str] | None) -> None:
-    """Raise InputRefused for a MODEL, or a side of a difference, that is neither a model, a file nor a stage."""
+    """Raise InputRefused for a MODEL, or a side of a difference, that is neither a model, a file nor a stage.
+
+    Without both it raises U010.
+    """
     sides = (*(diff or ()), *(() if model is None else (model,)))
+    if not sides:
+        raise InputRefused(Diagnostic("U010", "`ktc graph` needs a MODEL or `--diff A B`"))
     for side in sides:
         if side in get_args(Stage) or Path(side).is_file() or (Path(side) / "ktc.json").is_file():
             continue

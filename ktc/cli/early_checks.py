@@ -26,7 +26,7 @@ def require_model(name: str) -> None:
 
 
 def require_compiled(*folders: Path) -> None:
-    """Raise InputRefused (L400 to L402) if an argument OUT is no compiled model."""
+    """Raise InputRefused (L400 to L402) if an argument OUT is not a compiled model."""
     from ktc.model.manifest.manifest import read_manifest
 
     for folder in folders:

@@ -41,13 +41,12 @@ def render(request: Request) -> str:
     """Return the text to print or to write.
 
     Raises:
-        InputRefused: the request (U010-U013) or an input of the compiler is refused.
+        InputRefused: the request (U011-U013) or an input of the compiler is refused.
         HostLacks: the layout library of pictures is missing (H243).
     """
     if request.diff is not None:
         return _difference(request, *request.diff)
-    if request.model is None:
-        raise InputRefused(Diagnostic("U010", "`ktc graph` needs a MODEL or `--diff A B`"))
+    assert request.model is not None, "one of the two is given"
     if request.form in ("svg", "html"):
         from ktc.stages.pictures.layout import require_layout
 

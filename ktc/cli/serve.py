@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktc.cli.amounts import size
-from ktc.cli.early_checks import require_given
+from ktc.cli.early_checks import require_given, require_readable
 from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled
 from ktc.cli.options import Reference, Trust, Weights
 from ktc.cli.session import Session
@@ -86,7 +86,9 @@ def command(
     trust: Trust = False,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP with OpenAI's API: chat, completions and responses, with streaming."""
-    require_given(model)
+    require_given(model, map(_adapter_folder, adapter or ()))
+    if api_key_file is not None:
+        require_readable(api_key_file)
     session.require_versions()
     from ktc.inference.serving import server as serve
     from ktc.inference.serving.keys import read_key
@@ -133,3 +135,8 @@ def command(
 
 def _write_line(line: str) -> None:
     typer.echo(line, err=True)
+
+
+def _adapter_folder(word: str) -> Path:
+    """Return the folder of `A` or `NAME=A`; a folder that exists as written has no name."""
+    return Path(word) if Path(word).is_dir() else Path(word.rpartition("=")[2])

@@ -153,7 +153,7 @@ class Session:
 
     @property
     def is_conversation(self) -> bool:
-        """Whether a person types and reads: stdin and stdout are terminals, and no JSON is asked for."""
+        """Whether a person types and reads: stdin and stdout are terminals, without `--json`."""
         return not self.as_json and sys.stdin is not None and sys.stdin.isatty() and self._stdout.isatty()
 
     @property

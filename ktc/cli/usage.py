@@ -107,7 +107,7 @@ def usage_fault(error: Any) -> Diagnostic:
 
 
 def _option_hint(option: str, command: Any, path: str) -> str:
-    """Return the name that ktc has for the option, one that is spelt alike, or where the options are listed."""
+    """Return the name that ktc has for the option, a similar one, or where the options are listed."""
     names = sorted(_names(command))
     typed = option.lstrip("-").replace("_", "-")
     for name in (typed, *FIELD_OPTIONS.get(typed, ())):

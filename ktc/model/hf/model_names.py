@@ -34,7 +34,7 @@ _MAPPING: Final = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # of transformers
 
 
 def require_model(name: str) -> None:
-    """Raise InputRefused (I100, I102, I110) for a name that is no model; a hub id is not looked up."""
+    """Raise InputRefused (I100, I102, I110) for a name that is not a model; a hub id is not looked up."""
     if name.startswith(TINY):
         require_twin(name.removeprefix(TINY), causal_families())
     elif Path(name).is_dir():
