@@ -95,7 +95,8 @@ def settings_text(model: str) -> str:
     """Return every setting of `ktc train` as a comment with its default, and the data as the only one that is set."""
     lines = [f"# Settings of `{shlex.join(('ktc', 'train', model, '--config', _SETTINGS))}`; options override them."]
     for setting in fields(TrainSettings):
-        default: Any = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+        value: object = setting.default
+        default = list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
         line = yaml.safe_dump({setting.name: default}).strip()
         lines += ["", f"# {setting.metadata['help']}", f"data: {DATA}" if setting.name == "data" else f"#{line}"]
     return "\n".join(lines) + "\n"
