@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from ktc.cli import completion
 from ktc.cli.amounts import relative
 from ktc.cli.options import AUTO, Use
 from ktc.cli.session import Session
@@ -27,7 +28,12 @@ _T = TypeVar("_T")
 _MANIFEST = "ktc.json"
 _ROWS = "weights.json"  # of a compiled model, also of one whose manifest is missing
 
-GivenModel = Annotated[str, typer.Argument(metavar="MODEL|OUT", help="A compiled model, or a model as for `compile`.")]
+GivenModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|OUT", help="A compiled model, or a model as for `compile`.", autocompletion=completion.models
+    ),
+]
 Recompile = Annotated[bool, typer.Option("--recompile", help="Compile MODEL again, also if the cache has it compiled.")]
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from ktc.cli import completion
+
 # The titles of groups of options in `--help`.
 OUTPUT_GROUP: Final = "Output and help"
 _output_option: Final = partial(typer.Option, rich_help_panel=OUTPUT_GROUP)
@@ -33,12 +35,24 @@ LogFile = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")]
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model folder, a hub id, or tiny:NAME (a small twin of a family).")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model folder, a hub id, or tiny:NAME (a small twin of a family).",
+        autocompletion=completion.models,
+    ),
 ]
 OptionalModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A model folder (config.json is enough), a hub id, or tiny:NAME.")
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model folder (config.json is enough), a hub id, or tiny:NAME.",
+        autocompletion=completion.models,
+    ),
 ]
-CompiledModel = Annotated[Path, typer.Argument(metavar="OUT", help="A compiled model.")]
+CompiledModel = Annotated[
+    Path, typer.Argument(metavar="OUT", help="A compiled model.", autocompletion=completion.compiled_models)
+]
 Weights = Annotated[
     Path | None,
     loading_option("--weights", help="The checkpoint's folder, if it was moved after the compilation."),
@@ -46,10 +60,20 @@ Weights = Annotated[
 AUTO: Final = "auto"  # the bundled program for any model
 Use = Literal["train", "generate", "serve"]
 Rules = Annotated[
-    str, typer.Argument(metavar="RULES", help="A rule file, or the name of a bundled one (auto, moe-lora).")
+    str,
+    typer.Argument(
+        metavar="RULES",
+        help="A rule file, or the name of a bundled one (auto, moe-lora).",
+        autocompletion=completion.programs,
+    ),
 ]
 OptionalRules = Annotated[
-    str, typer.Argument(metavar="RULES", help="A rule file, or the name of a bundled one (auto: for any model).")
+    str,
+    typer.Argument(
+        metavar="RULES",
+        help="A rule file, or the name of a bundled one (auto: for any model).",
+        autocompletion=completion.programs,
+    ),
 ]
 ForUse = Annotated[
     Use | None,
@@ -81,7 +105,10 @@ IsaName = Annotated[
 HostFile = Annotated[
     str | None,
     _compiling_option(
-        "--host", metavar="HOST", help="Plan for the machine in this TOML file, or a bundled one (h100)."
+        "--host",
+        metavar="HOST",
+        help="Plan for the machine in this TOML file, or a bundled one (h100).",
+        autocompletion=completion.machines,
     ),
 ]
 Trust = Annotated[
