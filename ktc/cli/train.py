@@ -27,7 +27,13 @@ from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
 from ktc.foundation import environment
-from ktc.training.tune.settings import TrainSettings, read_settings, require_data, types_of_settings
+from ktc.training.tune.settings import (
+    TrainSettings,
+    read_settings,
+    repeating_settings,
+    require_data,
+    types_of_settings,
+)
 
 if TYPE_CHECKING:
     from ktc.training.tune.types import PreparedData, RunPaths, TrainResult
@@ -76,6 +82,7 @@ def train_command(
         session.mute()
     if flags["targets"] is not None:
         flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
+    flags |= {name: tuple(flags[name]) if flags[name] else None for name in repeating_settings()}
     require_given(model)
     if resume is None:  # a resumed run has settings of its own
         require_data(read_settings(config, flags))
@@ -130,6 +137,8 @@ def _option(name: str) -> Any:
     wanted = types_of_settings()[name]
     options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     kind = next(option for option in options if option is not type(None))
+    if field.metadata["repeats"]:
+        return Annotated[list[str] | None, typer.Option(flag, metavar="DATA", help=field.metadata["help"])]
     metavar = "NAME,..." if get_origin(kind) is tuple else None
     kind = str if metavar else kind
     shown = "" if field.default in (None, ()) or kind is bool else f" [default: {field.default}]"

@@ -6,12 +6,12 @@ are reported, and the number of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing
-from ktc.foundation.regular_files import MOST_BYTES, read_regular
+from ktc.foundation.regular_files import MOST_BYTES, open_regular, read_regular
 
 MOST_FAULTS: Final = 20
 
@@ -24,14 +24,36 @@ def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int = M
         raise InputRefused(Diagnostic(unreadable, f"cannot read `{path}`: {error.strerror}")) from error
     except UnicodeDecodeError as error:
         line = bytes(error.object).count(b"\n", 0, error.start) + 1
-        hint = "write it again as UTF-8, for example with `iconv -t UTF-8`"
-        message, place = f"`{path}` is not UTF-8 (byte {error.start})", Span(str(path), line, 1, line, 2)
-        raise InputRefused(Diagnostic(not_utf8, message, place, hint=hint)) from error
+        raise _not_utf8(path, not_utf8, line, error.start) from error
+
+
+def read_lines(path: Path, *, unreadable: str, not_utf8: str) -> Iterator[str]:
+    """Yield the lines of a text with their ends, one by one, so that a file may be larger than the memory.
+
+    Raises InputRefused: `unreadable` or `not_utf8`.
+    """
+    before = 0
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, not_utf8, number, before + error.start) from error
+                before += len(line)
+    except OSError as error:
+        raise InputRefused(Diagnostic(unreadable, f"cannot read `{path}`: {error.strerror}")) from error
+
+
+def _not_utf8(path: Path, code: str, line: int, byte: int) -> InputRefused:
+    hint = "write it again as UTF-8, for example with `iconv -t UTF-8`"
+    place = Span(str(path), line, 1, line, 2)
+    return InputRefused(Diagnostic(code, f"`{path}` is not UTF-8 (byte {byte})", place, hint=hint))
 
 
 def bounded(faults: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """Return the first faults in order of their lines, and a note with the number and the codes of the others."""
-    ordered = sorted(faults, key=lambda fault: fault.span.line if fault.span else 0)
+    """Return the first faults in order of files and lines, and a note with the number and the codes of the others."""
+    ordered = sorted(faults, key=lambda fault: (fault.span.file, fault.span.line) if fault.span else ("", 0))
     more = ordered[MOST_FAULTS:]
     if not more:
         return tuple(ordered)

@@ -49,15 +49,15 @@ class Question:
 def read_items(path: Path, form: Format = "auto", limit: int | None = None) -> tuple[Item, ...]:
     """Return the rows as prompts with references: the last answer of each is the reference. Raises InputRefused."""
     data = read_training_data(path, form)
-    if data.format == "text":
+    if "text" in data.format.split(", "):
         message = f"`{path}` is text without questions and answers"
         hint = 'a row of a test is like {"prompt": "...", "completion": "..."}'
         raise InputRefused(Diagnostic("V801", message, hint=hint))
-    return tuple(_item(str(path), example) for example in data.examples[:limit])
+    return tuple(_item(example) for example in data.examples[:limit])
 
 
-def _item(file: str, example: Example) -> Item:
-    place = Span(file, example.line, 1, example.line, 2)
+def _item(example: Example) -> Item:
+    place = example.place
     last = max(at for at, turn in enumerate(example.turns) if turn.is_answer)
     before, answer = example.turns[:last], example.turns[last]
     if answer.role == "completion":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -21,8 +20,8 @@ from ktc.training.tune.types import PreparedData, RunPaths
 
 def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
     """Return the data as tokens, without loading the model. Raise InputRefused (T510 to T520)."""
-    assert settings.data is not None, "`settings_for` ensures it"
-    rows, held_out = _rows(settings, Path(settings.data))
+    assert settings.data, "`settings_for` ensures it"
+    rows, held_out = _rows(settings)
     limit = _limit(paths, settings)
     tokenizer = read_tokenizer(paths.out, "T507")
 
@@ -34,19 +33,20 @@ def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
             truncate=settings.truncate,
             template=settings.template,
             train_on_prompt=settings.train_on_prompt,
+            seed=settings.seed,
         )
 
     return PreparedData(encode(rows), encode(held_out) if held_out else None)
 
 
-def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingData | None]:
-    data = read_training_data(path, settings.format)
+def _rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:
+    data = read_training_data(settings.data, settings.format, settings.method)
     if settings.eval_data:
-        return data, read_training_data(Path(settings.eval_data), settings.format)
+        return data, read_training_data(settings.eval_data, settings.format, settings.method)
     if not settings.eval_split:
         return data, None
     if len(data.examples) == 1:
-        raise InputRefused(Diagnostic("T503", f"`eval_split` of `{path}`: one row cannot be split"))
+        raise InputRefused(Diagnostic("T503", f"`eval_split` of `{data.file}`: one row cannot be split"))
     held_out = min(max(1, round(len(data.examples) * settings.eval_split)), len(data.examples) - 1)
     order = list(range(len(data.examples)))
     random.Random(settings.seed).shuffle(order)
@@ -54,7 +54,8 @@ def _rows(settings: TrainSettings, path: Path) -> tuple[TrainingData, TrainingDa
         replace(data, examples=tuple(data.examples[number] for number in sorted(numbers)))
         for numbers in (order[held_out:], order[:held_out])
     )
-    return train, evaluation
+    once = tuple(replace(source, weight=1.0) for source in data.sources)
+    return train, replace(evaluation, sources=once)
 
 
 def _limit(paths: RunPaths, settings: TrainSettings) -> int:

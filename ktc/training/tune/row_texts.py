@@ -7,14 +7,20 @@ rejects the turns (`AnswerNotFound`).
 from __future__ import annotations
 
 import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from jinja2 import TemplateError
+
 from ktc.model.hf.token_borders import Stretch, shared_length
-from ktc.training.tune.examples import Turn
 from ktc.training.tune.settings import Template
+from ktc.training.tune.turns import ANSWERS, Turn
 
 CHAT: Final = frozenset({"system", "user", "assistant", "tool"})
+Turns = tuple[Turn, ...]
+Tools = Sequence[Mapping[str, Any]]
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -54,20 +60,45 @@ class RowWriter:
         self._marks = self.uses_template and bool(_GENERATION.search(tokenizer.get_chat_template()))
         self._end = str(tokenizer.eos_token or "")
 
-    def write(self, turns: tuple[Turn, ...], everything: bool) -> RowText:
+    def write(self, turns: Turns, everything: bool, tools: Tools = ()) -> RowText:
         """Return the text of one row; `everything` learns the questions too. Raises AnswerNotFound."""
-        from jinja2 import TemplateError
-
-        if not (self.uses_template and turns[0].role in CHAT):
+        if not self._is_templated(turns, tools):
             return self._joined(turns, everything or turns[0].role == "text")
-        try:
+        with _refusing_turns():
+            self._require_calls(turns, tools)
             if everything:
-                return RowText(self._template(turns), None)
-            return self._marked(turns) if self._marks else self._rendered(turns)
-        except TemplateError as error:  # a template refuses unknown roles
-            raise AnswerNotFound(f"the chat template refuses these turns: {error}") from error
+                return RowText(self._template(turns, tools), None)
+            if self._marks and all(turn.learned for turn in turns):  # the marks do not say which answer they are of
+                return self._marked(turns, tools)
+            return self._rendered(turns, tools)
 
-    def _marked(self, turns: tuple[Turn, ...]) -> RowText:
+    def write_completion(self, turns: Turns, tools: Tools = ()) -> RowText:
+        """Return the text of one row whose answer is all that follows its prompt. Raises AnswerNotFound."""
+        if not self._is_templated(turns, tools):
+            row = self._joined(turns, everything=False)
+            ((start, prompt),) = [(answer.start, answer.prompt) for answer in (row.answers or ())[:1]]
+            return RowText(row.text, (Answer(start, len(row.text), prompt),), special=True)
+        place = next(number for number, turn in enumerate(turns) if turn.is_answer)
+        with _refusing_turns():
+            self._require_calls(turns, tools)
+            text, prompt = self._template(turns, tools), self._template(turns[:place], tools, prompt=True)
+        return RowText(text, (Answer(shared_length(prompt, text), len(text), prompt),))
+
+    def writes_tools(self, turns: Turns, tools: Tools) -> bool:
+        """Return whether the template writes the descriptions of tools, which it may ignore."""
+        with _refusing_turns():
+            return self._template(turns, tools) != self._template(turns, ())
+
+    def _is_templated(self, turns: Turns, tools: Tools) -> bool:
+        """Return whether the template formats the turns. Raises AnswerNotFound for tools without one."""
+        if self.uses_template and turns[0].role in CHAT:
+            return True
+        if tools or any(turn.calls_tools for turn in turns):
+            reason = "`--template plain` writes none" if self.has_template else "the tokenizer has no chat template"
+            raise AnswerNotFound(f"tools and their calls are written by a chat template, and {reason}")
+        return False
+
+    def _marked(self, turns: Turns, tools: Tools) -> RowText:
         """Return the text with the stretches that the template marks as the assistant's.
 
         transformers' own mask of tokens ends an answer within its last character if that has several tokens, and ends
@@ -77,7 +108,8 @@ class RowWriter:
 
         texts, marks = cast("Any", chat_template_utils).render_jinja_template(
             conversations=[_messages(turns)],
-            chat_template=self._tokenizer.get_chat_template(),
+            tools=list(tools) or None,
+            chat_template=self._chat_template(tools),
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
@@ -85,47 +117,74 @@ class RowWriter:
         answers = tuple(Answer(start, end, text[:start]) for start, end in stretches if start < end)
         return RowText(text, answers, marked=True)
 
-    def _rendered(self, turns: tuple[Turn, ...]) -> RowText:
-        text = self._template(turns)
+    def _rendered(self, turns: Turns, tools: Tools) -> RowText:
+        text = self._template(turns, tools)
         places = (number for number, turn in enumerate(turns) if turn.is_answer)
-        return RowText(text, tuple(self._answer(text, turns, place) for place in places))
+        return RowText(text, tuple(self._answer(text, turns, place, tools) for place in places))
 
-    def _answer(self, text: str, turns: tuple[Turn, ...], place: int) -> Answer:
+    def _answer(self, text: str, turns: Turns, place: int, tools: Tools) -> Answer:
         """Return the answer from the end of the generation prompt to the end of its turn.
 
         A template may write the generation prompt otherwise than a turn (with an empty thought); the answer begins
         where they differ. It may format the last answer differently from earlier ones (with an empty thought before
         it), so the end of an earlier one is searched after its content.
         """
-        prompt = self._template(turns[:place], prompt=True)
-        until = self._template(turns[: place + 1])
+        prompt = self._template(turns[:place], tools, prompt=True)
+        until = self._template(turns[: place + 1], tools)
         start = shared_length(prompt, text)
-        if start < len(prompt) and not text.startswith(self._template(turns[:place])):
+        if start < len(prompt) and not text.startswith(self._template(turns[:place], tools)):
             message = f"the template writes the turns before turn {place + 1} differently once it is answered"
             raise AnswerNotFound(message)
         if text.startswith(until):
             return Answer(start, len(until), prompt)
         content = turns[place].content.strip()
         tail = until[until.rindex(content) + len(content) :] if content in until else ""
-        content_start = text.find(content + tail, start)
+        content_start = -1 if turns[place].calls_tools else text.find(content + tail, start)
         if content_start < 0:
             raise AnswerNotFound(f"the answer in turn {place + 1} is not found in the output of the template")
         return Answer(start, content_start + len(content) + len(tail), prompt)
 
-    def _template(self, turns: tuple[Turn, ...], prompt: bool = False) -> str:
-        return self._tokenizer.apply_chat_template(_messages(turns), tokenize=False, add_generation_prompt=prompt)
+    def _require_calls(self, turns: Turns, tools: Tools) -> None:
+        """Raise AnswerNotFound for a template that leaves calls of tools out: nothing of them would be learned."""
+        if not any(turn.calls_tools for turn in turns):
+            return
+        without = [{"content": "", **message, "tool_calls": None} for message in _messages(turns)]
+        with suppress(TemplateError, TypeError, ValueError):  # it needs them
+            if self._apply(without, tools) == self._template(turns, tools):
+                raise AnswerNotFound("the chat template does not write calls of tools (`tool_calls`)")
 
-    def _joined(self, turns: tuple[Turn, ...], everything: bool) -> RowText:
+    def _template(self, turns: Turns, tools: Tools, *, prompt: bool = False) -> str:
+        return self._apply(_messages(turns), tools, prompt=prompt)
+
+    def _apply(self, messages: list[dict[str, Any]], tools: Tools, *, prompt: bool = False) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+        )
+
+    def _chat_template(self, tools: Tools) -> str:
+        return self._tokenizer.get_chat_template(tools=list(tools) or None)
+
+    def _joined(self, turns: Turns, everything: bool) -> RowText:
         """Join turns without a template: questions end with a line break, answers with the end-of-text token."""
         text, answers = "", list[Answer]()
         for turn in turns:
             written = turn.content + ("" if turn.role == "prompt" else "\n")
-            if turn.is_answer:
+            if turn.role in ANSWERS:
                 written = turn.content.removesuffix(self._end) + self._end
+            if turn.is_answer:
                 answers.append(Answer(len(text), len(text) + len(written), text))
             text += written
         return RowText(text, None if everything else tuple(answers), special=True)
 
 
-def _messages(turns: tuple[Turn, ...]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+def _messages(turns: Turns) -> list[dict[str, Any]]:
+    return [turn.for_template() for turn in turns]
+
+
+@contextmanager
+def _refusing_turns() -> Generator[None]:
+    """Raise AnswerNotFound in place of a template's error: it refuses roles, or keys that it needs are not there."""
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError) as error:
+        raise AnswerNotFound(f"the chat template refuses these turns: {error}") from error

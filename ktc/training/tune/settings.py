@@ -21,6 +21,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.foundation.text_files import read_text
 
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt", "text"]
+Method = Literal["sft", "dpo", "kto"]
 Template = Literal["auto", "plain"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 Precision = Literal["bf16", "fp32"]
@@ -28,19 +29,30 @@ Stack = Literal["auto", "on", "off"]
 _MOST_BYTES = 1 << 20
 
 
-def _setting(default: object, text: str, *, low: float | None = None, above: float | None = None) -> Any:
-    """Make a field with its help; values must be at least `low` and below `above`."""
-    return field(default=default, metadata={"help": text, "low": low, "above": above})
+def _setting(
+    default: object, text: str, *, low: float | None = None, above: float | None = None, repeats: bool = False
+) -> Any:
+    """Make a field with its help; values must be at least `low` and below `above`.
+
+    A flag that `repeats` is given once for each value, and its key of the YAML file may have one value alone.
+    """
+    return field(default=default, metadata={"help": text, "low": low, "above": above, "repeats": repeats})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """Every setting with its default. Lengths count tokens, sizes of batches sequences, and all steps are updates."""
 
-    data: str | None = _setting(None, "Training data: .json, .jsonl or .txt, or `capitals`, which ktc ships.")
+    data: tuple[str, ...] = _setting(
+        (),
+        "Training data: a file (.jsonl, .json, .csv, .parquet, .txt), a folder, a pattern in quotes, owner/name of the "
+        "hub, or `capitals`, which ktc ships; several with a flag each, and DATA:2 takes the rows of one twice.",
+        repeats=True,
+    )
+    method: Method = _setting("sft", "sft learns answers; dpo and kto learn preferences.")
     format: Format = _setting("auto", "The format of the data; detected from its keys by default.")
     template: Template = _setting("auto", "auto: the tokenizer's chat template; plain: texts joined without one.")
-    eval_data: str | None = _setting(None, "Held-out data in the same format.")
+    eval_data: tuple[str, ...] = _setting((), "Held-out data, named in the same way.", repeats=True)
     eval_split: float = _setting(0.0, "Share of the data to hold out if there is no eval file.", low=0, above=1)
     length: int = _setting(512, "Longest sequence.", low=2)
     truncate: bool = _setting(False, "Cut longer sequences; otherwise they are refused.")
@@ -90,7 +102,15 @@ class TrainSettings:
 
     def to_yaml(self) -> str:
         """Return the settings as a YAML file that repeats this run."""
-        return yaml.safe_dump({**asdict(self), "targets": [*self.targets]}, sort_keys=False, allow_unicode=True)
+        lists = {name: [*getattr(self, name)] for name in ("data", "eval_data", "targets")}
+        values = {**asdict(self), **lists}
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+@cache
+def repeating_settings() -> frozenset[str]:
+    """Return the names of the settings whose flags repeat."""
+    return frozenset(setting.name for setting in fields(TrainSettings) if setting.metadata["repeats"])
 
 
 @cache
@@ -108,7 +128,7 @@ def read_settings(file: Path | None, flags: Mapping[str, object]) -> TrainSettin
 
 def require_data(settings: TrainSettings) -> None:
     """Raise InputRefused (T504) for settings without training data."""
-    if settings.data is None:
+    if not settings.data:
         raise InputRefused(Diagnostic("T504", "training data is missing", hint="name it: `--data FILE`"))
 
 
@@ -166,6 +186,8 @@ def _value(name: str, node: yaml.Node) -> tuple[Any, str]:
             return tuple(str(item.value) for item in items), ""
     if not isinstance(node, yaml.ScalarNode):
         return None, f"`{name}` must be {_words(wanted)}"
+    if name in repeating_settings() and node.tag in _PLAIN_TAGS:
+        return ((str(node.value),) if node.tag != "tag:yaml.org,2002:null" else ()), ""
     if str in _options(wanted) and node.tag in _PLAIN_TAGS and node.tag != "tag:yaml.org,2002:null":
         return node.value, ""
     if node.tag not in _PLAIN_TAGS:
@@ -240,6 +262,14 @@ def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
             yield f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"
+    if settings.method != "sft":
+        for name in ("packing", "train_on_prompt"):
+            if getattr(settings, name):
+                yield f"`{name}` is for `method: sft`", f"leave it out with `{settings.method}`"
+        if settings.format != "auto":
+            yield f"`format` is for `method: sft`, and `{settings.method}` has formats of its own", "leave it out"
+        if settings.method == "kto" and settings.batch < 2:
+            yield "`method: kto` compares the answers of a batch, and `batch` is 1", "give it 2 or more"
     if settings.eval_data and settings.eval_split:
         yield "`eval_data` and `eval_split` are two ways to hold data out", "give one of them"
     if settings.stack == "on" and settings.accumulation == 1:

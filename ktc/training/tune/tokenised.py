@@ -8,18 +8,21 @@ cannot be found (T518), no answer left (T519).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from ktc.diagnostics import Diagnostic, InputRefused, Span
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.stage_progress import counted
 from ktc.foundation.text_files import bounded
-from ktc.training.tune.examples import Example, TrainingData
-from ktc.training.tune.labels import NOT_LEARNED, BorderInToken, Labeller
+from ktc.training.tune.examples import Example, ReadSource, TrainingData
+from ktc.training.tune.labels import NOT_LEARNED, BorderInToken, Labelled, Labeller
+from ktc.training.tune.row_formats import Row
 from ktc.training.tune.row_texts import CHAT, AnswerNotFound, RowWriter
 from ktc.training.tune.settings import Template
+from ktc.training.tune.turns import Turn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,22 +59,58 @@ class DataSummary:
     dropped: int
     lengths: tuple[Bin, ...]
     first: tuple[tuple[str, bool], ...]
+    sources: tuple[ReadSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenisedData:
-    """`input_ids` and `labels` row by row; `notes` are warnings about how they were made."""
+    """`input_ids` and `labels` row by row; `notes` are warnings about how they were made.
+
+    Of pairs these are the chosen answers after their prompts, and `rejected` the others. `good` judges each row.
+    """
 
     input_ids: tuple[list[int], ...]
     labels: tuple[list[int], ...]
     summary: DataSummary
     notes: tuple[Diagnostic, ...]
+    rejected: tuple[Labelled, ...] = ()
+    good: tuple[bool, ...] = ()
 
     def dataset(self) -> Dataset:
         """Return the rows as a dataset of TRL's tokenised form."""
         from datasets import Dataset
 
-        return Dataset.from_dict({"input_ids": list(self.input_ids), "labels": list(self.labels)})
+        return Dataset.from_dict(self._columns())
+
+    def _columns(self) -> dict[str, list[Any]]:
+        if not self.rejected and not self.good:
+            return {"input_ids": list(self.input_ids), "labels": list(self.labels)}
+        starts = [_first_learned(labels) for labels in self.labels]
+        if self.good:
+            return {
+                "prompt_ids": [ids[:at] for ids, at in zip(self.input_ids, starts, strict=True)],
+                "completion_ids": [ids[at:] for ids, at in zip(self.input_ids, starts, strict=True)],
+                "label": list(self.good),
+            }
+        # Both answers begin at the first token that either of them has for its own.
+        starts = [min(at, _first_learned(row.labels)) for at, row in zip(starts, self.rejected, strict=True)]
+        return {
+            "prompt_ids": [ids[:at] for ids, at in zip(self.input_ids, starts, strict=True)],
+            "chosen_ids": [ids[at:] for ids, at in zip(self.input_ids, starts, strict=True)],
+            "rejected_ids": [row.ids[at:] for row, at in zip(self.rejected, starts, strict=True)],
+        }
+
+
+@dataclass(slots=True)
+class _Tokenised:
+    """What is known of the rows so far. A row is one sequence, of a pair two; each row has its source's number."""
+
+    rows: list[tuple[Labelled, ...]]
+    examples: list[Example]
+    faults: list[Diagnostic]
+    too_long: list[tuple[Example, int]]
+    joined: list[tuple[Example, BorderInToken]]
+    dropped: int = 0
 
 
 def tokenise(
@@ -82,58 +121,102 @@ def tokenise(
     truncate: bool = False,
     template: Template = "auto",
     train_on_prompt: bool = False,
+    seed: int = 0,
 ) -> TokenisedData:
-    """Return every row as at most `limit` tokens.
+    """Return every row as at most `limit` tokens, as often as the weight of its source says.
 
     Raises:
         InputRefused: T517 for rows that are too long without `truncate`, T518 for a template in which answers cannot be
             found, T519 if no answer is left.
     """
     writer, labeller = RowWriter(tokenizer, template), Labeller(tokenizer)
-    faults, dropped = list[Diagnostic](), 0
-    too_long, joined = list[tuple[int, int]](), list[tuple[int, BorderInToken]]()
-    rows: list[tuple[list[int], list[int]]] = []
+    known = _Tokenised([], [], [], [], [])
     for example in counted(data.examples, len(data.examples)):
         try:
-            row = labeller.label(writer.write(example.turns, train_on_prompt))
+            row = _sequences(example.row, writer, labeller, train_on_prompt)
         except AnswerNotFound as error:
-            faults.append(_at(data.file, example, "T518", str(error)))
+            known.faults.append(_at(example, "T518", str(error)))
             continue
-        ids, labels = row.ids[:limit], row.labels[:limit]
-        if len(row.ids) > limit:
-            too_long.append((example.line, len(row.ids)))
-        if all(label == NOT_LEARNED for label in labels[1:]):
-            dropped += 1
-            continue
-        rows.append((ids, labels))
-        if row.joined is not None:
-            joined.append((example.line, row.joined))
-    if too_long and not truncate:
-        faults += _too_long(data.file, too_long, limit)
+        _add(known, example, row, limit)
+    faults = known.faults + ([] if truncate else list(_too_long(known.too_long, limit)))
     if faults:
         raise InputRefused(*bounded(faults))
-    if not rows:
-        hint = "give more `--length`" if too_long else "`--train-on-prompt` trains on questions too"
+    if not known.rows:
+        hint = "give more `--length`" if known.too_long else "`--train-on-prompt` trains on questions too"
         raise InputRefused(Diagnostic("T519", f"no row of `{data.file}` has an answer left to train on", hint=hint))
+    notes = (
+        *_without_template(data, writer, template),
+        *_empty(data),
+        *_joined(known.joined),
+        *_tools_not_written(data, writer),
+    )
+    order = weighted([example.source for example in known.examples], [source.weight for source in data.sources], seed)
+    rows = [known.rows[number] for number in order]
     used_template = ("chat" if writer.uses_template else "plain") if _is_chat(data) else "none"
+    cut = (len(known.too_long), known.dropped)
     return TokenisedData(
-        tuple(ids for ids, _ in rows),
-        tuple(labels for _, labels in rows),
-        _summary(data, rows, tokenizer, template=used_template, limit=limit, cut=len(too_long), dropped=dropped),
-        (*_without_template(data, writer, template), *_empty(data), *_joined(data.file, joined)),
+        tuple(row[0].ids for row in rows),
+        tuple(row[0].labels for row in rows),
+        _summary(data, [row[0] for row in rows], tokenizer, template=used_template, limit=limit, cut=cut),
+        notes,
+        tuple(row[1] for row in rows if len(row) > 1),
+        tuple(good for number in order if (good := known.examples[number].row.good) is not None),
     )
 
 
-def _at(file: str, example: Example, code: str, message: str) -> Diagnostic:
+def _sequences(row: Row, writer: RowWriter, labeller: Labeller, everything: bool) -> tuple[Labelled, ...]:
+    """Return the sequences of a row: of a pair the chosen one and the rejected one. Raises AnswerNotFound."""
+    if row.rejected is None and row.good is None:
+        return (labeller.label(writer.write(row.turns, everything, row.tools)),)
+    answers = (row.turns,) if row.rejected is None else (row.turns, row.rejected)
+    return tuple(labeller.label(writer.write_completion(turns, row.tools)) for turns in answers)
+
+
+def _add(known: _Tokenised, example: Example, row: tuple[Labelled, ...], limit: int) -> None:
+    """Add a row, cut to `limit` tokens. It is dropped if nothing of an answer is left."""
+    longest = max(len(sequence.ids) for sequence in row)
+    if longest > limit:
+        known.too_long.append((example, longest))
+    cut = tuple(Labelled(sequence.ids[:limit], sequence.labels[:limit], sequence.joined) for sequence in row)
+    if any(all(label == NOT_LEARNED for label in sequence.labels[1:]) for sequence in cut):
+        known.dropped += 1
+        return
+    known.rows.append(cut)
+    known.examples.append(example)
+    if joined := next((sequence.joined for sequence in cut if sequence.joined is not None), None):
+        known.joined.append((example, joined))
+
+
+def weighted(sources: Sequence[int], weights: Sequence[float], seed: int) -> list[int]:
+    """Return the numbers of the rows, each as often as the weight of its source says.
+
+    A weight of 2.5 takes every row twice, and half of them, chosen by `seed`, a third time. At least one row of a
+    source remains.
+    """
+    order = list[int]()
+    for source, weight in enumerate(weights):
+        rows = [number for number, of_source in enumerate(sources) if of_source == source]
+        total = max(1, round(len(rows) * weight)) if rows else 0
+        times, rest = divmod(total, len(rows) or 1)
+        order += rows * times + sorted(random.Random(f"{seed} {source}").sample(rows, rest))
+    return order
+
+
+def _at(example: Example, code: str, message: str) -> Diagnostic:
     hint = "`--train-on-prompt` trains on everything, `--template plain` uses no template"
-    return Diagnostic(code, message, Span(file, example.line, 1, example.line, 2), hint=hint)
+    return Diagnostic(code, message, example.place, hint=hint)
 
 
-def _too_long(file: str, too_long: Sequence[tuple[int, int]], limit: int) -> Iterator[Diagnostic]:
-    hint = f"`--truncate` cuts them, `--length {max(length for _, length in too_long)}` accepts all of them"
-    for line, length in too_long:
-        message = f"a row of {length} tokens, where {limit} are the longest"
-        yield Diagnostic("T517", message, Span(file, line, 1, line, 2), hint=hint)
+def _too_long(too_long: Sequence[tuple[Example, int]], limit: int) -> Iterator[Diagnostic]:
+    hint = (
+        f"`--truncate` cuts them, `--length {max((length for _, length in too_long), default=0)}` accepts all of them"
+    )
+    for example, length in too_long:
+        yield Diagnostic("T517", f"a row of {length} tokens, where {limit} are the longest", example.place, hint=hint)
+
+
+def _first_learned(labels: Sequence[int]) -> int:
+    return next((at for at, label in enumerate(labels) if label != NOT_LEARNED), len(labels))
 
 
 # Warnings ------------------------------------------------------------------------------------------------------------
@@ -148,20 +231,32 @@ def _without_template(data: TrainingData, writer: RowWriter, asked: Template) ->
 
 def _empty(data: TrainingData) -> Iterator[Diagnostic]:
     """Yield one warning for all rows with an answer that has no text."""
-    has_empty = (any(turn.is_answer and not turn.content.strip() for turn in row.turns) for row in data.examples)
-    lines = [row.line for row, empty in zip(data.examples, has_empty, strict=True) if empty]
-    if lines:
+    rows = [row for row in data.examples if any(_is_empty_answer(turn) for turn in row.turns)]
+    if rows:
         message = "the answer is empty: the row teaches the model to stop at once"
-        message += "" if len(lines) == 1 else f" ({len(lines)} rows have such an answer)"
+        message += "" if len(rows) == 1 else f" ({len(rows)} rows have such an answer)"
         hint = "remove such rows if that is not intended"
-        yield Diagnostic("T544", message, Span(data.file, lines[0], 1, lines[0], 2), hint=hint, severity="warning")
+        yield Diagnostic("T544", message, rows[0].place, hint=hint, severity="warning")
 
 
-def _joined(file: str, borders: Sequence[tuple[int, BorderInToken]]) -> Iterator[Diagnostic]:
+def _is_empty_answer(turn: Turn) -> bool:
+    return turn.is_answer and not turn.content.strip() and not turn.calls_tools
+
+
+def _tools_not_written(data: TrainingData, writer: RowWriter) -> Iterator[Diagnostic]:
+    """Yield a warning if the template leaves the descriptions of tools out, by the first row that has some."""
+    rows = [row for row in data.examples if row.row.tools]
+    if rows and not writer.writes_tools(rows[0].turns, rows[0].row.tools):
+        message = f"the chat template does not write `tools`: the model will not see them ({len(rows)} rows have some)"
+        hint = "take a tokenizer whose chat template writes tools, or remove them from the rows"
+        yield Diagnostic("T547", message, rows[0].place, hint=hint, severity="warning")
+
+
+def _joined(borders: Sequence[tuple[Example, BorderInToken]]) -> Iterator[Diagnostic]:
     """Yield one warning for all rows, with the first of them and their number."""
     if not borders:
         return
-    line, first = borders[0]
+    example, first = borders[0]
     alone, within = _shown(first.alone), _shown(first.within)
     message = (
         f"the answer begins inside the token `{within}`, which is learned whole; the prompt alone ends with `{alone}`"
@@ -173,7 +268,7 @@ def _joined(file: str, borders: Sequence[tuple[int, BorderInToken]]) -> Iterator
     elif first.spaces:
         hint = "move the white space at the prompt's end to the answer's start, here and when the model is asked"
     message += "" if len(borders) == 1 else f" ({len(borders)} rows have such a border)"
-    yield Diagnostic("T543", message, Span(file, line, 1, line, 2), hint=hint, severity="warning")
+    yield Diagnostic("T543", message, example.place, hint=hint, severity="warning")
 
 
 def _shown(text: str) -> str:
@@ -183,10 +278,10 @@ def _shown(text: str) -> str:
 
 # Summary -------------------------------------------------------------------------------------------------------------
 def _summary(
-    data: TrainingData, rows: Sequence[tuple[list[int], list[int]]], tokenizer: Any, *,
-    template: str, limit: int, cut: int, dropped: int,
-) -> DataSummary:  # fmt: skip
-    lengths = [len(ids) for ids, _ in rows]
+    data: TrainingData, rows: Sequence[Labelled], tokenizer: Any, *, template: str, limit: int, cut: tuple[int, int]
+) -> DataSummary:
+    """Return the counts; `cut` are the numbers of rows that were cut and that were dropped."""
+    lengths = [len(row.ids) for row in rows]
     return DataSummary(
         file=data.file,
         format=data.format,
@@ -194,15 +289,16 @@ def _summary(
         template=template,
         rows=len(rows),
         tokens=sum(lengths),
-        learned=sum(label != NOT_LEARNED for _, labels in rows for label in labels),
+        learned=sum(label != NOT_LEARNED for row in rows for label in row.labels),
         shortest=min(lengths),
         median=median(lengths),
         longest=max(lengths),
         limit=limit,
-        cut=cut,
-        dropped=dropped,
+        cut=cut[0],
+        dropped=cut[1],
         lengths=tuple(_bins(lengths)),
-        first=tuple(_pieces(tokenizer, *rows[0])),
+        first=tuple(_pieces(tokenizer, rows[0].ids, rows[0].labels)),
+        sources=data.sources,
     )
 
 

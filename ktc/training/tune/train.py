@@ -9,7 +9,7 @@ in use or occupied (T521 to T525), settings that a library refuses (T508). Then:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ _PACKAGES = ("accelerate", "datasets", "trl")  # of the extra `train`
 
 def train(
     out: str | Path,
-    data: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
     *,
     output: str | Path | None = None,
     config: str | Path | None = None,
@@ -39,6 +39,7 @@ def train(
 ) -> TrainResult:
     """Tune the compiled model in `out` on `data` and write the adapter to `output`.
 
+    `data` is a source or several, as `ktc train --data` takes them: files, folders, patterns, data sets of the hub.
     `config` names a YAML file of settings; `settings` are those of `TrainSettings` and override it. `resume` continues
     a run ("auto", or a checkpoint's path), `force` replaces one. `trace` is a file for the timeline of one step.
     `settings` may also have `weights` and `trust_remote_code`, as `ktc.load` takes them. Raises InputRefused with all
@@ -54,8 +55,16 @@ def train(
         trusted,
         Path(trace) if trace else None,
     )
-    flags = {**settings, "data": None if data is None else str(data)}
+    named = {name: _names(value) for name, value in (("data", data), ("eval_data", settings.pop("eval_data", None)))}
+    flags = {**settings, **named}
     return run(paths, settings_for(paths, Path(config) if config else None, flags))
+
+
+def _names(sources: str | Path | Sequence[str | Path] | None) -> tuple[str, ...] | None:
+    """Return the sources of an argument as texts, None for none."""
+    if sources is None:
+        return None
+    return (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
 
 
 def default_output(out: Path) -> Path:

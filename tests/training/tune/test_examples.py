@@ -109,7 +109,7 @@ def test_all_bad_rows_are_told_together_and_the_list_is_bounded(tmp_path: Path) 
 
 def test_a_missing_file_and_an_unknown_ending_are_refused(tmp_path: Path) -> None:
     assert refusals(tmp_path / "none.jsonl")[0].code == "T510"
-    assert refusals(written(tmp_path, "a,b", "table.csv"))[0].code == "T510"
+    assert refusals(written(tmp_path, "a,b", "table.xls"))[0].code == "T510"
     assert refusals(written(tmp_path, "a", "book.txt"), "alpaca")[0].code == "T514"
 
 

@@ -24,7 +24,9 @@ def refusals(path: Path) -> list[Diagnostic]:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    settings = TrainSettings(data="a.jsonl", rank=16, targets=("q_proj", "v_proj"), learning_rate=1e-5, packing=True)
+    settings = TrainSettings(
+        data=("a.jsonl", "b/*.csv:2"), rank=16, targets=("q_proj", "v_proj"), learning_rate=1e-5, packing=True
+    )
     assert read_settings(file(tmp_path, settings.to_yaml()), {}) == settings
     assert read_settings(file(tmp_path, ""), {}) == TrainSettings()
 
@@ -58,6 +60,15 @@ def test_what_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
     assert refusals(file(tmp_path, text))[0].code == "T501"
 
 
+def test_data_is_one_source_or_several(tmp_path: Path) -> None:
+    for text, sources in (
+        ("data: a.jsonl:2", ("a.jsonl:2",)),
+        ("data: [a.jsonl:2, b]", ("a.jsonl:2", "b")),
+        ("data:", ()),
+    ):
+        assert read_settings(file(tmp_path, text), {}).data == sources
+
+
 def test_a_tag_runs_nothing(tmp_path: Path) -> None:
     found = refusals(file(tmp_path, "seed: !!python/object/apply:os.system ['true']\ndata: !!python/name:os.system\n"))
     assert {each.code for each in found} == {"T503"}
@@ -66,8 +77,11 @@ def test_a_tag_runs_nothing(tmp_path: Path) -> None:
 def test_settings_that_contradict_each_other_are_refused() -> None:
     for settings in (
         {"early_stopping": 2},
-        {"eval_data": "a.jsonl", "eval_split": 0.1},
+        {"eval_data": ("a.jsonl",), "eval_split": 0.1},
         {"stack": "on", "router_aux_loss": 0.1},
+        {"method": "dpo", "packing": True},
+        {"method": "dpo", "format": "alpaca"},
+        {"method": "kto"},
     ):
         with pytest.raises(InputRefused, match="T503"):
             TrainSettings(**settings)
