@@ -68,9 +68,9 @@ class RowWriter:
             self._require_calls(turns, tools)
             if everything:
                 return RowText(self._template(turns, tools), None)
-            if self._marks and all(turn.learned for turn in turns):  # the marks do not say which answer they are of
-                return self._marked(turns, tools)
-            return self._rendered(turns, tools)
+            is_whole = all(turn.learned for turn in turns if turn.role != "assistant")  # and no prompt with an answer
+            marked = self._marked(turns, tools) if self._marks and is_whole else None
+            return marked or self._rendered(turns, tools)
 
     def write_completion(self, turns: Turns, tools: Tools = ()) -> RowText:
         """Return the text of one row whose answer is all that follows its prompt. Raises AnswerNotFound."""
@@ -98,8 +98,10 @@ class RowWriter:
             raise AnswerNotFound(f"tools and their calls are written by a chat template, and {reason}")
         return False
 
-    def _marked(self, turns: Turns, tools: Tools) -> RowText:
+    def _marked(self, turns: Turns, tools: Tools) -> RowText | None:
         """Return the text with the stretches that the template marks as the assistant's.
+
+        None if some answers are not to be learned, and the marks are not one for each.
 
         transformers' own mask of tokens ends an answer within its last character if that has several tokens, and ends
         nowhere if it has none.
@@ -114,6 +116,11 @@ class RowWriter:
             **self._tokenizer.special_tokens_map,
         )
         text, stretches = cast("str", texts[0]), cast("list[Stretch]", marks[0])
+        learned = [turn.learned for turn in turns if turn.role == "assistant"]
+        if not all(learned):
+            if len(stretches) != len(learned):
+                return None
+            stretches = [stretch for stretch, is_learned in zip(stretches, learned, strict=True) if is_learned]
         answers = tuple(Answer(start, end, text[:start]) for start, end in stretches if start < end)
         return RowText(text, answers, marked=True)
 

@@ -73,7 +73,8 @@ def messages(listed: object, key: str, *, learned: bool = True) -> Iterator[Turn
         weight = turn.get("weight", 1)
         if weight not in (0, 1):
             raise RowFault("T515", f"the `weight` of {where} is 0 or 1", "0 leaves an answer out of the loss")
-        given = {name: value for name, value in turn.items() if name not in ("weight", "tool_calls")}
+        kept = turn.keys() - {"weight", "tool_calls"}
+        given = {name: value for name, value in turn.items() if name in kept and value is not None}
         message = given | ({"tool_calls": calls} if calls else {})
         yield Turn(role, text, learned and weight == 1, None if message.keys() == {"role", "content"} else message)
 

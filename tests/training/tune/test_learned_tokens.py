@@ -309,3 +309,91 @@ def test_special_tokens_at_the_end_of_every_text_are_no_border(tmp_path: Path) -
     for name in ("WordPiece", "SentencePiece BPE, an end after all", "bytes in Python"):
         found = of_ktc(tmp_path, BUILT[name](), [{"prompt": "the capital", "completion": "\nof"}])
         assert found.notes == (), name
+
+
+# Prompts of messages, and tools --------------------------------------------------------------------------------------
+SYSTEM = {"role": "system", "content": "Be brief."}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+CALLED = [
+    SYSTEM,
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "name": "add", "content": "4"},
+    {"role": "assistant", "content": "It is 4 😀"},
+]
+WITH_TOOLS = (
+    "{% if tools %}{{ '<|tools|>' + tools | tojson + '\n' }}{% endif %}{% for m in messages %}" + TURN + "BEGIN"
+    "{{ m['content'] }}{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}"
+    "{{ eos_token }}END{{ '\n' }}{% endfor %}" + ASK
+)
+TOOLS_UNMARKED = WITH_TOOLS.replace("BEGIN", "").replace("END", "")
+TOOLS_MARKED = WITH_TOOLS.replace("BEGIN", "{% if m['role'] == 'assistant' %}{% generation %}").replace(
+    "{{ eos_token }}END",
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] + eos_token }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [UNMARKED["a thought"], MARKED["marks"]], ids=["no marks", "marks"])
+def test_of_a_prompt_of_messages_the_completion_is_learned_as_by_trl(template: str, tmp_path: Path) -> None:
+    chats = [[SYSTEM, *chat] for chat in LONG_CHATS if all(turn["content"].strip() for turn in chat)]
+    rows = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats]
+    for name in QUICK:
+        tokenizer = BUILT[name]()
+        tokenizer.chat_template = template
+        assert rows_of(of_ktc(tmp_path, tokenizer, rows)) == of_trl(tokenizer, rows), name
+
+
+@pytest.mark.parametrize("template", [TOOLS_UNMARKED, TOOLS_MARKED], ids=["no marks", "marks"])
+def test_of_calls_of_tools_the_assistants_tokens_are_learned_as_by_trl(template: str, tmp_path: Path) -> None:
+    told = json.dumps([ADD])
+    pairs = [{"prompt": CALLED[:at], "completion": CALLED[at:end], "tools": told} for at, end in ((2, 3), (4, 5))]
+    for name in ("byte-level BPE", "letters"):
+        tokenizer = BUILT[name]()
+        tokenizer.chat_template = template
+        assert rows_of(of_ktc(tmp_path, tokenizer, pairs)) == of_trl(tokenizer, pairs), name
+        whole = of_ktc(tmp_path, tokenizer, [{"messages": CALLED, "tools": [ADD]}])
+        if template == TOOLS_MARKED:
+            assert rows_of(whole) == of_trl(tokenizer, [{"messages": CALLED, "tools": told}], assistant_only_loss=True)
+        called, said = learned(whole)
+        if name != "letters":  # it does not know all of them
+            assert called.startswith(json.dumps(CALL["function"]) * 2 + END)
+            assert said.startswith(f"It is 4 😀{END}")
+
+
+def test_calls_of_sharegpt_and_of_openai_are_those_of_messages(tmp_path: Path) -> None:
+    tokenizer = BUILT["byte-level BPE"]()
+    tokenizer.chat_template = TOOLS_UNMARKED
+    texts = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
+    said = [{"from": texts[turn["role"]], "value": turn["content"]} for turn in CALLED]
+    said[2] = {"from": "function_call", "value": json.dumps([CALL["function"]] * 2)}
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}] * 2
+    openai = [*CALLED[:2], {"role": "assistant", "content": None, "tool_calls": calls}, *CALLED[3:]]
+    openai[3] = {**CALLED[3], "tool_call_id": "1"}
+    plain = rows_of(of_ktc(tmp_path, tokenizer, [{"messages": CALLED, "tools": [ADD]}]))
+    assert rows_of(of_ktc(tmp_path, tokenizer, [{"conversations": said, "tools": json.dumps([ADD])}])) == plain
+    rows = rows_of(of_ktc(tmp_path, tokenizer, [{"messages": openai, "tools": [ADD]}]))
+    assert rows == plain
+
+
+def test_an_answer_of_weight_zero_is_not_learned(tmp_path: Path) -> None:
+    tokenizer = BUILT["byte-level BPE"]()
+    chat = turns("how?", "fine", "and then?", "well")
+    for template, end in ((MARKED["marks"], ""), (UNMARKED["no marks"], "\n"), (None, "")):
+        tokenizer.chat_template = template
+        both = of_ktc(tmp_path, tokenizer, as_messages([chat]))
+        weighed = of_ktc(tmp_path, tokenizer, as_messages([[chat[0], {**chat[1], "weight": 0}, *chat[2:]]]))
+        assert weighed.input_ids == both.input_ids
+        assert learned(weighed) == [f"well{END}{end}"]
+
+
+def test_a_template_that_leaves_tools_out_is_refused_or_named(tmp_path: Path) -> None:
+    tokenizer = BUILT["byte-level BPE"]()
+    tokenizer.chat_template = UNMARKED["no marks"]
+    found = of_ktc(tmp_path, tokenizer, [{"messages": turns("how?", "fine"), "tools": [ADD]}])
+    assert [note.code for note in found.notes] == ["T547"]
+    for template, reason in ((UNMARKED["no marks"], "`tool_calls`"), (None, "has no chat template")):
+        tokenizer.chat_template = template
+        with pytest.raises(InputRefused, match="T518") as refused:
+            of_ktc(tmp_path, tokenizer, [{"messages": CALLED}])
+        assert reason in refused.value.diagnostics[0].message
