@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from trl.trainer.sft_config import SFTConfig
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.training.tune.methods import Arguments, arguments_class, arguments_of_method
 from ktc.training.tune.settings import TrainSettings
 
 
-def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, model: nn.Module) -> SFTConfig:
+def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, model: nn.Module) -> Arguments:
     """Return the settings as TRL's arguments."""
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     base = cast("PreTrainedModel", cast("Any", model).get_base_model())
@@ -28,14 +28,15 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
     if settings.router_aux_loss and not hasattr(base.config.get_text_config(), "output_router_logits"):
         message = f"`router_aux_loss` is {settings.router_aux_loss:g}, and the model has no load-balancing loss"
         raise InputRefused(Diagnostic("T506", message, hint="leave it out"))
-    known = {option.name for option in fields(SFTConfig)}
+    chosen = arguments_class(settings.method)
+    known = {option.name for option in fields(chosen)}
     # Its name since transformers 5.22; the other one still works there, with a warning.
     checkpointing = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known)
     checkpointed: dict[str, Any] = {
         checkpointing: settings.gradient_checkpointing,
         f"{checkpointing}_kwargs": {"use_reentrant": False},
     }
-    return SFTConfig(
+    return chosen(
         output_dir=str(output),
         per_device_train_batch_size=settings.batch,
         per_device_eval_batch_size=settings.batch,
@@ -63,8 +64,7 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
         max_length=settings.length,
-        packing=settings.packing,
-        eval_packing=False,
+        **arguments_of_method(settings),
         **checkpointed,
     )
 

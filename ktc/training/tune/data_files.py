@@ -172,9 +172,10 @@ def _cell(column: str, value: str) -> Any:
 
 
 def _parquet(path: Path) -> Rows:
+    import pyarrow
     import pyarrow.parquet
-    from pyarrow.lib import ArrowException
 
+    refusals = cast("tuple[type[Exception], ...]", (cast("Any", pyarrow).ArrowException,))
     number = 0
     try:
         with open_regular(path) as file:
@@ -182,7 +183,7 @@ def _parquet(path: Path) -> Rows:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, without_nulls(row)
-    except cast("type[Exception]", ArrowException) as error:
+    except refusals as error:
         said = str(error).partition("\n")[0]
         yield number + 1, RowFault("T513", f"this is not Parquet: {said:.200}")
     except OSError as error:

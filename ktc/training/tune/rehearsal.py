@@ -19,7 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import match_target_against_key
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from trl.trainer.sft_trainer import SFTTrainer
 
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.foundation.files import temporary_folder
@@ -32,6 +31,7 @@ from ktc.model.manifest.manifest import read_manifest
 from ktc.training.trainers.library_refusals import LibraryRefusal, refusal_in
 from ktc.training.tune.arguments import arguments
 from ktc.training.tune.lora import lora_config
+from ktc.training.tune.methods import stock_trainer
 from ktc.training.tune.settings import TrainSettings, types_of_settings
 from ktc.training.tune.tokenised import TokenisedData
 from ktc.training.tune.types import PreparedData, RunPaths
@@ -106,7 +106,7 @@ def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: Prepare
     adapted = cast("PeftModel", get_peft_model(model, lora))
     train = _first_rows(data.train)
     held_out = None if data.held_out is None else _first_rows(data.held_out)
-    trainer: Any = SFTTrainer(
+    trainer: Any = stock_trainer(settings.method)(
         model=adapted,
         args=arguments(folder, settings, has_held_out=held_out is not None, model=adapted),
         train_dataset=train,
@@ -117,7 +117,8 @@ def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: Prepare
 
 
 def _first_rows(data: TokenisedData) -> Any:
-    return replace(data, input_ids=data.input_ids[:2], labels=data.labels[:2]).dataset()
+    first = {name: getattr(data, name)[:2] for name in ("input_ids", "labels", "rejected", "good")}
+    return replace(data, **first).dataset()
 
 
 def _for_twin(config: LoraConfig, model: nn.Module) -> LoraConfig:
@@ -144,7 +145,7 @@ def _changed(settings: TrainSettings) -> Iterator[str]:
     """Yield the settings that differ from their defaults, except for the data."""
     defaults = TrainSettings()
     for name in types_of_settings():
-        if name not in ("data", "eval_data") and getattr(settings, name) != getattr(defaults, name):
+        if name not in ("data", "eval_data", "method") and getattr(settings, name) != getattr(defaults, name):
             yield name
 
 

@@ -49,7 +49,10 @@ class TrainSettings:
         "hub, or `capitals`, which ktc ships; several with a flag each, and DATA:2 takes the rows of one twice.",
         repeats=True,
     )
-    method: Method = _setting("sft", "sft learns answers; dpo and kto learn preferences.")
+    method: Method = _setting("sft", "sft learns answers; dpo learns pairs of them, and kto judged ones.")
+    beta: float | None = _setting(
+        None, "Of dpo and kto: how much the model stays as it was before; default: 0.1.", low=0
+    )
     format: Format = _setting("auto", "The format of the data; detected from its keys by default.")
     template: Template = _setting("auto", "auto: the tokenizer's chat template; plain: texts joined without one.")
     eval_data: tuple[str, ...] = _setting((), "Held-out data, named in the same way.", repeats=True)
@@ -262,6 +265,8 @@ def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
             yield f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"
+    if settings.method == "sft" and settings.beta is not None:
+        yield "`beta` is for preferences", "leave it out, or add `method: dpo` or `method: kto`"
     if settings.method != "sft":
         for name in ("packing", "train_on_prompt"):
             if getattr(settings, name):

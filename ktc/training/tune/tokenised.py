@@ -42,7 +42,10 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """Counts over the rows. `template` is "chat", "plain" or "none"; `learned` counts tokens with a loss."""
+    """Counts over the rows; `learned` counts tokens with a loss. A pair of answers is one row of two sequences.
+
+    `template` is "chat", "plain" or "none". `lengths` counts sequences.
+    """
 
     file: str
     format: str
@@ -157,7 +160,7 @@ def tokenise(
     return TokenisedData(
         tuple(row[0].ids for row in rows),
         tuple(row[0].labels for row in rows),
-        _summary(data, [row[0] for row in rows], tokenizer, template=used_template, limit=limit, cut=cut),
+        _summary(data, rows, tokenizer, template=used_template, limit=limit, cut=cut),
         notes,
         tuple(row[1] for row in rows if len(row) > 1),
         tuple(good for number in order if (good := known.examples[number].row.good) is not None),
@@ -203,7 +206,9 @@ def weighted(sources: Sequence[int], weights: Sequence[float], seed: int) -> lis
 
 
 def _at(example: Example, code: str, message: str) -> Diagnostic:
-    hint = "`--train-on-prompt` trains on everything, `--template plain` uses no template"
+    hint = "`--template plain` uses no template"
+    if example.row.rejected is None and example.row.good is None:
+        hint = f"`--train-on-prompt` trains on everything, {hint}"
     return Diagnostic(code, message, example.place, hint=hint)
 
 
@@ -278,10 +283,17 @@ def _shown(text: str) -> str:
 
 # Summary -------------------------------------------------------------------------------------------------------------
 def _summary(
-    data: TrainingData, rows: Sequence[Labelled], tokenizer: Any, *, template: str, limit: int, cut: tuple[int, int]
+    data: TrainingData,
+    rows: Sequence[tuple[Labelled, ...]],
+    tokenizer: Any,
+    *,
+    template: str,
+    limit: int,
+    cut: tuple[int, int],
 ) -> DataSummary:
     """Return the counts; `cut` are the numbers of rows that were cut and that were dropped."""
-    lengths = [len(row.ids) for row in rows]
+    sequences = [sequence for row in rows for sequence in row]
+    lengths = [len(sequence.ids) for sequence in sequences]
     return DataSummary(
         file=data.file,
         format=data.format,
@@ -289,7 +301,7 @@ def _summary(
         template=template,
         rows=len(rows),
         tokens=sum(lengths),
-        learned=sum(label != NOT_LEARNED for row in rows for label in row.labels),
+        learned=sum(label != NOT_LEARNED for sequence in sequences for label in sequence.labels),
         shortest=min(lengths),
         median=median(lengths),
         longest=max(lengths),
@@ -297,7 +309,7 @@ def _summary(
         cut=cut[0],
         dropped=cut[1],
         lengths=tuple(_bins(lengths)),
-        first=tuple(_pieces(tokenizer, rows[0].ids, rows[0].labels)),
+        first=tuple(_pieces(tokenizer, sequences[0].ids, sequences[0].labels)),
         sources=data.sources,
     )
 

@@ -23,13 +23,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from trl.trainer.sft_config import SFTConfig
 
 from ktc.diagnostics import InputRefused
 from ktc.foundation import environment
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.model.loading.load import load
-from ktc.training import KTSFTTrainer
 from ktc.training.trainers.checkpoints import faults_named
 from ktc.training.trainers.library_refusals import refused_by_libraries
 from ktc.training.trainers.report import KTReport, report_of, write_report
@@ -38,6 +36,7 @@ from ktc.training.tune import run_folder
 from ktc.training.tune.adapter_notes import adapter_notes
 from ktc.training.tune.arguments import arguments
 from ktc.training.tune.lora import adapted
+from ktc.training.tune.methods import Arguments, compiled_trainer
 from ktc.training.tune.rehearsal import rehearse
 from ktc.training.tune.run_page import write_page
 from ktc.training.tune.settings import TrainSettings
@@ -107,12 +106,15 @@ class TrainingRun:
     def _checkpoint_of_rank_0(self) -> Path | None:
         return run_folder.find_checkpoint(self._paths.output, self._paths.resume) if self._paths.resume else None
 
-    def _trainer(self, model: PeftModel, args: SFTConfig, stopper: _Stopper) -> Any:
+    def _trainer(self, model: PeftModel, args: Arguments, stopper: _Stopper) -> Any:
         held_out = self._data.held_out
-        trainer: Any = KTSFTTrainer(
+        rows = self._data.train.dataset()
+        if self._settings.method == "kto":
+            rows = rows.shuffle(seed=self._settings.seed)  # TRL takes them in order
+        trainer: Any = compiled_trainer(self._settings.method)(
             model=model,
             args=args,
-            train_dataset=self._data.train.dataset(),
+            train_dataset=rows,
             eval_dataset=None if held_out is None else held_out.dataset(),
             stack_micro_batches=self._settings.stack,
             processing_class=read_tokenizer(self._paths.out, "T507"),

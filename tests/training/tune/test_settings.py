@@ -82,6 +82,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         {"method": "dpo", "packing": True},
         {"method": "dpo", "format": "alpaca"},
         {"method": "kto"},
+        {"beta": 0.1},
     ):
         with pytest.raises(InputRefused, match="T503"):
             TrainSettings(**settings)
