@@ -6,14 +6,16 @@ are reported, and the number of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import errno
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing
-from ktc.foundation.regular_files import MOST_BYTES, open_regular, read_regular
+from ktc.foundation.regular_files import MOST_BYTES, PathRefused, open_regular, read_regular
 
 MOST_FAULTS: Final = 20
+_LONGEST_LINE: Final = 256 << 20  # bytes
 
 
 def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int = MOST_BYTES) -> str:
@@ -27,7 +29,7 @@ def read_text(path: Path, *, unreadable: str, not_utf8: str, most_bytes: int = M
         raise _not_utf8(path, not_utf8, line, error.start) from error
 
 
-def read_lines(path: Path, *, unreadable: str, not_utf8: str) -> Iterator[str]:
+def read_lines(path: Path, *, unreadable: str, not_utf8: str) -> Generator[str]:
     """Yield the lines of a text with their ends, one by one, so that a file may be larger than the memory.
 
     Raises InputRefused: `unreadable` or `not_utf8`.
@@ -35,7 +37,9 @@ def read_lines(path: Path, *, unreadable: str, not_utf8: str) -> Iterator[str]:
     before = 0
     try:
         with open_regular(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), start=1):
+                if len(line) > _LONGEST_LINE:
+                    raise PathRefused(errno.EFBIG, f"line {number} has more than {_LONGEST_LINE} bytes", str(path))
                 try:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:

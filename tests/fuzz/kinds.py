@@ -431,6 +431,8 @@ _ROWS: tuple[list[dict[str, Any]], ...] = (
     [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}],
     [{"messages": [{"role": "system", "content": "s"}, *_TURNS]}],
     [{"prompt": "a", "completion": "b"}],
+    [{"prompt": _TURNS[:1], "completion": [{**_TURNS[1], "weight": 1}], "tools": '[{"name": "f"}]'}],
+    [{"messages": [*_TURNS[:1], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "tools": []}],
     [{"text": "plain"}],
 )
 
@@ -440,6 +442,7 @@ def _data(folder: Path) -> Sequence[Original]:
     return [
         *_texts(folder, "data.jsonl", *lines, by=mutate.rows),
         *_texts(folder, "data.json", *(json.dumps(rows) for rows in _ROWS)),
+        *_texts(folder, "data.csv", 'prompt,completion\na,"b, c"\n', by=mutate.text),
         *_texts(folder, "data.txt", "one\n\ntwo\nlines\n", by=mutate.text),
     ]
 
@@ -479,7 +482,7 @@ def _read_questions(folder: Path) -> None:
 def _settings(folder: Path) -> Sequence[Original]:
     from ktc.training.tune.settings import TrainSettings
 
-    held = TrainSettings(data="a.jsonl", rank=8, targets=("q_proj",), eval_split=0.1).to_yaml()
+    held = TrainSettings(data=("a.jsonl", "b:2"), rank=8, targets=("q_proj",), eval_split=0.1).to_yaml()
     few = "data: a.jsonl\nlearning_rate: 1e-4\ntargets: [q_proj, v_proj]\nstack: on\n"
     return _texts(folder, "train.yaml", held, few, by=mutate.text)
 

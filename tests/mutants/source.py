@@ -177,9 +177,9 @@ MUTANTS = (
         "tests/training/trainers",
     ),
     Mutant(
-        "ktc/training/tune/examples.py",
-        'rows, faults = _array(text, path) if text.lstrip()[:1] == "[" else _lines(text, path)',
-        "rows, faults = _lines(text, path)",
+        "ktc/training/tune/data_files.py",
+        'return _array(_whole(path)) if _begins_with(path, b"[") else _objects(path)',
+        "return _objects(path)",
         "tests/training/tune",
     ),
     Mutant(

@@ -228,7 +228,7 @@ def _gpus() -> list[DeviceMemory]:
 
 
 def _history(log: list[dict[str, float]]) -> list[Logged]:
-    names = ("loss", "eval_loss", "learning_rate", "grad_norm")
+    names = ("loss", "eval_loss", "learning_rate", "grad_norm", "rewards/margins")
     return [
         Logged(int(entry["step"]), *(float(entry[name]) if name in entry else None for name in names))
         for entry in log

@@ -93,13 +93,17 @@ class StreamTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """One line of the trainer's log. A missing value is None."""
+    """One line of the trainer's log. A missing value is None.
+
+    `reward_margin` is of preferences: how much more the good answers have gained than the bad ones.
+    """
 
     step: int
     loss: float | None = None
     eval_loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
+    reward_margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """The rows of one data file: JSON, JSON lines, CSV, Parquet or plain text.
 
-In: a path. Out: each row with its number, or a `RowFault` in its place. The number is the line where the row begins, in
-Parquet that of the row, from 1. Refused: an unknown ending or an unreadable file (T510), not UTF-8 (T512). A row that
-is not JSON or CSV is a fault (T513), and the last one of a file that cannot be read further.
+In: a path. Out: the number and the value of each row, or a `RowFault` instead of the value. The number is the line
+where the row begins, in Parquet that of the row, from 1. Refused: an unknown ending or an unreadable file (T510), not
+UTF-8 (T512). A row that is not JSON or CSV is a fault (T513), and the last one of a file that cannot be read further.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -22,6 +23,7 @@ from ktc.training.tune.bundled import names
 Rows = Iterator[tuple[int, Any]]
 
 _MOST_BYTES: Final = 4 << 30  # of a file that is parsed in memory: a JSON list, and text
+_HEAD: Final = 1 << 16  # bytes that are read to know whether a file has lines
 _BATCH: Final = 256  # rows of Parquet that are decoded together
 _JSON_COLUMNS: Final = frozenset({"messages", "conversations", "history", "tools"})
 _TRUTH: Final[Mapping[str, bool]] = {"true": True, "false": False, "1": True, "0": False}
@@ -51,14 +53,19 @@ def read_rows(path: Path) -> Rows:
 # JSON ----------------------------------------------------------------------------------------------------------------
 def _json(path: Path) -> Rows:
     """Yield one list's elements, or the objects of lines."""
-    lines = _text_lines(path)
-    start = next((line for line in lines if line.strip()), "")
-    lines.close()
-    return (
-        _array(read_text(path, unreadable="T510", not_utf8="T512", most_bytes=_MOST_BYTES))
-        if start.lstrip()[:1] == "["
-        else _objects(path)
-    )
+    return _array(_whole(path)) if _begins_with(path, b"[") else _objects(path)
+
+
+def _begins_with(path: Path, character: bytes) -> bool:
+    """Return whether the first character that is not white space is this one."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(_HEAD).removeprefix(codecs.BOM_UTF8)
+            while start.isspace():
+                start = file.read(_HEAD)
+    except OSError as error:
+        raise InputRefused(Diagnostic("T510", f"cannot read `{path}`: {error.strerror}")) from error
+    return start.lstrip().startswith(character)
 
 
 def _objects(path: Path) -> Rows:
@@ -106,15 +113,18 @@ def _no_json(error: Exception) -> RowFault:
 
 
 # Text ----------------------------------------------------------------------------------------------------------------
-def _text_lines(path: Path) -> Any:
+def _text_lines(path: Path) -> Generator[str]:
     return read_lines(path, unreadable="T510", not_utf8="T512")
+
+
+def _whole(path: Path) -> str:
+    return read_text(path, unreadable="T510", not_utf8="T512", most_bytes=_MOST_BYTES)
 
 
 def _paragraphs(path: Path) -> Rows:
     """Yield the stretches between blank lines, each as a row."""
-    text = read_text(path, unreadable="T510", not_utf8="T512", most_bytes=_MOST_BYTES)
     paragraph = list[str]()
-    for number, line in enumerate([*text.splitlines(), ""], start=1):
+    for number, line in enumerate([*_whole(path).splitlines(), ""], start=1):
         if line.strip():
             paragraph.append(line)
         elif paragraph:

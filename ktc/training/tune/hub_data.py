@@ -25,7 +25,7 @@ def read_hub_rows(named: HubName) -> Rows:
 
     _require_reachable(named)
     try:
-        # Nothing but data is loaded: `datasets` 4 and newer has no scripts of data sets.
+        # Only data is loaded: `datasets` 4 and newer runs no scripts of data sets.
         rows = cast("Any", datasets).load_dataset(named.name, named.config, split=named.split)
     except (ConnectionError, DatasetNotFoundError) as error:
         raise _refused(named, f"cannot be fetched from the hub ({type(error).__name__})", _OFFLINE) from error

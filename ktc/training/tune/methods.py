@@ -39,6 +39,6 @@ def arguments_of_method(settings: TrainSettings) -> dict[str, Any]:
     """Return the arguments that only the trainer of this method has."""
     if settings.method == "sft":
         return {"packing": settings.packing, "eval_packing": False}
-    # TRL trains preferences without dropout, also LoRA's, unless the user asks for one.
+    # TRL trains preferences without dropout, also LoRA's, unless the user sets one.
     beta = {} if settings.beta is None else {"beta": settings.beta}
     return {"disable_dropout": settings.dropout is None, **beta}

@@ -163,7 +163,7 @@ def _alpaca(row: Mapping[str, Any]) -> Iterator[Turn]:
 
 
 def _prompted(row: Mapping[str, Any], answer: str) -> Iterator[Turn]:
-    """Yield a prompt and what follows it: both are texts, or both are lists of messages."""
+    """Yield a prompt and its answer: both are texts, or both are lists of messages."""
     if isinstance(row["prompt"], list) != isinstance(row[answer], list):
         kinds = f"found {kind_of(row['prompt'])} and {kind_of(row[answer])}"
         raise RowFault("T515", f"`prompt` and `{answer}` are two texts, or two lists of messages; {kinds}")

@@ -71,6 +71,9 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
     losses = [line.loss for line in report.history if line.loss is not None]
     if losses:
         yield "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+    margins = [line.reward_margin for line in report.history if line.reward_margin is not None]
+    if margins:
+        yield "margin of the better answers", f"{margins[0]:.4f} at first, {margins[-1]:.4f} at last"
     held_out = [line.eval_loss for line in report.history if line.eval_loss is not None]
     if held_out:
         yield "loss of held-out data", f"{held_out[0]:.4f} at first, {min(held_out):.4f} at best"

@@ -106,7 +106,7 @@ class TokenisedData:
 
 @dataclass(slots=True)
 class _Tokenised:
-    """What is known of the rows so far. A row is one sequence, of a pair two; each row has its source's number."""
+    """The rows until now. A row is one sequence, of a pair two; each row has its source's number."""
 
     rows: list[tuple[Labelled, ...]]
     examples: list[Example]

@@ -90,7 +90,7 @@ def test_only_the_parts_of_torch_that_take_settings_refuse_them(where: str) -> N
 
 
 def rehearsed(out: Path, data: Path, output: Path, **settings: Any) -> None:
-    paths, chosen = RunPaths(out, output), TrainSettings(data=str(data), length=64, **settings)
+    paths, chosen = RunPaths(out, output), TrainSettings(data=(str(data),), length=64, **settings)
     rehearse(paths, chosen, prepare(paths, chosen))
 
 
@@ -134,7 +134,7 @@ def test_the_folders_above_a_refused_run_do_not_stay(
         AutoConfig.for_model("nothing")
 
     monkeypatch.setattr("ktc.training.tune.training_run.rehearse", lambda *_: None)
-    monkeypatch.setattr("ktc.training.tune.training_run.KTSFTTrainer", trainer)
+    monkeypatch.setattr("ktc.training.tune.methods.KTSFTTrainer", trainer)
     with pytest.raises(InputRefused, match="T508"):
         ktc.train(out, data, output=tmp_path / "a" / "new" / "run", max_steps=1)
     assert not [*tmp_path.iterdir()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -129,7 +130,7 @@ def test_the_report_is_a_page_that_needs_nothing_else(done: TrainResult) -> None
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
     paths = RunPaths(out, tmp_path / "stopped")
-    settings = settings_for(paths, None, {**SETTINGS, "data": str(data)})
+    settings = settings_for(paths, None, {**SETTINGS, "data": (str(data),)})
     asked = iter((False, False, True, False))
     first = run(paths, settings, stop=lambda: next(asked))
     assert first.interrupted
@@ -236,6 +237,25 @@ def test_the_command_shows_the_data_and_refuses_what_is_too_long(
     assert "error[T505]" in capfd.readouterr().err
     assert cli.main(["train", str(out)]) == 2
     assert "error[T504]" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "batch", "first"), [("dpo", 1, math.log(2)), ("kto", 2, 0.5)])
+def test_preferences_are_learned_by_the_trainers_of_trl(
+    method: str, batch: int, first: float, out: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": f"What is the capital of {c}?", "chosen": f" {city}", "rejected": " none"}
+        for c, city in FACTS.items()
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    settings = {**SETTINGS, "max_steps": 3, "batch": batch, "accumulation": 1, "eval_steps": None, "eval_split": 0.0}
+    result = ktc.train(out, file, output=tmp_path / method, method=method, **settings)
+    losses = [line.loss for line in result.report.history if line.loss is not None]
+    margins = [line.reward_margin for line in result.report.history if line.reward_margin is not None]
+    assert losses[0] == pytest.approx(first, abs=1e-6)
+    assert (margins[0], margins[-1] > 0) == (0, True)
+    assert (result.output / "adapter_model.safetensors").is_file()
 
 
 def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_go_on(
