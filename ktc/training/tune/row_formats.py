@@ -102,6 +102,9 @@ def _check_keys(form: RowFormat, row: Mapping[str, Any], method: Method) -> None
     if missing and method == "sft" and "chosen" in row and "rejected" in row:
         hint = "`--method dpo` learns from pairs, and `--method kto` from answers that are judged"
         raise RowFault("T514", "a row with `chosen` and `rejected` is a pair of preferences, not an answer", hint)
+    if len(missing) == len(required) and not any(_near(key, row) for key in required):
+        hint = f"rows have the keys of a format: {_expected(method)}"
+        raise RowFault("T514", f"the keys of the row fit no format: {listing(row, 6)}", hint)
     if missing:
         hints = (f"`{mistyped}` should be `{key}`" for key in missing if (mistyped := _mistyped(key, row)))
         hint = "; ".join(hints) or f"rows have the keys of a format: {_expected(method)}"

@@ -45,8 +45,8 @@ class TrainSettings:
 
     data: tuple[str, ...] = _setting(
         (),
-        "Training data: a file (.jsonl, .json, .csv, .parquet, .txt), a folder, a pattern in quotes, owner/name of the "
-        "hub, or `capitals`, which ktc ships; several with a flag each, and DATA:2 takes the rows of one twice.",
+        "Training data: a file (.jsonl, .csv, .parquet, ...), folder, pattern, owner/name of the hub, or `capitals`, "
+        "which ktc ships. It repeats; DATA:2 takes rows twice.",
         repeats=True,
     )
     method: Method = _setting("sft", "sft learns answers; dpo learns pairs of them, and kto judged ones.")

@@ -315,7 +315,7 @@ def _summary(
 
 
 def _is_chat(data: TrainingData) -> bool:
-    return data.examples[0].turns[0].role in CHAT
+    return any(example.turns[0].role in CHAT for example in data.examples)
 
 
 def _pieces(tokenizer: Any, ids: list[int], labels: list[int]) -> Iterator[tuple[str, bool]]:
