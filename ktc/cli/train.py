@@ -45,7 +45,7 @@ _GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
              "train_on_prompt"),
     "The adapter": ("rank", "alpha", "dropout", "rslora", "targets"),
     "Evaluation and checkpoints": ("logging_steps", "eval_steps", "save_steps", "save_total_limit", "early_stopping",
-                                   "tensorboard"),
+                                   "tensorboard", "report_to"),
 }  # fmt: skip
 
 
@@ -80,8 +80,9 @@ def train_command(
     """Fine-tune a model with LoRA on a file of examples; the adapter loads on the original with stock PEFT."""
     if environment.process_rank() != 0:  # under torchrun, only rank 0 prints
         session.mute()
-    if flags["targets"] is not None:
-        flags["targets"] = tuple(name.strip() for name in flags["targets"].split(",") if name.strip())
+    for setting in ("targets", "report_to"):
+        if flags[setting] is not None:
+            flags[setting] = tuple(name.strip() for name in flags[setting].split(",") if name.strip())
     flags |= {name: tuple(flags[name]) if flags[name] else None for name in repeating_settings()}
     require_given(model)
     if resume is None:  # a resumed run has settings of its own
@@ -137,10 +138,9 @@ def _option(name: str) -> Any:
     wanted = types_of_settings()[name]
     options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     kind = next(option for option in options if option is not type(None))
-    if field.metadata["repeats"]:
-        return Annotated[list[str] | None, typer.Option(flag, metavar="DATA", help=field.metadata["help"])]
-    metavar = "NAME,..." if get_origin(kind) is tuple else None
-    kind = str if metavar else kind
+    metavar = None
+    if get_origin(kind) is tuple:
+        metavar, kind = ("DATA", list[str]) if field.metadata["repeats"] else ("NAME,...", str)
     shown = "" if field.default in (None, ()) or kind is bool else f" [default: {field.default}]"
     declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     group = next((title for title, names in _GROUPS.items() if name in names), "Training")

@@ -59,7 +59,7 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
         eval_steps=evaluating[1],
         load_best_model_at_end=bool(settings.early_stopping),
         metric_for_best_model="eval_loss" if settings.early_stopping else None,
-        report_to="none",
+        report_to=[name for name in settings.report_to if name != "tensorboard"],
         disable_tqdm=True,
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,

@@ -43,13 +43,11 @@ class DataSource:
 
 def data_source(given: str) -> DataSource:
     """Return the source that `given` names; a file whose name ends like a weight is itself. Raises InputRefused."""
-    named, weight = given, 1.0
-    weighted = _WEIGHTED.fullmatch(given)
-    if weighted and not Path(given).exists():
-        named, weight = weighted[1], float(weighted[2])
-        if not weight:
-            hint = "leave the source out, or give it a weight above 0"
-            raise InputRefused(Diagnostic("T545", f"`{given}` has the weight 0", hint=hint))
+    named, given_weight = split_weight(given)
+    weight = 1.0 if given_weight is None else given_weight
+    if not weight:
+        hint = "leave the source out, or give it a weight above 0"
+        raise InputRefused(Diagnostic("T545", f"`{given}` has the weight 0", hint=hint))
     path = data_file(Path(named))
     if path.is_dir():
         return DataSource(named, weight, _files_of_folder(path))
@@ -62,6 +60,14 @@ def data_source(given: str) -> DataSource:
         return DataSource(named, weight, (), HubName(hub["name"], hub["config"], hub["split"] or "train"))
     _require_ending_or_file(path)
     return DataSource(named, weight, (path,))
+
+
+def split_weight(given: str) -> tuple[str, float | None]:
+    """Return the name and the weight after it, None without one; a path that exists is a name whole."""
+    weighted = _WEIGHTED.fullmatch(given)
+    if weighted is None or Path(given).exists():
+        return given, None
+    return weighted[1], float(weighted[2])
 
 
 def _files_of_folder(folder: Path) -> tuple[Path, ...]:

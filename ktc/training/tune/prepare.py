@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.training.tune.examples import TrainingData, read_training_data
 from ktc.training.tune.settings import TrainSettings
@@ -21,6 +22,7 @@ from ktc.training.tune.types import PreparedData, RunPaths
 def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
     """Return the data as tokens, without loading the model. Raise InputRefused (T510 to T520)."""
     assert settings.data, "`settings_for` ensures it"
+    _require_reporters(settings)
     rows, held_out = _rows(settings)
     limit = _limit(paths, settings)
     tokenizer = read_tokenizer(paths.out, "T507")
@@ -37,6 +39,14 @@ def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
         )
 
     return PreparedData(encode(rows), encode(held_out) if held_out else None)
+
+
+def _require_reporters(settings: TrainSettings) -> None:
+    """Raise HostLacks (H246) for packages that would report the run and are not installed."""
+    lacking = [name for name in settings.report_to if find_spec(name) is None]
+    if lacking:
+        message = f"`report_to` needs {listing(lacking)}, which this environment does not have"
+        raise HostLacks(Diagnostic("H246", message, hint=f"`pip install {' '.join(lacking)}`"))
 
 
 def _rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:

@@ -100,6 +100,7 @@ def _twin(settings: TrainSettings, config: PreTrainedConfig) -> PreTrainedModel 
 
 
 def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: PreparedData, model: PreTrainedModel) -> None:
+    settings = replace(settings, report_to=())  # nothing is reported yet
     lora = _for_twin(lora_config(paths.out, settings), model)
     if not lora.target_modules and not lora.target_parameters:
         return  # names that the twin does not have, nor the model perhaps

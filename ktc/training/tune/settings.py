@@ -26,6 +26,7 @@ Template = Literal["auto", "plain"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 Precision = Literal["bf16", "fp32"]
 Stack = Literal["auto", "on", "off"]
+REPORTERS = ("wandb", "mlflow", "tensorboard")
 _MOST_BYTES = 1 << 20
 
 
@@ -92,6 +93,7 @@ class TrainSettings:
         None, "Stop after this number of evaluations without a better loss; keep the best.", low=1
     )
     tensorboard: bool = _setting(False, "Log to OUTPUT/runs for TensorBoard.")
+    report_to: tuple[str, ...] = _setting((), "Report losses and settings to wandb, mlflow or tensorboard.")
 
     def __post_init__(self) -> None:
         faults = [
@@ -105,7 +107,7 @@ class TrainSettings:
 
     def to_yaml(self) -> str:
         """Return the settings as a YAML file that repeats this run."""
-        lists = {name: [*getattr(self, name)] for name in ("data", "eval_data", "targets")}
+        lists = {name: [*getattr(self, name)] for name in ("data", "eval_data", "targets", "report_to")}
         values = {**asdict(self), **lists}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -275,6 +277,10 @@ def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
             yield f"`format` is for `method: sft`, and `{settings.method}` has formats of its own", "leave it out"
         if settings.method == "kto" and settings.batch < 2:
             yield "`method: kto` compares the answers of a batch, and `batch` is 1", "give it 2 or more"
+    for name in settings.report_to:
+        if name not in REPORTERS:
+            hint = suggest(name, REPORTERS) or f"there are {listing(REPORTERS)}"
+            yield f"`report_to` has no `{name}`", hint
     if settings.eval_data and settings.eval_split:
         yield "`eval_data` and `eval_split` are two ways to hold data out", "give one of them"
     if settings.stack == "on" and settings.accumulation == 1:

@@ -33,6 +33,7 @@ from ktc.training.trainers.library_refusals import refused_by_libraries
 from ktc.training.trainers.report import KTReport, report_of, write_report
 from ktc.training.trainers.step_trace import StepTrace
 from ktc.training.tune import run_folder
+from ktc.training.tune.adapter_card import write_card
 from ktc.training.tune.adapter_notes import adapter_notes
 from ktc.training.tune.arguments import arguments
 from ktc.training.tune.lora import adapted
@@ -81,7 +82,7 @@ class TrainingRun:
         if folder is not None:
             self._observe("adapter", adapter_notes(self._paths, model))
         resume = folder.resume if folder else self._checkpoint_of_rank_0()
-        if self._settings.tensorboard:
+        if self._settings.tensorboard or "tensorboard" in self._settings.report_to:
             trainer.add_callback(_tensorboard(self._paths.output))
         self._observe("model", model)
         try:
@@ -134,6 +135,7 @@ class TrainingRun:
         write_page(folder.path, report, self._data, self._settings, timeline)
         if not stopped:
             folder.keep_adapter(model)
+            write_card(folder.path, report, self._data, self._settings)
         self._observe("saved", folder.path)
 
 

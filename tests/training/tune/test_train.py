@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -126,6 +128,28 @@ def test_the_report_is_a_page_that_needs_nothing_else(done: TrainResult) -> None
     assert "<svg" in page
     assert not re.search(r"<script|<link|(src|href)\s*=\s*\"(?!#)", page)
     assert report_of(done)["steps"] == 4
+
+
+def test_the_card_has_what_others_need_and_no_path_of_the_machine(done: TrainResult, data: Path) -> None:
+    card = (done.output / "README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    base = Path(report_of(done)["model"]).name
+    assert yaml.safe_load(front) == {
+        "base_model": base, "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["lora", "ktc", "sft"],
+    }  # fmt: skip
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    assert f"| capitals.jsonl | alpaca | 4 | 1 | capitals.jsonl | {digest} |" in text
+    assert f"from_pretrained({base!r})" in text
+    assert "learning_rate: 0.01" in text
+    assert f"| steps | {report_of(done)['steps']} " in text
+    assert not re.search(r"(^|[\s`'\"])/\w+/", card)
+    assert Path.home().name not in card
+
+
+def test_a_package_that_would_report_is_named_before_the_model_is_loaded(out: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(HostLacks, match=r"H246.*`mlflow`"):
+        ktc.train(out, data, output=tmp_path / "run", report_to=("mlflow",), **SETTINGS)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
