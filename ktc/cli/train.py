@@ -86,7 +86,11 @@ def train_command(
     flags |= {name: tuple(flags[name]) if flags[name] else None for name in repeating_settings()}
     require_given(model)
     if resume is None:  # a resumed run has settings of its own
-        require_data(read_settings(config, flags))
+        from ktc.training.tune.examples import check_data
+
+        given = read_settings(config, flags)
+        require_data(given)
+        check_data(given)
     session.require_versions()
     from ktc.cli.bars import steps_bar
     from ktc.cli.train_progress import TrainProgress, show_data

@@ -63,9 +63,9 @@ def test_what_init_writes_is_valid_and_formatted(program: str, folder: Path) -> 
 def test_every_setting_that_init_writes_is_one(folder: Path) -> None:
     assert cli.main(["init", "tiny:qwen3_moe"]) == 0
     text = (folder / "train.yaml").read_text()
-    assert read_settings(folder / "train.yaml", {}) == read_settings(None, {"data": "capitals"})
+    assert read_settings(folder / "train.yaml", {}) == read_settings(None, {"data": ("capitals",)})
     (folder / "all.yaml").write_text(re.sub(r"^#(?=\w)", "", text, flags=re.MULTILINE))
-    assert read_settings(folder / "all.yaml", {}) == read_settings(None, {"data": "capitals"})
+    assert read_settings(folder / "all.yaml", {}) == read_settings(None, {"data": ("capitals",)})
 
 
 def test_init_replaces_nothing_without_force(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

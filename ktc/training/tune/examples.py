@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Final
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.regular_files import open_regular
@@ -19,8 +21,10 @@ from ktc.training.tune.data_files import RowFault, Rows, read_rows
 from ktc.training.tune.data_sources import DataSource, data_source
 from ktc.training.tune.hub_data import read_hub_rows
 from ktc.training.tune.row_formats import Row, RowFormat, detected, format_of, parsed
-from ktc.training.tune.settings import Format, Method
+from ktc.training.tune.settings import Format, Method, TrainSettings
 from ktc.training.tune.turns import Turn
+
+_HEAD: Final = 100  # rows of a file that are checked first
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +90,28 @@ def read_training_data(
     return TrainingData(sources, wanted == "auto", tuple(reader.examples))
 
 
-class _Reader:
-    """Reads source after source and collects the faults of all."""
+def check_data(settings: TrainSettings) -> None:
+    """Check the names of all sources and the first rows of their files, which takes no model and no torch.
 
-    def __init__(self, wanted: RowFormat | None, method: Method) -> None:
+    Data sets of the hub are not fetched. Raises InputRefused as `read_training_data` does.
+    """
+    reader = _Reader(format_of(settings.format), settings.method, _HEAD)
+    for number, name in enumerate((*settings.data, *settings.eval_data)):
+        source = data_source(name)
+        if source.hub is None:
+            reader.read(number, source)
+    if reader.faults:
+        raise InputRefused(*bounded(reader.faults))
+
+
+class _Reader:
+    """Reads source after source and collects the faults of all; of a file the first rows only, if `head` is a number.
+
+    Without a `head`, it digests the files too.
+    """
+
+    def __init__(self, wanted: RowFormat | None, method: Method, head: int | None = None) -> None:
+        self._head = head
         self._wanted: RowFormat | None = wanted
         self._method: Method = method
         self.examples: list[Example] = []
@@ -106,7 +128,7 @@ class _Reader:
             forms[self._add(number, str(path), read_rows(path))] = None
         if len(self.examples) + len(self.faults) == before:
             raise InputRefused(Diagnostic("T511", f"`{source.named}` has no data"))
-        digests = {str(path): digest(path) for path in source.files}
+        digests = {} if self._head else {str(path): digest(path) for path in source.files}
         return ReadSource(source.named, source.weight, tuple(forms), len(self.examples) - rows_before, digests)
 
     def _require_fit(self, path: Path) -> None:
@@ -116,7 +138,7 @@ class _Reader:
             raise InputRefused(Diagnostic("T514", message))
 
     def _add(self, number: int, file: str, rows: Rows) -> RowFormat:
-        values = list(rows)
+        values = list(islice(rows, self._head))
         form = self._wanted or detected((value for _, value in values), self._method)
         for line, value in values:
             try:
