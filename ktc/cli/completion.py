@@ -48,13 +48,13 @@ def _starting(names: Iterator[str] | tuple[str, ...] | list[str], incomplete: st
 
 
 def _folders(incomplete: str) -> list[str]:
-    """Return the folders that begin so: a model as it is, another one with a slash, to go on below it."""
+    """Return the folders that begin so: a model as it is, another one with a slash, to continue below it."""
     folders = [path for path in _entries(incomplete) if Path(path).is_dir()]
     return [path if any((Path(path) / file).is_file() for file in _MODELS) else f"{path}/" for path in folders]
 
 
 def _entries(incomplete: str) -> Iterator[str]:
-    """Yield the visible entries of the folder in `incomplete` whose names go on as it does."""
+    """Yield the visible entries of the folder in `incomplete` whose names begin as its last part does."""
     folder, name = os.path.split(incomplete)
     try:
         entries = sorted(os.listdir(folder or "."))

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -194,6 +194,9 @@ def _lengths(text: str | None) -> list[int | None]:
     return [int(word) for word in words]
 
 
+_COLUMNS: Final = 3  # of devices; more are one column
+
+
 # Showing plans -------------------------------------------------------------------------------------------------------
 def _plans_table(row: _Row) -> Table:
     """Return one row per candidate, the chosen one first."""
@@ -203,18 +206,30 @@ def _plans_table(row: _Row) -> Table:
 
     priced = row.chosen.priced
     uses = [one.use for one in priced[0].predictions]
-    table = plain_table("plan", *(f"token/s, {use}" for use in uses), "waits for", *_devices(priced), "")
+    devices = _devices(priced)
+    columns = devices if len(devices) <= _COLUMNS else ["bytes"]
+    table = plain_table("plan", *(f"token/s, {use}" for use in uses), "waits for", *columns, "")
     for number, one in enumerate(priced):
         table.add_row(
             one.candidate.name,
             *(f"{prediction.tokens_per_second:,.0f}" for prediction in one.predictions or ()),
             *[""] * (len(uses) - len(one.predictions)),
             ", ".join(dict.fromkeys(prediction.binds for prediction in one.predictions)),
-            *(size(_bytes(one).get(device, 0)) for device in _devices(priced)),
+            *([size(_bytes(one).get(device, 0)) for device in devices] if columns == devices else [_in_all(one)]),
             "chosen" if number == 0 and not one.lacks else one.lacks,
             style="bold" if number == 0 else None,
         )
     return table
+
+
+def _in_all(priced: Priced) -> str:
+    """Return the bytes on each device that has any; devices that have the same follow one another."""
+    groups = itertools.groupby(((d, size(b)) for d, b in sorted(_bytes(priced).items()) if b), key=lambda item: item[1])
+    return ", ".join(f"{_range([device for device, _ in same])} {amount}" for amount, same in groups)
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _devices(priced: Sequence[Priced]) -> list[str]:
@@ -249,9 +264,14 @@ def _cases_table(rows: Sequence[_Row]) -> Table:
 def _traffic(best: Priced) -> Iterator[str]:
     """Yield what crosses each link in a call of each use, where anything does."""
     for one in best.predictions:
-        links = [f"{size(round(nbytes))} between {a} and {b}" for (a, b), nbytes in sorted(one.traffic.items())]
-        if links:
-            yield f"{one.use}: {', '.join(links)} in a step"
+        amounts = sorted((size(round(nbytes)), a, b) for (a, b), nbytes in one.traffic.items())
+        groups = [(amount, list(links)) for amount, links in itertools.groupby(amounts, key=lambda link: link[0])]
+        parts = [
+            f"{amount} between {links[0][1]} and {links[0][2]}" + f", and on {len(links) - 1} more" * (len(links) > 1)
+            for amount, links in groups
+        ]
+        if parts:
+            yield f"{one.use}: {'; '.join(parts)} in a step"
 
 
 def _to_json(row: _Row) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Planner:
             if room == before:
                 break
             latest = self._attempts(replace(question, room=room))
-            priced += latest
+            priced += [one for one in latest if all(one.candidate != other.candidate for other in priced)]
         fitting = [one for one in priced if not one.lacks]
         if not fitting:
             return Chosen(base, tuple(priced))
