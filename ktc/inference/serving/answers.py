@@ -25,7 +25,7 @@ from ktc.inference.serving.private_api import StreamError
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request import Event, Refused, Request
 from ktc.inference.serving.request_log import LoggedRequest, RequestLog
-from ktc.inference.serving.tool_calls import ForgivingParser
+from ktc.inference.serving.tool_calls import ForgivingParser, has_template
 
 log = logging.getLogger(__name__)
 _STATUS: Final = {
@@ -63,7 +63,8 @@ class Answers(GenerateManager):
         port: Any = _Port()
         make = cast("Any", super())
         if (parser := named.get("response_parser")) is not None:
-            named["response_parser"] = ForgivingParser(parser, processor.all_special_tokens)
+            fits = has_template(processor, model, request.tokens)
+            named["response_parser"] = ForgivingParser(parser, processor.all_special_tokens) if fits else None
         queue, streamer = make.generate_streaming(port, processor, inputs, gen_config, *more, **named)
         streamer.put(torch.tensor(request.tokens))
         self._start(request, _Streamed(streamer, queue), named["request_id"])

@@ -29,7 +29,7 @@ from ktc.inference.serving.private_api import HandlerHooks, messages_of_input
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request_log import CHOICE
-from ktc.inference.serving.tool_calls import UNREADABLE, RememberedAnswer, require_readable_calls
+from ktc.inference.serving.tool_calls import UNREADABLE, RememberedAnswer, has_template, require_readable_calls
 from ktc.model.hf.stock_model import vocabulary_of
 
 log = logging.getLogger(__name__)
@@ -179,15 +179,19 @@ class Chat(_Checked, ChatCompletionHandler):
             require_readable_calls(tokenizer, model, messages, tools)
 
     async def answer_whole(self, stock: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> Any:
-        """Answer as a whole. A tool call that transformers cannot read stays text."""
-        request_id, _, _, model, _, config = given
+        """Answer as a whole. It stays text where no response template fits, or where its calls cannot be read."""
+        request_id, loaded, tokenizer, model, inputs, config = given
         remembered = RememberedAnswer(named["gen_manager"])
-        try:
-            return await stock(*given, **{**named, "gen_manager": remembered})
-        except UNREADABLE as error:
-            if remembered.last is None:
-                raise
-            log.warning("an answer stays text, since its tool calls cannot be read: %s", type(error).__name__)
+        if has_template(tokenizer, loaded, inputs["input_ids"][0].tolist()):
+            try:
+                return await stock(*given, **{**named, "gen_manager": remembered})
+            except UNREADABLE as error:
+                if remembered.last is None:
+                    raise
+                log.warning("an answer stays text, since its tool calls cannot be read: %s", type(error).__name__)
+        else:
+            await remembered.generate_non_streaming(loaded, tokenizer, inputs, config, request_id=request_id)
+        assert remembered.last is not None, "an answer was generated"
         text, num_read, tokens = remembered.last
         written = len(tokens)
         usage = CompletionUsage(

@@ -62,7 +62,19 @@ def messages_of_input(handler: Any, body: dict[str, Any]) -> tuple[list[Any], An
     return handler._normalize_input(body), handler._normalize_tools(body.get("tools"))
 
 
-def reads_tool_calls(tokenizer: Any, model: Any) -> bool:
-    """Return whether transformers knows how the tool calls of a model are written."""
-    find: Any = getattr(utils, "get_response_template", None) or cast("Any", utils).get_tool_call_config
-    return find(tokenizer, model) is not None
+def reads_tool_calls(tokenizer: Any, model: Any, prompt: str) -> bool:
+    """Return whether transformers can read answers to a prompt: their calls and thoughts.
+
+    It knows the answers of some model types. A chat template of another form has no anchor of theirs, and transformers
+    would then take the prompt for a part of the answer.
+    """
+    find: Any = getattr(utils, "get_response_template", None)
+    if find is None:  # releases before response templates
+        return cast("Any", utils).get_tool_call_config(tokenizer, model) is not None
+    template = find(tokenizer, model)
+    if template is None:
+        return False
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    anchor: Any = cast("Any", load_response_template(template)).start_anchor_re
+    return anchor.search(prompt) is not None

@@ -17,23 +17,26 @@ from ktc.inference.serving.refusals import RequestRefused
 log = logging.getLogger(__name__)
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError)
 """The exceptions of transformers for a call that does not follow its template."""
+_END: Final = 256  # tokens of a prompt, which have the beginning of the answer's turn
 _REGION: Final = "tool_calls"
 
 
 def require_readable_calls(tokenizer: Any, model: Any, messages: Sequence[Any], tools: Sequence[Any]) -> None:
     """Check that the template shows `tools`, and that their calls can be read. Raises RequestRefused (400)."""
-    if not private_api.reads_tool_calls(tokenizer, model):
+    render = tokenizer.apply_chat_template
+    options: Mapping[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    shown: str = render(messages, tools=list(tools), **options)
+    if not private_api.reads_tool_calls(tokenizer, model, shown):
         kind = model.config.model_type
-        message = f"transformers cannot read the tool calls of `{kind}` models: the tokenizer has no response template"
+        message = f"transformers cannot read the tool calls of this `{kind}` model: no response template fits its chats"
         raise RequestRefused(400, message, "unsupported_value", "tools")
-    if not _shows(tokenizer, messages, tools):
+    if shown == render(messages, **options):
         raise RequestRefused(400, "the model's chat template does not show tools", "unsupported_value", "tools")
 
 
-def _shows(tokenizer: Any, messages: Sequence[Any], tools: Sequence[Any]) -> bool:
-    render = tokenizer.apply_chat_template
-    options: Mapping[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-    return render(messages, tools=list(tools), **options) != render(messages, **options)
+def has_template(tokenizer: Any, model: Any, prompt: Sequence[int]) -> bool:
+    """Return whether a response template fits the end of a prompt, so that answers are read by it."""
+    return private_api.reads_tool_calls(tokenizer, model, tokenizer.decode(list(prompt[-_END:])))
 
 
 class ForgivingParser:

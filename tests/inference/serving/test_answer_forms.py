@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,11 +122,10 @@ def test_too_many_answers_for_the_places_leave_none_running(models: ServedModels
             small = client.with_options(base_url=url)
             with pytest.raises(RateLimitError):
                 list(ask(small, n=3, max_tokens=1500, stream=stream))
-            metrics, end = url.replace("/v1", "/metrics"), time.monotonic() + 30
-            while "ktc_requests_running 0.0" not in urllib.request.urlopen(metrics).read().decode():
+            end = time.monotonic() + 30  # the first two are cancelled after a pass of the engine
+            while (again := asked_again(small)) is None:
                 assert time.monotonic() < end
-                time.sleep(0.02)
-            assert ask(small, n=2).usage.completion_tokens == 16
+            assert again.usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -218,12 +216,23 @@ def test_a_call_that_cannot_be_read_stays_text(
     assert streamed_calls(chunks) == []
 
 
+@needs_templates
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_that_does_not_fit_the_chats_leaves_the_prompt_out_of_the_answer(
+    client: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    write(monkeypatch, tokenizer, "It rains.")
+    monkeypatch.setattr(tokenizer, "response_template", {**CALLS, "start_anchor": "<|im_start|>"}, raising=False)
+    found = ask(client, max_tokens=50, stream=stream)
+    assert (texts(list(found), 1) if stream else [found.choices[0].message.content]) == ["It rains."]
+
+
 def test_tools_are_refused_where_nobody_reads_or_shows_them(
     client: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from openai import BadRequestError
 
-    with pytest.raises(BadRequestError, match="cannot read the tool calls of `deepseek_v2`"):
+    with pytest.raises(BadRequestError, match="cannot read the tool calls of this `deepseek_v2`"):
         ask(client, tools=[TOOL])
     monkeypatch.setattr("ktc.inference.serving.private_api.reads_tool_calls", lambda *_: True)
     with pytest.raises(BadRequestError, match="does not show tools"):

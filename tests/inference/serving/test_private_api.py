@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ktc.foundation import versions
+
 
 def test_handlers_of_requests_check_and_configure_where_ours_do() -> None:
     pytest.importorskip("fastapi")
@@ -46,4 +48,8 @@ def test_models_whose_tool_calls_are_read_are_known() -> None:
     class Model:
         config = AutoConfig.for_model("gpt2")
 
-    assert not reads_tool_calls(object(), Model())
+    assert not reads_tool_calls(object(), Model(), "")
+    Model.config = AutoConfig.for_model("qwen3_moe")
+    if versions.release(versions.installed("transformers") or "0") >= (5, 10):
+        assert reads_tool_calls(object(), Model(), "<|im_start|>assistant\n")
+        assert not reads_tool_calls(object(), Model(), "<|assistant|>")
