@@ -5,6 +5,7 @@
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
   const sections = all(".stage"), tabs = all(".stages a"), details = document.getElementById("details");
   const search = document.getElementById("search"), hits = document.getElementById("hits");
+  const narrow = window.matchMedia("(max-width: 900px)");
   const views = new Map();  // article -> {x, y, scale}
   const here = { stage: -1, block: -1, node: -1 };
   document.documentElement.classList.add("js");
@@ -24,12 +25,13 @@
   function show(stage, block, node = -1) {
     stage = Math.min(Math.max(stage, 0), stages.length - 1);
     const count = stages[stage].blocks.length;
-    block = count ? Math.min(Math.max(block, 0), count - 1) : -1;
+    block = Math.min(Math.max(block, -1), count - 1);  // -1: the whole model
     Object.assign(here, { stage, block, node: -1 });
     sections.forEach((section, i) => { section.hidden = i !== stage; });
     tabs.forEach((tab, i) => tab.setAttribute("aria-selected", String(i === stage)));
     all(".block", sections[stage]).forEach((one, i) => { one.hidden = i !== block; });
-    all(".blocks a", sections[stage]).forEach((link, i) => link.setAttribute("aria-current", String(i === block)));
+    all(".overview").forEach((one) => { one.hidden = block !== -1; });
+    all(".blocks a", sections[stage]).forEach((link) => link.setAttribute("aria-current", String(Number(link.dataset.block) === block)));
     if (block >= 0 && !views.has(article())) start(article());
     choose(node, node >= 0);
     highlight();
@@ -101,15 +103,17 @@
     apply(one);
   }
   function start(one) {
-    const { width, inner } = sizes(one);
-    // Below 0.62 the smallest letters are under 7 px: a wider block starts at its first input instead of whole.
+    const { width, height, inner } = sizes(one);
+    // Below 0.62 the smallest letters are under 7 px: a larger block does not start as a whole.
     const scale = Math.min(1, Math.max(0.62, width / inner.width)), over = width - inner.width * scale;
-    const view = { scale, x: over / 2, y: 0 };
+    const below = height - inner.height * scale, view = { scale, x: over / 2, y: 0 };
     views.set(one, view);
-    const first = one.querySelector(".node.input") || one.querySelector(".node");
-    if (over < 0 && first) {
-      bringIn(first, one, 0.5, 0.06);
-      view.x = Math.min(0, Math.max(over, view.x));
+    // The node that a rule made is in view, and with it as much as fits of the data before it.
+    const made = one.querySelector('.node[class*=" rule-"]'), first = made || one.querySelector(".node.input, .node");
+    if ((over < 0 || below < 0) && first) {
+      bringIn(first, one, 0.5, made ? 0.6 : 0.06);
+      view.x = over < 0 ? Math.min(0, Math.max(over, view.x)) : over / 2;
+      view.y = Math.min(0, Math.max(below, view.y));
     }
     apply(one);
   }
@@ -160,6 +164,7 @@
       canvas.classList.remove("dragged");
     });
     canvas.addEventListener("wheel", (event) => {
+      if (narrow.matches && !event.ctrlKey && !event.metaKey) return;  // the page scrolls, in one column
       event.preventDefault();
       const corner = canvas.getBoundingClientRect(), view = views.get(one);
       if (event.ctrlKey || event.metaKey) {
@@ -196,7 +201,7 @@
   function otherStage(stage) {
     if (stage < 0 || stage >= stages.length || stage === here.stage) return;
     const key = here.block < 0 ? "" : blockData().key, name = here.node < 0 ? "" : blockData().nodes[here.node].name;
-    const block = Math.max(0, stages[stage].blocks.findIndex((one) => one.key === key));
+    const block = key ? Math.max(0, stages[stage].blocks.findIndex((one) => one.key === key)) : -1;
     const found = stages[stage].blocks[block];
     show(stage, block, found && name ? found.nodes.findIndex((node) => node.name === name) : -1);
   }
@@ -244,13 +249,18 @@
     const at = (selector) => event.target.closest(selector);
     if (!at(".search")) hits.hidden = true;
     if (at(".stages a")) { event.preventDefault(); otherStage(Number(at(".stages a").dataset.stage)); }
-    else if (at(".blocks a")) { event.preventDefault(); show(here.stage, Number(at(".blocks a").dataset.block)); }
+    else if (at(".blocks a, .opens")) {
+      event.preventDefault();
+      show(here.stage, Number(at(".blocks a, .opens").dataset.block));
+      if (narrow.matches) sections[here.stage].querySelector(".centre").scrollIntoView();
+    }
     else if (at("[data-do]")) tools[at("[data-do]").dataset.do]();
     else if (at(".tree li[data-block]")) {
       const line = at(".tree li[data-block]"), part = line.dataset.module;
       const inside = (node) => part && (node.fqn === part || node.fqn.startsWith(`${part}.`));
       const nodes = stages[here.stage].blocks[line.dataset.block].nodes;
       show(here.stage, Number(line.dataset.block), nodes.findIndex(inside));
+      if (narrow.matches) sections[here.stage].querySelector(".centre").scrollIntoView();
     }
   });
   document.addEventListener("keydown", (event) => {
@@ -265,13 +275,14 @@
     const inText = event.target.closest(".listing, .left, .right") && event.key.startsWith("Arrow");
     const node = event.target.closest(".node");
     if ((event.key === "Enter" || event.key === " ") && node) { choose(indexOf(node.dataset.node)); event.preventDefault(); return; }
-    if (!keys[event.key] || inText || here.block < 0) return;
+    const moves = "/[]".includes(event.key);  // also while no block is shown
+    if (!keys[event.key] || inText || (here.block < 0 && !moves)) return;
     event.preventDefault();
     keys[event.key]();
   });
   const goTo = (hash) => {
     const found = /^#s(\d+)(?:-b(\d+)(?:-n(\d+))?)?$/.exec(hash);
-    const [stage, block, node] = found ? found.slice(1).map((n) => (n === undefined ? -1 : Number(n))) : [stages.length - 1, 0, -1];
+    const [stage, block, node] = found ? found.slice(1).map((n) => (n === undefined ? -1 : Number(n))) : [stages.length - 1, -1, -1];
     show(stage, block, stages[stage] && stages[stage].blocks[block] && node < stages[stage].blocks[block].nodes.length ? node : -1);
   };
   window.addEventListener("hashchange", () => goTo(location.hash));

@@ -7,10 +7,12 @@ Nodes are paired by name, then by FQN, so that a linear and the module that repl
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
+from ktc.foundation.module_paths import from_inside
 from ktc.stages.pictures.dump import BlockDump, ModelDump, ModuleDump, NodeDump
 from ktc.stages.pictures.labels import WEIGHT, call_text, collapse, layers_text, printable, rule_text, type_text
 
@@ -45,6 +47,7 @@ class BlockDiff:
     class_name: str
     layers: tuple[int, ...]
     nodes: tuple[NodeDiff, ...]
+    num_same: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class ModelDiff:
     after: str
     blocks: tuple[BlockDiff, ...]
     modules: tuple[ModuleDiff, ...]
+    num_same_blocks: int = 0
+    num_same_modules: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.blocks or self.modules)
@@ -72,22 +77,34 @@ class ModelDiff:
         return json.loads(json.dumps(asdict(self)))
 
     def text(self) -> str:
-        """Return lines with `+`, `-` and `~`, equal changes together. Ends with a newline."""
+        """Return lines with `+`, `-` and `~`, equal changes together. Ends with a newline.
+
+        Unchanged rows are counts (`=`). Rows that differ in their device alone are counts too, and in the modules they
+        are folded into the module around them that moved alike. The JSON has all rows that differ.
+        """
         lines = [f"{printable(self.before)} -> {printable(self.after)}"]
         for block in self.blocks:
             lines += ["", *_block_lines(block)]
+        if self.num_same_blocks:
+            lines += ["", f"= {_count(self.num_same_blocks, 'block')} unchanged"]
         if self.modules:
             lines += ["", "modules", *_module_lines(self.modules)]
+            lines += [f"  = {_count(self.num_same_modules, 'module')} unchanged"] if self.num_same_modules else []
         return "\n".join(lines if self else [*lines, "no difference"]) + "\n"
 
 
 def diff(before: ModelDump, after: ModelDump) -> ModelDiff:
     """Return the changes from `before` to `after`."""
+    blocks, modules = tuple(_block_diffs(before, after)), tuple(_module_diffs(before, after))
+    kept = {block.key for block in before.blocks} & {block.key for block in after.blocks}
+    kept_modules = {module.fqn for module in before.modules} & {module.fqn for module in after.modules}
     return ModelDiff(
         before=f"{before.model_type}, {before.stage}",
         after=f"{after.model_type}, {after.stage}",
-        blocks=tuple(_block_diffs(before, after)),
-        modules=tuple(_module_diffs(before, after)),
+        blocks=blocks,
+        modules=modules,
+        num_same_blocks=len(kept) - sum(block.kind == "changed" for block in blocks),
+        num_same_modules=len(kept_modules) - sum(module.kind == "changed" for module in modules),
     )
 
 
@@ -98,7 +115,8 @@ def _block_diffs(before: ModelDump, after: ModelDump) -> Iterator[BlockDiff]:
         kind: Kind = "removed" if key not in new else "added" if key not in old else "changed"
         nodes = tuple(_node_diffs(old[key], new[key])) if kind == "changed" else ()
         if nodes or kind != "changed":
-            yield BlockDiff(kind, key, block.class_name, block.layers, nodes)
+            same = 0 if kind != "changed" else len(old[key].nodes) - sum(node.before is not None for node in nodes)
+            yield BlockDiff(kind, key, block.class_name, block.layers, nodes, same)
 
 
 def _node_diffs(before: BlockDump, after: BlockDump) -> Iterator[NodeDiff]:
@@ -162,9 +180,13 @@ def _block_lines(block: BlockDiff) -> Iterator[str]:
     sign = {"added": "+ ", "removed": "- ", "changed": ""}[block.kind]
     yield f"{sign}block {printable(block.key)}: {printable(block.class_name)}  {_layers(block)}".rstrip()
     alike: dict[str, list[str]] = {}
+    moved = Counter[str]()
     for node in block.nodes:
         if node.kind == "changed":
             assert node.after is not None, "a changed node has both sides"
+            if _is_move(node.changes):
+                moved[_change_text(node.changes)] += 1
+                continue
             alike.setdefault(_change_text(_main_changes(node.changes)), []).append(printable(node.after.name, 80))
         else:
             shown = node.before or node.after
@@ -172,6 +194,19 @@ def _block_lines(block: BlockDiff) -> Iterator[str]:
             yield f"  {'-' if node.kind == 'removed' else '+'} {_node_text(shown)}"
     for change, names in alike.items():
         yield f"  ~ {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}: {change}"
+    for change, count in moved.items():
+        yield f"  ~ {_count(count, 'node')}: {change}"
+    if block.num_same:
+        yield f"  = {_count(block.num_same, 'node')} unchanged"
+
+
+def _is_move(changes: tuple[FieldChange, ...]) -> bool:
+    """Return whether the device is all that differs."""
+    return [change.field for change in changes] == ["device"]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _main_changes(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
@@ -181,13 +216,31 @@ def _main_changes(changes: tuple[FieldChange, ...]) -> tuple[FieldChange, ...]:
 
 
 def _module_lines(modules: tuple[ModuleDiff, ...]) -> Iterator[str]:
-    groups: dict[tuple[str, str], list[str]] = {}
+    folded = _folded(modules)
+    groups: dict[tuple[str, str, int], list[str]] = {}
     for module in modules:
-        sign = {"added": "+", "removed": "-", "changed": "~"}[module.kind]
-        groups.setdefault((sign, _change_text(module.changes)), []).append(module.fqn)
-    for (sign, change), fqns in groups.items():
+        if module.fqn in folded:
+            sign = {"added": "+", "removed": "-", "changed": "~"}[module.kind]
+            groups.setdefault((sign, _change_text(module.changes), folded[module.fqn]), []).append(module.fqn)
+    for (sign, change, below), fqns in groups.items():
         for fqn in collapse(fqns):
-            yield f"  {sign} {fqn or 'the whole'}" + (f": {change}" if change else "")
+            more = f" and {below} below" if below else ""
+            yield f"  {sign} {fqn or 'the whole'}{more}" + (f": {change}" if change else "")
+
+
+def _folded(modules: tuple[ModuleDiff, ...]) -> dict[str, int]:
+    """Return the modules to list with the number of those below each that are left out.
+
+    A module that only moved is left out below one that moved between the same devices.
+    """
+    moves = {module.fqn: _change_text(module.changes) for module in modules if _is_move(module.changes)}
+    listed = {module.fqn: 0 for module in modules}
+    for fqn, change in moves.items():
+        around = [outer for outer in from_inside(fqn) if outer != fqn and moves.get(outer) == change]
+        if around:
+            del listed[fqn]
+            listed[around[-1]] += 1
+    return listed
 
 
 def _change_text(changes: tuple[FieldChange, ...]) -> str:

@@ -7,6 +7,7 @@ the template; the embedded JSON cannot end its element.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
@@ -21,8 +22,11 @@ from ktc.stages.pictures.labels import captured_nodes, collapse, home_device, la
 from ktc.stages.pictures.layout import drawn_nodes
 from ktc.stages.pictures.measured import Measured, of_block, of_model
 from ktc.stages.pictures.module_tree import TreeLine, module_tree
+from ktc.stages.pictures.overview import overview
 from ktc.stages.pictures.svg import block_svg, rule_colours, style
 from ktc.stages.pictures.text import render_block
+
+_SITE = re.compile(r" matched in (\S+), then at ")  # as a near miss names its block
 
 
 def render_html(dumps: Sequence[ModelDump], layer: int | None = None, measured: Sequence[Measured] = ()) -> str:
@@ -57,10 +61,21 @@ def _stage(
         "name": dump.stage,
         "verdict": of_model(measured),
         "blocks": [{**_block(b, dump, colours), "verdict": of_block(b, measured, layer)} for b in blocks],
-        "near_misses": [printable(reason, 400) for reason in dump.near_misses],
+        "overview": overview(dump, layer),
+        **_near_misses(dump),
         "matches": _matches(dump, colours),
         "tree": [_tree_line(line, blocks, colours) for line in module_tree(dump.modules)],
     }
+
+
+def _near_misses(dump: ModelDump) -> dict[str, list[str]]:
+    """Return the near misses, those in blocks that another pattern matched apart."""
+    apart: dict[str, list[str]] = {"near_misses": [], "matched_misses": []}
+    for reason in dump.near_misses:
+        site = _SITE.search(reason)
+        matched = site is not None and any(is_inside(match.site, site[1]) for match in dump.matches)
+        apart["matched_misses" if matched else "near_misses"].append(printable(reason, 400))
+    return apart
 
 
 def _block(block: BlockDump, dump: ModelDump, colours: Mapping[str, int]) -> dict[str, Any]:

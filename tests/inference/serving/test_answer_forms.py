@@ -91,6 +91,16 @@ def ask(client: Any, **more: Any) -> Any:
     return client.chat.completions.create(**{"model": "v2_twin", "messages": HELLO, "max_tokens": 8, **more})
 
 
+def asked_again(client: Any) -> Any:
+    from openai import RateLimitError
+
+    try:
+        return ask(client, n=2)
+    except RateLimitError:
+        time.sleep(0.02)
+        return None
+
+
 def texts(chunks: list[Any], num: int) -> list[str]:
     parts = [[c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == at] for at in range(num)]
     return ["".join(of_one) for of_one in parts]

@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from browser import complaints, opened_browser, overflow
 from work import calls
 
 from ktc.cli.graph import Request
@@ -23,6 +25,7 @@ from ktc.stages.pictures.html import render_html
 from ktc.stages.pictures.labels import collapse, printable, quantity
 from ktc.stages.pictures.layout import place
 from ktc.stages.pictures.module_tree import module_tree
+from ktc.stages.pictures.overview import overview
 from ktc.stages.pictures.svg import render_svg
 from ktc.stages.pictures.text import render_text
 
@@ -224,6 +227,49 @@ def test_hostile_names_add_no_element_to_the_page() -> None:
     assert json.loads(page.scripts[0])[0]["blocks"][0]["nodes"][0]["name"].startswith("</script>")
 
 
+def test_the_whole_model_has_its_equal_layers_and_the_bytes_of_each_device() -> None:
+    seen = overview(model())
+    assert [(part.name, part.copies, part.size, part.blocks) for part in seen.parts] == [
+        ("model.embed", 1, "128 kB", ()), ("model.layers.0", 1, "128 B", ()),
+        ("model.layers.[1..3]", 3, "12 MB", (0,)), ("lm_head", 1, "128 kB", ()),
+    ]  # fmt: skip
+    assert [(one.device, one.size) for one in seen.devices] == [
+        ("cuda:0", "128 kB"), ("not placed", "129 kB"), ("cpu", "12 MB"),
+    ]  # fmt: skip
+    assert sum(one.share for one in seen.devices) == pytest.approx(1, abs=1e-3)
+    empty = overview(replace(model(), modules=()))
+    assert empty.parts == empty.devices == ()
+
+
+def test_near_misses_of_blocks_that_another_pattern_matched_are_folded() -> None:
+    text = render_html([model()])
+    assert "<summary>1 in blocks that another pattern matched</summary>" in text and 'class="count"' not in text
+    text = render_html([replace(model(), matches=())])
+    assert "another pattern matched" not in text and '<span class="count">1</span>' in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_the_page_fits_and_opens_a_block_at_the_node_that_a_rule_made(tmp_path: Path, width: int) -> None:
+    page = tmp_path / "graph.html"
+    page.write_text(render_html([model(stage) for stage in ("captured", "matched", "rewritten")]))
+    with opened_browser(width, 500) as browser:
+        browser.get(page.as_uri())
+        value = lambda script: browser.execute_script(f"return {script}")  # noqa: E731
+        shown = "[...document.querySelectorAll('.overview')].filter(one => one.checkVisibility()).length"
+        assert (value(shown), overflow(browser) <= 0) == (1, True)
+        browser.execute_script("document.querySelectorAll('.blocks')[2].querySelectorAll('a')[1].click()")
+        box, frame = (
+            value(f"document.querySelector('#s2-b0 {part}').getBoundingClientRect().toJSON()")
+            for part in (".node.operator.rule-0", ".canvas")
+        )
+        assert frame["left"] <= box["left"] and box["right"] <= frame["right"] + 1
+        assert frame["top"] <= box["top"] and box["bottom"] <= frame["bottom"] + 1
+        below = value("document.querySelector('.right').getBoundingClientRect().top") >= frame["bottom"] - 1
+        assert (value(shown), below, overflow(browser) <= 0) == (0, width < 900, True)
+        assert complaints(browser) == []
+
+
 @pytest.mark.parametrize("render", [render_text, render_svg, render_dot, lambda dump: render_html([dump])])
 def test_odd_blocks_are_drawn_all_the_same(render: Callable[[ModelDump], str]) -> None:
     loop = NodeDump("a", "add", "add", ("b", "a", "gone")), NodeDump("b", "add", "add", ("a",))
@@ -247,6 +293,21 @@ def test_a_difference_names_what_a_rewrite_did(golden: Callable[[str, str], None
     found = diff(model("captured"), model("rewritten"))
     golden("graph/rewrite.diff.txt", found.text())
     assert json.loads(json.dumps(found.to_json()))["blocks"][0]["key"] == "mlp_1"
+
+
+def test_rows_that_only_moved_are_folded_into_what_is_around_them() -> None:
+    def moved(device: str) -> ModelDump:
+        nodes = tuple(replace(node, device=device) for node in model("captured").blocks[0].nodes)
+        rows = tuple(replace(row, device=device if "layers" in row.fqn else "cpu") for row in modules())
+        return replace(model("captured"), blocks=(replace(moe_block(), nodes=nodes),), modules=rows)
+
+    found = diff(moved("cpu"), moved("cuda:0"))
+    assert found.text().split("\n")[2:-1] == [
+        "block mlp_1: TinyMoe  layers 1..3", "  ~ 16 nodes: device cpu -> cuda:0", "", "modules",
+        "  ~ model.layers.0 and 1 below: device cpu -> cuda:0",
+        "  ~ model.layers.[1..3] and 2 below: device cpu -> cuda:0", "  = 3 modules unchanged",
+    ]  # fmt: skip
+    assert len(found.to_json()["modules"]) == 11
 
 
 def test_no_difference_is_false_and_says_so() -> None:

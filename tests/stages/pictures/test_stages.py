@@ -77,6 +77,6 @@ def test_the_page_of_a_compiled_model_has_all_stages_and_a_graph_file_one(tmp_pa
     assert page(tmp_path).count('class="stage"') == 4
     assert page(tmp_path, "matched").count('class="stage"') == 2
     assert page(tmp_path / "graph" / "planned.json").count('class="stage"') == 1
-    assert page(tmp_path, layer=2).count("<article") == 4
+    assert page(tmp_path, layer=2).count('<article class="block') == 4
     with pytest.raises(InputRefused, match="no layer 7"):
         page(tmp_path, layer=7)
