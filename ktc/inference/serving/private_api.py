@@ -74,7 +74,7 @@ def reads_tool_calls(tokenizer: Any, model: Any, prompt: str) -> bool:
     template = find(tokenizer, model)
     if template is None:
         return False
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+    from transformers.utils.chat_parsing import response_templates
 
-    anchor: Any = cast("Any", load_response_template(template)).start_anchor_re
+    anchor: Any = cast("Any", response_templates).load_response_template(template).start_anchor_re
     return anchor.search(prompt) is not None

@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from ktc.training.trainers.run_report import Logged
 from ktc.training.trainers.step_trace import Timeline
+
+_SHORTEST_CURVE: Final = 10  # points; a shorter one is read as it is
 
 
 def loss_plot(history: Sequence[Logged]) -> str:
@@ -22,13 +25,37 @@ def loss_plot(history: Sequence[Logged]) -> str:
     figure, axes = _axes(8, 3.6)
     for name, label in (("loss", "training"), ("eval_loss", "held-out")):
         points = [(line.step, value) for line in history if (value := getattr(line, name)) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 60 else "", linewidth=1.2, label=label)
+        if not points:
+            continue
+        means = smoothed([value for _, value in points])
+        marker, thin = "." if len(points) < 60 else "", bool(means)
+        (line,) = axes.plot(*zip(*points, strict=True), marker=marker, linewidth=0.8 if thin else 1.2, label=label)
+        if means:
+            line.set_alpha(0.35)
+            steps = [step for step, _ in points]
+            axes.plot(steps, means, color=line.get_color(), linewidth=1.8, label=f"{label}, smoothed")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(True, linewidth=0.3, alpha=0.5)
     axes.legend(frameon=False)
     return _svg(figure)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the running mean of a curve, in which a value fades over a twentieth of it; [] for a short curve.
+
+    A value that is not finite adds nothing.
+    """
+    if len(values) < _SHORTEST_CURVE:
+        return []
+    keep = 1 - 1 / max(3.0, len(values) / 20)
+    total = weight = 0.0
+    means = list[float]()
+    for value in values:
+        if math.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight if weight else math.nan)
+    return means
 
 
 def timeline_plot(timeline: Timeline | None) -> str:

@@ -23,6 +23,7 @@ from ktc.training.tune.settings import TrainSettings
 from ktc.training.tune.tokenised import DataSummary
 
 if TYPE_CHECKING:
+    from ktc.training.tune.sample_answer import SampleAnswer
     from ktc.training.tune.types import PreparedData
 
 PAGE, PLOT, TIMELINE = "report.html", "loss.svg", "timeline.svg"
@@ -31,17 +32,21 @@ _GIB = 2**30
 
 
 def write_page(
-    folder: Path, report: RunReport, data: PreparedData, settings: TrainSettings, timeline: Timeline | None = None
-) -> None:
+    folder: Path, report: RunReport, data: PreparedData, settings: TrainSettings, timeline: Timeline | None = None,
+    sample: SampleAnswer | None = None,
+) -> None:  # fmt: skip
     """Write the files. Without matplotlib the page has no pictures, and there is no other file."""
     plots = {PLOT: loss_plot(report.history), TIMELINE: timeline_plot(timeline)}
     for name, plot in plots.items():
         if plot:
             write_file(folder / name, plot)
-    write_file(folder / PAGE, page(report, data, settings, *plots.values()))
+    write_file(folder / PAGE, page(report, data, settings, *plots.values(), sample=sample))
 
 
-def page(report: RunReport, data: PreparedData, settings: TrainSettings, plot: str = "", timeline: str = "") -> str:
+def page(
+    report: RunReport, data: PreparedData, settings: TrainSettings, plot: str = "", timeline: str = "",
+    sample: SampleAnswer | None = None,
+) -> str:  # fmt: skip
     """Return the page as HTML. `plot` and `timeline` are SVG documents that it embeds."""
     loader = FileSystemLoader(resources.templates() / "report")
     environment = Environment(loader=loader, undefined=StrictUndefined, autoescape=True, trim_blocks=True)
@@ -49,6 +54,7 @@ def page(report: RunReport, data: PreparedData, settings: TrainSettings, plot: s
     return template.render(
         title=f"LoRA of {Path(report.model).name}",
         facts=list(facts(report)),
+        sample=sample,
         plot=_embedded(plot),
         timeline=_embedded(timeline),
         phases=list(_phases(report)),
@@ -125,6 +131,7 @@ def _data(title: str, data: DataSummary) -> dict[str, object]:
     bins = [
         {"words": f"{bin_.low} to {bin_.high}", "rows": bin_.rows, "width": round(_WIDEST * bin_.rows / most, 2)}
         for bin_ in data.lengths
+        if bin_.rows
     ]
     return {"title": title, "facts": list(data_facts(data)), "bins": bins, "first": data.first}
 

@@ -40,6 +40,7 @@ from ktc.training.tune.lora import adapted
 from ktc.training.tune.methods import Arguments, compiled_trainer
 from ktc.training.tune.rehearsal import rehearse
 from ktc.training.tune.run_page import write_page
+from ktc.training.tune.sample_answer import SampleAnswer, answered, sample_of
 from ktc.training.tune.settings import TrainSettings
 from ktc.training.tune.types import Observe, PreparedData, Progress, RunPaths, Stop, TrainResult
 
@@ -85,6 +86,7 @@ class TrainingRun:
         if self._settings.tensorboard or "tensorboard" in self._settings.report_to:
             trainer.add_callback(_tensorboard(self._paths.output))
         self._observe("model", model)
+        sample = self._sample(trainer) if folder is not None and environment.world_size() == 1 else None
         try:
             trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         except InputRefused:
@@ -93,7 +95,9 @@ class TrainingRun:
             raise
         report = report_of(trainer).report(finished=not stopper.stopped)
         if folder is not None:
-            self._keep(folder, trainer.model, report, stopper.stopped)
+            if sample is not None:
+                sample = answered(sample, trainer, trainer.processing_class, after=True)
+            self._keep(folder, trainer.model, report, stopper.stopped, sample)
         return TrainResult(self._paths.output, report, self._data, stopper.stopped)
 
     def _claim(self) -> run_folder.RunFolder:
@@ -129,10 +133,17 @@ class TrainingRun:
             trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
         return trainer
 
-    def _keep(self, folder: run_folder.RunFolder, model: PeftModel, report: Any, stopped: bool) -> None:
+    def _sample(self, trainer: Any) -> SampleAnswer | None:
+        """Return a row for the report, with the answer of the model before its training."""
+        sample = sample_of(self._data, trainer.processing_class)
+        return None if sample is None else answered(sample, trainer, trainer.processing_class, after=False)
+
+    def _keep(
+        self, folder: run_folder.RunFolder, model: PeftModel, report: Any, stopped: bool, sample: SampleAnswer | None
+    ) -> None:
         write_report(folder.path, report)
         timeline = None if self._trace is None else self._trace.timeline
-        write_page(folder.path, report, self._data, self._settings, timeline)
+        write_page(folder.path, report, self._data, self._settings, timeline, sample)
         if not stopped:
             folder.keep_adapter(model)
             write_card(folder.path, report, self._data, self._settings)

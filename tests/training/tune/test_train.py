@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from browser import complaints, opened_browser, overflow, resize
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -29,7 +30,9 @@ from transformers import AutoModelForCausalLM
 import ktc
 from ktc.cli import app as cli
 from ktc.diagnostics import HostLacks, InputRefused
+from ktc.training.trainers.run_report import Logged
 from ktc.training.tune import run_folder
+from ktc.training.tune.plots import loss_plot, smoothed
 from ktc.training.tune.tokenised import TokenisedData
 from ktc.training.tune.train import run, settings_for
 from ktc.training.tune.types import RunPaths, TrainResult
@@ -150,6 +153,33 @@ def test_a_package_that_would_report_is_named_before_the_model_is_loaded(out: Pa
     with pytest.raises(HostLacks, match=r"H246.*`mlflow`"):
         ktc.train(out, data, output=tmp_path / "run", report_to=("mlflow",), **SETTINGS)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_report_has_an_answer_before_and_after_and_no_empty_lengths(done: TrainResult) -> None:
+    page = (done.output / "report.html").read_text()
+    for title in ("A sample answer", "before the training", "after the training", "in the data", "held-out row"):
+        assert title in page
+    assert "capital of" in page
+    rows = re.findall(r"tokens</td><td class=\"n\">(\d+)</td>", page)
+    assert rows and "0" not in rows
+
+
+@pytest.mark.slow
+def test_the_report_fits_any_width(done: TrainResult) -> None:
+    with opened_browser() as browser:
+        for width in (400, 800, 1400):
+            resize(browser, width)
+            browser.get((done.output / "report.html").as_uri())
+            assert (overflow(browser) <= 0, complaints(browser)) == (True, [])
+
+
+def test_a_curve_is_smoothed_unless_it_is_short() -> None:
+    assert smoothed([1.0] * 9) == []
+    assert smoothed([2.0] * 12) == pytest.approx([2.0] * 12)
+    noisy = smoothed([1.0, 3.0] * 50 + [math.nan, math.inf])
+    assert len(noisy) == 102 and all(1.7 < mean < 2.3 for mean in noisy[20:])
+    history = [Logged(step, loss=1.0 / step) for step in range(1, 30)]
+    assert "training, smoothed" in loss_plot(history) and "smoothed" not in loss_plot(history[:5])
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
