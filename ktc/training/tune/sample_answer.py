@@ -54,9 +54,11 @@ def sample_of(data: PreparedData, tokenizer: Any) -> SampleAnswer | None:
 
 
 def _rows(data: TokenisedData) -> Iterable[tuple[list[int], list[int]]]:
-    """Yield the prompt and the first answer of rows, as tokens."""
-    for ids, labels in zip(data.input_ids[:_ROWS], data.labels[:_ROWS], strict=True):
-        begin = next((at for at, label in enumerate(labels) if label != NOT_LEARNED), len(labels))
+    """Yield the prompt and the first answer of rows, as tokens. An answer that was judged bad is left out."""
+    for at, (ids, labels) in enumerate(zip(data.input_ids[:_ROWS], data.labels[:_ROWS], strict=True)):
+        if data.good and not data.good[at]:
+            continue
+        begin = next((i for i, label in enumerate(labels) if label != NOT_LEARNED), len(labels))
         if begin == 0:
             begin = min(_CONTINUED, len(ids) // 2)
         yield ids[:begin], list(takewhile(lambda label: label != NOT_LEARNED, labels[begin:]))
