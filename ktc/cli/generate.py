@@ -16,7 +16,7 @@ import typer
 
 from ktc.cli.early_checks import require_given, require_writable
 from ktc.cli.following import serving
-from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, shown
+from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, shown, tell_random_weights
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -160,6 +160,7 @@ def _open(
     from ktc.inference.generate.language_model import open_language_model
 
     def load(out: Path) -> LanguageModel:
+        tell_random_weights(session, out, (adapter,), wish.weights)
         return open_language_model(
             out, adapter=adapter, reference=reference, weights=wish.weights, trust_remote_code=wish.trust
         )

@@ -7,7 +7,7 @@ of the command, into the user's cache (`ktc.stages.link.cached`). Refused (U006)
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -106,6 +106,19 @@ def _smaller(given: str, out: Path, host: Host | None) -> Host | None:
     if is_compiled(given) or environment.world_size() > 1:
         return None
     return with_less_room(host or this_host(), read_manifest(out).memory)
+
+
+def tell_random_weights(session: Session, out: Path, adapters: Sequence[object], weights: Path | None) -> None:
+    """Report that a small model answers from random weights, where no adapter or other weights change them."""
+    from ktc.model.manifest.manifest import read_manifest
+
+    if weights is not None or any(adapters):
+        return
+    folder = Path(read_manifest(out).model.name)
+    if folder.parent == environment.cache_dir() / "models":
+        message = f"`tiny:{folder.name.partition('-')[0]}` has random weights: its answers mean nothing"
+        hint = "`ktc train MODEL --data FILE` makes an adapter for `--adapter`; a trained model is a folder or a hub id"
+        session.diagnose([Diagnostic("G712", message, hint=hint, severity="note")])
 
 
 def _release_gpu_memory() -> None:

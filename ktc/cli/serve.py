@@ -13,7 +13,7 @@ import typer
 
 from ktc.cli.amounts import size
 from ktc.cli.early_checks import require_given, require_readable
-from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled
+from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, tell_random_weights
 from ktc.cli.options import Reference, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -106,6 +106,7 @@ def command(
     wish = Wish.of("serve", recompile=recompile, trust=trust, weights=weights)
 
     def load(out: Path) -> ServedModels:
+        tell_random_weights(session, out, adapters, weights)
         return open_served_models(
             out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None
         )

@@ -13,7 +13,7 @@ import torch
 from ktc import compiler
 from ktc.cli import app as cli
 from ktc.cli.compiling import settings_of
-from ktc.cli.given_model import Wish, compiled, is_compiled, named_after, run_compiled, shown
+from ktc.cli.given_model import Wish, compiled, is_compiled, named_after, run_compiled, shown, tell_random_weights
 from ktc.cli.session import Session
 from ktc.diagnostics import InputRefused
 from ktc.foundation.host import Gpu, detect
@@ -146,3 +146,19 @@ def test_a_run_without_gpu_memory_ends_where_ktc_may_not_choose(
     with pytest.raises(torch.OutOfMemoryError):
         run_compiled(Session(quiet=True), str(tmp_path), WISH, run)
     assert len(compilations) == 1
+
+
+def test_a_small_model_says_that_its_weights_are_random_until_an_adapter_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path))
+    names = {"tiny": str(tmp_path / "models" / "qwen3_moe-12ab"), "real": "/models/qwen3_moe-12ab"}
+    monkeypatch.setattr(
+        "ktc.model.manifest.manifest.read_manifest",
+        lambda out: SimpleNamespace(model=SimpleNamespace(name=names[out.name])),
+    )  # fmt: skip
+    for out, adapters, weights in (("real", (), None), ("tiny", (tmp_path,), None), ("tiny", (None,), tmp_path)):
+        tell_random_weights(Session(), Path(out), adapters, weights)
+    assert not capfd.readouterr().err
+    tell_random_weights(Session(), Path("tiny"), (None,), None)
+    assert "`tiny:qwen3_moe` has random weights" in capfd.readouterr().err
