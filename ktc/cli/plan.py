@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -113,7 +113,7 @@ def plan_command(
     several = len(rows) > 1
     session.show(_cases_table(rows) if several else _plans_table(rows[0]))
     if not several and not isinstance(rows[0].chosen, KtcError):
-        for line in _traffic(rows[0].chosen.best):
+        for line in (*_traffic(rows[0].chosen.best), *_processes(rows[0].chosen)):
             session.show(line)
     refused = [row.chosen for row in rows if isinstance(row.chosen, KtcError)]
     if refused and len(refused) == len(rows):
@@ -274,6 +274,16 @@ def _traffic(best: Priced) -> Iterator[str]:
             yield f"{one.use}: {'; '.join(parts)} in a step"
 
 
+def _processes(chosen: Chosen) -> Iterator[str]:
+    """Yield what one process on each GPU would do."""
+    if (one := chosen.processes) is not None:
+        started = f"`torchrun --nproc-per-node {one.count}`, each with {one.candidate}"
+        yield (
+            f"one process on each GPU ({started}): {one.tokens_per_second:,.0f} token/s; "
+            f"each sends {size(round(one.sent))} of gradients in a step, over the network between machines"
+        )
+
+
 def _to_json(row: _Row) -> dict[str, Any]:
     from ktc.diagnostics import to_json
 
@@ -284,7 +294,9 @@ def _to_json(row: _Row) -> dict[str, Any]:
     }  # fmt: skip
     if isinstance(row.chosen, KtcError):
         return about | {"diagnostics": [to_json(one) for one in row.chosen.diagnostics]}
-    return about | {"plans": list(_plans_json(row.chosen))}
+    one = row.chosen.processes
+    processes = None if one is None else asdict(one) | {"tokens_per_second": one.tokens_per_second}
+    return about | {"plans": list(_plans_json(row.chosen)), "processes": processes}
 
 
 def _plans_json(chosen: Chosen) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.checkpoint import WeightSource
 from ktc.stages.capture import CapturedModel
 from ktc.stages.choose.candidates import CPU, Candidate, Question, candidates
+from ktc.stages.choose.processes import data_parallel
 from ktc.stages.choose.reasons import reasons_of
 from ktc.stages.choose.types import Chosen, Priced
 from ktc.stages.choose.uses import uses_of
@@ -69,7 +70,11 @@ class Planner:
         assert best.plan is not None, "a candidate that fits has a plan"
         reasons = reasons_of(self._captured, best, others, self._host)
         plan = replace(best.plan, reasons=(*reasons, *best.plan.reasons))
-        return Chosen(plan, (replace(best, plan=plan), *others))
+        processes = data_parallel(priced, self._host, self._must_fit, self._step)
+        return Chosen(plan, (replace(best, plan=plan), *others), processes)
+
+    def _step(self, plan: Plan, host: Host, shape: BatchShape) -> Prediction:
+        return predictions_of(self._captured, plan, host, shape)[-1]
 
     def _decided(self) -> Chosen:
         """Return the plan of a program that decides everything itself, with its price."""

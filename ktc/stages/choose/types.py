@@ -31,11 +31,34 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True)
+class Processes:
+    """`count` processes, each with the plan of `candidate`: seconds of a step of `tokens` in all.
+
+    `sent` are the bytes of gradients that each sends to others in it.
+    """
+
+    count: int
+    candidate: str
+    seconds: float
+    tokens: int
+    sent: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens of all processes in a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
-    """The plan that is carried out, and every candidate in the order of their seconds, those that do not fit last."""
+    """The plan that is carried out, and every candidate in the order of their seconds, those that do not fit last.
+
+    `processes` is what one process on each GPU would do, for several GPUs.
+    """
 
     plan: Plan
     priced: tuple[Priced, ...]
+    processes: Processes | None = None
 
     @property
     def best(self) -> Priced:

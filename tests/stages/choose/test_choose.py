@@ -13,6 +13,7 @@ from ktc.language import dsl
 from ktc.language.dsl import RuleSet
 from ktc.stages.capture import CapturedModel
 from ktc.stages.choose import Case, Chosen, choose_plan, what_if
+from ktc.stages.cost import work_of
 from ktc.stages.match import match
 from ktc.stages.plan import BatchShape
 
@@ -120,3 +121,15 @@ def test_what_is_too_large_for_one_gpu_is_on_several_in_turn(v2_lite: CapturedMo
     one = chosen(v2_lite, program(tmp_path), with_gpus(2, 2 << 30))
     assert any("in turn" in priced.candidate.name and not priced.lacks for priced in one.priced)
     assert {"cuda:0", "cuda:1"} <= {memory.device for memory in one.plan.devices}
+
+
+def test_one_process_per_gpu_is_priced_beside_the_plan(v2_lite: CapturedModel, tmp_path: Path) -> None:
+    rules = program(tmp_path)
+    assert chosen(v2_lite, rules, with_gpus(1, 80 << 30)).processes is None
+    both = chosen(v2_lite, rules, with_gpus(2, 80 << 30))
+    assert both.processes is not None and both.processes.count == 2
+    one = next(each for each in both.priced if each.candidate.name == both.processes.candidate)
+    assert both.processes.tokens == one.predictions[-1].use.tokens
+    assert one.seconds / 2 < both.processes.seconds < one.seconds
+    parameters = sum(work.adapter for work in work_of(v2_lite, both.plan))
+    assert both.processes.sent == pytest.approx(4 * parameters, rel=0.01)  # half of each gradient, out and back
