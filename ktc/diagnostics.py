@@ -53,16 +53,16 @@ class KtcError(Exception):
     """An operation that was refused or failed, with at least one diagnostic.
 
     Its text has the place and the hint of each, because Python's own traceback shows nothing else. `sources` maps the
-    files in the spans to their text, as far as known, for `render`.
+    files in the spans to their text, as far as known, for `render`. Equal diagnostics are one.
     """
 
     exit_code = 1
 
     def __init__(self, *diagnostics: Diagnostic, sources: Mapping[str, str] | None = None) -> None:
         assert diagnostics, "an error needs a diagnostic"
-        self.diagnostics = diagnostics
+        self.diagnostics = tuple(dict.fromkeys(diagnostics))
         self.sources: Mapping[str, str] = sources or {}
-        super().__init__("\n".join(line for diagnostic in diagnostics for line in _outside_a_command(diagnostic)))
+        super().__init__("\n".join(line for diagnostic in self.diagnostics for line in _outside_a_command(diagnostic)))
 
 
 class InputRefused(KtcError):

@@ -28,6 +28,10 @@ _KINDS = {
     "attention": "attention", "experts": "experts, packed", "mlp": "dense, shared, router",
     "embeddings": "embeddings", "lm_head": "lm_head", "other": "other",
 }  # fmt: skip
+_KEPT: Mapping[str, str] = {
+    "kernel": "keeps its own code", "adapter": "gets no adapter", "quant": "keeps its weights",
+    "place": "is not placed",
+}  # fmt: skip
 _UNITS = (("B", 10**9), ("M", 10**6), ("K", 10**3))
 # Of `ktc doctor` and of `ktc verify`.
 _STYLES = {
@@ -42,7 +46,8 @@ def rules_table(rules: RuleSet, matches: Matches, plan: Plan) -> Table:
     for rule in rules.rules:
         num_matches = str(len(matches.of(rule.name)))
         rows = [*_rewrites_of(rule.name, plan), *_places_of(rule.name, plan)]
-        without = "fits nowhere" if num_matches == "0" else "another rule has these"
+        kept = ", ".join(dict.fromkeys(_KEPT[action.facet] for action in rule.actions if action.target.name == "keep"))
+        without = "fits nowhere" if num_matches == "0" else kept or "another rule has these"
         for kind, modules, where in rows or [(without, "", "")]:
             table.add_row(rule.name, num_matches, kind, modules, where)
             num_matches = ""

@@ -90,8 +90,19 @@ def _unexpected_token(error: UnexpectedToken, source: SourceText) -> Diagnostic:
         return Diagnostic("E001", f"`{word}` is a reserved word and cannot be a name", span, hint="choose another name")
     if word == "=" and "CMP" in expected:
         return Diagnostic("E001", "`=` is not a comparison", span, hint="write `==`")
-    hint = suggest(word, keywords) if token.type == "NAME" else ""
+    hint = suggest(word, keywords) if token.type == "NAME" else "" if at_end else _foreign_habit(source, span)
     return Diagnostic("E001", f"unexpected {unexpected}", span, hint=hint or _expectation(expected))
+
+
+def _foreign_habit(source: SourceText, span: Span) -> str:
+    """Return the hint for what other languages have here: comments with slashes, colons after words."""
+    offset = source.offset(span.line, span.column)
+    if source.text.startswith(("//", "/*"), offset):
+        return "a comment starts with `#`"
+    before = source.text[:offset].split()[-1:]
+    if source.text.startswith(":", offset) and before and before[0] in KEYWORDS:
+        return f"`{before[0]}` has no `:` after it"
+    return ""
 
 
 def _unclosed(brace: OpenBrace, span: Span, before: str | None) -> Diagnostic:

@@ -5,8 +5,11 @@ Input: the rule set, the facts and the number of places of each rule. Output: on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Final
 
 from ktc.diagnostics import Diagnostic, listing
 from ktc.language import dsl
@@ -15,6 +18,9 @@ from ktc.language.dsl.evaluate import Result, constant, evaluate
 from ktc.language.dsl.ruleset import RuleDefinition, RuleSet
 from ktc.stages.match.facts import Facts
 from ktc.stages.match.types import NearMiss
+
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_ALIKE: Final = 0.5  # share of equal characters, by difflib
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +64,25 @@ def may_match_nothing(rule: RuleDefinition, rules: RuleSet, facts: Facts) -> boo
 
 
 def unmet_expectation(
-    rule: RuleDefinition, rules: RuleSet, facts: Facts, counts: Counts, nearest: Sequence[NearMiss]
+    rule: RuleDefinition,
+    rules: RuleSet,
+    facts: Facts,
+    counts: Counts,
+    nearest: Sequence[NearMiss],
+    paths: Sequence[str],
 ) -> Diagnostic | None:
-    """Return the diagnostic (M060) for a rule with an unexpected number of matches, with the nearest miss."""
+    """Return the diagnostic (M060) for a rule with an unexpected number of matches, with the nearest miss.
+
+    `paths` are the places that fit the rule's root.
+    """
     wanted = _count_mismatch(rule, rules, facts, counts.selected)
     if not wanted:
         return None
     if counts.structural:
         by_path, by_where = counts.structural - counts.by_path, counts.by_path - counts.selected
         label = f"{counts.structural} match structurally; {by_path} rejected by path, {by_where} by `where`"
-        hint = "look at the paths with `ktc graph MODEL`"
+        close = _nearest_path(rule, paths) if not counts.by_path else ""
+        hint = f"the nearest path is `{close}`" if close else "look at the paths with `ktc graph MODEL`"
     else:
         label = f"`{rule.root}` matches nothing in this model"
         hint = "look at the blocks with `ktc graph MODEL`; `expect >= 0` makes a rule optional"
@@ -75,6 +90,12 @@ def unmet_expectation(
     span = rule.declaration.expect.span if rule.declaration.expect else rule.declaration.name.span
     message = f"rule `{rule.name}` matched {counts.selected}, expected {wanted}"
     return Diagnostic("M060", message, span, label=label, hint=hint)
+
+
+def _nearest_path(rule: RuleDefinition, paths: Sequence[str]) -> str:
+    """Return the path, with `*` for its numbers, that is most like a glob of the rule, an empty text for none."""
+    general = dict.fromkeys(_NUMBER.sub("*", path) for path in paths)
+    return next((close[0] for glob in rule.at if (close := get_close_matches(glob, general, n=1, cutoff=_ALIKE))), "")
 
 
 def _count_mismatch(rule: RuleDefinition, rules: RuleSet, facts: Facts, count: int) -> str:

@@ -46,7 +46,7 @@ def match(captured: CapturedModel, rules: RuleSet, host: Host) -> Matches:
         misses += nearest if not selected else []
         matches += selected
         counts = Counts(len(candidates), len(by_path), len(selected))
-        problem = unmet_expectation(rule, rules, facts, counts, nearest)
+        problem = unmet_expectation(rule, rules, facts, counts, nearest, [m.path for m in candidates])
         problems += [] if problem is None else [problem]
     if problems:
         raise InputRefused(*problems)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,15 @@ def place(span: Span | None, entry: Path) -> str:
     file = span.file[span.file.index("lib/") :] if "lib/" in span.file else ""
     assert span.file.endswith(entry.name) or file, f"{span.file} is not under {folder}"
     return f"{file}:{position}" if file else position
+
+
+WORDED = ("bare_attributes", "colons", "no_import", "ranges", "slashes")
+
+
+@pytest.mark.parametrize("program", WORDED)
+def test_the_messages_for_habits_of_other_languages_are_fixed(program: str, golden: Callable[[str, str], None]) -> None:
+    path = RULES / "fail" / f"{program}.ktr"
+    with pytest.raises(InputRefused) as refusal:
+        dsl.load(path)
+    placeless = (replace(d, span=None) for d in refusal.value.diagnostics)
+    golden(f"diagnostics/{program}.txt", render(placeless) + "\n")

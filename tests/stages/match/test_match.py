@@ -95,6 +95,22 @@ def test_a_rule_that_matches_nothing_is_refused_with_its_nearest_miss(tmp_path: 
     assert problem.span.file.endswith("program.ktr")
 
 
+@pytest.mark.parametrize(
+    ("rule", "nearest"),
+    [
+        ('linear at "model.layer.*.self_attn.q_proj" => keep(quant)', "model.layers.*.self_attn.q_proj"),
+        ('linear at "model.layers.*.attn.o_proj" => keep(quant)', "model.layers.*.self_attn.o_proj"),
+        ('linear at "lm_haed" => keep(quant)', "lm_head"),
+        ('module at "model.embed_token" => place(cpu)', "model.embed_tokens"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_answered_with_the_nearest(rule: str, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as refused:
+        match(captured("qwen3_moe"), rules(f"rule a {{ match {rule} }}", tmp_path), CPU)
+    (problem,) = refused.value.diagnostics
+    assert (problem.code, problem.hint) == ("M060", f"the nearest path is `{nearest}`")
+
+
 def test_all_unmet_expectations_are_told_together(tmp_path: Path) -> None:
     text = """
     rule a { match moe.block expect 7 => cpu_moe() }

@@ -14,7 +14,8 @@ from ktc.language.dsl import syntax
 from ktc.language.dsl.checker.names import Capture, UnitNames, find_capture
 from ktc.language.dsl.checker.report import Report
 from ktc.language.dsl.evaluate import constant
-from ktc.language.dsl.schema import ENUMS, FACTS, RETIRED
+from ktc.language.dsl.printer import print_expression
+from ktc.language.dsl.schema import CAPTURE_ATTRIBUTES, ENUMS, FACTS, RETIRED
 from ktc.language.dsl.types import BOOL, EMPTY_LIST, FLOAT, INT, RANGE, SIZE, STRING, UNKNOWN, Type, convert, fits
 from ktc.model.targets.settings import Value
 
@@ -142,12 +143,25 @@ class Expressions:
 
     def _unknown_word(self, word: str, reference: syntax.Reference, wanted: Type | None) -> None:
         is_param = word in self.unit.param_declarations
-        hint = f"a parameter is written `${word}`" if is_param else suggest(word, [*self.aliases, *FACTS])
+        hint = f"a parameter is written `${word}`" if is_param else self._attribute_hint(word)
+        hint = hint or suggest(word, [*self.aliases, *FACTS])
         if wanted is None:
             self.report.error("E023", f"unknown name `{word}`", reference.span, hint=hint)
         else:
             shown = "a condition" if wanted == BOOL else str(wanted)
             self.report.error("E030", f"expected {shown}, found the word `{word}`", reference.span, hint=hint)
+
+    def _attribute_hint(self, word: str) -> str:
+        """Return how an attribute of a match or of a fact is written, an empty text for another word."""
+        if not self.conditions:
+            return ""
+        owners = [alias for alias, capture in self.aliases.items() if word in capture.attributes]
+        owners += [fact for fact, attributes in FACTS.items() if word in attributes]
+        if owners:
+            return f"write `{owners[0]}.{word}`"
+        if word in CAPTURE_ATTRIBUTES and not self.aliases:
+            return f"name the match, `match PATTERN as m`, and write `m.{word}`"
+        return ""
 
     def _attribute(self, reference: syntax.Reference) -> Type:
         parts = reference.parts
@@ -275,7 +289,19 @@ class Expressions:
         elif right in (RANGE, UNKNOWN, EMPTY_LIST):
             return
         elif right.container == "one" or not fits(left, right.element):
-            self.report.error("E030", f"cannot look for {left} in {right}", expression.right.span)
+            self._not_a_list(expression.right, left, right)
+
+    def _not_a_list(self, expression: syntax.Expression, left: Type, right: Type) -> None:
+        """Report the right side of `in` that is neither a range nor a list of the left side's type."""
+        if right.container != "one":
+            self.report.error("E030", f"cannot look for {left} in {right}", expression.span)
+            return
+        message, written = f"`in` needs a range or a list, found {right}", print_expression(expression)
+        hint = f"a list is written `[{written}]`, and one value is compared with `==`"
+        if isinstance(expression, syntax.Binary) and expression.operator == "-":
+            first, last = print_expression(expression.left), print_expression(expression.right)
+            hint = f"a range with both ends is written `{first}..{last}`"
+        self.report.error("E030", message, expression.span, hint=hint)
 
     def _comparison(self, expression: syntax.Binary) -> None:
         first, second = expression.left, expression.right

@@ -12,6 +12,7 @@ from ktc.diagnostics import Related, Span, listing, suggest
 from ktc.language.dsl import syntax
 from ktc.language.dsl.checker.bindings import VALUE, Bound, common, union
 from ktc.language.dsl.checker.expressions import Expressions
+from ktc.language.dsl.checker.library import missing_import
 from ktc.language.dsl.checker.names import Capture, CheckedPattern, UnitNames
 from ktc.language.dsl.checker.report import Report
 from ktc.language.dsl.checker.roles import check_role
@@ -19,6 +20,8 @@ from ktc.language.dsl.schema import OPERATORS, Operator
 
 MAX_BINDINGS = 256  # of a pattern
 MAX_PATTERN_DEPTH = 32  # of patterns that call patterns
+
+_NO_PATTERNS = 'this file has no patterns: import some, for example `import "std/moe.ktr"`'
 
 
 class Patterns:
@@ -63,7 +66,9 @@ class Patterns:
         spelling = ".".join(parts)
         close = suggest(spelling, [*options, *OPERATORS])
         same_name = [option for option in imported if option.rpartition(".")[2] == parts[-1]]
-        hint = f"did you mean `{same_name[0]}`?" if same_name else close or f"patterns: {listing(options)}"
+        hint = f"did you mean `{same_name[0]}`?" if same_name else ""
+        hint = hint or missing_import(parts, frozenset(unit.source.imports)) or close
+        hint = hint or (f"patterns: {listing(options)}" if options else _NO_PATTERNS)
         self.report.error("E021", f"unknown {what} `{spelling}`", span, hint=hint)
 
     def _check(self, unit: UnitNames, declaration: syntax.Pattern, span: Span | None = None) -> CheckedPattern | None:
