@@ -15,7 +15,7 @@ from ktc.cli.amounts import size
 from ktc.cli.early_checks import require_given, require_readable
 from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, tell_random_weights
 from ktc.cli.options import Reference, Trust, Weights
-from ktc.cli.session import Session
+from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
@@ -131,7 +131,11 @@ def command(
         url = serve.url(listening)
         line = f"{names} is served at {url}, with {size(cache_bytes)} of cache (Ctrl-C ends)\nchat page: {url[:-2]}"
         typer.echo(line, err=True)
-        server.run(sockets=[listening])
+        try:
+            server.run(sockets=[listening])
+        except KeyboardInterrupt:  # the way in which a server ends
+            session.exit_code = INTERRUPTED
+            session.tell("the server has ended")
 
 
 def _write_line(line: str) -> None:
