@@ -55,10 +55,10 @@ IMPORTS = {
     "--help": (50, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "compile --help": (50, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "explain E040": (52, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "fmt --check rules": (109, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
-    "check moe-lora": (110, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
+    "fmt --check rules": (111, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
+    "check moe-lora": (114, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),
-    "import ktc.compiler": (240, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
+    "import ktc.compiler": (244, _LATER_STAGES),  # what `ktc check RULES MODEL` imports beyond the command line
 }
 
 # One process: each command line runs in a fork of it, which answers with the modules that it has imported.
