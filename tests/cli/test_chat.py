@@ -1,4 +1,4 @@
-"""`ktc generate MODEL` is a conversation on a terminal, and needs a prompt elsewhere; `ktc chat MODEL` is one anywhere."""
+"""`ktc generate MODEL` is a conversation on a terminal, and needs a prompt elsewhere; `ktc chat MODEL` always is one."""
 
 from __future__ import annotations
 
