@@ -12,9 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from jinja2.exceptions import TemplateError
-from openai.types.completion_usage import CompletionUsage
 from transformers.cli.serving import response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -29,7 +27,7 @@ from ktc.inference.serving.private_api import HandlerHooks, messages_of_input
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request_log import CHOICE
-from ktc.inference.serving.tool_calls import UNREADABLE, RememberedAnswer, has_template, require_readable_calls
+from ktc.inference.serving.tool_calls import UNREAD, UNREADABLE, RememberedAnswer, has_template, require_readable_calls
 from ktc.model.hf.stock_model import vocabulary_of
 
 log = logging.getLogger(__name__)
@@ -162,8 +160,32 @@ class _Checked(HandlerHooks):
             raise RequestRefused(400, message, "no_chat_template")
 
 
-class Chat(_Checked, ChatCompletionHandler):
+class _Read(_Checked):
+    """Mixin before a handler that reads answers by a response template."""
+
+    inputs_at: int
+    """The position of the tokens among the arguments of the handler."""
+
+    async def answer_whole(self, stock: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> Any:
+        """Answer as a whole. It stays text where no response template fits, or where its calls cannot be read."""
+        request_id, model, tokenizer, *rest = given
+        remembered = RememberedAnswer(named["gen_manager"], model, tokenizer)
+        named["gen_manager"] = remembered
+        if has_template(tokenizer, model, given[self.inputs_at]["input_ids"][0].tolist()):
+            try:
+                return await stock(*given, **named)
+            except UNREADABLE as error:
+                if not remembered.is_given:
+                    raise
+                log.warning("an answer stays text, since its tool calls cannot be read: %s", type(error).__name__)
+        if "tool_config" in named:  # of releases before response templates
+            named["tool_config"] = None
+        return await stock(request_id, UNREAD, UNREAD, *rest, **named)
+
+
+class Chat(_Read, ChatCompletionHandler):
     body_fields = fields.ChatFields
+    inputs_at = 4
 
     def require_answerable(self, body: dict[str, Any]) -> None:
         self._require_template(body)
@@ -178,28 +200,6 @@ class Chat(_Checked, ChatCompletionHandler):
             messages: Any = cast("Any", self).get_processor_inputs_from_messages(body["messages"], Modality.LLM)
             require_readable_calls(tokenizer, model, messages, tools)
 
-    async def answer_whole(self, stock: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> Any:
-        """Answer as a whole. It stays text where no response template fits, or where its calls cannot be read."""
-        request_id, loaded, tokenizer, model, inputs, config = given
-        remembered = RememberedAnswer(named["gen_manager"])
-        if has_template(tokenizer, loaded, inputs["input_ids"][0].tolist()):
-            try:
-                return await stock(*given, **{**named, "gen_manager": remembered})
-            except UNREADABLE as error:
-                if remembered.last is None:
-                    raise
-                log.warning("an answer stays text, since its tool calls cannot be read: %s", type(error).__name__)
-        else:
-            await remembered.generate_non_streaming(loaded, tokenizer, inputs, config, request_id=request_id)
-        assert remembered.last is not None, "an answer was generated"
-        text, num_read, tokens = remembered.last
-        written = len(tokens)
-        usage = CompletionUsage(
-            prompt_tokens=num_read, completion_tokens=written, total_tokens=num_read + written
-        )  # fmt: skip
-        finish = "length" if written >= config.max_new_tokens else "stop"
-        return JSONResponse(self.completion(request_id, text, model, finish_reason=finish, usage=usage))
-
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, body["messages"], body.get("tools"), tokenizer)
 
@@ -211,8 +211,9 @@ class Completion(_Checked, CompletionHandler):
         return body["prompt"]
 
 
-class Response(_Checked, ResponseHandler):
+class Response(_Read, ResponseHandler):
     body_fields = fields.ResponseFields
+    inputs_at = 5
 
     def validate(self, body: dict[str, Any], stock: Callable[[dict[str, Any]], None]) -> None:
         _require_usage()

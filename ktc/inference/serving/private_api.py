@@ -36,10 +36,6 @@ class HandlerHooks:
         """Validate a request before the handler does."""
         self._validate_request(body)
 
-    def completion(self, *given: Any, **named: Any) -> Any:
-        """Return the body of an answer of a chat."""
-        return cast("Any", self)._build_completion(*given, **named)
-
     async def answer_whole(self, stock: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> Any:
         """Answer a request that is not streamed; `stock` does what the handler does."""
         return await stock(*given, **named)

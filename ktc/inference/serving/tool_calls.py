@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 from ktc.inference.serving import private_api
 from ktc.inference.serving.refusals import RequestRefused
 
 log = logging.getLogger(__name__)
+UNREAD: Final = SimpleNamespace(config=SimpleNamespace(model_type=""))
+"""Stands for a model and its tokenizer where transformers is to read no answer: it has no response template."""
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError)
 """The exceptions of transformers for a call that does not follow its template."""
 _END: Final = 256  # tokens of a prompt, which have the beginning of the answer's turn
@@ -105,14 +108,20 @@ def _require_calls(events: Sequence[Mapping[str, Any]]) -> None:
 
 
 class RememberedAnswer:
-    """The generation of a handler, with its last whole answer."""
+    """The generation of one request, which gives its answer again where a handler reads it twice."""
 
-    def __init__(self, generating: Any) -> None:
-        self._generating = generating
-        self.last: tuple[str, int, Any] | None = None
+    def __init__(self, generating: Any, model: Any, tokenizer: Any) -> None:
+        self._generating, self._model, self._tokenizer = generating, model, tokenizer
+        self._answer: tuple[str, int, Any] | None = None
 
-    async def generate_non_streaming(self, *given: Any, **named: Any) -> tuple[str, int, Any]:
-        """Return the text, the length of the prompt and the new tokens of an answer."""
-        answer: tuple[str, int, Any] = await self._generating.generate_non_streaming(*given, **named)
-        self.last = answer
-        return answer
+    @property
+    def is_given(self) -> bool:
+        """Whether the answer was generated."""
+        return self._answer is not None
+
+    async def generate_non_streaming(self, _model: Any, _tokenizer: Any, *given: Any, **named: Any) -> Any:
+        """Return the text, the length of the prompt and the new tokens of the answer."""
+        if self._answer is None:
+            generate = self._generating.generate_non_streaming
+            self._answer = await generate(self._model, self._tokenizer, *given, **named)
+        return self._answer

@@ -224,6 +224,9 @@ def test_a_call_that_cannot_be_read_stays_text(
     chunks = list(ask(client, tools=[TOOL], max_tokens=200, stream=True))
     assert "".join(texts(chunks, 1)).replace(" ", "") == f"See:{written}".replace(" ", "")
     assert streamed_calls(chunks) == []
+    flat = {"type": "function", **TOOL["function"]}
+    said = client.responses.create(model="v2_twin", input="Hello", tools=[flat], max_output_tokens=200)
+    assert said.output_text == f"See: {written}"
 
 
 @needs_templates
@@ -235,6 +238,9 @@ def test_a_template_that_does_not_fit_the_chats_leaves_the_prompt_out_of_the_ans
     monkeypatch.setattr(tokenizer, "response_template", {**CALLS, "start_anchor": "<|im_start|>"}, raising=False)
     found = ask(client, max_tokens=50, stream=stream)
     assert (texts(list(found), 1) if stream else [found.choices[0].message.content]) == ["It rains."]
+    if not stream:
+        said = client.responses.create(model="v2_twin", input="Hello", max_output_tokens=50)
+        assert said.output_text == "It rains."
 
 
 def test_tools_are_refused_where_nobody_reads_or_shows_them(

@@ -16,7 +16,6 @@ def test_handlers_of_requests_check_and_configure_where_ours_do() -> None:
         "_build_generation_config",
         "_resolve_model",
         "_non_streaming",
-        "_build_completion",
     ):
         assert callable(getattr(ChatCompletionHandler, name))
 
