@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -44,7 +45,8 @@ class Answers(GenerateManager):
         self._models, self._metrics, self._log = models, metrics, log_of_requests
         self._running: dict[str, _Running] = {}  # of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.counting = asyncio.Semaphore()  # of long prompts: one at a time, since each may take a core
+        self.preparing = ThreadPoolExecutor(1, "ktc-preparing")
+        """The thread that counts long prompts and compiles schemas: one at a time, since each may take a core."""
 
     # Called by handlers, on the event loop ----------------------------------------------------------------------------
     def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def _application(
         return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
 
     @app.post("/v1/embeddings")
-    def refuse_embeddings() -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def refuse_embeddings() -> Response:  # pyright: ignore[reportUnusedFunction]
         message = "embeddings are not computed: the model writes text; use the server of an embedding model"
         raise RequestRefused(501, message)
 

@@ -29,7 +29,7 @@ def add_route(app: Any) -> None:
     }  # fmt: skip
 
     @app.get(PATH)
-    def read_page() -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def read_page() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
 

@@ -93,8 +93,9 @@ class _Checked(HandlerHooks):
         answers: Any = self.generation_state.get_manager()
         longest = answers.longest_prompt(name)
         if longest is not None:
-            async with answers.counting:
-                least = await asyncio.to_thread(lambda: least_tokens(tokenizer, self._prompt(body, tokenizer), longest))
+            least = await asyncio.get_running_loop().run_in_executor(
+                answers.preparing, lambda: least_tokens(tokenizer, self._prompt(body, tokenizer), longest)
+            )
             answers.require_room(name, least, "at least ")
 
     async def _grammar(self, body: CheckedBody) -> JsonGrammar | None:
@@ -104,8 +105,8 @@ class _Checked(HandlerHooks):
         name, model, tokenizer = self.resolve(body)
         answers: Any = self.generation_state.get_manager()
         ends, size = answers.ends(name), vocabulary_of(model)
-        async with answers.counting:
-            return await asyncio.to_thread(self.grammars.compile, body.schema, tokenizer, size, ends)
+        given = body.schema, tokenizer, size, ends
+        return await asyncio.get_running_loop().run_in_executor(answers.preparing, self.grammars.compile, *given)
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         """Return the text that the handler will tokenise."""
