@@ -1,4 +1,4 @@
-"""`ktc generate MODEL` is a conversation on a terminal, and needs a prompt elsewhere; `ktc chat MODEL` always is one."""
+"""`ktc generate MODEL` is a conversation on a terminal, and needs a prompt elsewhere. `ktc chat MODEL` always is."""
 
 from __future__ import annotations
 
