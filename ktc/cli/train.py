@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 # The titles of groups of settings in `--help`; the other settings are under "Training".
 _GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Data": ("data", "format", "template", "eval_data", "eval_split", "length", "truncate", "packing",
+    "Data": ("data", "format", "template", "eval_data", "eval_split", "streaming", "length", "truncate", "packing",
              "train_on_prompt"),
     "The adapter": ("rank", "alpha", "dropout", "rslora", "targets"),
     "Evaluation and checkpoints": ("logging_steps", "eval_steps", "save_steps", "save_total_limit", "early_stopping",

@@ -53,7 +53,7 @@ def read_items(path: Path, form: Format = "auto", limit: int | None = None) -> t
         message = f"`{path}` is text without questions and answers"
         hint = 'a row of a test is like {"prompt": "...", "completion": "..."}'
         raise InputRefused(Diagnostic("V801", message, hint=hint))
-    return tuple(_item(example) for example in data.examples[:limit])
+    return tuple(_item(example) for example in tuple(data.examples)[:limit])
 
 
 def _item(example: Example) -> Item:

@@ -8,9 +8,10 @@ sources without rows (T511).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,7 @@ from ktc.training.tune.settings import Format, Method, TrainSettings
 from ktc.training.tune.turns import Turn
 
 _HEAD: Final = 100  # rows of a file that are checked first
+_DETECTED: Final = 1000  # rows of a file, one of which has the keys of its format
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,45 @@ class ReadSource:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamedExamples:
+    """The rows of sources that have been checked, read again at each iteration and not kept.
+
+    `share` of them are held out: each by a draw of its own, from `seed`. These are the rows where `held_out` is true.
+    """
+
+    sources: tuple[DataSource, ...]
+    wanted: RowFormat | None
+    rows: int
+    share: float = 0.0
+    seed: int = 0
+    held_out: bool = False
+
+    def __len__(self) -> int:
+        draws = random.Random(self.seed)
+        return sum((draws.random() < self.share) == self.held_out for _ in range(self.rows))
+
+    def __iter__(self) -> Iterator[Example]:
+        reader, draws = _Reader(self.wanted, "sft"), random.Random(self.seed)
+        for number, source in enumerate(self.sources):
+            for example in reader.examples_of(number, source):
+                if (draws.random() < self.share) == self.held_out:
+                    yield example
+        if reader.faults:  # a file has changed since it was checked
+            raise InputRefused(*bounded(reader.faults))
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingData:
     """`detected`: the formats were found from the keys, not set by the user."""
 
     sources: tuple[ReadSource, ...]
     detected: bool
-    examples: tuple[Example, ...]
+    examples: tuple[Example, ...] | StreamedExamples
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the examples are read from their files whenever they are needed."""
+        return isinstance(self.examples, StreamedExamples)
 
     @property
     def file(self) -> str:
@@ -88,6 +123,16 @@ def read_training_data(
     if reader.faults:
         raise InputRefused(*bounded(reader.faults))
     return TrainingData(sources, wanted == "auto", tuple(reader.examples))
+
+
+def stream_training_data(names: Sequence[str], wanted: Format = "auto") -> TrainingData:
+    """Check every row of the sources as `read_training_data` does, and keep none of them."""
+    reader, sources = _Reader(format_of(wanted), "sft"), tuple(data_source(name) for name in names)
+    read = tuple(reader.read(number, source, keep=False) for number, source in enumerate(sources))
+    if reader.faults:
+        raise InputRefused(*bounded(reader.faults))
+    rows = StreamedExamples(sources, format_of(wanted), sum(source.rows for source in read))
+    return TrainingData(read, wanted == "auto", rows)
 
 
 def check_data(settings: TrainSettings) -> None:
@@ -114,22 +159,30 @@ class _Reader:
         self._head = head
         self._wanted: RowFormat | None = wanted
         self._method: Method = method
+        self._formats: dict[RowFormat, None] = {}
         self.examples: list[Example] = []
         self.faults: list[Diagnostic] = []
 
-    def read(self, number: int, source: DataSource) -> ReadSource:
+    def read(self, number: int, source: DataSource, *, keep: bool = True) -> ReadSource:
         """Read one source. Raises InputRefused for one without rows (T511)."""
-        before, forms = len(self.examples) + len(self.faults), dict[RowFormat, None]()
-        rows_before = len(self.examples)
-        if source.hub is not None:
-            forms[self._add(number, source.named, read_hub_rows(source.hub))] = None
-        for path in source.files:
-            self._require_fit(path)
-            forms[self._add(number, str(path), read_rows(path))] = None
-        if len(self.examples) + len(self.faults) == before:
+        faults, rows = len(self.faults), 0
+        self._formats = {}
+        for example in self.examples_of(number, source):
+            rows += 1
+            if keep:
+                self.examples.append(example)
+        if not rows and len(self.faults) == faults:
             raise InputRefused(Diagnostic("T511", f"`{source.named}` has no data"))
         digests = {} if self._head else {str(path): digest(path) for path in source.files}
-        return ReadSource(source.named, source.weight, tuple(forms), len(self.examples) - rows_before, digests)
+        return ReadSource(source.named, source.weight, tuple(self._formats), rows, digests)
+
+    def examples_of(self, number: int, source: DataSource) -> Iterator[Example]:
+        """Yield the rows of a source one by one. Raises InputRefused for a file that cannot be read."""
+        if source.hub is not None:
+            yield from self._parsed(number, source.named, read_hub_rows(source.hub))
+        for path in source.files:
+            self._require_fit(path)
+            yield from self._parsed(number, str(path), read_rows(path))
 
     def _require_fit(self, path: Path) -> None:
         if path.suffix.lower() == ".txt" and (self._wanted not in (None, "text") or self._method != "sft"):
@@ -137,16 +190,16 @@ class _Reader:
             message = f"`{path}` is plain text, and cannot have the format `{wanted}`"
             raise InputRefused(Diagnostic("T514", message))
 
-    def _add(self, number: int, file: str, rows: Rows) -> RowFormat:
-        values = list(islice(rows, self._head))
-        form = self._wanted or detected((value for _, value in values), self._method)
-        for line, value in values:
+    def _parsed(self, number: int, file: str, rows: Rows) -> Iterator[Example]:
+        first = list(islice(rows, self._head or _DETECTED))
+        form = self._wanted or detected((value for _, value in first), self._method)
+        self._formats[form] = None
+        for line, value in first if self._head else chain(first, rows):
             try:
-                self.examples += (Example(file, line, row, number) for row in parsed(form, value, self._method))
+                yield from [Example(file, line, row, number) for row in parsed(form, value, self._method)]
             except RowFault as fault:
                 place = Span(file, line, 1, line, 2)
                 self.faults.append(Diagnostic(fault.code, fault.message, place, hint=fault.hint))
-        return form
 
 
 def digest(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 from ktc.model.hf.tokenizer import read_tokenizer
-from ktc.training.tune.examples import TrainingData, read_training_data
+from ktc.training.tune.examples import StreamedExamples, TrainingData, read_training_data, stream_training_data
 from ktc.training.tune.settings import TrainSettings
 from ktc.training.tune.tokenised import TokenisedData, tokenise
 from ktc.training.tune.types import PreparedData, RunPaths
@@ -50,11 +50,14 @@ def _require_reporters(settings: TrainSettings) -> None:
 
 
 def _rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:
+    if settings.streaming:
+        return _streamed_rows(settings)
     data = read_training_data(settings.data, settings.format, settings.method)
     if settings.eval_data:
         return data, read_training_data(settings.eval_data, settings.format, settings.method)
     if not settings.eval_split:
         return data, None
+    assert isinstance(data.examples, tuple)
     if len(data.examples) == 1:
         raise InputRefused(Diagnostic("T503", f"`eval_split` of `{data.file}`: one row cannot be split"))
     held_out = min(max(1, round(len(data.examples) * settings.eval_split)), len(data.examples) - 1)
@@ -66,6 +69,24 @@ def _rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:
     )
     once = tuple(replace(source, weight=1.0) for source in data.sources)
     return train, replace(evaluation, sources=once)
+
+
+def _streamed_rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:
+    data = stream_training_data(settings.data, settings.format)
+    if settings.eval_data:
+        return data, stream_training_data(settings.eval_data, settings.format)
+    if not settings.eval_split:
+        return data, None
+    assert isinstance(data.examples, StreamedExamples)
+    train, held_out = (
+        replace(data.examples, share=settings.eval_split, seed=settings.seed, held_out=is_held_out)
+        for is_held_out in (False, True)
+    )
+    if not (len(train) and len(held_out)):
+        message = f"`eval_split` of `{data.file}`: a draw for each of {data.examples.rows} rows leaves one side empty"
+        raise InputRefused(Diagnostic("T503", message, hint="give another `eval_split`, or leave `streaming` out"))
+    once = tuple(replace(source, weight=1.0) for source in data.sources)
+    return replace(data, examples=train), replace(data, sources=once, examples=held_out)
 
 
 def _limit(paths: RunPaths, settings: TrainSettings) -> int:

@@ -118,8 +118,8 @@ def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: Prepare
 
 
 def _first_rows(data: TokenisedData) -> Any:
-    first = {name: getattr(data, name)[:2] for name in ("input_ids", "labels", "rejected", "good")}
-    return replace(data, **first).dataset()
+    first: dict[str, Any] = {name: getattr(data, name)[:2] for name in ("input_ids", "labels", "rejected", "good")}
+    return replace(data, **first, stored=None).dataset()
 
 
 def _for_twin(config: LoraConfig, model: nn.Module) -> LoraConfig:

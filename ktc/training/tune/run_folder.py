@@ -41,8 +41,8 @@ _OURS = (
 
 # The settings that determine the numbers of a run. Resuming needs the same values.
 _FIXED = (
-    "data", "method", "beta", "format", "template", "eval_data", "eval_split", "length", "truncate", "packing",
-    "train_on_prompt", "rank", "alpha", "dropout", "rslora", "targets", "batch", "accumulation", "precision",
+    "data", "method", "beta", "format", "template", "eval_data", "eval_split", "streaming", "length", "truncate",
+    "packing", "train_on_prompt", "rank", "alpha", "dropout", "rslora", "targets", "batch", "accumulation", "precision",
     "router_aux_loss", "seed",
 )  # fmt: skip
 

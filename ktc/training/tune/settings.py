@@ -58,6 +58,9 @@ class TrainSettings:
     template: Template = _setting("auto", "auto: the tokenizer's chat template; plain: texts joined without one.")
     eval_data: tuple[str, ...] = _setting((), "Held-out data, named in the same way.", repeats=True)
     eval_split: float = _setting(0.0, "Share of the data to hold out if there is no eval file.", low=0, above=1)
+    streaming: bool = _setting(
+        False, "Read rows one by one, and keep their tokens on disk (TMPDIR): for data larger than the memory."
+    )
     length: int = _setting(512, "Longest sequence.", low=2)
     truncate: bool = _setting(False, "Cut longer sequences; otherwise they are refused.")
     packing: bool = _setting(False, "Pack short sequences into one of full length; they do not see each other.")
@@ -270,7 +273,7 @@ def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     if settings.method == "sft" and settings.beta is not None:
         yield "`beta` is for preferences", "leave it out, or add `method: dpo` or `method: kto`"
     if settings.method != "sft":
-        for name in ("packing", "train_on_prompt"):
+        for name in ("packing", "train_on_prompt", "streaming"):
             if getattr(settings, name):
                 yield f"`{name}` is for `method: sft`", f"leave it out with `{settings.method}`"
         if settings.format != "auto":

@@ -9,6 +9,7 @@ cannot be found (T518), no answer left (T519).
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,12 +23,14 @@ from ktc.training.tune.labels import NOT_LEARNED, BorderInToken, Labelled, Label
 from ktc.training.tune.row_formats import Row
 from ktc.training.tune.row_texts import CHAT, AnswerNotFound, RowWriter
 from ktc.training.tune.settings import Template
+from ktc.training.tune.token_rows import TokenFile
 from ktc.training.tune.turns import Turn
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 _BINS: Final = 8
+_FIRST: Final = 2  # rows of a file that are kept in memory too
 _SHOWN: Final = 40  # characters of a prompt's end in a message
 
 
@@ -66,10 +69,19 @@ class DataSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows in a file, and the numbers of those to learn from."""
+
+    file: TokenFile
+    order: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenisedData:
     """`input_ids` and `labels` row by row; `notes` are warnings about how they were made.
 
-    Of pairs these are the chosen answers after their prompts, and `rejected` the others. `good` judges each row.
+    Of pairs these are the chosen answers after their prompts, and `rejected` the others. `good` judges each row. Of
+    `stored` rows, only the first ones are here.
     """
 
     input_ids: tuple[list[int], ...]
@@ -78,11 +90,14 @@ class TokenisedData:
     notes: tuple[Diagnostic, ...]
     rejected: tuple[Labelled, ...] = ()
     good: tuple[bool, ...] = ()
+    stored: StoredRows | None = None
 
     def dataset(self) -> Dataset:
         """Return the rows as a dataset of TRL's tokenised form."""
         from datasets import Dataset
 
+        if self.stored is not None:
+            return self.stored.file.dataset(self.stored.order)
         return Dataset.from_dict(self._columns())
 
     def _columns(self) -> dict[str, list[Any]]:
@@ -105,15 +120,36 @@ class TokenisedData:
 
 
 @dataclass(slots=True)
-class _Tokenised:
-    """The rows until now. A row is one sequence, of a pair two; each row has its source's number."""
+class _Noted:
+    """The first row with something to warn of, and the number of all."""
 
+    first: Example | None = None
+    rows: int = 0
+
+    def note(self, example: Example) -> None:
+        self.first = self.first or example
+        self.rows += 1
+
+
+@dataclass(slots=True)
+class _Tokenised:
+    """The rows until now. A row is one sequence, of a pair two; `file` has them if they are not kept in `rows`."""
+
+    file: TokenFile | None
     rows: list[tuple[Labelled, ...]]
-    examples: list[Example]
+    sources: array[int]
+    lengths: list[array[int]]
+    learned: list[array[int]]
+    good: list[bool]
     faults: list[Diagnostic]
     too_long: list[tuple[Example, int]]
-    joined: list[tuple[Example, BorderInToken]]
+    empty: _Noted
+    with_tools: _Noted
+    chats: _Noted
+    joined: _Noted
+    border: BorderInToken | None = None  # of the first row of `joined`
     dropped: int = 0
+    cut: int = 0
 
 
 def tokenise(
@@ -133,38 +169,54 @@ def tokenise(
             found, T519 if no answer is left.
     """
     writer, labeller = RowWriter(tokenizer, template), Labeller(tokenizer)
-    known = _Tokenised([], [], [], [], [])
+    file = TokenFile() if data.is_streamed else None
+    numbers = [array("I") for _ in range(4)]
+    known = _Tokenised(
+        file, [], array("H"), numbers[:2], numbers[2:], [], [], [], _Noted(), _Noted(), _Noted(), _Noted()
+    )  # fmt: skip
     for example in counted(data.examples, len(data.examples)):
+        _note(known, example)
         try:
             row = _sequences(example.row, writer, labeller, train_on_prompt)
         except AnswerNotFound as error:
             known.faults.append(_at(example, "T518", str(error)))
             continue
-        _add(known, example, row, limit)
-    faults = known.faults + ([] if truncate else list(_too_long(known.too_long, limit)))
+        _add(known, example, row, limit, keeps_long=not truncate)
+    faults = known.faults + list(_too_long(known.too_long, limit))
     if faults:
         raise InputRefused(*bounded(faults))
-    if not known.rows:
-        hint = "give more `--length`" if known.too_long else "`--train-on-prompt` trains on questions too"
+    if not known.sources:
+        hint = "give more `--length`" if known.cut else "`--train-on-prompt` trains on questions too"
         raise InputRefused(Diagnostic("T519", f"no row of `{data.file}` has an answer left to train on", hint=hint))
     notes = (
-        *_without_template(data, writer, template),
-        *_empty(data),
-        *_joined(known.joined),
-        *_tools_not_written(data, writer),
+        *_without_template(known, writer, template),
+        *_empty(known.empty),
+        *_joined(known.joined, known.border),
+        *_tools_not_written(known.with_tools, writer),
     )
-    order = weighted([example.source for example in known.examples], [source.weight for source in data.sources], seed)
-    rows = [known.rows[number] for number in order]
-    used_template = ("chat" if writer.uses_template else "plain") if _is_chat(data) else "none"
-    cut = (len(known.too_long), known.dropped)
+    order = weighted(known.sources, [source.weight for source in data.sources], seed)
+    used_template = ("chat" if writer.uses_template else "plain") if known.chats.rows else "none"
+    # Of rows in a file, the first ones are kept for show.
+    rows = known.rows if file else [known.rows[number] for number in order]
     return TokenisedData(
         tuple(row[0].ids for row in rows),
         tuple(row[0].labels for row in rows),
-        _summary(data, rows, tokenizer, template=used_template, limit=limit, cut=cut),
+        _summary(data, known, tokenizer, template=used_template, limit=limit, order=order),
         notes,
         tuple(row[1] for row in rows if len(row) > 1),
-        tuple(good for number in order if (good := known.examples[number].row.good) is not None),
+        tuple(known.good[number] for number in order) if known.good else (),
+        None if file is None else StoredRows(file, order),
     )
+
+
+def _note(known: _Tokenised, example: Example) -> None:
+    """Count a row with an empty answer, with tools, and of a conversation."""
+    if any(_is_empty_answer(turn) for turn in example.turns):
+        known.empty.note(example)
+    if example.row.tools:
+        known.with_tools.note(example)
+    if example.turns[0].role in CHAT:
+        known.chats.note(example)
 
 
 def _sequences(row: Row, writer: RowWriter, labeller: Labeller, everything: bool) -> tuple[Labelled, ...]:
@@ -175,27 +227,39 @@ def _sequences(row: Row, writer: RowWriter, labeller: Labeller, everything: bool
     return tuple(labeller.label(writer.write_completion(turns, row.tools)) for turns in answers)
 
 
-def _add(known: _Tokenised, example: Example, row: tuple[Labelled, ...], limit: int) -> None:
+def _add(known: _Tokenised, example: Example, row: tuple[Labelled, ...], limit: int, *, keeps_long: bool) -> None:
     """Add a row, cut to `limit` tokens. It is dropped if nothing of an answer is left."""
     longest = max(len(sequence.ids) for sequence in row)
-    if longest > limit:
+    known.cut += longest > limit
+    if longest > limit and keeps_long:
         known.too_long.append((example, longest))
     cut = tuple(Labelled(sequence.ids[:limit], sequence.labels[:limit], sequence.joined) for sequence in row)
     if any(all(label == NOT_LEARNED for label in sequence.labels[1:]) for sequence in cut):
         known.dropped += 1
         return
-    known.rows.append(cut)
-    known.examples.append(example)
+    if known.file is not None:
+        known.file.add(cut[0])
+    if known.file is None or len(known.rows) < _FIRST:
+        known.rows.append(cut)
+    known.sources.append(example.source)
+    for number, sequence in enumerate(cut):
+        known.lengths[number].append(len(sequence.ids))
+        known.learned[number].append(sum(label != NOT_LEARNED for label in sequence.labels))
+    if example.row.good is not None:
+        known.good.append(example.row.good)
     if joined := next((sequence.joined for sequence in cut if sequence.joined is not None), None):
-        known.joined.append((example, joined))
+        known.joined.note(example)
+        known.border = known.border or joined
 
 
-def weighted(sources: Sequence[int], weights: Sequence[float], seed: int) -> list[int]:
+def weighted(sources: Sequence[int], weights: Sequence[float], seed: int) -> Sequence[int]:
     """Return the numbers of the rows, each as often as the weight of its source says.
 
     A weight of 2.5 takes every row twice, and half of them, chosen by `seed`, a third time. At least one row of a
     source remains.
     """
+    if all(weight == 1 for weight in weights):
+        return range(len(sources))
     order = list[int]()
     for source, weight in enumerate(weights):
         rows = [number for number, of_source in enumerate(sources) if of_source == source]
@@ -225,43 +289,41 @@ def _first_learned(labels: Sequence[int]) -> int:
 
 
 # Warnings ------------------------------------------------------------------------------------------------------------
-def _without_template(data: TrainingData, writer: RowWriter, asked: Template) -> Iterator[Diagnostic]:
+def _without_template(known: _Tokenised, writer: RowWriter, asked: Template) -> Iterator[Diagnostic]:
     """Yield a warning if conversations are formatted without a template by default."""
-    if writer.has_template or asked == "plain" or not _is_chat(data):
+    if writer.has_template or asked == "plain" or not known.chats.rows:
         return
     message = "the tokenizer has no chat template: turns are joined by line breaks, and an answer ends the text"
     hint = "prompt the tuned model the same way; `--template plain` silences this warning"
     yield Diagnostic("T520", message, hint=hint, severity="warning")
 
 
-def _empty(data: TrainingData) -> Iterator[Diagnostic]:
+def _empty(noted: _Noted) -> Iterator[Diagnostic]:
     """Yield one warning for all rows with an answer that has no text."""
-    rows = [row for row in data.examples if any(_is_empty_answer(turn) for turn in row.turns)]
-    if rows:
+    if noted.first is not None:
         message = "the answer is empty: the row teaches the model to stop at once"
-        message += "" if len(rows) == 1 else f" ({len(rows)} rows have such an answer)"
+        message += "" if noted.rows == 1 else f" ({noted.rows} rows have such an answer)"
         hint = "remove such rows if that is not intended"
-        yield Diagnostic("T544", message, rows[0].place, hint=hint, severity="warning")
+        yield Diagnostic("T544", message, noted.first.place, hint=hint, severity="warning")
 
 
 def _is_empty_answer(turn: Turn) -> bool:
     return turn.is_answer and not turn.content.strip() and not turn.calls_tools
 
 
-def _tools_not_written(data: TrainingData, writer: RowWriter) -> Iterator[Diagnostic]:
+def _tools_not_written(noted: _Noted, writer: RowWriter) -> Iterator[Diagnostic]:
     """Yield a warning if the template leaves the descriptions of tools out, by the first row that has some."""
-    rows = [row for row in data.examples if row.row.tools]
-    if rows and not writer.writes_tools(rows[0].turns, rows[0].row.tools):
-        message = f"the chat template does not write `tools`: the model will not see them ({len(rows)} rows have some)"
+    first = noted.first
+    if first is not None and not writer.writes_tools(first.turns, first.row.tools):
+        message = f"the chat template does not write `tools`: the model will not see them ({noted.rows} rows have some)"
         hint = "take a tokenizer whose chat template writes tools, or remove them from the rows"
-        yield Diagnostic("T547", message, rows[0].place, hint=hint, severity="warning")
+        yield Diagnostic("T547", message, first.place, hint=hint, severity="warning")
 
 
-def _joined(borders: Sequence[tuple[Example, BorderInToken]]) -> Iterator[Diagnostic]:
+def _joined(noted: _Noted, first: BorderInToken | None) -> Iterator[Diagnostic]:
     """Yield one warning for all rows, with the first of them and their number."""
-    if not borders:
+    if noted.first is None or first is None:
         return
-    example, first = borders[0]
     alone, within = _shown(first.alone), _shown(first.within)
     message = (
         f"the answer begins inside the token `{within}`, which is learned whole; the prompt alone ends with `{alone}`"
@@ -272,8 +334,8 @@ def _joined(borders: Sequence[tuple[Example, BorderInToken]]) -> Iterator[Diagno
         hint = "the tuned model is asked with a prompt that it did not learn from: mend the template"
     elif first.spaces:
         hint = "move the white space at the prompt's end to the answer's start, here and when the model is asked"
-    message += "" if len(borders) == 1 else f" ({len(borders)} rows have such a border)"
-    yield Diagnostic("T543", message, example.place, hint=hint, severity="warning")
+    message += "" if noted.rows == 1 else f" ({noted.rows} rows have such a border)"
+    yield Diagnostic("T543", message, noted.first.place, hint=hint, severity="warning")
 
 
 def _shown(text: str) -> str:
@@ -283,39 +345,29 @@ def _shown(text: str) -> str:
 
 # Summary -------------------------------------------------------------------------------------------------------------
 def _summary(
-    data: TrainingData,
-    rows: Sequence[tuple[Labelled, ...]],
-    tokenizer: Any,
-    *,
-    template: str,
-    limit: int,
-    cut: tuple[int, int],
+    data: TrainingData, known: _Tokenised, tokenizer: Any, *, template: str, limit: int, order: Sequence[int]
 ) -> DataSummary:
-    """Return the counts; `cut` are the numbers of rows that were cut and that were dropped."""
-    sequences = [sequence for row in rows for sequence in row]
-    lengths = [len(sequence.ids) for sequence in sequences]
+    """Return the counts over the rows in their `order`."""
+    lengths = [column[number] for column in known.lengths if column for number in order]
+    first = known.rows[order[0] if known.file is None else 0][0]
     return DataSummary(
         file=data.file,
         format=data.format,
         detected=data.detected,
         template=template,
-        rows=len(rows),
+        rows=len(order),
         tokens=sum(lengths),
-        learned=sum(label != NOT_LEARNED for sequence in sequences for label in sequence.labels),
+        learned=sum(column[number] for column in known.learned if column for number in order),
         shortest=min(lengths),
         median=median(lengths),
         longest=max(lengths),
         limit=limit,
-        cut=cut[0],
-        dropped=cut[1],
+        cut=known.cut,
+        dropped=known.dropped,
         lengths=tuple(_bins(lengths)),
-        first=tuple(_pieces(tokenizer, sequences[0].ids, sequences[0].labels)),
+        first=tuple(_pieces(tokenizer, first.ids, first.labels)),
         sources=data.sources,
     )
-
-
-def _is_chat(data: TrainingData) -> bool:
-    return any(example.turns[0].role in CHAT for example in data.examples)
 
 
 def _pieces(tokenizer: Any, ids: list[int], labels: list[int]) -> Iterator[tuple[str, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.stage_progress import listening
 from ktc.foundation.text_files import MOST_FAULTS
-from ktc.training.tune.examples import TrainingData, read_training_data
+from ktc.training.tune.examples import StreamedExamples, TrainingData, read_training_data, stream_training_data
 from ktc.training.tune.tokenised import NOT_LEARNED, tokenise
 
 ALPACA = {"instruction": "2 + 2?", "input": "in words", "output": "four"}
@@ -203,3 +204,44 @@ def test_long_rows_are_refused_or_cut_and_counted(tokenizer: Any, tmp_path: Path
     assert (cut.rows, cut.cut, cut.dropped) == (1, 1, 1)
     with pytest.raises(InputRefused, match="T519"):
         tokenise(data, tokenizer, limit=5, truncate=True)
+
+
+# Streaming -----------------------------------------------------------------------------------------------------------
+def test_streamed_rows_are_those_in_memory_and_their_file_goes(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr("ktc.training.tune.token_rows._BATCH", 2)
+    long = {"messages": [{"role": "user", "content": "word " * 40}, TURNS[1]]}
+    rows = [MESSAGES, TWO_TURNS, long, {"messages": [TURNS[0], {"role": "assistant", "content": ""}]}] * 2
+    path = str(written(tmp_path, "\n".join(json.dumps(row) for row in rows)))
+    names = [f"{path}:1.5", "capitals:0.5"]
+    kept, streamed = (
+        tokenise(read(names), tokenizer, limit=30, truncate=True, seed=1)
+        for read in (read_training_data, stream_training_data)
+    )
+    assert streamed.dataset().to_list() == kept.dataset().to_list()
+    assert (streamed.summary, streamed.notes) == (kept.summary, kept.notes)
+    assert len(streamed.input_ids) < len(kept.input_ids)
+    assert list(temporary.iterdir())
+    del streamed
+    assert not list(temporary.iterdir())
+
+
+def test_streamed_rows_are_held_out_one_by_one() -> None:
+    data = stream_training_data(["capitals"])
+    assert isinstance(data.examples, StreamedExamples)
+    sides = [replace(data.examples, share=0.3, seed=2, held_out=held_out) for held_out in (False, True)]
+    train, held_out = ([example.line for example in side] for side in sides)
+    assert (len(train), len(held_out)) == (len(sides[0]), len(sides[1]))
+    assert sorted(train + held_out) == [example.line for example in data.examples]
+    assert 0 < len(held_out) < len(train)
+
+
+def test_faults_of_streamed_rows_are_told_together_before_any_is_learned(tmp_path: Path) -> None:
+    path = written(tmp_path, "\n".join([json.dumps(MESSAGES), "{", "3"]))
+    with pytest.raises(InputRefused) as refused:
+        stream_training_data([str(path)])
+    assert [found.code for found in refused.value.diagnostics] == ["T513", "T514"]

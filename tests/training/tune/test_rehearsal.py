@@ -200,6 +200,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "save_total_limit": (0, 1),
     "early_stopping": (0, 1),
     "tensorboard": (True,),
+    "streaming": (True,),
     "method": ("dpo", "rl"),
     "beta": (0.1, -1.0),
     "report_to": (("nowhere",), ("tensorboard",)),

@@ -83,6 +83,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         {"method": "dpo", "format": "alpaca"},
         {"method": "kto"},
         {"beta": 0.1},
+        {"method": "dpo", "streaming": True},
         {"report_to": ("wandbb",)},
     ):
         with pytest.raises(InputRefused, match="T503"):

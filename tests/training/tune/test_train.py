@@ -182,6 +182,12 @@ def test_a_curve_is_smoothed_unless_it_is_short() -> None:
     assert "training, smoothed" in loss_plot(history) and "smoothed" not in loss_plot(history[:5])
 
 
+def test_a_streamed_run_learns_the_same(out: Path, data: Path, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "max_steps": 2, "eval_split": 0.0, "eval_steps": None, "save_steps": None}
+    kept, streamed = (ktc.train(out, data, output=tmp_path / str(on), streaming=on, **settings) for on in (False, True))
+    assert [line.loss for line in streamed.report.history] == [line.loss for line in kept.report.history]
+
+
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path, data: Path, tmp_path: Path) -> None:
     paths = RunPaths(out, tmp_path / "stopped")
     settings = settings_for(paths, None, {**SETTINGS, "data": (str(data),)})
