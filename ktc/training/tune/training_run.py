@@ -44,6 +44,9 @@ from ktc.training.tune.sample_answer import SampleAnswer, answered, sample_of
 from ktc.training.tune.settings import TrainSettings
 from ktc.training.tune.types import Observe, PreparedData, Progress, RunPaths, Stop, TrainResult
 
+# TRL's copy of an adapter that it is given, as the reference of preferences. A new adapter adds nothing, so the model
+# without it is the same reference; the copy would be saved in every checkpoint.
+_REFERENCE = "ref"
 _HINT = "change the settings that the message names; nothing was written"
 
 
@@ -124,6 +127,8 @@ class TrainingRun:
             stack_micro_batches=self._settings.stack,
             processing_class=read_tokenizer(self._paths.out, "T507"),
         )
+        if _REFERENCE in model.peft_config:
+            model.delete_adapter(_REFERENCE)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(stopper)
         if self._trace is not None:

@@ -315,6 +315,8 @@ def test_preferences_are_learned_by_the_trainers_of_trl(
     margins = [line.reward_margin for line in result.report.history if line.reward_margin is not None]
     assert losses[0] == pytest.approx(first, abs=1e-6)
     assert (margins[0], margins[-1] > 0) == (0, True)
+    assert not (result.output / "ref").exists()
+    assert run_folder.find_checkpoint(result.output, "auto").name == "checkpoint-3"
     assert (result.output / "adapter_model.safetensors").is_file()
 
 
