@@ -78,7 +78,9 @@ def run_compiled(session: Session, given: str, wish: Wish, run: Callable[[Path],
 
     Raises as `compiled` and `run` do; of a GPU's memory only where no smaller plan is left, or the user chose the plan.
     """
-    host: Host | None = None
+    from ktc.foundation.measured_host import this_host
+
+    host = None if is_compiled(given) else this_host()  # once: later, the model itself takes memory of its GPUs
     while True:
         out = compiled(session, given, wish, host)
         try:
@@ -87,7 +89,7 @@ def run_compiled(session: Session, given: str, wish: Wish, run: Callable[[Path],
             from ktc.foundation.memory_faults import memory_fault
 
             fault = memory_fault(error)
-            smaller = None if fault is None or fault.code != "U116" else _smaller(given, out, host)
+            smaller = None if fault is None or fault.code != "U116" else _smaller(host, out)
             if fault is None or smaller is None:
                 raise
         _release_gpu_memory()  # outside of `except`, which refers to the failed run
@@ -97,15 +99,14 @@ def run_compiled(session: Session, given: str, wish: Wish, run: Callable[[Path],
         session.diagnose([Diagnostic("U118", message, hint=hint, severity="warning")])
 
 
-def _smaller(given: str, out: Path, host: Host | None) -> Host | None:
+def _smaller(host: Host | None, out: Path) -> Host | None:
     """Return the host whose GPUs have less room than the plan of `out` uses; None where ktc may not choose."""
-    from ktc.foundation.measured_host import this_host
     from ktc.model.manifest.manifest import read_manifest
     from ktc.stages.choose import with_less_room
 
-    if is_compiled(given) or environment.world_size() > 1:
+    if host is None or environment.world_size() > 1:
         return None
-    return with_less_room(host or this_host(), read_manifest(out).memory)
+    return with_less_room(host, read_manifest(out).memory)
 
 
 def tell_random_weights(session: Session, out: Path, adapters: Sequence[object], weights: Path | None) -> None:

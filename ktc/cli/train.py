@@ -109,12 +109,17 @@ def train_command(
         return
 
     def run(out: Path) -> TrainResult:
-        of_plan = train.started_again(paths, out) if runs else replace(paths, out=out)
+        of_plan = train.started_again(paths, out, claimed="folder" in seen)
         runs.append(out)
         with TrainProgress(session) as progress, _stopping(session) as stop, steps_bar(session, "reading the data"):
-            return train.run(of_plan, settings, observe=progress.observe, stop=stop)
 
-    runs = list[Path]()
+            def observe(event: str, value: object) -> None:
+                seen.add(event)
+                progress.observe(event, value)
+
+            return train.run(of_plan, settings, observe=observe, stop=stop)
+
+    runs, seen = list[Path](), set[str]()
     result = run_compiled(session, model, wish, run)
     _finish(session, model, replace(paths, out=runs[-1]), result)
 

@@ -255,11 +255,14 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu(properties: Any, index: int) -> Gpu:
+    """Return a GPU. Of several processes each would count the others, and plan something else: none counts any."""
     import torch
 
     memory = int(properties.total_memory)
+    if environment.world_size() > 1:
+        return Gpu(str(properties.name), memory)
     try:
-        free, _ = torch.cuda.mem_get_info(index)
+        free = torch.cuda.mem_get_info(index)[0] + torch.cuda.memory_reserved(index)
     except RuntimeError:  # no memory for a context
         free = 0
     return Gpu(str(properties.name), memory, taken_of(memory, free))

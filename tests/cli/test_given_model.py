@@ -111,7 +111,8 @@ def test_a_run_without_gpu_memory_steps_down_to_a_smaller_plan(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     here = replace(detect(), gpus=(Gpu("card", 32 << 30),))
-    monkeypatch.setattr("ktc.foundation.measured_host.this_host", lambda: here)
+    hosts = iter((here,))  # asked once: later the model itself takes memory
+    monkeypatch.setattr("ktc.foundation.measured_host.this_host", lambda: next(hosts))
     planned = iter(({"cuda:0": 20 << 30}, {"cuda:0": 10 << 30}, {"cpu": 1}))
     monkeypatch.setattr(
         "ktc.model.manifest.manifest.read_manifest", lambda out: SimpleNamespace(memory=next(planned))

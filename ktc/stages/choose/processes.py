@@ -14,6 +14,7 @@ from ktc.foundation.host import Host
 from ktc.stages.choose.types import Priced, Processes
 from ktc.stages.choose.uses import uses_of
 from ktc.stages.cost import Prediction
+from ktc.stages.plan.placement import BUDGET_SHARE
 from ktc.stages.plan.types import BatchShape, Plan
 
 _GRADIENT, _ADAPTER = 4, 16  # bytes of a gradient, and of a parameter with its gradient and moments
@@ -27,7 +28,11 @@ def data_parallel(
     `predict` prices a plan on a host.
     """
     count = len(host.gpus)
-    plans = [(one, one.plan) for one in priced if one.plan is not None and not one.lacks and _is_of_one(one.plan)]
+    plans = [
+        (one, one.plan)
+        for one in priced
+        if one.plan is not None and not one.lacks and _is_of_one(one.plan) and _has_room(one.plan, count, host)
+    ]
     if count < 2 or not plans or plans[0][1].mode != "train":
         return None
     use = uses_of("train", shape)[0][0]
@@ -47,6 +52,12 @@ def data_parallel(
 def _is_of_one(plan: Plan) -> bool:
     used = {device.device for device in plan.devices if device.weights + device.streaming}
     return used <= {"cpu", "cuda:0"} and "cuda:0" in used
+
+
+def _has_room(plan: Plan, count: int, host: Host) -> bool:
+    """Return whether host memory holds what each process loads."""
+    loaded = sum(device.weights + device.adapter for device in plan.devices if device.device == "cpu")
+    return count * loaded <= BUDGET_SHARE * host.memory
 
 
 def _parameters(plan: Plan) -> float:

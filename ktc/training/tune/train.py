@@ -127,8 +127,14 @@ def run(
         return TrainingRun(paths, settings, data, observe, stop).finish()
 
 
-def started_again(paths: RunPaths, out: Path) -> RunPaths:
-    """Return the paths of a run that failed, for a run on `out`: from its last checkpoint, or from the beginning."""
+def started_again(paths: RunPaths, out: Path, *, claimed: bool) -> RunPaths:
+    """Return the paths of a run that failed, for a run on `out`.
+
+    A run that had `claimed` its folder continues from its last checkpoint, or replaces what it left; one that resumed
+    does so again.
+    """
+    if not claimed or paths.resume:
+        return replace(paths, out=out)
     if run_folder.checkpoints(paths.output):
         return replace(paths, out=out, resume="auto")
     return replace(paths, out=out, force=True)

@@ -34,7 +34,7 @@ from ktc.training.trainers.run_report import Logged
 from ktc.training.tune import run_folder
 from ktc.training.tune.plots import loss_plot, smoothed
 from ktc.training.tune.tokenised import TokenisedData
-from ktc.training.tune.train import run, settings_for
+from ktc.training.tune.train import run, settings_for, started_again
 from ktc.training.tune.types import RunPaths, TrainResult
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -358,3 +358,15 @@ def test_missing_packages_are_named_before_anything_is_read(tmp_path: Path, monk
     with pytest.raises(HostLacks, match="training requires `datasets`, `trl`") as refused:
         ktc.train(tmp_path / "missing", "missing.jsonl")
     assert refused.value.diagnostics[0].hint == "`pip install 'ktc[train]'`"
+
+
+def test_a_run_that_failed_continues_only_in_the_folder_that_it_claimed(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "out", tmp_path / "run", None, True)
+    other = tmp_path / "smaller"
+    (paths.output / "checkpoint-3").mkdir(parents=True)
+    assert started_again(paths, other, claimed=False) == replace(paths, out=other)
+    assert started_again(paths, other, claimed=True).resume == "auto"
+    assert started_again(replace(paths, resume="run/checkpoint-1"), other, claimed=True).resume == "run/checkpoint-1"
+    (paths.output / "checkpoint-3").rmdir()
+    again = started_again(replace(paths, force=False), other, claimed=True)
+    assert again.force and again.resume is None
