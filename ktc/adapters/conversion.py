@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.decode import Undecodable, decode, read_json
@@ -23,13 +23,14 @@ Kind = Literal["merge", "int4", "gguf"]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`settings` are the options by name; `files` has the sha256 of each file of weights."""
+    """`settings` are the options by name; `files` has the sha256 of each file of weights, `others` are beside them."""
 
     kind: Kind
     model: str
     adapter: str
     settings: Mapping[str, str]
     files: Mapping[str, str]
+    others: tuple[str, ...]
 
 
 def write_record(
@@ -38,14 +39,18 @@ def write_record(
     """Write the record of the finished `files` in `folder`."""
     digests = {file: file_digest(folder / file) for file in files}
     named = str(adapter.absolute()) if adapter else ""
-    made = Conversion(kind, str(model.absolute()), named, settings, digests)
+    others = tuple(sorted({path.name for path in folder.iterdir()} - digests.keys()))
+    made = Conversion(kind, str(model.absolute()), named, settings, digests, others)
     write_file(folder / RECORD, json.dumps(asdict(made), indent=2) + "\n")
 
 
 def read_record(folder: Path) -> Conversion:
     """Return the record in `folder`. Raises InputRefused (Q513)."""
     try:
-        record = decode(read_json(read_regular(folder / RECORD)), Conversion)
+        content = read_json(read_regular(folder / RECORD))
+        if isinstance(content, dict):
+            content = {"others": [], **cast("dict[str, object]", content)}  # an earlier version did not write them
+        record = decode(content, Conversion)
     except (OSError, ValueError, Undecodable) as error:
         message = f"`{folder / RECORD}` cannot be read: {error}"
         raise InputRefused(Diagnostic("Q513", message, hint="convert the model again")) from error

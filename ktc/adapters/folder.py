@@ -43,10 +43,10 @@ def no_adapter(folder: Path) -> Diagnostic:
     return Diagnostic("A601", message, hint="name the folder that `save_pretrained` of a `PeftModel` wrote")
 
 
-def no_original(folder: Path) -> Diagnostic:
-    """Return the diagnostic (A603) of a folder that is not a model."""
+def no_original(folder: Path, option: str = "") -> Diagnostic:
+    """Return the diagnostic (A603) of a folder that is not a model, which `option` names, if not an argument."""
     message = f"`{folder}` is neither a compiled model nor a checkpoint: it has no `config.json`"
-    return Diagnostic("A603", message, hint="name the folder of the original with `--model`")
+    return Diagnostic("A603", message, hint=f"name the folder of the original{f' with `{option}`' if option else ''}")
 
 
 def damaged(folder: Path, what: str) -> Diagnostic:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, halves, joined
+from ktc.adapters.save import EXPORT, WRITTEN_BY
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 from ktc.foundation import versions
 from ktc.model.checkpoint.adapter_uses import no_architecture, no_gguf_adapter
@@ -47,6 +48,7 @@ def write_gguf(
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(_KIND, "lora")
     writer.add_float32(_ALPHA, alpha)
+    writer.add_string(WRITTEN_BY, EXPORT)
     count = 0
     for weight in factors:
         bs: dict[str, Tensor] = {}

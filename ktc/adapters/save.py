@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ktc.adapters.conversion import RECORD
+from ktc.adapters.conversion import RECORD, read_record
 from ktc.adapters.folder import CONFIG, WEIGHTS
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, listing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+WRITTEN_BY: Final = "ktc.written_by"
+"""The key by which exports are known, in the metadata of safetensors and of GGUF files."""
+EXPORT: Final = "ktc export"
 _BESIDE: Final = "adapter_ktc.json"  # of `ktc.model.loading.trained_beside`, which imports torch
 
 
@@ -29,12 +32,13 @@ def require_new(path: Path, force: bool = False, reads: Sequence[Path | None] = 
     if not os.path.lexists(path):
         return
     message, hint = f"`{path}` exists already", "name another with `-o`, or remove it first"
-    replaceable = not path.is_symlink() and _is_written_by_ktc(path)
+    foreign = "it is a link" if path.is_symlink() else _not_of_ktc(path)
+    replaceable = not foreign
     if not force:
         hint = "`--force` replaces it, `-o` names another" if replaceable else hint
         raise InputRefused(Diagnostic("A609", message, hint=hint))
     if not replaceable:
-        message = f"{message}, and `--force` replaces only an export, a merged or a quantised model"
+        message = f"{message}, and `--force` replaces only an export, a merged or a quantised model; {foreign}"
         raise InputRefused(Diagnostic("A609", message, hint=hint))
     place = path.resolve()
     if any(source is not None and source.resolve().is_relative_to(place) for source in reads):
@@ -42,12 +46,45 @@ def require_new(path: Path, force: bool = False, reads: Sequence[Path | None] = 
         raise InputRefused(Diagnostic("A609", message, hint="name another with `-o`"))
 
 
-def _is_written_by_ktc(path: Path) -> bool:
-    """Return whether a conversion is at `path`, a GGUF file, or an adapter alone, without its run."""
+def _not_of_ktc(path: Path) -> str:
+    """Return why a file or a folder is not as an export, a merge or a quantisation wrote it, "" if it is."""
     if path.is_file():
-        return path.suffix == ".gguf"
-    names = {entry.name for entry in path.iterdir()}
-    return RECORD in names or (CONFIG in names and names <= {CONFIG, WEIGHTS, _BESIDE})
+        return "" if path.suffix == ".gguf" and _is_gguf_export(path) else "no command of ktc wrote this file"
+    if not path.is_dir():
+        return "this is no file"
+    names = {entry.name for entry in path.iterdir() if entry.is_file()}
+    if RECORD in names:
+        try:
+            record = read_record(path)
+        except InputRefused as refusal:
+            return refusal.diagnostics[0].message
+        written = {RECORD, *record.files, *record.others}
+    elif WEIGHTS in names and _is_adapter_export(path / WEIGHTS):
+        written = {CONFIG, WEIGHTS, _BESIDE}
+    else:
+        return "no record of ktc is in this folder"
+    more = sorted({entry.name for entry in path.iterdir()} - (written & names))
+    return f"ktc did not write {listing(more, 3)} in it" if more else ""
+
+
+def _is_adapter_export(weights: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with cast("Any", safe_open)(weights, framework="numpy") as file:
+            return (file.metadata() or {}).get(WRITTEN_BY) == EXPORT
+    except (OSError, SafetensorError):
+        return False
+
+
+def _is_gguf_export(path: Path) -> bool:
+    from ktc.model.checkpoint.gguf_header import read_gguf_header
+    from ktc.model.checkpoint.header import HeaderRefused
+
+    try:
+        return read_gguf_header(path).settings.get(WRITTEN_BY) == EXPORT
+    except (OSError, HeaderRefused):
+        return False
 
 
 def save_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -57,4 +94,5 @@ def save_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     text = json.dumps(dict(config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}  # cut out of a stack, they can be views
-    cast("Any", safetensors).save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+    metadata = {"format": "pt", WRITTEN_BY: EXPORT}
+    cast("Any", safetensors).save_file(whole, folder / WEIGHTS, metadata=metadata)

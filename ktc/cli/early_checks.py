@@ -51,13 +51,13 @@ def require_adapter(folder: Path | None) -> None:
         raise InputRefused(no_adapter(folder))
 
 
-def require_original(folder: Path | None) -> None:
+def require_original(folder: Path | None, option: str = "") -> None:
     """Raise InputRefused (A603) for a folder that is neither a compiled model nor a checkpoint."""
     from ktc.adapters.folder import no_original
     from ktc.model.manifest.manifest import FILE
 
     if folder is not None and not (folder / "config.json").is_file() and not (folder / FILE).is_file():
-        raise InputRefused(no_original(folder))
+        raise InputRefused(no_original(folder, option))
 
 
 def require_out(out: Path, force: bool) -> None:

@@ -100,7 +100,7 @@ def _check_places(source: Path, output: Path | None, model: Path | None, *, forc
         require_original(source)
     elif source.suffix != ".gguf" or not source.is_file():
         require_adapter(source)
-    require_original(model)
+    require_original(model, "--model")
     if output is not None:
         require_new(output, force, (source, model))
 

@@ -41,8 +41,8 @@ def list_command(session: Session) -> None:
     }
     session.result(sections)
     session.show("\n".join(_lines(sections)))
-    compiled = compiled_here or cached
-    session.next(*(("ktc", "graph", compiled[0]["name"]) if compiled else ("ktc", "check", "auto", "tiny:qwen3_moe")))
+    whole = next((row["name"] for row in (*compiled_here, *cached) if "bytes" in row), None)  # not a damaged one
+    session.next(*(("ktc", "graph", whole) if whole else ("ktc", "check", "auto", "tiny:qwen3_moe")))
 
 
 def _lines(sections: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:

@@ -22,7 +22,7 @@ def model_and_rules(model: str, rules: str) -> tuple[str, str]:
         return model, rules
     if _is_model(rules):
         return rules, model
-    if rules == AUTO and model != AUTO:
+    if rules == AUTO:
         message = f"`{model}` is a program, and MODEL is missing"
         raise InputRefused(Diagnostic("U008", message, hint=f"name the model too: `ktc compile MODEL {model}`"))
     message = f"`{model}` is a program, and it is in the place of MODEL"

@@ -132,9 +132,7 @@ def _first_argument(command: Any) -> str:
 def _in_our_words(message: str) -> str:
     """Convert typer's `Missing argument 'MODEL'.` to ``missing argument `MODEL` ``."""
     quoted = re.sub(r"'([^']*)'", r"`\1`", message).rstrip(".")
-    quoted = re.sub(
-        r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"there are more arguments than it takes: `\1`", quoted
-    )
+    quoted = _TOO_MANY.sub(r"there are more arguments than it takes: `\1`", quoted)
     return (quoted[:1].lower() + quoted[1:]).replace("Value error, ", "").replace("Input should", "it should")
 
 

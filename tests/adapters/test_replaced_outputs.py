@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGUFWriter
 
-from ktc.adapters.conversion import RECORD
+from ktc.adapters.conversion import RECORD, write_record
 from ktc.adapters.folder import CONFIG, WEIGHTS
-from ktc.adapters.save import require_new
+from ktc.adapters.save import EXPORT, WRITTEN_BY, require_new, save_adapter
 from ktc.diagnostics import InputRefused
 from ktc.foundation import files
 from ktc.foundation.files import new_folder
@@ -21,12 +23,34 @@ def folder(place: Path, *names: str) -> Path:
     return place
 
 
+def exported(place: Path, *more: str) -> Path:
+    save_adapter(folder(place, *more), {}, {"a": torch.zeros(1)})
+    return place
+
+
+def merged(place: Path) -> Path:
+    folder(place, "config.json", "model.safetensors")
+    write_record(place, "merge", place, None, {}, ["model.safetensors"])
+    return place
+
+
+def gguf(place: Path, *keys: str) -> Path:
+    writer = GGUFWriter(place, "llama")
+    for key in keys:
+        writer.add_string(key, EXPORT)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return place
+
+
 def test_what_ktc_wrote_is_replaced_when_asked(tmp_path: Path) -> None:
     written = [
-        folder(tmp_path / "adapter", CONFIG, WEIGHTS),
-        folder(tmp_path / "beside", CONFIG, WEIGHTS, "adapter_ktc.json"),
-        folder(tmp_path / "merged", RECORD, "config.json"),
-        folder(tmp_path / "files", "adapter.gguf") / "adapter.gguf",
+        exported(tmp_path / "adapter"),
+        exported(tmp_path / "beside", "adapter_ktc.json"),
+        merged(tmp_path / "merged"),
+        gguf(tmp_path / "adapter.gguf", WRITTEN_BY),
     ]
     for place in written:
         require_new(place, force=True)
@@ -42,8 +66,14 @@ def test_nothing_else_is_replaced(tmp_path: Path) -> None:
         folder(tmp_path / "home", "thesis.tex"),
         folder(tmp_path / "empty"),
         folder(tmp_path / "files", "notes.txt") / "notes.txt",
+        folder(tmp_path / "of peft", CONFIG, WEIGHTS),
+        exported(tmp_path / "with notes", "notes.txt"),
+        gguf(tmp_path / "downloaded.gguf"),
+        folder(tmp_path / "no record", RECORD, "config.json"),
+        merged(tmp_path / "with a folder"),
     ]
-    (tmp_path / "link").symlink_to(folder(tmp_path / "merged", RECORD))
+    folder(tmp_path / "with a folder" / "mine")
+    (tmp_path / "link").symlink_to(merged(tmp_path / "merged"))
     for place in (*kept, tmp_path / "link"):
         with pytest.raises(InputRefused) as refused:
             require_new(place, force=True)

@@ -95,6 +95,7 @@ def test_model_and_rules_have_either_order(folder: Path) -> None:
     ("words", "hint"),
     [
         (("moe-lora", "auto"), "ktc compile MODEL moe-lora"),
+        (("auto", "auto"), "ktc compile MODEL auto"),
         (("moe-lora", "mesing"), "did you swap them? `ktc compile mesing moe-lora`"),
         (("tiny:a", "tiny:b"), "`ktc list` shows them"),
     ],

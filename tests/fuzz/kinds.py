@@ -509,7 +509,10 @@ def _read_host(folder: Path) -> None:
 
 def _records(folder: Path) -> Sequence[Original]:
     """The small records that ktc writes and reads again: of conversions, graphs and comparisons."""
-    made = {"kind": "merge", "model": "m", "adapter": "a", "settings": {"x": "y"}, "files": {"model.safetensors": "0"}}
+    made = {
+        "kind": "merge", "model": "m", "adapter": "a", "settings": {"x": "y"}, "files": {"model.safetensors": "0"},
+        "others": ["config.json"],
+    }  # fmt: skip
     node = {
         "name": "x", "op": "input", "target": "x", "inputs": [], "attributes": [["a", "b"]], "shape": [1, "s"],
         "dtype": "bf16", "device": "cpu", "fqn": "", "rule": "", "span": "",

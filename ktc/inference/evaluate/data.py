@@ -1,7 +1,8 @@
 """Evaluation data: prompts with a reference, in the formats that `ktc train` reads, or multiple choice.
 
 Input: a file. Output: frozen `Item`s or `Question`s with their lines. Refused, with all rows of a file together: data
-that `ktc train` refuses (T5xx), text without a question and an answer (V801), and invalid questions (V802).
+that `ktc train` refuses (T5xx), text without a question and an answer and rows with tools (V801), and invalid questions
+(V802).
 """
 
 from __future__ import annotations
@@ -53,7 +54,19 @@ def read_items(path: Path, form: Format = "auto", limit: int | None = None) -> t
         message = f"`{path}` is text without questions and answers"
         hint = 'a row of a test is like {"prompt": "...", "completion": "..."}'
         raise InputRefused(Diagnostic("V801", message, hint=hint))
-    return tuple(_item(example) for example in tuple(data.examples)[:limit])
+    examples = tuple(data.examples)[:limit]
+    if faults := [_tools_fault(example) for example in examples if _uses_tools(example)]:
+        raise InputRefused(*bounded(faults))
+    return tuple(_item(example) for example in examples)
+
+
+def _uses_tools(example: Example) -> bool:
+    return bool(example.row.tools) or any(turn.calls_tools or turn.role == "tool" for turn in example.turns)
+
+
+def _tools_fault(example: Example) -> Diagnostic:
+    message = "the row has `tools`, calls of tools or their results, with which `ktc eval` does not ask"
+    return Diagnostic("V801", message, example.place, hint="leave such rows out of the test")
 
 
 def _item(example: Example) -> Item:

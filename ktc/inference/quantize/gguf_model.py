@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from ktc.adapters.conversion import write_record
 from ktc.adapters.gguf import architecture_of, require_gguf
 from ktc.adapters.merge import copy_others
-from ktc.adapters.save import require_new
+from ktc.adapters.save import EXPORT, WRITTEN_BY, require_new
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.files import new_folder, refusing, replaced_file, write_file
 from ktc.foundation.progress import Progress
@@ -130,6 +130,7 @@ def _describe(writer: Any, gguf: Any, original: Original, plan: FilePlan, matric
     name = name_of_model(Path(original.base.name).name)
     shared, expert, count = _counts(original, plan)
     writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_string(WRITTEN_BY, EXPORT)
     writer.add_name(name)
     writer.add_basename(name)
     writer.add_size_label(label_of(shared, expert, count))

@@ -19,6 +19,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
 from ktc.foundation.regular_files import open_regular
 from ktc.foundation.text_files import read_lines, read_text
 from ktc.training.tune.bundled import names
+from ktc.training.tune.packages import require_packages
 
 Rows = Iterator[tuple[int, Any]]
 
@@ -108,7 +109,7 @@ def _skip(text: str, position: int) -> int:
 
 
 def _no_json(error: Exception) -> RowFault:
-    said = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deeply"
+    said = "it is nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
     return RowFault("T513", f"this is not JSON: {said}", "a .jsonl file has one object a line, a .json file one list")
 
 
@@ -182,22 +183,33 @@ def _cell(column: str, value: str) -> Any:
 
 
 def _parquet(path: Path) -> Rows:
+    require_packages("pyarrow")
     import pyarrow
     import pyarrow.parquet
 
-    refusals = cast("tuple[type[Exception], ...]", (cast("Any", pyarrow).ArrowException,))
+    # Values that Python cannot have, such as text that is not UTF-8, are ValueError or OverflowError.
+    refusals = cast("tuple[type[Exception], ...]", (cast("Any", pyarrow).ArrowException, ValueError, OverflowError))
     number = 0
     try:
         with open_regular(path) as file:
             for batch in cast("Any", pyarrow.parquet.ParquetFile(file)).iter_batches(batch_size=_BATCH):
-                for row in batch.to_pylist():
+                for row in _values(batch, refusals):
                     number += 1
                     yield number, without_nulls(row)
     except refusals as error:
-        said = str(error).partition("\n")[0]
+        said = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).partition("\n")[0]
         yield number + 1, RowFault("T513", f"this is not Parquet: {said:.200}")
     except OSError as error:
         raise InputRefused(Diagnostic("T510", f"cannot read `{path}`: {error.strerror or error}")) from error
+
+
+def _values(batch: Any, refusals: tuple[type[Exception], ...]) -> Iterator[Any]:
+    """Yield the rows; one that cannot be converted raises in its turn, not before those above it."""
+    try:
+        values = batch.to_pylist()
+    except refusals:
+        values = (batch.slice(place, 1).to_pylist()[0] for place in range(batch.num_rows))
+    yield from values
 
 
 def without_nulls(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """The sources of training data that a user names: files, folders, patterns, bundled data and data sets of the hub.
 
 In: a name, with `:WEIGHT` after it or not. Out: `DataSource`. Refused (T545): a folder or a pattern without data files,
-a folder with files of several kinds, and a weight of 0.
+a folder with files of several kinds, and a weight of 0
+or above 1000. A part of a split of the hub is refused too (T546).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from ktc.training.tune.data_files import ENDINGS
 
 _WEIGHTED: Final = re.compile(r"(.+):(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 _HUB: Final = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(?::(?:(?P<config>[\w.-]+)/)?(?P<split>[\w.-]+))?")
+HUB_WORDS: Final = "write `owner/name:SPLIT` or `owner/name:CONFIG/SPLIT`"
+_MOST_WEIGHT: Final = 1000
 _PATTERN: Final = re.compile(r"[*?\[]")
 
 
@@ -48,18 +51,30 @@ def data_source(given: str) -> DataSource:
     if not weight:
         hint = "leave the source out, or give it a weight above 0"
         raise InputRefused(Diagnostic("T545", f"`{given}` has the weight 0", hint=hint))
+    if weight > _MOST_WEIGHT:
+        hint = f"a row appears so many times in an epoch, at most {_MOST_WEIGHT}; `--epochs` repeats all data"
+        raise InputRefused(Diagnostic("T545", f"`{given}` has a weight above {_MOST_WEIGHT}", hint=hint))
     path = data_file(Path(named))
     if path.is_dir():
         return DataSource(named, weight, _files_of_folder(path))
     if path.exists():
         return DataSource(named, weight, (path,))
     if _PATTERN.search(named):
+        _refuse_slice(named)
         return DataSource(named, weight, _matching(named))
     hub = _HUB.fullmatch(named)
     if hub and path.suffix.lower() not in ENDINGS and not path.parent.is_dir():
         return DataSource(named, weight, (), HubName(hub["name"], hub["config"], hub["split"] or "train"))
     _require_ending_or_file(path)
     return DataSource(named, weight, (path,))
+
+
+def _refuse_slice(named: str) -> None:
+    """Raise InputRefused (T546) for a part of a split, as `owner/name:train[:10%]`, which is no pattern of files."""
+    hub = _HUB.fullmatch(named.partition("[")[0])
+    if hub and hub["split"] and not Path(hub["name"]).parent.is_dir():
+        message = f"the data set `{hub['name']}` is read by whole splits, not by parts of one as in `{named}`"
+        raise InputRefused(Diagnostic("T546", message, hint=HUB_WORDS))
 
 
 def split_weight(given: str) -> tuple[str, float | None]:

@@ -11,29 +11,35 @@ from typing import Any, Final, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.training.tune.data_files import Rows, without_nulls
-from ktc.training.tune.data_sources import HubName
+from ktc.training.tune.data_sources import HUB_WORDS, HubName
+from ktc.training.tune.packages import require_packages
 
 _SECONDS: Final = 15.0  # for an answer of the hub
 _OFFLINE: Final = "check the connection, or fetch the data elsewhere and name its files: `--data 'folder/*.parquet'`"
-_WORDS: Final = "write `owner/name:SPLIT` or `owner/name:CONFIG/SPLIT`"
 
 
 def read_hub_rows(named: HubName) -> Rows:
     """Yield each row with its number, as `data_files.read_rows` does. Raises InputRefused (T546)."""
+    require_packages("datasets")
     import datasets
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     _require_reachable(named)
     try:
         # Only data is loaded: `datasets` 4 and newer runs no scripts of data sets.
         rows = cast("Any", datasets).load_dataset(named.name, named.config, split=named.split)
+        for number, row in enumerate(cast("list[Mapping[str, Any]]", rows), start=1):
+            yield number, without_nulls(dict(row))
     except (ConnectionError, DatasetNotFoundError) as error:
         raise _refused(named, f"cannot be fetched from the hub ({type(error).__name__})", _OFFLINE) from error
-    except (ValueError, OSError, RuntimeError) as error:  # another configuration or split, or data of no known kind
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+        DatasetsError,
+    ) as error:  # another configuration or split, or data of no known kind
         said = str(error).strip().partition("\n")[0]
-        raise _refused(named, f"is not read by `datasets`: {said:.300}", _WORDS) from error
-    for number, row in enumerate(cast("list[Mapping[str, Any]]", rows), start=1):
-        yield number, without_nulls(dict(row))
+        raise _refused(named, f"is not read by `datasets`: {said:.300}", HUB_WORDS) from error
 
 
 def _require_reachable(named: HubName) -> None:

@@ -93,6 +93,8 @@ def parsed(form: RowFormat, row: object, method: Method) -> Iterator[Row]:
             yield Row(chosen, tools, rejected)
         return
     good = _label(fields["label"]) if form == "judged" else None
+    if form == "judged":
+        _require_compared(fields, "completion")
     yield Row(answered(_turns(form, fields)), tools, good=good)
 
 
@@ -188,12 +190,25 @@ def _label(value: object) -> bool:
 def _pair(row: Mapping[str, Any]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
     """Return the chosen and the rejected turns, which begin with the same prompt."""
     if "prompt" in row:
+        for key in ("chosen", "rejected"):
+            _require_compared(row, key)
         chosen, rejected = (answered(_prompted(row, key)) for key in ("chosen", "rejected"))
     else:
         chosen, rejected = _without_prompt(row)
     if chosen == rejected:
         raise RowFault("T515", "`chosen` and `rejected` are equal: the row prefers neither")
     return chosen, rejected
+
+
+def _require_compared(row: Mapping[str, Any], key: str, prompt: int = 0) -> None:
+    """Raise RowFault for an answer of weight 0 after the `prompt` first turns: all that follows them is compared."""
+    if not isinstance(row[key], list):
+        return
+    for number, turn in enumerate(messages(row[key], key), start=1):
+        if number > prompt and turn.role == "assistant" and not turn.learned:
+            hint = "leave `weight` out, or put the turns before the compared answer into `prompt`"
+            message = f'turn {number} of `{key}` has `"weight": 0`, and all turns after the prompt are compared'
+            raise RowFault("T515", message, hint)
 
 
 def _without_prompt(row: Mapping[str, Any]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
@@ -209,6 +224,8 @@ def _without_prompt(row: Mapping[str, Any]) -> tuple[tuple[Turn, ...], tuple[Tur
         shared -= 1
     if not shared:
         raise RowFault("T515", "`chosen` and `rejected` do not begin with the same turn: there is no prompt")
+    for key in ("chosen", "rejected"):
+        _require_compared(row, key, shared)
     as_prompt = tuple(Turn(turn.role, turn.content, False, turn.message) for turn in chosen[:shared])
     return answered((*as_prompt, *chosen[shared:])), answered((*as_prompt, *rejected[shared:]))
 

@@ -15,15 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
-from ktc.foundation import environment, versions
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import environment
 from ktc.foundation.files import refusing, write_file
 from ktc.training.tune import run_folder
+from ktc.training.tune.packages import require_packages
 from ktc.training.tune.prepare import prepare
 from ktc.training.tune.settings import TrainSettings, read_settings, require_data
 from ktc.training.tune.types import Observe, PreparedData, RunPaths, Stop, TrainResult
-
-_PACKAGES = ("accelerate", "datasets", "trl")  # of the extra `train`
 
 
 def train(
@@ -70,14 +69,6 @@ def _names(sources: str | Path | Sequence[str | Path] | None) -> tuple[str, ...]
 def default_output(out: Path) -> Path:
     """Return a folder in the working directory, named after the model."""
     return Path(f"{out.absolute().name}-adapter")
-
-
-def require_packages() -> None:
-    """Raise HostLacks (H230) for packages of training that are not installed."""
-    missing = [f"`{name}`" for name in _PACKAGES if versions.installed(name) is None]
-    if missing:
-        message = f"training requires {', '.join(missing)}, not installed here"
-        raise HostLacks(Diagnostic("H230", message, hint="`pip install 'ktc[train]'`"))
 
 
 def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) -> TrainSettings:

@@ -64,6 +64,17 @@ def held_out(tmp_path: Path) -> Path:
     return path
 
 
+def test_rows_with_tools_are_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "tools.jsonl"
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    path.write_text(f"{json.dumps(row)}\n{json.dumps({**row, 'tools': [{'name': 'add'}]})}\n")
+    with pytest.raises(InputRefused, match="`tools`") as refused:
+        read_items(path)
+    (fault,) = refused.value.diagnostics
+    assert (fault.code, fault.span and fault.span.line) == ("V801", 2)
+    assert len(read_items(path, limit=1)) == 1
+
+
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
     def call(*arguments: str | Path) -> tuple[int, str, str]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from datasets.exceptions import DatasetGenerationError
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.foundation import versions
 from ktc.training.tune.data_sources import HubName, data_source
 from ktc.training.tune.examples import read_training_data
 from ktc.training.tune.tokenised import weighted
@@ -93,6 +98,25 @@ def test_what_is_not_parquet_is_refused() -> None:
     assert refusals("none.parquet")[0].code == "T510"
 
 
+def test_text_in_parquet_that_is_not_utf_8_has_its_row() -> None:
+    texts = pyarrow.array([b"a", b"b", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), "texts.parquet")
+    (found,) = refusals("texts.parquet")
+    assert (found.code, str(found.span), "not UTF-8" in found.message) == ("T513", "texts.parquet:3:1", True)
+
+
+def test_without_pyarrow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet("a.parquet", ROWS)
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    with pytest.raises(HostLacks, match=r"H230.*`pyarrow`"):
+        read_training_data("a.parquet")
+
+
+def test_a_number_beyond_reason_is_not_called_nested() -> None:
+    (found,) = refusals(written("a.jsonl", '{"text": ' + "1" * 5000 + "}"))
+    assert (found.code, "nested" in found.message) == ("T513", False)
+
+
 def test_files_folders_and_patterns_are_read_in_order() -> None:
     for name in ("data/b.jsonl", "data/a.jsonl", "data/in/c.jsonl", "data/.hidden/d.jsonl", "other/e.jsonl"):
         written(name, json.dumps({"text": f"row of {name}"}))
@@ -114,6 +138,8 @@ NO_SOURCES = {
     "a folder without data": ("empty", "T545", "name a folder with data"),
     "a folder of several kinds": ("mixed", "T545", "`mixed/**/*.csv`"),
     "a pattern without files": ("mixed/*.parquet", "T545", "`mixed` has `a.csv`, `b.jsonl`"),
+    "a part of a split": ("owner/name:train[:10%]", "T546", "`owner/name:CONFIG/SPLIT`"),
+    "a weight beyond reason": ("mixed/b.jsonl:1001", "T545", "at most 1000"),
     "a weight of zero": ("mixed/b.jsonl:0", "T545", "leave the source out"),
     "a name that is nearly right": ("mixed/c.jsonl", "T510", "did you mean `b.jsonl`?"),
     "an unknown ending": ("mixed/b.yaml", "T510", "`capitals`"),
@@ -186,12 +212,20 @@ def test_a_data_set_of_the_hub_is_read_as_a_file(hub: dict[str, Any]) -> None:
     assert (data.file, data.format, data.sources[0].digests) == ("owner/name", "prompt", {})
 
 
+def _breaking() -> Iterator[Any]:
+    yield {"prompt": "a", "completion": "b"}
+    raise DatasetGenerationError("it breaks")
+
+
 def test_without_the_hub_a_message_says_what_else_to_do(hub: dict[str, Any]) -> None:
     hub["info"] = ConnectionError("no network")
     (found,) = refusals("owner/name")
     assert (found.code, "cannot be fetched" in found.message) == ("T546", True)
     assert "--data 'folder/*.parquet'" in found.hint
-    hub["info"], hub["rows"] = None, ValueError("Unknown split 'train'")
+    hub["info"], hub["rows"] = None, _breaking()
+    (found,) = refusals("owner/name")
+    assert (found.code, "it breaks" in found.message) == ("T546", True)
+    hub["rows"] = ValueError("Unknown split 'train'")
     (found,) = refusals("owner/name")
     assert "Unknown split" in found.message
     assert "owner/name:CONFIG/SPLIT" in found.hint

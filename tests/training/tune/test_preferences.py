@@ -114,6 +114,18 @@ FAULTS: Mapping[str, tuple[Any, str, str, str]] = {
     "a text and a list": ({**PAIR, "chosen": [GOOD]}, "dpo", "T515", ""),
     "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "dpo", "T514", "two whole conversations"),
     "conversations without a prompt": ({"chosen": BEFORE[1:3], "rejected": [BEFORE[3], BAD]}, "dpo", "T515", ""),
+    "an answer that is not compared": (
+        {"prompt": BEFORE[:2], "chosen": [{**BAD, "weight": 0}, BEFORE[3], GOOD], "rejected": [GOOD]},
+        "dpo",
+        "T515",
+        "`weight`",
+    ),
+    "a judged answer of weight 0": (
+        {"prompt": BEFORE, "completion": [{**GOOD, "weight": 0}], "label": True},
+        "kto",
+        "T515",
+        "`weight`",
+    ),
     "no answer": ({"prompt": BEFORE, "chosen": BEFORE[:0], "rejected": [BAD]}, "dpo", "T515", ""),
 }
 

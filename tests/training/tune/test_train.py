@@ -141,7 +141,8 @@ def test_the_card_has_what_others_need_and_no_path_of_the_machine(done: TrainRes
         "base_model": base, "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["lora", "ktc", "sft"],
     }  # fmt: skip
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
-    assert f"| capitals.jsonl | alpaca | 4 | 1 | capitals.jsonl | {digest} |" in text
+    assert text.count(f"| capitals.jsonl | alpaca | 4 | 1 | capitals.jsonl | {digest} |") == 1
+    assert "- held out: 1 rows of these sources, by `eval_split: 0.25`" in text
     assert f"from_pretrained({base!r})" in text
     assert "learning_rate: 0.01" in text
     assert f"| steps | {report_of(done)['steps']} " in text
