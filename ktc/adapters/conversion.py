@@ -47,9 +47,9 @@ def write_record(
 def read_record(folder: Path) -> Conversion:
     """Return the record in `folder`. Raises InputRefused (Q513)."""
     try:
-        content = read_json(read_regular(folder / RECORD))
-        if isinstance(content, dict):
-            content = {"others": [], **cast("dict[str, object]", content)}  # an earlier version did not write them
+        content: object = read_json(read_regular(folder / RECORD))
+        if isinstance(content, dict):  # an earlier version did not write `others`
+            content = {"others": list[str](), **cast("dict[str, object]", content)}
         record = decode(content, Conversion)
     except (OSError, ValueError, Undecodable) as error:
         message = f"`{folder / RECORD}` cannot be read: {error}"

@@ -51,7 +51,7 @@ def _not_of_ktc(path: Path) -> str:
     if path.is_file():
         return "" if path.suffix == ".gguf" and _is_gguf_export(path) else "no command of ktc wrote this file"
     if not path.is_dir():
-        return "this is no file"
+        return "neither a file nor a folder is there"
     names = {entry.name for entry in path.iterdir() if entry.is_file()}
     if RECORD in names:
         try:
@@ -72,9 +72,10 @@ def _is_adapter_export(weights: Path) -> bool:
 
     try:
         with cast("Any", safe_open)(weights, framework="numpy") as file:
-            return (file.metadata() or {}).get(WRITTEN_BY) == EXPORT
+            metadata: dict[str, str] = file.metadata() or {}
     except (OSError, SafetensorError):
         return False
+    return metadata.get(WRITTEN_BY) == EXPORT
 
 
 def _is_gguf_export(path: Path) -> bool:

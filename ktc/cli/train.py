@@ -27,7 +27,6 @@ from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
 from ktc.foundation import environment
-from ktc.training.tune.packages import require_packages
 from ktc.training.tune.settings import (
     TrainSettings,
     read_settings,
@@ -86,6 +85,8 @@ def train_command(
             flags[setting] = tuple(name.strip() for name in flags[setting].split(",") if name.strip())
     flags |= {name: tuple(flags[name]) if flags[name] else None for name in repeating_settings()}
     require_given(model)
+    from ktc.training.tune.packages import require_packages
+
     require_packages()
     if resume is None:  # a resumed run has settings of its own
         from ktc.training.tune.examples import check_data

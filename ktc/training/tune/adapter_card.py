@@ -74,12 +74,8 @@ def _front(report: RunReport, sources: list[ReadSource], settings: TrainSettings
 
 def _rows(source: ReadSource) -> Iterator[tuple[str, ...]]:
     """Yield a line for each file of a source, or one for a data set of the hub."""
-    about = (
-        _name(source.named, is_hub=not source.digests),
-        ", ".join(source.formats),
-        f"{source.rows:,}",
-        f"{source.weight:g}",
-    )
+    name = _name(source.named, is_hub=not source.digests)
+    about = (name, ", ".join(source.formats), f"{source.rows:,}", f"{source.weight:g}")
     digests = source.digests or {"": ""}
     for number, (file, digest) in enumerate(digests.items()):
         yield (*(about if number == 0 else ("",) * len(about)), _plain(Path(file).name), digest)
@@ -92,9 +88,8 @@ def _shared(named: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 def _held_out(data: PreparedData, settings: TrainSettings) -> Iterator[tuple[str, str]]:
     """Yield the rows that are not learned, and where they come from."""
     if data.held_out is not None:
-        origin = (
-            "of `eval_data`" if settings.eval_data else f"of these sources, by `eval_split: {settings.eval_split:g}`"
-        )
+        split = f"of these sources, by `eval_split: {settings.eval_split:g}`"
+        origin = "of `eval_data`" if settings.eval_data else split
         yield "held out", f"{data.held_out.summary.rows:,} rows {origin}"
 
 

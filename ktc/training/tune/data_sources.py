@@ -52,7 +52,7 @@ def data_source(given: str) -> DataSource:
         hint = "leave the source out, or give it a weight above 0"
         raise InputRefused(Diagnostic("T545", f"`{given}` has the weight 0", hint=hint))
     if weight > _MOST_WEIGHT:
-        hint = f"a row appears so many times in an epoch, at most {_MOST_WEIGHT}; `--epochs` repeats all data"
+        hint = f"a row appears WEIGHT times in an epoch, at most {_MOST_WEIGHT}; `--epochs` repeats all data"
         raise InputRefused(Diagnostic("T545", f"`{given}` has a weight above {_MOST_WEIGHT}", hint=hint))
     path = data_file(Path(named))
     if path.is_dir():
@@ -70,7 +70,7 @@ def data_source(given: str) -> DataSource:
 
 
 def _refuse_slice(named: str) -> None:
-    """Raise InputRefused (T546) for a part of a split, as `owner/name:train[:10%]`, which is no pattern of files."""
+    """Raise InputRefused (T546) for a part of a split, as `owner/name:train[:10%]`, not a pattern of files."""
     hub = _HUB.fullmatch(named.partition("[")[0])
     if hub and hub["split"] and not Path(hub["name"]).parent.is_dir():
         message = f"the data set `{hub['name']}` is read by whole splits, not by parts of one as in `{named}`"

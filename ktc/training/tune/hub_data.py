@@ -32,12 +32,8 @@ def read_hub_rows(named: HubName) -> Rows:
             yield number, without_nulls(dict(row))
     except (ConnectionError, DatasetNotFoundError) as error:
         raise _refused(named, f"cannot be fetched from the hub ({type(error).__name__})", _OFFLINE) from error
-    except (
-        ValueError,
-        OSError,
-        RuntimeError,
-        DatasetsError,
-    ) as error:  # another configuration or split, or data of no known kind
+    except (ValueError, OSError, RuntimeError, DatasetsError) as error:
+        # Another configuration or split, data of no known kind, or damaged data.
         said = str(error).strip().partition("\n")[0]
         raise _refused(named, f"is not read by `datasets`: {said:.300}", HUB_WORDS) from error
 
