@@ -141,7 +141,7 @@ MUTANTS = (
         "tests/language/dsl",
     ),
     Mutant(
-        "ktc/stages/link/folder.py",
+        "ktc/model/manifest/out_place.py",
         "if not out.name.isidentifier() or keyword.iskeyword(out.name):",
         "if not out.name.isidentifier():",
         "tests/stages/link tests/end_to_end/test_bad_input.py",
