@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ktc.adapters.export import export, open_adapter
 from ktc.adapters.export_check import check
+from ktc.adapters.save import require_new
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
 from ktc.foundation import versions
@@ -84,6 +85,7 @@ def old_release(a: Tensor, b: Tensor, experts: int) -> Tensor:
 def test_every_layout_keeps_what_is_added(saved: Saved, tmp_path: Path, family: str, layout: Any) -> None:
     source = saved(family)
     done = export(source, layout, tmp_path / ("adapter.gguf" if layout == "gguf" else "adapter"))
+    require_new(done.path, force=True)
     assert done.found == SAVED and done.tensors > 0
     model = source.parent / f"{family}-float32"
     assert same(deltas(done.path, model), deltas(source))

@@ -16,6 +16,7 @@ from torch import Tensor
 from ktc.adapters import merge as merging
 from ktc.adapters.export import export
 from ktc.adapters.merge import merge
+from ktc.adapters.save import require_new
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint.reader import TensorReader
@@ -71,6 +72,7 @@ def test_it_is_what_peft_merges(family: str, tmp_path: Path, bands: list[int]) -
     assert len(changed) == done.changed < done.tensors == len(original)
     names = {"ktc_conversion.json", *(path.name for path in base.iterdir())}
     assert names == {path.name for path in (tmp_path / "merged").iterdir()}
+    require_new(tmp_path / "merged", force=True)
 
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
