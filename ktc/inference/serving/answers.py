@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _STATUS: Final = {
     "too long": (400, "context_length_exceeded"), "busy": (429, "rate_limit_exceeded"), "stopping": (503, "stopping"),
 }  # fmt: skip
+_STATUS_OF_END: Final = {"generation_failed": 500, "schema_too_complex": 400}
 _RETRY_AFTER: Final = "1"  # seconds
 
 
@@ -231,7 +232,7 @@ class _Whole:
         if event.end is None or self.future.done():
             return
         if event.end.error:
-            status = 500 if event.end.code == "generation_failed" else 503
+            status = _STATUS_OF_END.get(event.end.code, 503)
             self.future.set_exception(RequestRefused(status, event.end.error, event.end.code))
         else:
             self.future.set_result(torch.tensor([[*self.request.tokens, *self.tokens]]))

@@ -54,19 +54,28 @@ def _usage(usages: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 async def _joined(responses: Sequence[StreamingResponse], request_id: str) -> AsyncIterator[str]:
-    """Yield the parts of all streams as they come, and the usage of all in a last part. An error ends all."""
-    parts: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue(_MAX_PARTS)
+    """Yield the parts of all streams as they come, and the usage of all in a last part.
+
+    An error ends all. Raises what one of the streams raises.
+    """
+    parts: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue(_MAX_PARTS)
 
     async def read(number: int, response: StreamingResponse) -> None:
-        async for part in response.body_iterator:
-            await parts.put((number, part if isinstance(part, str) else bytes(part).decode()))
-        await parts.put((number, None))
+        end: Exception | None = None
+        try:
+            async for part in response.body_iterator:
+                await parts.put((number, part if isinstance(part, str) else bytes(part).decode()))
+        except Exception as error:  # noqa: BLE001  # the reader of the queue raises it
+            end = error
+        await parts.put((number, end))  # not after a cancellation: nobody makes room in a full queue then
 
     readers = [asyncio.ensure_future(read(number, response)) for number, response in enumerate(responses)]
     usages, last, left = list[dict[str, Any]](), dict[str, Any](), len(responses)
     try:
         while left:
             number, part = await parts.get()
+            if isinstance(part, Exception):
+                raise part
             if part is None:
                 left -= 1
                 continue

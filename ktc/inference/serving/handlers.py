@@ -194,8 +194,12 @@ class Chat(_Read, ChatCompletionHandler):
         fields.require_biases(body, vocabulary_of(model))
         if "logit_bias" in body:
             body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
+        has_schema = fields.schema_of(body.get("response_format")) is not None
+        if has_schema and "stop" in body:
+            message = "a `stop` text could cut the JSON of `response_format`, which ends by itself: leave `stop` out"
+            raise RequestRefused(400, message, "invalid_value", "stop")
         if tools := body.get("tools"):
-            if fields.schema_of(body.get("response_format")) is not None:
+            if has_schema:
                 message = "an answer is JSON of `response_format`, or calls `tools`: send one of the two"
                 raise RequestRefused(400, message, "invalid_value", "response_format")
             messages: Any = cast("Any", self).get_processor_inputs_from_messages(body["messages"], Modality.LLM)

@@ -2,8 +2,8 @@
 
 In: a JSON schema of a request, which is untrusted, and a tokenizer. Out: a frozen `JsonGrammar`, compiled once for a
 request; each sequence starts a `JsonAnswer` of its own. Refused: a keyword that llguidance does not enforce, a schema
-that no value satisfies, and references to other documents (400); a missing llguidance, and a tokenizer that it cannot
-read (501). Nothing is fetched.
+that no value satisfies, references to other documents, and a schema beyond the limits of llguidance's parser (400); a
+missing llguidance, and a tokenizer that it cannot read (501). Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ _STYLE: Final[Mapping[str, Any]] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False,
     "coerce_one_of": False,
 }  # fmt: skip
+
+
+# llguidance has one kind of error for a fault of its caller and for its limits; the first has these words.
+_OF_TOKEN: Final = "doesn't satisfy the grammar"
+
+
+class SchemaTooComplex(Exception):
+    """An answer came to a part of its schema that exceeds a limit of llguidance's parser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ class JsonAnswer:
         return bool(self._matcher.is_stopped())
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Return logits (1, V) with minus infinity for every token that may not follow."""
+        """Return logits (1, V) with minus infinity for every token that may not follow. Raises SchemaTooComplex."""
         mask: bytes = self._matcher.compute_bitmask()
         self._require_sound()
         octets = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
@@ -66,13 +74,16 @@ class JsonAnswer:
         return logits.masked_fill(forbidden.to(logits.device), float("-inf"))
 
     def add(self, token: int) -> None:
-        """Append a token. Raises RuntimeError for one that may not follow."""
+        """Append a token. Raises RuntimeError for one that may not follow, and SchemaTooComplex."""
         self._matcher.consume_token(token)
         self._require_sound()
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(f"the JSON schema cannot be followed: {self._matcher.get_error()[:300]}")
+            words = _error_of(self._matcher)
+            if _OF_TOKEN in words:
+                raise RuntimeError(f"the JSON schema cannot be followed: {words}")
+            raise SchemaTooComplex(f"the JSON schema is too complex: {words}")
 
 
 class JsonGrammars:
@@ -92,12 +103,11 @@ class JsonGrammars:
         read = self._read(library, tokenizer, num_tokens, ends)
         is_wrong, messages = library.LLMatcher.validate_grammar_with_warnings(grammar, read)
         if is_wrong or messages:
-            words = " ".join(str(messages[0]).split())[:300]
-            raise RequestRefused(400, f"the JSON schema cannot be enforced: {words}", "invalid_value", FIELD)
+            raise _unenforced(_one_line(str(messages[0])))
         matcher = library.LLMatcher(read, grammar, log_level=0)
         if matcher.is_error():
-            words = " ".join(str(matcher.get_error()).split())[:300]
-            raise RequestRefused(400, f"the JSON schema cannot be enforced: {words}", "invalid_value", FIELD)
+            raise _unenforced(_error_of(matcher))
+        _require_beginning(matcher.deep_copy())
         return JsonGrammar(matcher)
 
     def _read(self, library: Any, tokenizer: Any, num_tokens: int, ends: Collection[int]) -> Any:
@@ -107,6 +117,28 @@ class JsonGrammars:
                 known = tokenizer, _readable(library, tokenizer, num_tokens, ends)
                 self._tokenizers[id(tokenizer)] = known
         return known[1]
+
+
+def _require_beginning(matcher: Any) -> None:
+    """Take the first mask, and the tokens that every answer begins with: the limits of the parser show there only."""
+    matcher.compute_bitmask()
+    if not matcher.is_error() and (tokens := matcher.compute_ff_tokens()):
+        matcher.consume_tokens(tokens)
+    if matcher.is_error():
+        raise _unenforced(_error_of(matcher))
+
+
+def _unenforced(words: str) -> RequestRefused:
+    return RequestRefused(400, f"the JSON schema cannot be enforced: {words}", "invalid_value", FIELD)
+
+
+def _error_of(matcher: Any) -> str:
+    """Return the error of a matcher without the state of its parser, which follows."""
+    return _one_line(str(matcher.get_error()).split("<state>")[0])
+
+
+def _one_line(words: str) -> str:
+    return " ".join(words.split())[:300]
 
 
 def _library() -> Any:

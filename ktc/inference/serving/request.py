@@ -45,7 +45,7 @@ class End:
 
     finish: Finish | None
     error: str = ""
-    code: Literal["", "generation_failed", "out_of_memory", "stopping"] = ""
+    code: Literal["", "generation_failed", "out_of_memory", "schema_too_complex", "stopping"] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Final
 from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.batch import RowBatch, UnbatchedSequences
 from ktc.inference.serving.generation import Generation, choose_tokens
+from ktc.inference.serving.json_grammar import SchemaTooComplex
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters
 from ktc.inference.serving.prefill import PrefillBatch
@@ -260,6 +261,8 @@ def _next_event(generation: Generation, token: int | Exception) -> Event:
 
 def failed(error: Exception) -> End:
     """Return the end of a request that an exception ended."""
+    if isinstance(error, SchemaTooComplex):
+        return End(None, str(error), "schema_too_complex")
     return End(None, _words(error), "out_of_memory" if is_out_of_memory(error) else "generation_failed")
 
 

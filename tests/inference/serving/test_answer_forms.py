@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,66 @@ def test_a_schema_that_cannot_be_enforced_is_refused(client: Any, monkeypatch: p
     with pytest.raises(APIStatusError, match="pip install llguidance") as refused:
         ask(client, response_format=FORMAT)
     assert refused.value.status_code == 501
+
+
+def alternatives(num: int) -> dict[str, Any]:
+    """The schema of an object with an array of one of `num` kinds."""
+    arrays = [{"type": "array", "items": {"type": "integer", "minimum": least}} for least in range(num)]
+    return {"type": "object", "properties": {"days": {"anyOf": arrays}}, "required": ["days"]}
+
+
+def test_a_schema_beyond_the_limits_of_the_parser_is_a_fault_of_its_client(
+    client: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openai import APIError, BadRequestError
+
+    pytest.importorskip("llguidance")
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": alternatives(1199)}}}
+    with pytest.raises(BadRequestError, match=r"Current row has .* items; max is 2000") as refused:
+        ask(client, **asked)
+    assert refused.value.code == "invalid_value"
+    monkeypatch.setattr("ktc.inference.serving.json_grammar._require_beginning", lambda _: None)
+    write(monkeypatch, tokenizer, '{"days": [')
+    with pytest.raises(BadRequestError, match=r"too complex: .* max is 2000") as refused:
+        ask(client, **asked, max_tokens=50)
+    assert refused.value.code == "schema_too_complex"
+    with pytest.raises(APIError) as ended:
+        list(ask(client, **asked, max_tokens=50, stream=True))
+    assert "the JSON schema is too complex: " in str(ended.value.body)
+
+
+@pytest.mark.parametrize("stop", ["}", [","]])
+def test_stop_texts_beside_a_schema_are_refused(client: Any, stop: Any) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="leave `stop` out"):
+        ask(client, response_format=FORMAT, stop=stop)
+    assert ask(client, response_format={"type": "text"}, stop=stop).choices
+
+
+def test_a_joined_stream_ends_with_what_one_of_its_streams_raises() -> None:
+    import asyncio
+
+    from fastapi.responses import StreamingResponse
+
+    from ktc.inference.serving.choices import several
+
+    async def parts(number: int) -> AsyncIterator[str]:
+        yield f'data: {{"choices": [{{"text": "{number}"}}]}}\n\n'
+        if number:
+            raise OSError("broken")
+        await asyncio.Event().wait()
+
+    async def ask_one(number: int) -> Any:
+        return StreamingResponse(parts(number))
+
+    async def read() -> None:
+        joined: Any = await several(ask_one, 2, "x")
+        async for _ in joined.body_iterator:
+            pass
+
+    with pytest.raises(OSError, match="broken"):
+        asyncio.run(asyncio.wait_for(read(), 20))
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_an_answer_streams_as_markdown_and_runs_nothing(
     browser.get(url)
     wait(browser, "one('model').options.length === 2")
     ask(browser, "Hello <b>there</b>")
-    assert wait(browser, "document.querySelector('[aria-busy] .text h1')?.textContent") == "Title"  # before the end
+    wait(browser, "document.querySelector('[aria-busy] .text h1')?.textContent === 'Title'")  # before the end
     wait(browser, ENDED)
     inside = browser.execute_script("return document.querySelector('.turn.assistant .text').innerHTML")
     assert "&lt;script&gt;window.hurt = 1&lt;/script&gt;" in inside
@@ -138,6 +138,37 @@ def test_stop_ends_an_answer_at_the_server_too(
     while "ktc_requests_running 0.0" not in urllib.request.urlopen(f"{url}/metrics").read().decode():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_new_conversation_has_nothing_of_the_answer_under_way(
+    browser: Any, url: str, models: ServedModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(monkeypatch, models.default.opened.tokenizer, "rain " * 400, pause=0.02)
+    browser.get(url)
+    wait(browser, "one('model').options.length === 2")
+    ask(browser, "Hello")
+    wait(browser, "document.querySelector('[aria-busy] .text')?.textContent.startsWith('rain rain')")
+    browser.execute_script("one('fresh').click()")
+    wait(browser, "!running")
+    assert browser.execute_script("return turns.length + document.querySelectorAll('.turn').length") == 0
+    browser.execute_script("continues = true; one('model').dispatchEvent(new Event('change'))")
+    assert browser.execute_script("return continues") is False
+
+
+@pytest.mark.slow
+def test_headings_are_read_in_time_of_their_length(browser: Any, url: str) -> None:
+    browser.get(url)
+    heads = [
+        "# x" + " " * 50_000 + "y",
+        "# " + "#" * 50_000 + "x",
+        "# " + " " * 50_000 + "x\u2028y",
+        "## It ## ",
+        "# C#",
+    ]
+    script = "return arguments[0].map(head => markdown(head)[0].textContent)"
+    texts = browser.execute_script(script, heads)
+    assert texts[3:] == ["It", "C#"] and texts[0].startswith("x ")
 
 
 @pytest.mark.slow
