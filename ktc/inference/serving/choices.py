@@ -67,7 +67,7 @@ async def _joined(responses: Sequence[StreamingResponse], request_id: str) -> As
                 await parts.put((number, part if isinstance(part, str) else bytes(part).decode()))
         except Exception as error:  # noqa: BLE001  # the reader of the queue raises it
             end = error
-        await parts.put((number, end))  # not after a cancellation: nobody makes room in a full queue then
+        await parts.put((number, end))  # not after a cancellation: a full queue is not read then
 
     readers = [asyncio.ensure_future(read(number, response)) for number, response in enumerate(responses)]
     usages, last, left = list[dict[str, Any]](), dict[str, Any](), len(responses)
