@@ -216,14 +216,14 @@ def test_rows_that_are_compared_have_no_dropout_and_traces_of_their_own() -> Non
 def test_files_that_cannot_be_written_are_refused_before_the_run(run: Run, option: str, tmp_path: Path) -> None:
     file = tmp_path / "both.svg"
     (tmp_path / "a_file").touch()
-    code, _, err = run("--config", "m", "--experts", "cpu", option, file, "-o", file)
+    code, _, err = run("--config", "tiny:qwen3_moe", "--experts", "cpu", option, file, "-o", file)
     assert (code, "U030" in err, "name two files" in err) == (2, True, True)
-    code, _, err = run("--config", "m", "--experts", "cpu", option, tmp_path / "a_file" / "here.svg")
+    code, _, err = run("--config", "tiny:qwen3_moe", "--experts", "cpu", option, tmp_path / "a_file" / "here.svg")
     assert (code, "U003" in err) == (2, True)
 
 
 def test_a_plot_has_a_known_ending(run: Run) -> None:
-    code, _, err = run("--config", "m", "--experts", "cpu", "--plot", "curves.pdf")
+    code, _, err = run("--config", "tiny:qwen3_moe", "--experts", "cpu", "--plot", "curves.pdf")
     assert (code, "cannot draw `curves.pdf`" in err) == (2, True)
 
 
