@@ -110,6 +110,7 @@ def expert_stream(
 ) -> ExpertStream:  # fmt: skip
     """Return the stream of a layer's experts, or of a share of them: the same one for all calls."""
     share = share or range(experts.sizes.num_experts)
+    buffer = 0 if resident else buffer  # those that stay need no ring, and are there once
     key = form, device, buffer, share, resident, experts.packed.data_ptr(), _CHUNK_BYTES
     streams = _made.setdefault(experts, {})
     if key not in streams:

@@ -332,3 +332,12 @@ def test_resident_plain_experts_are_not_decoded_in_a_call(load: Load, monkeypatc
     assert all(torch.equal(*both) for both in zip(run(module, layer), trained, strict=True))
     with torch.no_grad():
         assert error(module(layer.x.bfloat16(), layer.index, layer.weights.float()), trained[0]) <= 0.01
+
+
+def test_resident_experts_are_on_a_device_once_whatever_the_size_of_the_ring(load: Load) -> None:
+    packed = (module := load(random_layer(70, 37, 8, 2, 3), spec_of(ISAS[0]))).weights.packed
+    assert packed is not None
+    streams = {
+        expert_stream(packed, module.form, CPU.devices[0], buffer, resident=True) for buffer in (1 << 20, 1 << 30)
+    }
+    assert len(streams) == 1
