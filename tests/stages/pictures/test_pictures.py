@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -255,7 +256,10 @@ def test_the_page_fits_and_opens_a_block_at_the_node_that_a_rule_made(tmp_path: 
     page.write_text(render_html([model(stage) for stage in ("captured", "matched", "rewritten")]))
     with opened_browser(width, 500) as browser:
         browser.get(page.as_uri())
-        value = lambda script: browser.execute_script(f"return {script}")  # noqa: E731
+
+        def value(script: str) -> Any:
+            return browser.execute_script(f"return {script}")
+
         shown = "[...document.querySelectorAll('.overview')].filter(one => one.checkVisibility()).length"
         assert (value(shown), overflow(browser) <= 0) == (1, True)
         browser.execute_script("document.querySelectorAll('.blocks')[2].querySelectorAll('a')[1].click()")
