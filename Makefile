@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn learn-int4 test test-all zoo trainer-options mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format clean
+.PHONY: setup demo learn learn-int4 test test-all zoo trainer-options mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format docs clean
 
 setup: $(READY)
 
@@ -24,11 +24,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python docs/demo.py
 
-# A small MoE is pre-trained on an invented world, compiled, tuned to two tasks and measured: docs/learning.md.
+# A small MoE is pre-trained on an invented world, compiled, tuned to two tasks and measured: docs/details/learning.md.
 learn: $(READY)
 	PYTHONPATH=benchmarks $(BIN)/python -m learning $(LEARN)
 
-# The same model tuned and served in bf16 and INT4, in every way: docs/quantisation.md.
+# The same model tuned and served in bf16 and INT4, in every way: docs/details/quantisation.md.
 learn-int4: $(READY)
 	PYTHONPATH=benchmarks $(BIN)/python -m learning.modes $(LEARN)
 
@@ -103,7 +103,7 @@ lf-environment:
 
 # The table of all mixture-of-experts families, generated again.
 census: $(READY)
-	PYTHONPATH=benchmarks $(BIN)/python -m census --format markdown -o docs/census.md
+	PYTHONPATH=benchmarks $(BIN)/python -m census --format markdown -o docs/reference/families.md
 
 # Mutants of everything that is read from outside for SECONDS; the corpus in build/fuzz grows. KINDS="gguf configs"
 # chooses; FUZZ=--json or FUZZ="-o FILE" writes the table as JSON.
@@ -113,7 +113,7 @@ fuzz: $(READY)
 
 # Every write of every command fails, or is the last one before a kill. COMMANDS="merge train" tries some, MOST=20 limits
 # the calls of each per kind of fault, KINDS="ENOSPC EIO SIGKILL" the kinds. JOBS runs at a time (all CPUs). RUNS=FILE keeps
-# the runs and continues from there; TIME=540 ends it after 540 seconds. docs/reliability.md has the table.
+# the runs and continues from there; TIME=540 ends it after 540 seconds. docs/details/reliability.md has the table.
 reliability: $(READY)
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m reliability.sweep $(COMMANDS) \
 		$(if $(JOBS),--jobs $(JOBS)) $(if $(MOST),--most $(MOST)) $(if $(KINDS),--kinds $(KINDS)) \
@@ -122,6 +122,11 @@ reliability: $(READY)
 # 200 clients attack `ktc serve` for SECONDS: tests/reliability/soak.py. ATTACK="--clients 50 --json" changes it.
 attack: $(READY)
 	@PYTHONPATH=.:tests:tests/support $(BIN)/python -m reliability.soak $(SECONDS) $(ATTACK)
+
+# The site of the documentation, in build/site. Links and anchors are checked, and a fault ends it.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict
+	@echo "written: build/site/index.html"
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -119,7 +119,9 @@ def test_no_function_outside_cli_is_long() -> None:
     ]
 
 
-_SAY_NOTHING = frozenset({"each", "found", "held", "own"})  # fit everything: docs/glossary.md, "The law for names"
+_SAY_NOTHING = frozenset(
+    {"each", "found", "held", "own"}
+)  # fit everything: docs/details/glossary.md, "The law for names"
 _UNTOUCHED = ("model/checkpoint/gguf_header.py",)
 # Fields of results, whose names are keys of `--json`.
 _JSON_KEYS = (

@@ -19,7 +19,7 @@ TWIN_COLUMNS = ("logits", "tokens", "LoRA gradients")  # of each program
 
 
 def markdown(census: Census, day: date) -> str:
-    """Return the page docs/census.md, which `ktc census --format markdown` prints."""
+    """Return the page docs/reference/families.md, which `ktc census --format markdown` prints."""
     return "\n".join([*_head(census, day), *table(census.families), "", *_twins(census), *_reasons(census), ""])
 
 
@@ -44,7 +44,7 @@ def _head(census: Census, day: date) -> Iterator[str]:
     counts = census.counts()
     yield "# Census of mixture-of-experts families"
     yield ""
-    yield f"Written by `ktc census --format markdown -o docs/census.md` on {day.isoformat()}."
+    yield f"Written by `ktc census --format markdown -o docs/reference/families.md` on {day.isoformat()}."
     yield f"Versions: {versions}."
     yield ""
     yield _ABOUT

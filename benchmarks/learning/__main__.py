@@ -1,4 +1,4 @@
-"""`make learn`: all of it goes to build/learning; `--docs` also renews what docs/learning.md shows of it."""
+"""`make learn`: all of it goes to build/learning; `--docs` also renews what docs/details/learning.md shows of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learning.experiment import FULL, QUICK, run
 from learning.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "details"
 MARKS = ("<!-- measured -->\n", "<!-- end of what is measured -->\n")
 
 
@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make learn", description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build" / "learning")
     parser.add_argument("--quick", action="store_true", help="a minute's worth: one adapter, one task, fewer steps")
-    parser.add_argument("--docs", action="store_true", help="renew docs/learning.md and docs/learning.svg")
+    parser.add_argument(
+        "--docs", action="store_true", help="renew docs/details/learning.md and docs/details/learning.svg"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -59,7 +61,7 @@ def with_measured(text: str, measured: str) -> str:
     before, _, rest = text.partition(MARKS[0])
     _, mark, after = rest.partition(MARKS[1])
     if not mark:
-        sys.exit("docs/learning.md has lost the marks of its measured part")
+        sys.exit("docs/details/learning.md has lost the marks of its measured part")
     return f"{before}{MARKS[0]}\n{measured}\n{mark}{after}"
 
 

@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make learn-int4", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build" / "learning-int4")
     parser.add_argument("--quick", action="store_true", help="few steps, for a test")
-    parser.add_argument("--docs", action="store_true", help="renew docs/quantisation.md and its picture")
+    parser.add_argument("--docs", action="store_true", help="renew docs/details/quantisation.md and its picture")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     folder: Path = options.output.resolve()
@@ -105,7 +105,7 @@ def main() -> None:
     (folder / "modes.json").write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
     modes_page.write(rows, folder, date, options.seed)
     if options.docs:
-        modes_page.renew(rows, ROOT / "docs", date, options.seed)
+        modes_page.renew(rows, ROOT / "docs" / "details", date, options.seed)
 
 
 def run(folder: Path, pretrain_steps: int, steps: int, *, seed: int) -> tuple[Row, ...]:

@@ -1,4 +1,4 @@
-"""The rows of `make learn-int4` as a table of Markdown and a picture, and their place in docs/quantisation.md."""
+"""The rows of `make learn-int4` as a table and a picture, and their place in docs/details/quantisation.md."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def write(rows: Sequence[Row], folder: Path, date: str, seed: int) -> None:
 
 
 def renew(rows: Sequence[Row], docs: Path, date: str, seed: int) -> None:
-    """Renew the measured part of docs/quantisation.md and its picture."""
+    """Renew the measured part of docs/details/quantisation.md and its picture."""
     page = docs / "quantisation.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
     _, mark, after = rest.partition(MARKS[1])
     if not mark:
-        sys.exit("docs/quantisation.md has lost the marks of its measured part")
+        sys.exit("docs/details/quantisation.md has lost the marks of its measured part")
     page.write_text(f"{before}{MARKS[0]}\n{markdown(rows, date, seed)}\n{mark}{after}", encoding="utf-8")
     draw(rows, docs / PICTURE)

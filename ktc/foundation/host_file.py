@@ -1,4 +1,6 @@
-"""A machine in a TOML file: one to plan and compile for, or this one as it was measured. docs/hosts.md has the schema.
+"""A machine in a TOML file: one to plan and compile for, or this one as it was measured.
+
+docs/reference/hosts.md has the schema.
 
 In: a path, or the name of a bundled file. Out: a `Host` with its rates. A faulty file is refused as a whole: H200
 unreadable, H201 not TOML, H202 unknown key, H203 value, H204 another version, H205 unknown name.

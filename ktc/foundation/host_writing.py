@@ -27,7 +27,7 @@ def host_text(host: Host, measurement: Measurement) -> str:
         tables.append(("[[gpu]]", {"name": gpu.name, "memory": gpu.memory, **gpu_table(of_gpu)}))
     if links := links_table(rates):
         tables.append(("[links]", links))
-    head = "# This machine, as `ktc doctor --measure` found it. docs/hosts.md of ktc explains the keys.\n"
+    head = "# This machine, as `ktc doctor --measure` found it. docs/reference/hosts.md of ktc explains the keys.\n"
     return head + "\n".join("\n".join(_lines(header, table)) + "\n" for header, table in tables)
 
 

@@ -19,7 +19,7 @@ from ktc.model import twin
 from ktc.stages.proof import Proof
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PAGE = DOCS / "census.md"
+PAGE = DOCS / "reference" / "families.md"
 # What the families of every run compute: router, shared experts, attention.
 KNOWN = {
     "deepseek_v2": ("softmax, top 4, scaled", "plain", "mla"),

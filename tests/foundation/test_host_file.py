@@ -214,7 +214,7 @@ def test_bundled_machines_are_valid_and_have_rates(name: str) -> None:
 
 
 def test_the_page_of_host_files_has_every_key_and_an_example(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "hosts.md").read_text(encoding="utf-8")
     example = page.partition("```toml\n")[2].partition("```")[0]
     assert read(tmp_path, example).rates.origin == "described"
     missing = [key for key in (*CPU_KEYS, *GPU_KEYS, *TABLES, *host_file.bundled_names()) if key not in page]

@@ -1,4 +1,4 @@
-"""Every write of every command fails, or is the last one: the sweep behind the table in docs/reliability.md.
+"""Every write of every command fails, or is the last one: the sweep behind the table in docs/details/reliability.md.
 
     python -m reliability.sweep [NAME ...] [--jobs 16] [--kinds ENOSPC EIO SIGKILL] [--seconds 540] [-o RUNS]
 

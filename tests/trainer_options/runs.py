@@ -132,7 +132,7 @@ def run(case: Case, trainer: type[Trainer], model: PreTrainedModel, tokenizer: P
         set_seed(0)
         try:
             args = kind.arguments(output_dir=folder, **{**kind.defaults, **case.settings})
-            # stacked micro-batches draw other dropout masks than separate ones: docs/training.md
+            # stacked micro-batches draw other dropout masks than separate ones: docs/details/training.md
             tuned = adapted(model, dropout=0.0 if args.gradient_accumulation_steps > 1 else 0.1)
             made = trainer(model=tuned, args=args, train_dataset=rows, eval_dataset=rows, **given)
             made.remove_callback(PrinterCallback)

@@ -18,8 +18,8 @@ from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel
 from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The fewest and most rows for which it was faster than F.linear (docs/kernels.md). For one fp32 row F.linear reads at
-# the speed of memory. So it does for one fp16 row where the CPU has conversions beyond AVX2.
+# The fewest and most rows for which it was faster than F.linear (docs/details/kernels.md). For one fp32 row F.linear
+# reads at the speed of memory. So it does for one fp16 row where the CPU has conversions beyond AVX2.
 ROWS: Final[Mapping[str, tuple[int, int]]] = {"bf16": (1, 8), "fp16": (2, 8), "fp32": (2, 8)}
 _BYTES_PER_THREAD: Final = 128 << 10  # with less, waking a thread costs more than it saves
 

@@ -21,7 +21,7 @@ from ktc.model.linears.choice import Choice, kept_choice, measured_choice
 from ktc.model.linears.gemv import DTYPES, is_plain, is_traced, linear_arguments
 
 Product = Literal["packed", "auto"]
-# Below, packing the weights takes longer than the product (docs/kernels.md).
+# Below, packing the weights takes longer than the product (docs/details/kernels.md).
 FEWEST_ROWS: Final = 9
 FEWEST_WEIGHTS: Final = 1 << 16
 

@@ -20,13 +20,13 @@ from ktc.stages.plan.placement import BUDGET_SHARE, gib
 from ktc.stages.plan.types import Workload
 
 FORMAT: Final = "format"  # of the bundled programs: the format of the routed experts' weights
-# From most to least exact; the costs are those that docs/quantisation.md measures.
+# From most to least exact; the costs are those that docs/details/quantisation.md measures.
 COSTS: Final[Mapping[str, str]] = {
     "int8": "rounds weights and activations to 8 bits, which differs from bf16 by little more than its own rounding",
     "int4": "rounds weights to 4 bits in groups of 32, which cost 0.001 to 0.002 of loss on a small model",
 }
 _LEFT: Final = 0.85  # of the planned bytes of a GPU, which the next smaller plan may use in all
-_SEE: Final = "docs/quantisation.md has the measurements"
+_SEE: Final = "docs/details/quantisation.md has the measurements"
 
 
 def with_ways_out(chosen: Chosen, rules: RuleSet, in_format: Callable[[str], Chosen]) -> Chosen:

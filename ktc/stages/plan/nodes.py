@@ -123,5 +123,9 @@ def _unchanged(draft: PlanDraft) -> Iterator[Diagnostic]:
             continue
         if sites:
             message = f"{collapse(sites)} stays as it is: {why}"
-            hint = "docs/proofs.md lists what is compared" if block.refuted else "`ktc graph MODEL` shows its blocks"
+            hint = (
+                "docs/details/proofs.md lists what is compared"
+                if block.refuted
+                else "`ktc graph MODEL` shows its blocks"
+            )
             yield Diagnostic(block.refuted or "M073", message, hint=hint, severity="warning")

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from reference_pages import targets_page
 
 from ktc.diagnostics import InputRefused, render
 from ktc.language import dsl
 from ktc.language.dsl import schema, textmate
 from ktc.language.dsl.formatter import format_text
 
-REFERENCE = (ROOT / "docs" / "rules.md").read_text()
-EXAMPLES = re.findall(r"^```ktr(?: error=(\w+))?\n(.*?)^```$", REFERENCE, re.MULTILINE | re.DOTALL)
+PAGES = (ROOT / "docs" / "reference" / "language.md", *sorted((ROOT / "docs").glob("[dg]*/*.md")))
+_EXAMPLE = re.compile(r"^```ktr(?: error=(\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLES = [example for page in PAGES for example in _EXAMPLE.findall(page.read_text())]
 GRAMMAR = ROOT / "editors" / "ktr.tmLanguage.json"
 
 
@@ -39,7 +41,7 @@ def test_the_reference_has_both_kinds_of_examples() -> None:
 
 
 def test_the_reference_names_everything_that_programs_can() -> None:
-    words = set(re.findall(r"[A-Za-z_0-9]+", REFERENCE))
+    words = set(re.findall(r"[A-Za-z_0-9]+", PAGES[0].read_text() + targets_page()))
     settings = {name for specs in schema.SETTINGS.values() for name in specs}
     roles = {name for role in schema.ROLES.values() for table in (role.members, role.optional) for name in table}
     facts = {name for topic in schema.FACTS.values() for name in topic}

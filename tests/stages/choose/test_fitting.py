@@ -50,7 +50,7 @@ def test_formats_that_fit_are_named_with_their_bytes_and_their_cost(host: Host) 
     assert len(sizes) == 2
     assert sizes[0] > sizes[1]
     assert all(cost in words for cost in COSTS.values())
-    assert words.endswith("docs/quantisation.md has the measurements")
+    assert words.endswith("docs/details/quantisation.md has the measurements")
 
 
 def test_a_format_that_is_too_large_too_says_so_and_no_coarser_one_is_left_out() -> None:

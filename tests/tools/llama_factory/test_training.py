@@ -1,7 +1,7 @@
 """LLaMA-Factory, unpatched in its own environment, on compiled models: trains, resumes, predicts, refuses to export.
 
 The environment is that of `make lf-environment`; every run is a process of it, started as a user would. The settings
-are those of docs/llama_factory.md, shortened.
+are those of docs/details/llama-factory.md, shortened.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Desk:
 
 
 def documented() -> dict[str, Any]:
-    """The settings that docs/llama_factory.md shows."""
-    text = (ROOT / "docs" / "llama_factory.md").read_text(encoding="utf-8")
+    """The settings that docs/details/llama-factory.md shows."""
+    text = (ROOT / "docs" / "details" / "llama-factory.md").read_text(encoding="utf-8")
     found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert found is not None
     return yaml.safe_load(found[1])
