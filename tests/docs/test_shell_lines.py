@@ -20,10 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import typer
 from pages import DOCS, EXEMPT, GUIDE, PAGES, README, Block, blocks, title
 from places import CONFIGS, ROOT, TESTS
+from pyarrow import parquet
 
 _SHELL = re.compile(r"^(\$ )?(ktc|make|pip|python3?|torchrun|llamafactory-cli|curl) ", re.MULTILINE)
 _FIRST = DOCS / "guide" / "first-model.md"
@@ -96,7 +98,9 @@ def after_first_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_rows(folder / "held_out.jsonl", rows[:2])
     _write_rows(folder / "prompts.jsonl", [{"prompt": row["instruction"]} for row in rows])
     _write_rows(folder / "chats.jsonl", [{"messages": _turns(**row)} for row in rows])
-    _write_rows(folder / "corpus" / "texts.jsonl", [{"text": f"{land} has a capital."} for land in CAPITALS])
+    texts = pyarrow.Table.from_pylist([{"text": f"{land} has a capital."} for land in CAPITALS])
+    (folder / "corpus").mkdir()
+    parquet.write_table(texts, folder / "corpus" / "texts.parquet")
     pairs = [{"prompt": row["instruction"], "chosen": row["output"], "rejected": "No idea."} for row in rows]
     _write_rows(folder / "pairs.jsonl", pairs)
     options = list(CAPITALS.values())
