@@ -126,7 +126,7 @@ attack: $(READY)
 # The site of the documentation, in build/site. Links and anchors are checked, and a fault ends it.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict
-	@echo "written: build/site/index.html"
+	@echo "written: build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site"
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

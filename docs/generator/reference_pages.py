@@ -107,7 +107,9 @@ def _target(target: type[Target]) -> str:
     accepts = "anything" if "*" in target.accepts else _code(target.accepts)
     facet = target.fixed_facet or "the one that it names"
     settings = schema.SETTINGS[target.name]
-    text = f"### {target.name}\n\n{_sentence(about)}\n\nFacet: {facet}. On: {accepts}.\n"
+    absorbs = f" It absorbs {_code(target.consumes)}." if target.consumes else ""
+    hosts = f" It carries out {_code(target.fuses)} itself." if target.fuses else ""
+    text = f"### {target.name}\n\n{_sentence(about)}\n\nFacet: {facet}. On: {accepts}.{absorbs}{hosts}\n"
     if settings:
         text += f"\n{own}\n\n" + _table(("setting", "type", "default"), _settings(settings))
     return text
@@ -119,11 +121,15 @@ def _sentence(text: str) -> str:
 
 def _settings(settings: Mapping[str, SettingSpec]) -> Iterator[tuple[str, str, str]]:
     for name, spec in settings.items():
-        bounds = f", {spec.bounds.low:g} to {spec.bounds.high:g}" if spec.bounds else ""
+        bounds = f", {_number(spec.bounds.low)} to {_number(spec.bounds.high)}" if spec.bounds else ""
         default = (
             "must be given" if spec.required else "chosen" if spec.default is None else f"`{_value(spec.default)}`"
         )
         yield f"`{name}`", f"`{spec.type}`{bounds}", default
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,.0f}" if bound == int(bound) else str(bound)
 
 
 def _value(value: Any) -> str:
