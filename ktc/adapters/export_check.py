@@ -31,6 +31,7 @@ from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.foundation import versions
 from ktc.foundation.files import temporary_folder
 from ktc.model import twin
+from ktc.model.hf.stock_loading import no_progress_bars
 
 _PROGRAM = Path(__file__).with_name("stock_logits.py")
 _SMALL = 20_000_000  # parameters; a model of no more is its own twin
@@ -62,7 +63,7 @@ def check(source: Path, exported: Exported, model: Path | None = None, python: s
         return _compared(wanted.factors, exported_adapter.factors)
     if python == sys.executable:
         _require_reading(exported, exported_adapter)
-    with temporary_folder("check") as folder:
+    with temporary_folder("check") as folder, no_progress_bars():
         return _in_stock_peft(wanted, exported_adapter, exported.layout, folder, python)
 
 

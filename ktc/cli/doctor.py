@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ktc.cli.amounts import size
+from ktc.cli.amounts import count, size
 from ktc.cli.options import AUTO
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -73,7 +73,7 @@ def to_json(host: Host, findings: tuple[Finding, ...]) -> dict[str, object]:
 
 
 def _instruction_set(host: Host) -> Finding:
-    facts = f"{', '.join(host.isas)}; {host.cores} cores, {host.threads} threads, {host.numa} NUMA nodes"
+    facts = f"{', '.join(host.isas)}; {host.cores} cores, {host.threads} threads, {count(host.numa, 'NUMA node')}"
     if host.isas == ("scalar",):
         return Finding("instruction set", "limited", facts, "kernels are fast from AVX2 on: use a newer CPU")
     return Finding("instruction set", "works", facts)

@@ -51,12 +51,21 @@ def require_adapter(folder: Path | None) -> None:
         raise InputRefused(no_adapter(folder))
 
 
-def require_original(folder: Path | None, option: str = "") -> None:
-    """Raise InputRefused (A603) for a folder that is neither a compiled model nor a checkpoint."""
+def require_original(given: str | Path | None, option: str = "") -> None:
+    """Raise InputRefused (A603) for a folder that is neither a compiled model nor a checkpoint.
+
+    A name of the hub is not looked up, and one of a small model must exist (I110).
+    """
     from ktc.adapters.folder import no_original
     from ktc.model.manifest.manifest import FILE
 
-    if folder is not None and not (folder / "config.json").is_file() and not (folder / FILE).is_file():
+    if given is None:
+        return
+    if not is_compiled(str(given)) and not Path(given).is_dir():
+        require_model(str(given))
+        return
+    folder = Path(given)
+    if not (folder / "config.json").is_file() and not (folder / FILE).is_file():
         raise InputRefused(no_original(folder, option))
 
 

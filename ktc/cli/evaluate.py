@@ -1,4 +1,4 @@
-"""`ktc eval`: score a compiled model on a file, with and without the adapter.
+"""`ktc eval`: score a model on a file, with and without the adapter.
 
 In: the options. Out: a table on stdout with the definition of its numbers and the versions of the libraries; the
 predictions in a file. Refused before the model is loaded: options that exclude each other (V804), invalid data, missing
@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ktc.cli.early_checks import require_adapter, require_compiled, require_writable
+from ktc.cli.early_checks import require_given, require_writable
 from ktc.cli.following import serving
+from ktc.cli.given_model import (
+    GivenModel,
+    Recompile,
+    Wish,
+    display_name,
+    run_compiled,
+    shown,
+    tell_random_weights,
+)
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
-    CompiledModel,
     Raw,
     Reference,
     Seed,
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ktc.inference.evaluate.run import Evaluation
+    from ktc.inference.generate.language_model import LanguageModel
 
 Task = Literal["generation", "mcq"]
 Metrics = Literal["kt", "lf", "std"]
@@ -46,7 +55,7 @@ Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt"]
 @in_session()
 def command(
     session: Session,
-    out: CompiledModel,
+    model: GivenModel,
     data: Annotated[
         Path,
         typer.Option(
@@ -91,17 +100,17 @@ def command(
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     reference: Reference = False,
+    recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
 ) -> None:
-    """Score a compiled model: BLEU and ROUGE of its answers, or the share of questions it answers correctly."""
+    """Score a model: BLEU and ROUGE of its answers, or the share of questions it answers correctly."""
     _check_combination(task, by, {
         "--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None,
         "--format": form != "auto", "--raw": raw,
         "--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0,
     })  # fmt: skip
-    require_compiled(out)
-    require_adapter(adapter)
+    require_given(model, (adapter,))
     require_writable(output)
     session.require_versions()
     from ktc.cli.bars import rows_bar
@@ -116,7 +125,16 @@ def command(
     scored = definition(metrics or "kt") if task == "generation" else None
     items = read_items(data, form, limit) if task == "generation" else ()
     questions = read_questions(data, limit=limit) if task == "mcq" else ()
-    opened = open_language_model(out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust)
+
+    def load(out: Path) -> LanguageModel:
+        tell_random_weights(session, out, (adapter,), weights)
+        return open_language_model(
+            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust,
+            name=display_name(model),
+        )  # fmt: skip
+
+    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
+    opened = run_compiled(session, model, wish, load)
     session.raise_if_interrupted()
     tell_template(session, opened, raw or task == "mcq")
     writes_letters = task == "mcq" and by != "logprob"
@@ -141,7 +159,7 @@ def command(
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     session.show(f"{evaluation.definition}\n{versions}")
     if opened.streams:
-        session.next(*serving(out, adapter, weights=weights, trust=trust))
+        session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
 
 
 def _check_combination(task: Task, by: By | None, given: Mapping[str, bool]) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from ktc.cli.amounts import count, size
 from ktc.cli.early_checks import require_adapter, require_original
+from ktc.cli.given_model import named_after, original_folder
 from ktc.cli.options import ForceOutput
 from ktc.cli.quantize import MergedModules, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
@@ -30,12 +31,12 @@ Source = Annotated[
     typer.Argument(
         metavar="SOURCE",
         help="An adapter: a folder that PEFT saved, or a GGUF adapter (with --model). With --gguf or --int4 a model "
-        "too: a checkpoint, or a compiled model of it.",
+        "too: a folder, a hub id, tiny:NAME, or a compiled model of it.",
     ),
 ]
 OriginalModel = Annotated[
     Path | None,
-    typer.Option("--model", metavar="FOLDER", help="The original model or a compiled model of it, if it was moved."),
+    typer.Option("--model", metavar="MODEL", help="The original model or a compiled model of it, if it was moved."),
 ]
 
 
@@ -77,16 +78,17 @@ def command(
         raise InputRefused(Diagnostic("Q512", message, hint="`ktc verify OUT --source` compares it with its original"))
     _check_places(source, output, model, force=force, is_model=not is_adapter and (int4 or gguf))
     session.require_versions()
+    model = None if model is None else original_folder(model)
     if int4 or (gguf and (merged or not is_adapter)):
-        original, adapter = (model or _original(source), source) if is_adapter else (source, None)
-        name = source.resolve().name
+        original, adapter = (model or _original(source), source) if is_adapter else (original_folder(source), None)
+        name = named_after(str(source.resolve() if source.exists() else source)).name
         if int4:
             write_int4(
-                session, original, output or source.with_name(f"{name}-{scheme}"), scheme, modules, adapter,
+                session, original, output or _beside(source, f"{name}-{scheme}"), scheme, modules, adapter,
                 requantize_merged, force=force,
             )  # fmt: skip
         else:
-            out = output or source.with_name(f"{name}-gguf")
+            out = output or _beside(source, f"{name}-gguf")
             _write_gguf(session, original, out, kind, adapter, int(split_size * 1e9), force=force)
         return
     _export_adapter(session, source, "gguf" if gguf else layout, output, model, check, force=force)
@@ -103,6 +105,11 @@ def _check_places(source: Path, output: Path | None, model: Path | None, *, forc
     require_original(model, "--model")
     if output is not None:
         require_new(output, force, (source, model))
+
+
+def _beside(source: Path, name: str) -> Path:
+    """Return a path beside a source, or in the current folder for one that is given by name."""
+    return source.with_name(name) if source.exists() else Path(name)
 
 
 def _original(adapter: Path) -> Path:
@@ -131,7 +138,8 @@ def _write_gguf(
     session.result(asdict(done))
     types = ", ".join(f"{number} {name}" for name, number in sorted(done.types.items()))
     files = done.files[0] if len(done.files) == 1 else count(len(done.files), "file")
-    session.show(f"{done.path}: {files}, {done.tensors} tensors ({types}), {size(done.bytes)}")
+    files = "" if done.files == (done.path.name,) else f"{files}, "
+    session.show(f"{done.path}: {files}{count(done.tensors, 'tensor')} ({types}), {size(done.bytes)}")
     if done.tokenizer == "none":
         session.tell("note: no tokenizer in the file (none is there, or llama.cpp lacks its kind): it takes numbers")
     if done.left_out:

@@ -16,7 +16,7 @@ import typer
 
 from ktc.cli.early_checks import require_given, require_writable
 from ktc.cli.following import serving
-from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, shown, tell_random_weights
+from ktc.cli.given_model import GivenModel, Recompile, Wish, display_name, run_compiled, shown, tell_random_weights
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -162,8 +162,9 @@ def _open(
     def load(out: Path) -> LanguageModel:
         tell_random_weights(session, out, (adapter,), wish.weights)
         return open_language_model(
-            out, adapter=adapter, reference=reference, weights=wish.weights, trust_remote_code=wish.trust
-        )
+            out, adapter=adapter, reference=reference, weights=wish.weights, trust_remote_code=wish.trust,
+            name=display_name(model),
+        )  # fmt: skip
 
     opened = run_compiled(session, model, wish, load)
     session.raise_if_interrupted()

@@ -68,6 +68,25 @@ def named_after(given: str) -> Path:
     return Path(given.removeprefix("tiny:"))
 
 
+def display_name(given: str) -> str:
+    """Return the name under which a model is shown and served: a folder's last part, or the name that was given."""
+    return Path(given).resolve().name if Path(given).is_dir() else given.removeprefix("tiny:")
+
+
+def original_folder(given: str | Path) -> Path:
+    """Return the folder of MODEL with its weights: a hub id is fetched, and `tiny:NAME` is made.
+
+    Raises InputRefused (I101, I110).
+    """
+    if Path(given).is_dir() or is_compiled(str(given)):
+        return Path(given)
+    from ktc.stages.capture import open_model
+
+    folder = open_model(str(given)).folder
+    assert folder is not None  # only a model object may have none
+    return folder
+
+
 def shown(given: str) -> str | Path:
     """Return the argument for the next command, which takes it as this one did."""
     return Path(given) if is_compiled(given) else given

@@ -13,7 +13,8 @@ import typer
 
 from ktc.cli.amounts import size
 from ktc.cli.early_checks import require_adapter, require_original
-from ktc.cli.options import ForceOutput
+from ktc.cli.given_model import original_folder
+from ktc.cli.options import ForceOutput, OriginalModel
 from ktc.cli.quantize import MergedModules, RequantizeMerged, SchemeName, write_int4
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -22,9 +23,7 @@ from ktc.cli.session_options import in_session
 @in_session()
 def command(
     session: Session,
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="The original's checkpoint, or a compiled model of it (OUT).")
-    ],
+    model: OriginalModel,
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT saved.")],
     output: Annotated[
         Path | None,
@@ -46,18 +45,19 @@ def command(
     output = output or adapter.with_name(f"{adapter.resolve().name}-merged")
     require_original(model)
     require_adapter(adapter)
-    require_new(output, force, (model, adapter))
+    require_new(output, force, (Path(model), adapter))
     session.require_versions()
+    original = original_folder(model)
     if int4 or requantize_merged:
-        write_int4(session, model, output, scheme, modules, adapter, requantize_merged, force=force)
+        write_int4(session, original, output, scheme, modules, adapter, requantize_merged, force=force)
         return
     from ktc.adapters.merge import merge
     from ktc.foundation.progress import progress_bar
     from ktc.inference.quantize.trained_grids import merged_grid, rounded_in_training
 
-    grid = merged_grid(rounded_in_training(model, adapter))
+    grid = merged_grid(rounded_in_training(original, adapter))
     with progress_bar(f"merging into {output.name}", session.quiet) as bar:
-        done = merge(adapter, output, model, bar, force=force)
+        done = merge(adapter, output, original, bar, force=force)
     session.result(asdict(done))
     session.show(f"{done.path}: {done.changed} of {done.tensors} tensors changed, {size(done.bytes)}")
     if grid:

@@ -42,6 +42,14 @@ Model = Annotated[
         autocompletion=completion.models,
     ),
 ]
+OriginalModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The original: a folder, a hub id, tiny:NAME, or a compiled model of it (OUT).",
+        autocompletion=completion.models,
+    ),
+]
 OptionalModel = Annotated[
     str | None,
     typer.Argument(

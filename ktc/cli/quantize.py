@@ -14,7 +14,8 @@ import typer
 from ktc.cli.amounts import size
 from ktc.cli.early_checks import require_original
 from ktc.cli.following import compiling
-from ktc.cli.options import ForceOutput
+from ktc.cli.given_model import named_after, original_folder
+from ktc.cli.options import ForceOutput, OriginalModel
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -40,9 +41,7 @@ RequantizeMerged = Annotated[
 @in_session()
 def command(
     session: Session,
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A checkpoint of bf16, fp16 or fp32, or a compiled model of it.")
-    ],
+    model: OriginalModel,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -56,11 +55,18 @@ def command(
     """Write MODEL in INT4 as compressed-tensors' pack-quantized, which transformers, vLLM and ktc load."""
     from ktc.adapters.save import require_new
 
-    output = output or model.with_name(f"{model.resolve().name}-{scheme}")
+    output = output or _default_output(model, scheme)
     require_original(model)
-    require_new(output, force, (model,))
+    require_new(output, force, (Path(model),))
     session.require_versions()
-    write_int4(session, model, output, scheme, modules, force=force)
+    write_int4(session, original_folder(model), output, scheme, modules, force=force)
+
+
+def _default_output(model: str, scheme: str) -> Path:
+    """Return a folder beside the model's, or in the current one for a model that was given by name."""
+    if Path(model).exists():
+        return Path(model).with_name(f"{Path(model).resolve().name}-{scheme}")
+    return Path(f"{named_after(model).name}-{scheme}")
 
 
 def write_int4(

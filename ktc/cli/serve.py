@@ -13,7 +13,7 @@ import typer
 
 from ktc.cli.amounts import size
 from ktc.cli.early_checks import require_given, require_readable
-from ktc.cli.given_model import GivenModel, Recompile, Wish, run_compiled, tell_random_weights
+from ktc.cli.given_model import GivenModel, Recompile, Wish, display_name, run_compiled, tell_random_weights
 from ktc.cli.options import Reference, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
@@ -108,8 +108,9 @@ def command(
     def load(out: Path) -> ServedModels:
         tell_random_weights(session, out, adapters, weights)
         return open_served_models(
-            out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None
-        )
+            out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None,
+            name=display_name(model),
+        )  # fmt: skip
 
     with serve.listen(host, port) as listening:
         models = run_compiled(session, model, wish, load)

@@ -203,7 +203,7 @@ class Session:
     def emit(self, text: str, output: Path | None) -> None:
         """Write a command's product to the file `output`, or to stdout if it is None. Raises InputRefused (U003)."""
         if output is None:
-            self._stdout.write(text if text.endswith("\n") else text + "\n")
+            self.stream(text if text.endswith("\n") else text + "\n")
             return
         with refusing(output):
             write_file(output, text)

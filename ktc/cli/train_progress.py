@@ -105,7 +105,7 @@ def _data_line(title: str, data: DataSummary) -> str:
 def _lengths(data: DataSummary) -> Table:
     table = Table("tokens", "rows", "", box=None, pad_edge=False, header_style="bold")
     most = max(bin_.rows for bin_ in data.lengths) or 1
-    for bin_ in data.lengths:
+    for bin_ in (bin_ for bin_ in data.lengths if bin_.rows):
         table.add_row(f"{bin_.low} to {bin_.high}", f"{bin_.rows:,}", "█" * round(30 * bin_.rows / most))
     return table
 

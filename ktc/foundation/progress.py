@@ -43,13 +43,16 @@ def progress_bar(what: str, quiet: bool = False) -> Generator[Progress | None]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
+    # One line, also on a terminal of 80 columns and with a long name: a line that wraps is not erased at the end.
+    one_line = Column(no_wrap=True)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=30, overflow="ellipsis")),
+        BarColumn(None, table_column=Column(max_width=40)),
+        DownloadColumn(table_column=one_line),
+        TransferSpeedColumn(table_column=one_line),
+        TimeRemainingColumn(table_column=one_line),
     )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)

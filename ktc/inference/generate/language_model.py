@@ -67,8 +67,11 @@ def open_language_model(
     reference: bool = False,
     weights: Path | None = None,
     trust_remote_code: bool = False,
+    name: str = "",
 ) -> LanguageModel:
     """Return the compiled model in `out`, in evaluation mode. Raises as `ktc.load` and `attach` do, and G701.
+
+    `name` is its name for people and clients, by default that of the folder.
 
     The tokenizer is the adapter's if its folder has one (trainers save it there, with the template of the training),
     otherwise that of OUT.
@@ -89,7 +92,8 @@ def open_language_model(
         model = attach(model, adapter, alone=True)
     model.eval()
     limit = longest if isinstance(longest, int) and longest > 0 else None
-    return LanguageModel(model, tokenizer, out.resolve().name, "" if adapter is None else str(adapter), limit)
+    name = name or out.resolve().name
+    return LanguageModel(model, tokenizer, name, "" if adapter is None else str(adapter), limit)
 
 
 def read_adapter_tokenizer(adapter: Path, opened: LanguageModel) -> Any:

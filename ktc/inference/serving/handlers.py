@@ -141,7 +141,7 @@ class _Checked(HandlerHooks):
         if temperature is not None:
             config.do_sample = temperature > 0
             config.temperature = float(temperature) if temperature > 0 else 1.0
-        if config.top_k is None:
+        if config.do_sample and config.top_k is None:
             config.top_k = 0
         setattr(config, SEED, body.get("seed"))
         setattr(config, ADAPTER, body.get("model"))

@@ -137,26 +137,30 @@ def named_adapters(given: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
 def open_served_models(
     out: Path, given: Sequence[str] = (), *,
     reference: bool = False, weights: Path | None = None, trust_remote_code: bool = False, updates: bool = False,
+    name: str = "",
 ) -> ServedModels:  # fmt: skip
-    """Load the model in `out` and adapters, `A` or `NAME=FOLDER`. Raises as `open_language_model`, and G723.
+    """Load the model in `out` as `name` and adapters, `A` or `NAME=FOLDER`. Raises as `open_language_model`, and G723.
 
     The plain adapter alone may change weights of the model, unless `updates` may load others beside it.
     """
     from ktc.adapters.adapter import attach_several
 
     plain, named = named_adapters(given)
-    if (taken := out.resolve().name) in named:
-        message = f"an adapter has the name of the model, `{taken}`"
+    name = name or out.resolve().name
+    if name in named:
+        message = f"an adapter has the name of the model, `{name}`"
         raise InputRefused(Diagnostic("G723", message, hint="give it another name"))
-    keys = {name: f"served_{at}" for at, name in enumerate(named)}
+    keys = {known: f"served_{at}" for at, known in enumerate(named)}
     folders = {PLAIN: plain} if plain is not None else {}
-    folders |= {keys[name]: folder for name, folder in named.items()}
-    opened = open_language_model(out, reference=reference, weights=weights, trust_remote_code=trust_remote_code)
+    folders |= {keys[known]: folder for known, folder in named.items()}
+    opened = open_language_model(
+        out, reference=reference, weights=weights, trust_remote_code=trust_remote_code, name=name
+    )
     model: Any = opened.model
     if folders:
         model = attach_several(model, folders, alone=plain is not None and not updates).eval()
     served = {opened.name: ServedModel(with_adapter(opened, model, plain), PLAIN if plain is not None else "")}
-    served |= {name: ServedModel(with_adapter(opened, model, folder), keys[name]) for name, folder in named.items()}
+    served |= {known: ServedModel(with_adapter(opened, model, folder), keys[known]) for known, folder in named.items()}
     return ServedModels(served)
 
 

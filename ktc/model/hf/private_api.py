@@ -90,6 +90,14 @@ def register_layers(config: LoraConfig, layers: Mapping[type[nn.Module], type[nn
 class GenerationHooks:
     """A base before the class of a model: steps inside `generate`, as methods with public names."""
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether backward computes activations again.
+
+        PEFT and TRL read this name, and transformers warns of it since 5.23: the user cannot change their code.
+        """
+        return any(getattr(module, "gradient_checkpointing", False) for module in cast("nn.Module", self).modules())
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:

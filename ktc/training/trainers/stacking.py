@@ -64,7 +64,7 @@ class Stacking:
         if not self.on:
             return f"one by one: {self.reason}"
         loss = f"; the loss is not computed in chunks: {self.whole_loss}" if self.whole_loss else ""
-        sizes = f"up to {self.tokens} tokens in one pass, {self.chunk_tokens} in a chunk of attention"
+        sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
         layers = f"; {self.not_compiled}" if self.not_compiled else ""
         return f"stacked, {sizes}: {self.reason}{loss}{layers}"
 

@@ -88,8 +88,9 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "step time", f"{speed.step_time:.3f} s"
         yield "tokens per step", f"{speed.tokens_per_step:,.0f} ({speed.padded_per_step:,.0f} with padding)"
         yield "token/s", f"{speed.tokens_per_second:,.1f}"
-        nominal = f"{report.accumulation} x {report.micro_batch} x {report.length} on {report.processes} process(es)"
-        yield "token/s, nominal", f"{speed.nominal_tokens_per_second:,.1f} (counted as {nominal})"
+        nominal = f"{report.accumulation} x {report.micro_batch} x {report.length}"
+        nominal += f" on {report.processes} processes" if report.processes > 1 else ""
+        yield "token/s, nominal", f"{speed.nominal_tokens_per_second:,.1f} (as if each step had {nominal} tokens)"
     yield "trainable parameters", f"{report.trainable_parameters:,} of {report.total_parameters:,}"
     for gpu in report.gpus:
         yield f"peak memory of {gpu.device}", f"{gpu.allocated / _GIB:.2f} GiB, {gpu.reserved / _GIB:.2f} GiB reserved"
