@@ -30,6 +30,7 @@ _MODEL = "tiny:qwen3_moe"
 _ADAPTER = f"{OUT}/adapter"
 _PACKAGE = f"{OUT}/my_model"
 _READY_SECONDS = 300
+_LONGEST = 60  # characters of an output in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ model = PeftModel.from_pretrained(ktc.load("{_PACKAGE}"), "{_ADAPTER}").eval()
 tokenizer = AutoTokenizer.from_pretrained("{_PACKAGE}")
 asked = [{{"role": "user", "content": "What is the capital of Peru?"}}]
 row = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-print(tokenizer.decode(model.generate(**row, max_new_tokens=20)[0], skip_special_tokens=True))
+print(tokenizer.decode(model.generate(**row, max_new_tokens=20)[0, len(row["input_ids"][0]) :], skip_special_tokens=True))
 """
 
 
@@ -192,7 +193,11 @@ def promised_line(step: Step, done: Done) -> str:
     """Return the line of the output that has the promise, cut to the width of a table's cell."""
     line = next(line for line in done.output.splitlines() if step.promise in line)
     line = re.sub(r"\s+", " ", line).strip()
-    return line if len(line) <= 60 else f"...{step.promise}..."
+    if len(line) <= _LONGEST:
+        return line
+    at = line.index(step.promise)
+    begin = 0 if at + len(step.promise) < _LONGEST else at
+    return "..." * (begin > 0) + line[begin : begin + _LONGEST].rstrip() + "..." * (begin + _LONGEST < len(line))
 
 
 def page(results: tuple[Done, ...]) -> str:
@@ -238,9 +243,9 @@ Then, in Python:
 
 The server ends with Ctrl-C (`fg` first). The pages of the walk look like this:
 
-![The graph page: the whole model on the left, one block with its rewritten nodes on the right][1]
+![The graph page: one block, whose routed experts became one node on the CPU][1]
 
-![The report of a training: the loss, an answer before and after, and the run in numbers][2]
+![The report of a training: the loss, and an answer before and after][2]
 
 ![The chat page of the server][3]
 

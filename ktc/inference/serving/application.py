@@ -22,11 +22,11 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
 
 from ktc.inference.serving import chat_page, handlers, update_routes
+from ktc.inference.serving.answer_grammar import AnswerGrammars
 from ktc.inference.serving.answers import Answers
 from ktc.inference.serving.disconnect import CancelOnDisconnect
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.guard import Gate, Guard
-from ktc.inference.serving.json_grammar import JsonGrammars
 from ktc.inference.serving.metrics import CONTENT_TYPE, Metrics
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters, ServedModels
@@ -88,7 +88,7 @@ def _application(
         "systemone_handler": None,
         "generation_state": state,
     }
-    grammars = JsonGrammars()
+    grammars = AnswerGrammars()
     for handler in ("chat_handler", "completion_handler", "response_handler"):
         given[handler].grammars = grammars
     for path in _HANDLERS:

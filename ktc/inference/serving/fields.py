@@ -30,7 +30,9 @@ _RESERVED: Final = frozenset({
 })  # fmt: skip
 # Fields that say something to the caller alone.
 _WITHOUT_EFFECT: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                          "stream_options", "parallel_tool_calls", "tool_choice")  # fmt: skip
+                          "stream_options", "parallel_tool_calls")  # fmt: skip
+OF_SERVER: Final = frozenset({"n", "response_format", "text", "tool_choice"})
+"""Fields that ktc's server gives their meaning: the handlers of transformers do not know them."""
 _OF_CALL: Final = "a call has a `name`, and `arguments` that are a JSON object"
 _FAULTS: Final = {
     "role": f"a turn has a `role` of {', '.join(ROLES)}",
@@ -154,6 +156,19 @@ class _NestedTool(TypedDict):
 _Tool = Annotated[Annotated[_NestedTool, Tag("function")] | Annotated[_FlatTool, Tag("flat")], _has("function")]
 
 
+class _NestedChoice(TypedDict):
+    type: Literal["function"]
+    function: _Named
+
+
+_Choice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("word")]
+    | Annotated[Annotated[_NestedChoice, Tag("function")] | Annotated[_FlatTool, Tag("flat")], _has("function"),
+                Tag("tool")],
+    Discriminator(lambda value: "word" if isinstance(value, str) else "tool"),
+]  # fmt: skip
+
+
 # The bodies ------------------------------------------------------------------------------------------------------
 class _Common(TypedDict, total=False):
     model: str
@@ -181,15 +196,8 @@ class _Generated(_Common, total=False):
 
 class _WithTools(TypedDict, total=False):
     tools: Annotated[list[_Tool], Field(max_length=128)]
-    tool_choice: Literal["auto", "none"]
+    tool_choice: _Choice
     parallel_tool_calls: bool
-
-
-class CompletionFields(_Generated, total=False):
-    prompt: Required[_Text]
-    suffix: str
-    best_of: _One
-    echo: _Off
 
 
 class _PlainFormat(TypedDict):
@@ -213,12 +221,30 @@ _Format = Annotated[
 ]
 
 
+class CompletionFields(_Generated, total=False):
+    prompt: Required[_Text]
+    suffix: str
+    best_of: _One
+    echo: _Off
+    response_format: _Format
+
+
 class ChatFields(_Generated, _WithTools, total=False):
     messages: Required[Annotated[list[_ATurn], Field(min_length=1, max_length=_MAX_TURNS)]]
     max_completion_tokens: _Count
     logit_bias: Annotated[dict[_Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)]
     response_format: _Format
     chat_template_kwargs: Annotated[dict[_Variable, str | bool | int | float | None], Field(max_length=32)]
+
+
+class _FlatSchemaFormat(_Schema):  # as the Responses API has it
+    type: Literal["json_schema"]
+
+
+class _TextOptions(TypedDict, total=False):
+    format: Annotated[
+        Annotated[_PlainFormat, Tag("flat")] | Annotated[_FlatSchemaFormat, Tag("schema")], _has("schema")
+    ]
 
 
 class ResponseFields(_Common, _WithTools, total=False):
@@ -230,6 +256,7 @@ class ResponseFields(_Common, _WithTools, total=False):
     ]
     instructions: str
     max_output_tokens: _Count
+    text: _TextOptions
     background: _Off
     truncation: Literal["disabled"]
 
@@ -253,16 +280,18 @@ def require_fields(body: dict[str, Any], fields: Fields) -> None:
         del body[name]
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
+    if body.get("tool_choice") in ("auto", "none"):
+        del body["tool_choice"]
     for name in _WITHOUT_EFFECT:
         body.pop(name, None)
 
 
-def schema_of(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a checked `response_format`, None for text."""
-    match response_format:
+def schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the JSON schema of a checked body, None for text."""
+    match body.get("response_format") or (body.get("text") or {}).get("format"):
         case {"type": "json_object"}:
             return {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+        case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
             return cast("dict[str, Any]", schema)
         case _:
             return None
@@ -280,6 +309,23 @@ def _refusal(error: ValidationError) -> RequestRefused:
         (_FAULTS[part] for part in reversed(place) if part in _FAULTS), fault["msg"].removeprefix("Value error, ")
     )
     return RequestRefused(400, f"`{where}`: {words}", "invalid_value", where)
+
+
+def forced_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the functions of which a checked body requires a call; empty where the model may write a text.
+
+    Raises RequestRefused (400) where none of the tools has the required name.
+    """
+    choice: Any = body.get("tool_choice")
+    if choice is None:
+        return ()
+    functions = tuple(cast("dict[str, Any]", tool.get("function", tool)) for tool in body.get("tools") or ())
+    if choice != "required":
+        name = choice.get("function", choice)["name"]
+        functions = tuple(function for function in functions if function["name"] == name)
+    if not functions:
+        raise RequestRefused(400, "`tool_choice` names none of the `tools`", "invalid_value", "tool_choice")
+    return functions
 
 
 def require_biases(body: Mapping[str, Any], vocabulary: int) -> None:

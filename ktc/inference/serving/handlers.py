@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
@@ -21,9 +21,9 @@ from transformers.cli.serving.utils import Modality
 
 from ktc.foundation import versions
 from ktc.inference.serving import fields
+from ktc.inference.serving.answer_grammar import AnswerGrammar, AnswerGrammars, CallForm, Form, JsonForm
 from ktc.inference.serving.choices import several
-from ktc.inference.serving.json_grammar import JsonGrammar, JsonGrammars
-from ktc.inference.serving.private_api import HandlerHooks, messages_of_input
+from ktc.inference.serving.private_api import HandlerHooks, call_marks, messages_of_input
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request_log import CHOICE
@@ -38,13 +38,16 @@ _MAX_SEED: Final = 2**32
 
 
 class CheckedBody(dict[str, Any]):
-    """A validated body without `n` and `response_format`, which transformers' handlers do not know."""
+    """A validated body without the fields that transformers' handlers do not know."""
 
     def __init__(self, body: dict[str, Any]) -> None:
-        super().__init__({name: value for name, value in body.items() if name not in ("n", "response_format")})
+        super().__init__({name: value for name, value in body.items() if name not in fields.OF_SERVER})
         self.num: int = body.get("n", 1)
-        self.schema: dict[str, Any] | None = fields.schema_of(body.get("response_format"))
-        self.grammar: JsonGrammar | None = None
+        self.schema: dict[str, Any] | None = fields.schema_of(body)
+        self.schema_field = schema_field(body)
+        self.forced: tuple[dict[str, Any], ...] = fields.forced_tools(body)
+        self.may_repeat: bool = body.get("tool_choice") == "required"
+        self.grammar: AnswerGrammar | None = None
 
     def choice(self, number: int) -> CheckedBody:
         """Return the body of one answer of several, each with a seed of its own."""
@@ -61,7 +64,7 @@ class _Checked(HandlerHooks):
     model_manager: Any
     generation_state: Any
     body_fields: fields.Fields
-    grammars: JsonGrammars
+    grammars: AnswerGrammars
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
@@ -98,15 +101,28 @@ class _Checked(HandlerHooks):
             )
             answers.require_room(name, least, "at least ")
 
-    async def _grammar(self, body: CheckedBody) -> JsonGrammar | None:
-        """Return the compiled schema of a request, without stopping the event loop. Raises RequestRefused."""
-        if body.schema is None:
+    async def _grammar(self, body: CheckedBody) -> AnswerGrammar | None:
+        """Return the compiled grammar of a request, without stopping the event loop. Raises RequestRefused."""
+        if body.schema is None and not body.forced:
             return None
         name, model, tokenizer = self.resolve(body)
+        form: Form = (
+            JsonForm(body.schema, body.schema_field)
+            if body.schema is not None
+            else self._call_form(body, model, tokenizer)
+        )
         answers: Any = self.generation_state.get_manager()
         ends, size = answers.ends(name), vocabulary_of(model)
-        given = body.schema, tokenizer, size, ends
+        given = form, tokenizer, size, ends
         return await asyncio.get_running_loop().run_in_executor(answers.preparing, self.grammars.compile, *given)
+
+    def _call_form(self, body: CheckedBody, model: Any, tokenizer: Any) -> CallForm:
+        marks = call_marks(tokenizer, model)
+        if marks is None:
+            kind = model.config.model_type
+            message = f"`tool_choice` cannot be enforced for this `{kind}` model: its calls are not JSON between marks"
+            raise RequestRefused(400, message, "unsupported_value", "tool_choice")
+        return CallForm(body.forced, *marks, body.may_repeat)
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         """Return the text that the handler will tokenise."""
@@ -123,8 +139,9 @@ class _Checked(HandlerHooks):
         if isinstance(body, CheckedBody):
             return
         fields.require_fields(body, self.body_fields)
-        stock({name: value for name, value in body.items() if name not in ("n", "response_format")})
+        stock({name: value for name, value in body.items() if name not in fields.OF_SERVER})
         self.require_answerable(body)
+        _require_one_form(body)
 
     def require_answerable(self, body: dict[str, Any]) -> None:
         """Check a body, whose fields are as they should be, against its model. Raises RequestRefused."""
@@ -194,14 +211,7 @@ class Chat(_Read, ChatCompletionHandler):
         fields.require_biases(body, vocabulary_of(model))
         if "logit_bias" in body:
             body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
-        has_schema = fields.schema_of(body.get("response_format")) is not None
-        if has_schema and "stop" in body:
-            message = "a `stop` text could cut the JSON of `response_format`, which ends by itself: leave `stop` out"
-            raise RequestRefused(400, message, "invalid_value", "stop")
         if tools := body.get("tools"):
-            if has_schema:
-                message = "an answer is JSON of `response_format`, or calls `tools`: send one of the two"
-                raise RequestRefused(400, message, "invalid_value", "response_format")
             messages: Any = cast("Any", self).get_processor_inputs_from_messages(body["messages"], Modality.LLM)
             require_readable_calls(tokenizer, model, messages, tools)
 
@@ -235,6 +245,24 @@ class Response(_Read, ResponseHandler):
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, *messages_of_input(self, body), tokenizer)
+
+
+def _require_one_form(body: dict[str, Any]) -> None:
+    """Check that a body requires one form of its answer at most, which nothing cuts. Raises RequestRefused (400)."""
+    has_schema, forced = fields.schema_of(body) is not None, fields.forced_tools(body)
+    if has_schema and body.get("tools"):
+        name = schema_field(body)
+        message = f"an answer is JSON of `{name}`, or calls `tools`: send one of the two"
+        raise RequestRefused(400, message, "invalid_value", name)
+    if (has_schema or forced) and "stop" in body:
+        name = schema_field(body) if has_schema else "tool_choice"
+        message = f"a `stop` text could cut the JSON of `{name}`, which ends by itself: leave `stop` out"
+        raise RequestRefused(400, message, "invalid_value", "stop")
+
+
+def schema_field(body: Mapping[str, Any]) -> str:
+    """Return the field of a body that has the schema of its answer."""
+    return "text.format" if "text" in body else "response_format"
 
 
 def _is_of_template(error: BaseException) -> bool:

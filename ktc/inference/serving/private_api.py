@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from transformers.cli.serving import utils
 from transformers.cli.serving.utils import _StreamError as StreamError  # pyright: ignore[reportPrivateUsage]
@@ -56,6 +57,36 @@ class HandlerHooks:
 def messages_of_input(handler: Any, body: dict[str, Any]) -> tuple[list[Any], Any]:
     """Return the input of a request to `/v1/responses` as messages, and its tools as those of a chat."""
     return handler._normalize_input(body), handler._normalize_tools(body.get("tools"))
+
+
+_CALLS: Final = "tool_calls"  # the part of a response template with the calls
+_ANY_SPACE: Final = r"\s*"
+_OF_PATTERN: Final = re.compile(r"(?<!\\)[.*+?()\[\]{}^$|]|\\[a-zA-Z]")  # no literal text
+
+
+def call_marks(tokenizer: Any, model: Any) -> tuple[str, str] | None:
+    """Return the texts before and after a call, where a call is a JSON object with a name and arguments.
+
+    None for every other form, such as XML, and where transformers has no response template for the model.
+    """
+    find: Any = getattr(utils, "get_response_template", None)
+    template: Any = None if find is None else find(tokenizer, model)
+    calls: Any = template.get("fields", {}).get(_CALLS) if isinstance(template, dict) else None
+    if calls is None or calls.get("content") != "json" or calls.get("content_args"):
+        return None
+    if calls.get("transform") != {"type": "function", "function": "{content}"}:
+        return None
+    begin = _literal(calls, "open", calls.get("open_pattern", "").removeprefix(_ANY_SPACE))
+    end = _literal(calls, "close", calls.get("close_pattern", ""))
+    return (begin, end) if begin and end else None
+
+
+def _literal(part: dict[str, Any], name: str, pattern: str) -> str:
+    """Return the text that a part of a template has or that its pattern matches; "" where it is not one text."""
+    given = part.get(name, "")
+    if given:
+        return given if isinstance(given, str) else str(given[0])
+    return "" if _OF_PATTERN.search(pattern) else re.sub(r"\\(.)", r"\1", pattern)
 
 
 def reads_tool_calls(tokenizer: Any, model: Any, prompt: str) -> bool:

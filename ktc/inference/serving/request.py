@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from ktc.inference.serving.json_grammar import JsonGrammar
+    from ktc.inference.serving.answer_grammar import AnswerGrammar
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -31,7 +31,7 @@ class Request:
     adapter: str = ""
     stop: tuple[str, ...] = ()
     tokenizer: Any = field(default=None, repr=False)
-    grammar: JsonGrammar | None = None
+    grammar: AnswerGrammar | None = None
 
     @property
     def max_cached_tokens(self) -> int:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ktc.foundation.memory_faults import memory_fault
+from ktc.inference.serving.answer_grammar import SchemaTooComplex
 from ktc.inference.serving.batch import RowBatch, UnbatchedSequences
 from ktc.inference.serving.generation import Generation, choose_tokens
-from ktc.inference.serving.json_grammar import SchemaTooComplex
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters
 from ktc.inference.serving.prefill import PrefillBatch

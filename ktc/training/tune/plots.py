@@ -42,20 +42,31 @@ def loss_plot(history: Sequence[Logged]) -> str:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the running mean of a curve, in which a value fades over a twentieth of it; [] for a short curve.
+    """Return the mean around each point of a curve, in which a value fades over a fortieth of it to both sides.
 
-    A value that is not finite adds nothing.
+    The result is empty for a short curve. A value that is not finite adds nothing.
     """
     if len(values) < _SHORTEST_CURVE:
         return []
-    keep = 1 - 1 / max(3.0, len(values) / 20)
-    total = weight = 0.0
+    keep = 1 - 1 / max(3.0, len(values) / 40)
+    before, after = _faded(values, keep), _faded(values[::-1], keep)[::-1]
     means = list[float]()
-    for value in values:
-        if math.isfinite(value):
-            total, weight = keep * total + value, keep * weight + 1
-        means.append(total / weight if weight else math.nan)
+    for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
+        counted = math.isfinite(value)  # in both sums
+        weight = left_weight + right_weight - counted
+        means.append((left + right - (value if counted else 0.0)) / weight if weight else math.nan)
     return means
+
+
+def _faded(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
+    """Return the sum and the weight of the values up to each point, where an earlier value counts `keep` times less."""
+    total = weight = 0.0
+    sums = list[tuple[float, float]]()
+    for value in values:
+        counted = math.isfinite(value)
+        total, weight = keep * total + (value if counted else 0.0), keep * weight + counted
+        sums.append((total, weight))
+    return sums
 
 
 def timeline_plot(timeline: Timeline | None) -> str:

@@ -194,7 +194,7 @@ def test_a_schema_beyond_the_limits_of_the_parser_is_a_fault_of_its_client(
     with pytest.raises(BadRequestError, match=r"Current row has .* items; max is 2000") as refused:
         ask(client, **asked)
     assert refused.value.code == "invalid_value"
-    monkeypatch.setattr("ktc.inference.serving.json_grammar._require_beginning", lambda _: None)
+    monkeypatch.setattr("ktc.inference.serving.answer_grammar._require_beginning", lambda *_: None)
     write(monkeypatch, tokenizer, '{"days": [')
     with pytest.raises(BadRequestError, match=r"too complex: .* max is 2000") as refused:
         ask(client, **asked, max_tokens=50)
@@ -318,6 +318,83 @@ def test_tools_are_refused_where_nobody_reads_or_shows_them(
         ask(client, tools=[TOOL], response_format=FORMAT)
 
 
+def test_a_completion_and_a_response_are_json_of_the_schema_too(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    completed = client.completions.create(
+        model="v2_twin", prompt="Rain", max_tokens=200, temperature=0, extra_body={"response_format": FORMAT}
+    )
+    flat = {"type": "json_schema", "name": "weather", "strict": True, "schema": SCHEMA}
+    said = client.responses.create(
+        model="v2_twin", input="Hello", temperature=0, max_output_tokens=200, text={"format": flat}
+    )
+    for text in (completed.choices[0].text, said.output_text):
+        assert list(json.loads(text)) == ["city", "rain", "days"]
+
+
+OTHER: Any = {"type": "function", "function": {"name": "news", "parameters": {"type": "object"}}}
+STRICT: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"city": {"enum": ["Bern", "Chur"]}},
+        },
+    },
+}
+
+
+@needs_templates
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_is_written_by_a_model_that_would_not_call(client: Any, calling: Any, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+    named = {"type": "function", "function": {"name": "weather"}}
+    options: dict[str, Any] = {"tools": [OTHER, STRICT], "tool_choice": named, "max_tokens": 200, "temperature": 0}
+    if stream:
+        calls = streamed_calls(list(ask(client, stream=True, **options)))
+    else:
+        calls = [
+            (one.function.name, one.function.arguments) for one in ask(client, **options).choices[0].message.tool_calls
+        ]
+    ((name, arguments),) = calls
+    assert name == "weather" and json.loads(arguments)["city"] in ("Bern", "Chur")
+
+
+@needs_templates
+def test_any_tool_may_be_required_in_chats_and_responses(client: Any, calling: Any) -> None:
+    pytest.importorskip("llguidance")
+    asked = ask(client, tools=[STRICT], tool_choice="required", max_tokens=400, temperature=0).choices[0].message
+    assert {call.function.name for call in asked.tool_calls} == {"weather"}
+    flat = {"type": "function", **STRICT["function"]}
+    named = {"type": "function", "name": "weather"}
+    said = client.responses.create(
+        model="v2_twin", input="Hello", tools=[flat], tool_choice=named, temperature=0, max_output_tokens=200
+    )
+    assert [item.name for item in said.output if item.type == "function_call"] == ["weather"]
+
+
+@needs_templates
+def test_a_required_call_is_refused_where_it_cannot_be_enforced(
+    client: Any, calling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openai import BadRequestError
+
+    named = {"type": "function", "function": {"name": "news"}}
+    with pytest.raises(BadRequestError, match="names none of the `tools`"):
+        ask(client, tools=[TOOL], tool_choice=named)
+    with pytest.raises(BadRequestError, match="names none of the `tools`"):
+        ask(client, tool_choice="required")
+    with pytest.raises(BadRequestError, match="leave `stop` out"):
+        ask(client, tools=[TOOL], tool_choice="required", stop="}")
+    calls = {**CALLS["fields"]["tool_calls"], "content": "text"}
+    monkeypatch.setattr(calling, "response_template", {**CALLS, "fields": {**CALLS["fields"], "tool_calls": calls}})
+    with pytest.raises(BadRequestError, match="its calls are not JSON between marks"):
+        ask(client, tools=[TOOL], tool_choice="required")
+
+
 def test_embeddings_are_refused_by_name(client: Any) -> None:
     from openai import APIStatusError
 
@@ -337,10 +414,10 @@ def test_each_request_has_one_line_with_counts_and_no_text(client: Any, lines: l
     client.with_options(base_url=str(client.base_url).removesuffix("/v1/")).get("/health", cast_to=object)
     start = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127\.0\.0\.1 POST /v1/chat/completions"
     times = r", first after \d+\.\d\d s, all in \d+\.\d\d s"
-    assert len(lines) == 3
-    assert re.fullmatch(rf"{start} 200 v2_twin: \d+ tokens read, 16 written \(length\){times}", lines[0])
-    assert re.fullmatch(rf"{start} 200 v2_twin: \d+ tokens read, 8 written \(length\){times}", lines[1])
-    assert re.fullmatch(rf"{start} 404 model_not_found, all in \d+\.\d\d s", lines[2])
+    whole, streamed, refused = [line for line in lines if "/embeddings" not in line]  # of the test before
+    assert re.fullmatch(rf"{start} 200 v2_twin: \d+ tokens read, 16 written \(length\){times}", whole)
+    assert re.fullmatch(rf"{start} 200 v2_twin: \d+ tokens read, 8 written \(length\){times}", streamed)
+    assert re.fullmatch(rf"{start} 404 model_not_found, all in \d+\.\d\d s", refused)
     assert not any("Hello" in line for line in lines)
 
 

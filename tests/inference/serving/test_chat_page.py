@@ -156,6 +156,65 @@ def test_a_new_conversation_has_nothing_of_the_answer_under_way(
     assert browser.execute_script("return continues") is False
 
 
+# Draws a text in pieces of some length, as an answer that grows, in `place`; `made` counts the nodes that were made.
+DRAWN = """
+const [text, piece] = arguments, place = document.createElement("div"), draw = growing(place);
+const create = document.createElement;
+let made = 0;
+document.createElement = function (...given) { made++; return create.apply(this, given); };
+for (let end = piece; end < text.length; end += piece) draw(text.slice(0, end), false);
+draw(text, true);
+document.createElement = create"""
+BLOCKS = """Rain
+
+> quoted
+> more
+- one
+- two
+
+  inner
+
+1. first
+
+| a | b |
+|---|:-:|
+| 1 | 2 |
+| 3 | 4
+after | the table
+
+```c
+| no | table |
+
+``
+```
+~~~
+open code
+"""
+
+
+@pytest.mark.slow
+def test_a_growing_answer_is_drawn_as_the_whole_one(browser: Any, url: str) -> None:
+    browser.get(url)
+    script = f"{DRAWN}; return place.innerHTML"
+    for text in (BLOCKS, HOSTILE, BLOCKS.replace("\n", "\r\n"), "| a |\n|---|", "", "x\n```\n```"):
+        whole = browser.execute_script(
+            "return node('div', {}, ...blocks(arguments[0].split(/\\r?\\n/))).innerHTML", text
+        )
+        for piece in (1, 2, 3, 7, 10_000):
+            assert browser.execute_script(script, text, piece) == whole, (text, piece)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["| 1 | 2 |\n", "words of a paragraph\n\n", "code\n"], ids=["table", "text", "code"])
+def test_the_nodes_that_a_growing_answer_makes_are_in_proportion_to_its_length(
+    browser: Any, url: str, line: str
+) -> None:
+    browser.get(url)
+    head = {"|": "| a | b |\n|---|---|\n", "c": "```\n"}.get(line[0], "")
+    once, twice = (browser.execute_script(f"{DRAWN}; return made", head + line * rows, 5) for rows in (300, 600))
+    assert twice <= 2.1 * once + 50
+
+
 @pytest.mark.slow
 def test_headings_are_read_in_time_of_their_length(browser: Any, url: str) -> None:
     browser.get(url)
@@ -166,8 +225,7 @@ def test_headings_are_read_in_time_of_their_length(browser: Any, url: str) -> No
         "## It ## ",
         "# C#",
     ]
-    script = "return arguments[0].map(head => markdown(head)[0].textContent)"
-    texts = browser.execute_script(script, heads)
+    texts = [browser.execute_script(f"{DRAWN}; return place.firstChild.textContent", head, len(head)) for head in heads]
     assert texts[3:] == ["It", "C#"] and texts[0].startswith("x ")
 
 
