@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from walk import ANSWER, OUT, PORT, ROOT, STEPS, background, environment

@@ -100,7 +100,7 @@ model = PeftModel.from_pretrained(ktc.load("{_PACKAGE}"), "{_ADAPTER}").eval()
 tokenizer = AutoTokenizer.from_pretrained("{_PACKAGE}")
 asked = [{{"role": "user", "content": "What is the capital of Peru?"}}]
 row = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-print(tokenizer.decode(model.generate(**row, max_new_tokens=20)[0, len(row["input_ids"][0]) :], skip_special_tokens=True))
+print(tokenizer.decode(model.generate(**row, max_new_tokens=20)[0, row.input_ids.shape[1] :], skip_special_tokens=True))
 """
 
 
@@ -255,8 +255,8 @@ The server ends with Ctrl-C (`fg` first). The pages of the walk look like this:
 
 ## How long it takes
 
-Measured on {date}: {machine}, {gpus} GPU, Python's bytecode cached, no kernel compiled before.
-In all {whole:.1f} minutes. Commands 7 and 9 compile the model's kernels, which later ones share.
+Measured on {date}: {machine}, {gpus} GPU; Python's bytecode is cached, and no kernel was compiled
+before. In all {whole:.1f} minutes. Commands 7 and 9 compile the model's kernels, which later ones share.
 
 | | to learn | seconds | it prints |
 | -: | --- | --: | --- |

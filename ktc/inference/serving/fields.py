@@ -288,7 +288,8 @@ def require_fields(body: dict[str, Any], fields: Fields) -> None:
 
 def schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the JSON schema of a checked body, None for text."""
-    match body.get("response_format") or (body.get("text") or {}).get("format"):
+    form: Any = body.get("response_format") or (body.get("text") or {}).get("format")
+    match cast("dict[str, Any] | None", form):
         case {"type": "json_object"}:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:

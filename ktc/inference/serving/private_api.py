@@ -70,8 +70,10 @@ def call_marks(tokenizer: Any, model: Any) -> tuple[str, str] | None:
     None for every other form, such as XML, and where transformers has no response template for the model.
     """
     find: Any = getattr(utils, "get_response_template", None)
-    template: Any = None if find is None else find(tokenizer, model)
-    calls: Any = template.get("fields", {}).get(_CALLS) if isinstance(template, dict) else None
+    template: object = None if find is None else find(tokenizer, model)
+    if not isinstance(template, dict):
+        return None
+    calls: dict[str, Any] | None = cast("dict[str, Any]", template).get("fields", {}).get(_CALLS)
     if calls is None or calls.get("content") != "json" or calls.get("content_args"):
         return None
     if calls.get("transform") != {"type": "function", "function": "{content}"}:
