@@ -70,6 +70,14 @@ def command(
     form: Annotated[
         Format, typer.Option("--format", help="Format of the rows; auto reads it from the first row that fits one.")
     ] = "auto",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column",
+            metavar="NAME=COLUMN",
+            help="Take NAME of the format from this column of the data: prompt=question. It repeats.",
+        ),
+    ] = None,
     metrics: Annotated[
         Metrics | None,
         typer.Option(
@@ -107,7 +115,7 @@ def command(
     """Score a model: BLEU and ROUGE of its answers, or the share of questions it answers correctly."""
     _check_combination(task, by, {
         "--metrics": metrics is not None, "--token-accuracy": token_accuracy, "--mcq-by": by is not None,
-        "--format": form != "auto", "--raw": raw,
+        "--format": form != "auto", "--column": bool(column), "--raw": raw,
         "--max-new-tokens": max_new_tokens is not None, "--temperature": temperature != 0,
     })  # fmt: skip
     require_given(model, (adapter,))
@@ -123,7 +131,7 @@ def command(
     from ktc.inference.generate.sampling import Sampling
 
     scored = definition(metrics or "kt") if task == "generation" else None
-    items = read_items(data, form, limit) if task == "generation" else ()
+    items = read_items(data, form, limit, column or ()) if task == "generation" else ()
     questions = read_questions(data, limit=limit) if task == "mcq" else ()
 
     def load(out: Path) -> LanguageModel:
@@ -164,7 +172,9 @@ def command(
 
 def _check_combination(task: Task, by: By | None, given: Mapping[str, bool]) -> None:
     """Refuse options that the task would ignore. Raises InputRefused (V804)."""
-    foreign = ("--mcq-by", "--raw") if task == "generation" else ("--metrics", "--token-accuracy", "--format")
+    foreign = (
+        ("--mcq-by", "--raw") if task == "generation" else ("--metrics", "--token-accuracy", "--format", "--column")
+    )
     ignored = [(name, f"`--task {task}`") for name in foreign]
     if task == "mcq" and by == "logprob":
         ignored += [

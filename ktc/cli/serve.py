@@ -6,8 +6,9 @@ before the model is loaded.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -20,6 +21,11 @@ from ktc.cli.session_options import in_session
 
 if TYPE_CHECKING:
     from ktc.inference.serving.models import ServedModels
+
+# The titles of groups of options in `--help`.
+_address_option: Final = partial(typer.Option, rich_help_panel="Address and access")
+_load_option: Final = partial(typer.Option, rich_help_panel="Load and memory")
+_updates_option: Final = partial(typer.Option, rich_help_panel="New weights while it runs")
 
 
 @in_session()
@@ -35,44 +41,44 @@ def command(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen at; one that is not local is reachable by others.")
+        str, _address_option("--host", help="The address to listen at; one that is not local is reachable by others.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Requests that run at once.")] = 64,
+    port: Annotated[int, _address_option("--port", min=0, max=65535, help="The port; 0 chooses a free one.")] = 8000,
+    max_batch: Annotated[int, _load_option("--max-batch", min=1, help="Requests that run at once.")] = 64,
     max_waiting: Annotated[
-        int, typer.Option("--max-waiting", min=0, help="Requests that wait beside them; more are answered with 429.")
+        int, _load_option("--max-waiting", min=0, help="Requests that wait beside them; more are answered with 429.")
     ] = 256,
     max_cache_memory: Annotated[
         float | None,
-        typer.Option(
+        _load_option(
             "--max-cache-memory", min=0.001, metavar="GIB",
             help="Keys and values of running requests. Default: half of the free memory.",
         ),
     ] = None,
     prefill_chunk: Annotated[
-        int, typer.Option("--prefill-chunk", min=1, help="Tokens of prompts that are read between two steps.")
+        int, _load_option("--prefill-chunk", min=1, help="Tokens of prompts that are read between two steps.")
     ] = 512,
     prefix_cache_memory: Annotated[
         float | None,
-        typer.Option(
+        _load_option(
             "--prefix-cache-memory", min=0, metavar="GIB",
             help="Keys and values kept for prompts that begin alike; 0: none. Default: an eighth of the free memory.",
         ),
     ] = None,
     updates: Annotated[
         Path | None,
-        typer.Option(
+        _updates_option(
             "--updates", metavar="FOLDER",
             help="Take new weights and adapters from folders below this one while running; needs `--update-key`.",
         ),
     ] = None,
     update_key: Annotated[
         Path | None,
-        typer.Option("--update-key", metavar="FILE", help="The file of the key that updates need."),
+        _updates_option("--update-key", metavar="FILE", help="The file of the key that updates need."),
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
+        _address_option(
             "--api-key-file", metavar="FILE",
             help="The file of the key that every request needs; without it the server listens on this machine only.",
         ),

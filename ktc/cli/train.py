@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 # The titles of groups of settings in `--help`; the other settings are under "Training".
 _GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Data": ("data", "format", "template", "eval_data", "eval_split", "streaming", "length", "truncate", "packing",
-             "train_on_prompt"),
+    "Data": ("data", "format", "column", "template", "eval_data", "eval_split", "streaming", "length", "truncate",
+             "packing", "train_on_prompt"),
     "The adapter": ("rank", "alpha", "dropout", "rslora", "targets"),
     "Evaluation and checkpoints": ("logging_steps", "eval_steps", "save_steps", "save_total_limit", "early_stopping",
                                    "tensorboard", "report_to"),
@@ -152,7 +152,8 @@ def _option(name: str) -> Any:
     kind = next(option for option in options if option is not type(None))
     metavar = None
     if get_origin(kind) is tuple:
-        metavar, kind = ("DATA", list[str]) if field.metadata["repeats"] else ("NAME,...", str)
+        repeated = "NAME=COLUMN" if name == "column" else "DATA"
+        metavar, kind = (repeated, list[str]) if field.metadata["repeats"] else ("NAME,...", str)
     shown = "" if field.default in (None, ()) or kind is bool else f" [default: {field.default}]"
     declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     group = next((title for title, names in _GROUPS.items() if name in names), "Training")

@@ -8,7 +8,7 @@ that `ktc train` refuses (T5xx), text without a question and an answer and rows 
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.decode import read_json
 from ktc.foundation.text_files import bounded
 from ktc.inference.generate.prompts import Message, read_lines
+from ktc.training.tune.columns import faults_of
 from ktc.training.tune.examples import Example, read_training_data
 from ktc.training.tune.settings import Format
 
@@ -47,9 +48,16 @@ class Question:
         return LETTERS[: len(self.options)]
 
 
-def read_items(path: Path, form: Format = "auto", limit: int | None = None) -> tuple[Item, ...]:
-    """Return the rows as prompts with references: the last answer of each is the reference. Raises InputRefused."""
-    data = read_training_data(path, form)
+def read_items(
+    path: Path, form: Format = "auto", limit: int | None = None, columns: Sequence[str] = ()
+) -> tuple[Item, ...]:
+    """Return the rows as prompts with references: the last answer of each is the reference.
+
+    `columns` are words NAME=COLUMN. Raises InputRefused.
+    """
+    if faults := [Diagnostic("T503", fault, hint=hint) for fault, hint in faults_of(columns)]:
+        raise InputRefused(*faults)
+    data = read_training_data(path, form, columns=columns)
     if "text" in data.format.split(", "):
         message = f"`{path}` is text without questions and answers"
         hint = 'a row of a test is like {"prompt": "...", "completion": "..."}'

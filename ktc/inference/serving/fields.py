@@ -288,8 +288,9 @@ def require_fields(body: dict[str, Any], fields: Fields) -> None:
 
 def schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the JSON schema of a checked body, None for text."""
-    form: Any = body.get("response_format") or (body.get("text") or {}).get("format")
-    match cast("dict[str, Any] | None", form):
+    text: dict[str, Any] = body.get("text") or {}
+    form: dict[str, Any] | None = body.get("response_format") or text.get("format")
+    match form:
         case {"type": "json_object"}:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:

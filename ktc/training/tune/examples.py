@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Final
@@ -18,10 +18,11 @@ from typing import Final
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.regular_files import open_regular
 from ktc.foundation.text_files import bounded
+from ktc.training.tune.columns import Columns, columns_of, renamed
 from ktc.training.tune.data_files import RowFault, Rows, read_rows
 from ktc.training.tune.data_sources import DataSource, data_source
 from ktc.training.tune.hub_data import read_hub_rows
-from ktc.training.tune.row_formats import Row, RowFormat, detected, format_of, parsed
+from ktc.training.tune.row_formats import Row, RowFormat, detected, format_of, parsed, require_known_names
 from ktc.training.tune.settings import Format, Method, TrainSettings
 from ktc.training.tune.turns import Turn
 
@@ -74,13 +75,14 @@ class StreamedExamples:
     share: float = 0.0
     seed: int = 0
     held_out: bool = False
+    columns: Columns = field(default_factory=dict[str, str])
 
     def __len__(self) -> int:
         draws = random.Random(self.seed)
         return sum((draws.random() < self.share) == self.held_out for _ in range(self.rows))
 
     def __iter__(self) -> Iterator[Example]:
-        reader, draws = _Reader(self.wanted, "sft"), random.Random(self.seed)
+        reader, draws = _Reader(self.wanted, "sft", self.columns), random.Random(self.seed)
         for number, source in enumerate(self.sources):
             for example in reader.examples_of(number, source):
                 if (draws.random() < self.share) == self.held_out:
@@ -114,24 +116,30 @@ class TrainingData:
 
 
 def read_training_data(
-    named: Path | str | Sequence[str], wanted: Format = "auto", method: Method = "sft"
+    named: Path | str | Sequence[str], wanted: Format = "auto", method: Method = "sft", columns: Sequence[str] = ()
 ) -> TrainingData:
-    """Return every row of the sources; a path names one. Raise InputRefused with the first faults by file and line."""
+    """Return every row of the sources; a path names one. `columns` are words NAME=COLUMN.
+
+    Raises InputRefused with the first faults by file and line.
+    """
     names = [str(named)] if isinstance(named, str | Path) else named
-    reader = _Reader(format_of(wanted), method)
+    reader = _Reader(format_of(wanted), method, columns_of(columns))
     sources = tuple(reader.read(number, data_source(name)) for number, name in enumerate(names))
     if reader.faults:
         raise InputRefused(*bounded(reader.faults))
     return TrainingData(sources, wanted == "auto", tuple(reader.examples))
 
 
-def stream_training_data(names: Sequence[str], wanted: Format = "auto") -> TrainingData:
+def stream_training_data(names: Sequence[str], wanted: Format = "auto", columns: Sequence[str] = ()) -> TrainingData:
     """Check every row of the sources as `read_training_data` does, and keep none of them."""
-    reader, sources = _Reader(format_of(wanted), "sft"), tuple(data_source(name) for name in names)
+    reader = _Reader(format_of(wanted), "sft", columns_of(columns))
+    sources = tuple(data_source(name) for name in names)
     read = tuple(reader.read(number, source, keep=False) for number, source in enumerate(sources))
     if reader.faults:
         raise InputRefused(*bounded(reader.faults))
-    rows = StreamedExamples(sources, format_of(wanted), sum(source.rows for source in read))
+    rows = StreamedExamples(
+        sources, format_of(wanted), sum(source.rows for source in read), columns=columns_of(columns)
+    )
     return TrainingData(read, wanted == "auto", rows)
 
 
@@ -140,7 +148,7 @@ def check_data(settings: TrainSettings) -> None:
 
     Data sets of the hub are not fetched. Raises InputRefused as `read_training_data` does.
     """
-    reader = _Reader(format_of(settings.format), settings.method, _HEAD)
+    reader = _Reader(format_of(settings.format), settings.method, columns_of(settings.column), _HEAD)
     for number, name in enumerate((*settings.data, *settings.eval_data)):
         source = data_source(name)
         if source.hub is None:
@@ -155,8 +163,9 @@ class _Reader:
     Without a `head`, it digests the files too.
     """
 
-    def __init__(self, wanted: RowFormat | None, method: Method, head: int | None = None) -> None:
-        self._head = head
+    def __init__(self, wanted: RowFormat | None, method: Method, columns: Columns, head: int | None = None) -> None:
+        require_known_names(columns, method)
+        self._head, self._columns = head, columns
         self._wanted: RowFormat | None = wanted
         self._method: Method = method
         self._formats: dict[RowFormat, None] = {}
@@ -191,6 +200,7 @@ class _Reader:
             raise InputRefused(Diagnostic("T514", message))
 
     def _parsed(self, number: int, file: str, rows: Rows) -> Iterator[Example]:
+        rows = ((line, renamed(value, self._columns)) for line, value in rows)
         first = list(islice(rows, self._head or _DETECTED))
         form = self._wanted or detected((value for _, value in first), self._method)
         self._formats[form] = None

@@ -52,9 +52,9 @@ def _require_reporters(settings: TrainSettings) -> None:
 def _rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:
     if settings.streaming:
         return _streamed_rows(settings)
-    data = read_training_data(settings.data, settings.format, settings.method)
+    data = read_training_data(settings.data, settings.format, settings.method, settings.column)
     if settings.eval_data:
-        return data, read_training_data(settings.eval_data, settings.format, settings.method)
+        return data, read_training_data(settings.eval_data, settings.format, settings.method, settings.column)
     if not settings.eval_split:
         return data, None
     assert isinstance(data.examples, tuple)
@@ -72,9 +72,9 @@ def _rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:
 
 
 def _streamed_rows(settings: TrainSettings) -> tuple[TrainingData, TrainingData | None]:
-    data = stream_training_data(settings.data, settings.format)
+    data = stream_training_data(settings.data, settings.format, settings.column)
     if settings.eval_data:
-        return data, stream_training_data(settings.eval_data, settings.format)
+        return data, stream_training_data(settings.eval_data, settings.format, settings.column)
     if not settings.eval_split:
         return data, None
     assert isinstance(data.examples, StreamedExamples)

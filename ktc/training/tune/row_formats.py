@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-from ktc.diagnostics import listing, suggest
+from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
+from ktc.training.tune.columns import Columns
 from ktc.training.tune.data_files import RowFault
 from ktc.training.tune.settings import Format, Method
 from ktc.training.tune.turns import Turn, answered, kind_of, messages, sharegpt, text_of, tools_of
@@ -70,6 +71,20 @@ def detected(rows: Iterable[object], method: Method) -> RowFormat:
                 return form
         first = first or fields
     return max(forms, key=lambda form: sum(_near(key, first) for key in _REQUIRED[form]) / len(_REQUIRED[form]))
+
+
+def require_known_names(columns: Columns, method: Method) -> None:
+    """Raise InputRefused (T503) for names of `column` that no format of the method has."""
+    known = dict.fromkeys(key for form in _LEARNED[method] for key in (*_REQUIRED[form], *_OPTIONAL[form]))
+    faults = [
+        Diagnostic(
+            "T503", f"`column` names `{name:.100}`, which no format has", hint=suggest(name, known) or _expected(method)
+        )
+        for name in columns
+        if name not in known
+    ]
+    if faults:
+        raise InputRefused(*faults)
 
 
 def _near(key: str, row: Mapping[str, Any]) -> float:

@@ -19,6 +19,7 @@ import yaml
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.foundation.text_files import read_text
+from ktc.training.tune.columns import faults_of
 
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt", "text"]
 Method = Literal["sft", "dpo", "kto"]
@@ -55,6 +56,9 @@ class TrainSettings:
         None, "Of dpo and kto: how much the model stays as it was before; default: 0.1.", low=0
     )
     format: Format = _setting("auto", "The format of the data; detected from its keys by default.")
+    column: tuple[str, ...] = _setting(
+        (), "Take NAME of the format from this column of the data: prompt=question. It repeats.", repeats=True
+    )
     template: Template = _setting("auto", "auto: the tokenizer's chat template; plain: texts joined without one.")
     eval_data: tuple[str, ...] = _setting((), "Held-out data, named in the same way.", repeats=True)
     eval_split: float = _setting(0.0, "Share of the data to hold out if there is no eval file.", low=0, above=1)
@@ -110,7 +114,7 @@ class TrainSettings:
 
     def to_yaml(self) -> str:
         """Return the settings as a YAML file that repeats this run."""
-        lists = {name: [*getattr(self, name)] for name in ("data", "eval_data", "targets", "report_to")}
+        lists = {name: [*getattr(self, name)] for name in ("data", "column", "eval_data", "targets", "report_to")}
         values = {**asdict(self), **lists}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -267,6 +271,7 @@ def _fault_of_value(name: str, value: object) -> str:
 
 def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     """Yield settings that are valid alone and contradict each other, with a hint."""
+    yield from faults_of(settings.column)
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
             yield f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from datasets.exceptions import DatasetGenerationError
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.foundation import versions
 from ktc.training.tune.data_sources import HubName, data_source
-from ktc.training.tune.examples import read_training_data
+from ktc.training.tune.examples import read_training_data, stream_training_data
+from ktc.training.tune.settings import TrainSettings
 from ktc.training.tune.tokenised import weighted
 
 ROWS = [{"prompt": "a, b?", "completion": 'yes\n"indeed"'}, {"prompt": "c?", "completion": ""}]
@@ -33,6 +35,10 @@ def written(name: str, content: str) -> str:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_text(content)
     return name
+
+
+def written_rows(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def parquet(name: str, rows: list[Any]) -> str:
@@ -229,3 +235,77 @@ def test_without_the_hub_a_message_says_what_else_to_do(hub: dict[str, Any]) -> 
     (found,) = refusals("owner/name")
     assert "Unknown split" in found.message
     assert "owner/name:CONFIG/SPLIT" in found.hint
+
+
+@pytest.fixture
+def cached_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A data set in the cache of `datasets`, as an earlier download leaves it, on a machine without a network."""
+    import datasets
+    import huggingface_hub.constants
+
+    written_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b", "system": None}])
+    builder = datasets.load_dataset_builder(
+        "json", data_files={"train": str(tmp_path / "rows.jsonl")}, cache_dir=str(tmp_path / "built")
+    )
+    builder.download_and_prepare()
+    folder = tmp_path / "datasets" / "owner___name" / "default" / "0.0.0" / ("0" * 40)
+    shutil.copytree(builder.cache_dir, folder)
+    (folder / "json-train.arrow").rename(folder / "name-train.arrow")
+    info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    named = {**info, "dataset_name": "name", "config_name": "default"}
+    (folder / "dataset_info.json").write_text(json.dumps(named), encoding="utf-8")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    return "owner/name"
+
+
+def test_without_a_network_a_data_set_is_read_from_the_cache_of_datasets(cached_set: str) -> None:
+    data = read_training_data(cached_set)
+    assert (data.file, data.format, len(data.examples)) == ("owner/name", "prompt", 1)
+    (found,) = refusals(f"{cached_set}:test")
+    assert (found.code, "test" in found.message) == ("T546", True)
+    (found,) = refusals("owner/other")
+    assert (found.code, "cannot be fetched" in found.message) == ("T546", True)
+
+
+# Columns -------------------------------------------------------------------------------------------------------------
+def test_columns_of_other_names_are_taken_in_every_kind_of_file(tmp_path: Path) -> None:
+    columns = ("prompt=question", "completion=reply")
+    written_rows(tmp_path / "a.jsonl", [{"question": "2 + 2?", "reply": "4", "prompt": "other", "id": 1}])
+    (tmp_path / "b.csv").write_text("question,reply\n2 + 2?,4\n", encoding="utf-8")
+    for name in ("a.jsonl", "b.csv"):
+        for data in (
+            read_training_data(tmp_path / name, columns=columns),
+            stream_training_data([str(tmp_path / name)], columns=columns),
+        ):
+            (example,) = data.examples
+            assert (data.format, [turn.content for turn in example.turns]) == ("prompt", ["2 + 2?", "4"])
+
+
+def test_a_row_without_the_column_is_refused_by_its_line_with_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    written_rows(path, [{"question": "a", "reply": "b"}, {"questoin": "a", "reply": "b"}])
+    with pytest.raises(InputRefused) as refused:
+        read_training_data(path, columns=("prompt=question", "completion=reply"))
+    (found,) = refused.value.diagnostics
+    assert (found.code, str(found.span)) == ("T514", f"{path}:2:1")
+    assert "no column `question`" in found.message and "did you mean `questoin`?" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("prompt",), "is NAME=COLUMN"),
+        (("prompt=a", "prompt=b"), "gives `prompt` twice"),
+        (("prompt=a", "completion=a"), "gives `a` twice"),
+    ],
+)
+def test_columns_that_are_no_mapping_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputRefused, match=message):
+        TrainSettings(column=words)
+
+
+def test_a_name_that_no_format_has_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="did you mean `prompt`"):
+        read_training_data(tmp_path / "a.jsonl", columns=("promt=question",))
