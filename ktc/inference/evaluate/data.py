@@ -17,9 +17,8 @@ from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.decode import read_json
 from ktc.foundation.text_files import bounded
 from ktc.inference.generate.prompts import Message, read_lines
-from ktc.training.tune.columns import faults_of
 from ktc.training.tune.examples import Example, read_training_data
-from ktc.training.tune.settings import Format
+from ktc.training.tune.settings import Format, column_faults
 
 LETTERS = string.ascii_uppercase
 
@@ -55,7 +54,7 @@ def read_items(
 
     `columns` are words NAME=COLUMN. Raises InputRefused.
     """
-    if faults := [Diagnostic("T503", fault, hint=hint) for fault, hint in faults_of(columns)]:
+    if faults := [Diagnostic("T503", fault, hint=hint) for fault, hint in column_faults(columns)]:
         raise InputRefused(*faults)
     data = read_training_data(path, form, columns=columns)
     if "text" in data.format.split(", "):

@@ -18,11 +18,20 @@ from typing import Final
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.regular_files import open_regular
 from ktc.foundation.text_files import bounded
-from ktc.training.tune.columns import Columns, columns_of, renamed
 from ktc.training.tune.data_files import RowFault, Rows, read_rows
 from ktc.training.tune.data_sources import DataSource, data_source
 from ktc.training.tune.hub_data import read_hub_rows
-from ktc.training.tune.row_formats import Row, RowFormat, detected, format_of, parsed, require_known_names
+from ktc.training.tune.row_formats import (
+    Columns,
+    Row,
+    RowFormat,
+    columns_of,
+    detected,
+    format_of,
+    parsed,
+    renamed,
+    require_known_names,
+)
 from ktc.training.tune.settings import Format, Method, TrainSettings
 from ktc.training.tune.turns import Turn
 

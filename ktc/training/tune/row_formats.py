@@ -7,15 +7,17 @@ learned (T514), rows without an answer or with values that are not text (T515), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
-from ktc.training.tune.columns import Columns
 from ktc.training.tune.data_files import RowFault
 from ktc.training.tune.settings import Format, Method
 from ktc.training.tune.turns import Turn, answered, kind_of, messages, sharegpt, text_of, tools_of
+
+Columns = Mapping[str, str]
+"""The column of each name of a format; other columns keep their names."""
 
 RowFormat = Literal["alpaca", "sharegpt", "messages", "prompt", "text", "pairs", "judged"]
 
@@ -71,6 +73,29 @@ def detected(rows: Iterable[object], method: Method) -> RowFormat:
                 return form
         first = first or fields
     return max(forms, key=lambda form: sum(_near(key, first) for key in _REQUIRED[form]) / len(_REQUIRED[form]))
+
+
+def columns_of(words: Sequence[str]) -> Columns:
+    """Return the mapping of valid words."""
+    return {name: column for name, _, column in (word.partition("=") for word in words)}
+
+
+def renamed(row: object, columns: Columns) -> object:
+    """Return a row with its columns under the names of a format, or the RowFault of a row that lacks one.
+
+    A column that has such a name already is left out.
+    """
+    if not columns or not isinstance(row, dict):
+        return row
+    fields = cast("dict[str, Any]", row)
+    missing = [column for column in columns.values() if column not in fields]
+    if missing:
+        named = next(name for name, column in columns.items() if column == missing[0])
+        hint = suggest(missing[0], fields) or f"the row has {listing(fields, 6)}"
+        return RowFault("T514", f"the row has no column `{missing[0]}`, which `--column {named}=...` names", hint)
+    taken = {*columns, *columns.values()}
+    others = {key: value for key, value in fields.items() if key not in taken}
+    return {**others, **{name: fields[column] for name, column in columns.items()}}
 
 
 def require_known_names(columns: Columns, method: Method) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,6 @@ import yaml
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span, listing, suggest
 from ktc.foundation.text_files import read_text
-from ktc.training.tune.columns import faults_of
 
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "prompt", "text"]
 Method = Literal["sft", "dpo", "kto"]
@@ -269,9 +268,22 @@ def _fault_of_value(name: str, value: object) -> str:
     return ""
 
 
+def column_faults(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the faults of words NAME=COLUMN, with a hint."""
+    names, columns = set[str](), set[str]()
+    for word in words:
+        name, equals, column = word.partition("=")
+        if not (name and equals and column):
+            yield f"`column` is NAME=COLUMN, found `{word:.100}`", "for example `prompt=question`"
+        elif name in names or column in columns:
+            yield f"`column` gives `{name if name in names else column:.100}` twice", "leave one of the two out"
+        names.add(name)
+        columns.add(column)
+
+
 def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     """Yield settings that are valid alone and contradict each other, with a hint."""
-    yield from faults_of(settings.column)
+    yield from column_faults(settings.column)
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
             yield f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"
