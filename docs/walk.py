@@ -238,7 +238,7 @@ real one, put its folder or hub id in the place of `tiny:qwen3_moe`, and your fi
 
 Then, in Python:
 
-```python
+```python by=tests/docs/test_walk.py
 {lines}```
 
 The server ends with Ctrl-C (`fg` first). The pages of the walk look like this:
