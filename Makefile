@@ -7,19 +7,26 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 READY := .venv/ready
 CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp')
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+PIP_INSTALL := $(PIP) -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo learn learn-int4 test test-all zoo trainer-options mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format docs clean
+.PHONY: setup lock demo learn learn-int4 test test-all zoo trainer-options mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format docs clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# Every package is installed by its hash, but torch: which of its builds fits depends on the machine (docs/design.md).
+$(READY): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit("ktc needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
-	@echo "making .venv with the tested versions (constraints.txt)"
+	@echo "making .venv with the tested versions (requirements.lock, and torch of constraints.txt)"
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP) --require-hashes --no-deps -r requirements.lock
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
 	@touch $(READY)
+
+# The hashes of constraints.txt, after a change of it. Needs uv (`pip install uv`).
+lock:
+	grep -v '^#\|^torch==' constraints.txt | uv pip compile --quiet --no-deps --generate-hashes --universal \
+		--python-version 3.11 --no-annotate --custom-compile-command 'make lock' -o requirements.lock -
 
 demo: $(READY)
 	$(BIN)/python docs/demo.py
