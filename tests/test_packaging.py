@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,16 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
+
+
+def test_the_lock_has_the_tested_versions_with_hashes_but_torch() -> None:
+    """`make lock` renews it. Each build of torch has hashes of its own (docs/design.md, "Versions")."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = {line.lower().replace("_", "-") for line in lines if not line.startswith(("#", "torch=="))}
+    entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text().strip())
+    locked = {entry.split()[0].lower().replace("_", "-"): entry for entry in entries if not entry.startswith("#")}
+    assert locked.keys() == tested, "run `make lock`"
+    assert all("--hash=sha256:" in entry for entry in locked.values())
 
 
 def test_wheel_carries_the_data_folders(wheel: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from ktc.language.dsl.schema import DECLARATIONS, DEVICE_FAMILIES, ENUMS, KEYWORDS, OPERATORS
 from ktc.model.targets import TARGETS
 
-_WORDS_OF_LOGIC = ("and", "or", "not", "in", "has")
-_TRUTH = ("true", "false")
+WORDS_OF_LOGIC = ("and", "or", "not", "in", "has")
+TRUTH = ("true", "false")
 # The shape of the names of formats and dtypes, so that a new format needs no new grammar.
 _NUMBERS = "(?:bf|f|fp|u?int|i?q|mxfp|nvfp|tq)[0-9]+(?:_[a-z0-9]+)?"
 
@@ -23,7 +23,7 @@ _NUMBERS = "(?:bf|f|fp|u?int|i?q|mxfp|nvfp|tq)[0-9]+(?:_[a-z0-9]+)?"
 def grammar() -> str:
     words = {word for words in ENUMS.values() for word in words} - KEYWORDS - OPERATORS.keys()
     constants = {word for word in words if not re.fullmatch(_NUMBERS, word)}
-    clauses = KEYWORDS - {*DECLARATIONS, *_WORDS_OF_LOGIC, *_TRUTH}
+    clauses = KEYWORDS - {*DECLARATIONS, *WORDS_OF_LOGIC, *TRUTH}
     patterns = [
         _match("comment.line.number-sign.ktr", "#.*$"),
         {
@@ -35,9 +35,9 @@ def grammar() -> str:
         _match("constant.other.device.ktr", rf"\b(?:{_any(DEVICE_FAMILIES)}):[0-9]+"),
         _match("constant.numeric.ktr", r"\b[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?: ?[KMGT]?i?B)?\b"),
         _match("keyword.declaration.ktr", _word(DECLARATIONS)),
-        _match("keyword.operator.word.ktr", _word(_WORDS_OF_LOGIC)),
+        _match("keyword.operator.word.ktr", _word(WORDS_OF_LOGIC)),
         _match("keyword.control.ktr", _word(clauses)),
-        _match("constant.language.boolean.ktr", _word(_TRUTH)),
+        _match("constant.language.boolean.ktr", _word(TRUTH)),
         _match("support.function.target.ktr", rf"(?<==>)\s*{_word(TARGETS)}"),
         _match("support.function.operator.ktr", rf"{_word(OPERATORS)}(?=\s*\()"),
         _match("support.constant.ktr", rf"(?<!\.){_word((*constants, _NUMBERS))}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import plistlib
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from reference_pages import targets_page
 
 from ktc.diagnostics import InputRefused, render
 from ktc.language import dsl
-from ktc.language.dsl import schema, textmate
+from ktc.language.dsl import schema, textmate, vim_syntax
 from ktc.language.dsl.formatter import format_text
 
 PAGES = (ROOT / "docs" / "reference" / "language.md", *sorted((ROOT / "docs").glob("[dg]*/*.md")))
@@ -55,6 +56,22 @@ def test_the_reference_names_everything_that_programs_can() -> None:
 def test_the_grammar_for_editors_is_up_to_date() -> None:
     command = "python -m ktc.language.dsl.textmate editors/ktr.tmLanguage.json"
     assert GRAMMAR.read_text() == textmate.grammar(), f"run `{command}`"
+
+
+def test_the_syntax_for_vim_is_up_to_date_and_knows_every_keyword_once() -> None:
+    command = "python -m ktc.language.dsl.vim_syntax editors/vim/syntax/ktr.vim"
+    text = (GRAMMAR.parent / "vim" / "syntax" / "ktr.vim").read_text()
+    assert text == vim_syntax.syntax(), f"run `{command}`"
+    words = [word for line in re.findall(r"^syntax keyword \w+ (.*)$", text, re.MULTILINE) for word in line.split()]
+    assert sorted(words) == sorted(schema.KEYWORDS)
+
+
+def test_the_extension_for_editors_names_files_that_exist() -> None:
+    contributes = json.loads((GRAMMAR.parent / "package.json").read_text())["contributes"]
+    named = [contributes["languages"][0]["configuration"], contributes["grammars"][0]["path"]]
+    assert all(json.loads((GRAMMAR.parent / name).read_text()) for name in named)
+    assert contributes["grammars"][0]["scopeName"] == json.loads(GRAMMAR.read_text())["scopeName"]
+    assert plistlib.dumps(json.loads(GRAMMAR.read_text())), "Sublime Text reads it as a property list"
 
 
 def test_the_grammar_for_editors_knows_every_constant() -> None:
