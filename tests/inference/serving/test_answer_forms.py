@@ -376,6 +376,22 @@ def test_any_tool_may_be_required_in_chats_and_responses(client: Any, calling: A
     assert [item.name for item in said.output if item.type == "function_call"] == ["weather"]
 
 
+def test_calls_between_special_tokens_follow_the_grammar(tokenizer: Any) -> None:
+    pytest.importorskip("llguidance")
+    from ktc.inference.serving.answer_grammar import AnswerGrammars, CallForm
+
+    form = CallForm((STRICT["function"], {"name": 'a "b"'}), "<|user|>", "<|system|>", may_repeat=True)
+    grammar = AnswerGrammars().compile(form, tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    first = '<|user|>\n{"name": "weather", "arguments": {"city": "Chur"}}\n<|system|>'
+    second = '<|user|>\n{"name": "a \\"b\\"", "arguments": {"any": [1]}}\n<|system|>'
+    answer = grammar.start()
+    for token in tokenizer(f"{first}\n{second}", add_special_tokens=False)["input_ids"]:
+        answer.add(token)
+    with pytest.raises(RuntimeError, match="cannot be followed"):
+        for token in tokenizer(first.replace("Chur", "Rome"), add_special_tokens=False)["input_ids"]:
+            answer.add(token)
+
+
 @needs_templates
 def test_a_required_call_is_refused_where_it_cannot_be_enforced(
     client: Any, calling: Any, monkeypatch: pytest.MonkeyPatch
