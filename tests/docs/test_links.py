@@ -1,12 +1,13 @@
-"""Every relative link of a page leads to a file, and every anchor to a heading; the guide has its ten pages."""
+"""Every relative link of a page leads to a file, and every anchor to a heading; tables are whole."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from pages import DOCS, GUIDE, PAGES, anchors, links, title
+from pages import DOCS, GUIDE, PAGES, anchors, links, tables, title
 from places import ROOT
 from reference_pages import pages as generated_pages
 
@@ -66,3 +67,11 @@ def test_generated_pages_have_every_command_target_and_code() -> None:
 
 
 _NAMES = ("commands", "targets", "diagnostics")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GENERATED], ids=title)
+def test_rows_of_a_table_have_the_cells_of_its_head(page: Path) -> None:
+    text = GENERATED.get(page) or page.read_text(encoding="utf-8")
+    for table in tables(text):
+        counts = {len(re.findall(r"(?<!\\)\|", row)) for row in table}
+        assert len(counts) == 1, f"{counts} in the table of `{table[0]}`"

@@ -79,3 +79,9 @@ def links(text: str) -> Iterator[str]:
     for target in _LINK.findall(_CODE.sub("", _BLOCK.sub("", text))):
         if not re.match(r"[a-z]+:", target):
             yield target
+
+
+def tables(text: str) -> Iterator[list[str]]:
+    """Yield the rows of each table, its head first."""
+    for table in re.findall(r"(?:^\|.*\n?)+", _BLOCK.sub("", text), re.MULTILINE):
+        yield table.splitlines()
