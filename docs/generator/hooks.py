@@ -14,7 +14,7 @@ from reference_pages import pages
 
 from ktc.language.explain import explanations
 
-_LABEL = re.compile(r"^```(\w+) (needs=gpu|needs=download|part|by=\S+|error=\w+)$", re.MULTILINE)
+_LABEL = re.compile(r"^```(\w+) (needs=gpu|needs=download|part|printed|by=\S+|error=\w+)$", re.MULTILINE)
 _WORDS: Final = {
     "needs=gpu": "not run by the tests: needs a GPU or another program",
     "needs=download": "not run by the tests: needs a download",
@@ -43,6 +43,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def _title(block: re.Match[str]) -> str:
     language, word = block[1], block[2]
+    if word == "printed":
+        return f"```{language}"
     kind, _, value = word.partition("=")
     words = {"error": f"refused with {value}", "by": f"run by {value}"}.get(kind) or _WORDS[word]
     return f'```{language} title="{words}"'

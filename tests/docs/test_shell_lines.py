@@ -3,7 +3,8 @@
 A block is labelled ```` ```sh ```` or ```` ```python ````. The words after the label say who runs it: nobody here
 (`needs=gpu`, `needs=download`, `part` of a program), or a test of its own (`by=tests/...`). All other blocks of a page
 run in their order as one bash script (`slow`), pages of the guide in the folder that its first page leaves. The quick
-tests hold every line to the commands and options that exist, and every Python block to the language.
+tests hold every line to the commands and options that exist, and every Python block to the language. The numbers of a
+block ```` ```text printed ```` are those of the page's output.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import Any
 import pyarrow
 import pytest
 import typer
-from pages import DOCS, EXEMPT, GUIDE, PAGES, README, Block, blocks, title
+from pages import DOCS, EXEMPT, GUIDE, PAGES, PRINTED, README, Block, blocks, title
 from places import CONFIGS, ROOT, TESTS
 from pyarrow import parquet
 
 _SHELL = re.compile(r"^(\$ )?(ktc|make|pip|python3?|torchrun|llamafactory-cli|curl) ", re.MULTILINE)
+_NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 _FIRST = DOCS / "guide" / "first-model.md"
 
 
@@ -176,4 +178,7 @@ def test_a_page_runs_as_it_is_written(page: Path, after_first_page: Path, tmp_pa
     for name in ("build/my_model", "runs/a"):
         if f"-o {name}" in lines:
             shutil.rmtree(folder / name)
-    _bash(lines, folder)
+    printed = _bash(lines, folder)
+    promised = (block.text for block in blocks(page, "text") if PRINTED in block.words)
+    missing = [number for text in promised for number in _NUMBER.findall(text) if number not in printed]
+    assert not missing, f"the page shows numbers that its commands do not print:\n{printed}"

@@ -16,6 +16,7 @@ GUIDE = sorted((DOCS / "guide").glob("*.md"))
 PAGES = sorted((README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS.rglob("*.md")))
 # A block that runs nowhere in the tests: it needs a GPU or a download, or is a part of a program.
 EXEMPT = {"needs=gpu", "needs=download", "part"}
+PRINTED = "printed"  # of a block of text: part of what the page's commands print
 _BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+?)(?: \{ #([\w-]+) \})?$", re.MULTILINE)
 _ANCHOR = re.compile(r'<a id="([\w-]+)">')
