@@ -86,7 +86,7 @@ def test_the_search_finds_a_code(served: str, browser: Any) -> None:
 def test_pages_fit_their_window(served: str, browser: Any) -> None:
     for page in ("guide/fit", "reference/commands", "reference/python", "benchmarks"):
         browser.get(f"{served}/{page}.html")
-        for width in (390, 760, 1400):
+        for width in (390, 760, 1400, 1800):
             resize(browser, width)
             assert overflow(browser) <= 0, f"{page} at {width} pixels"
 
