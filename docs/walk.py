@@ -200,6 +200,12 @@ def promised_line(step: Step, done: Done) -> str:
     return "..." * (begin > 0) + line[begin : begin + _LONGEST].rstrip() + "..." * (begin + _LONGEST < len(line))
 
 
+def _as_cell(line: str) -> str:
+    """Return a line as code in a table's cell; a line with backquotes has two of them around it."""
+    code = line.replace("|", "\\|")
+    return f"`` {code} ``" if "`" in code else f"`{code}`"
+
+
 def page(results: tuple[Done, ...]) -> str:
     """Return docs/walk.md."""
     import platform
@@ -210,7 +216,7 @@ def page(results: tuple[Done, ...]) -> str:
     machine = f"{host.processor or platform.machine()}, {host.cores} cores"
     steps = (*STEPS, Step("the Python lines", "The same from Python.", ANSWER))
     rows = [
-        f"| {number} | {step.purpose} | {done.seconds:.1f} | `{promised_line(step, done)}` |"
+        f"| {number} | {step.purpose} | {done.seconds:.1f} | {_as_cell(promised_line(step, done))} |"
         for number, (step, done) in enumerate(zip(steps, results, strict=True), start=1)
     ]
     whole = sum(done.seconds for done in results)
@@ -255,8 +261,9 @@ The server ends with Ctrl-C (`fg` first). The pages of the walk look like this:
 
 ## How long it takes
 
-Measured on {date}: {machine}, {gpus} GPU; Python's bytecode is cached, and no kernel was compiled
-before. In all {whole:.1f} minutes. Commands 7 and 9 compile the model's kernels, which later ones share.
+Measured on {date}: {machine}, {gpus} GPU.
+Python's bytecode is cached, and no kernel was compiled before. In all {whole:.1f} minutes. Commands
+7 and 9 compile the model's kernels, which later ones share.
 
 | | to learn | seconds | it prints |
 | -: | --- | --: | --- |
