@@ -192,18 +192,14 @@ def _told(step: Step, done: Done) -> Done:
 def promised_line(step: Step, done: Done) -> str:
     """Return the line of the output that has the promise, cut to the width of a table's cell."""
     line = next(line for line in done.output.splitlines() if step.promise in line)
-    line = re.sub(r"\s+", " ", line).strip()
-    if len(line) <= _LONGEST:
-        return line
-    at = line.index(step.promise)
-    begin = 0 if at + len(step.promise) < _LONGEST else at
-    return "..." * (begin > 0) + line[begin : begin + _LONGEST].rstrip() + "..." * (begin + _LONGEST < len(line))
-
-
-def _as_cell(line: str) -> str:
-    """Return a line as code in a table's cell; a line with backquotes has two of them around it."""
-    code = line.replace("|", "\\|")
-    return f"`` {code} ``" if "`" in code else f"`{code}`"
+    line = re.sub(r"\s+", " ", line).strip().replace("`", "'")
+    at = line.index(step.promise.replace("`", "'"))
+    begin = 0 if at + len(step.promise) <= _LONGEST else at
+    shown = line[begin : begin + _LONGEST]
+    if begin + _LONGEST < len(line):  # whole words
+        shown = shown[: max(at - begin + len(step.promise), shown.rfind(" "))]
+    dots = "..." * (begin > 0), "..." * (begin + len(shown) < len(line))
+    return shown.rstrip(" ,:;").join(dots).replace("|", "\\|")
 
 
 def page(results: tuple[Done, ...]) -> str:
@@ -216,7 +212,7 @@ def page(results: tuple[Done, ...]) -> str:
     machine = f"{host.processor or platform.machine()}, {host.cores} cores"
     steps = (*STEPS, Step("the Python lines", "The same from Python.", ANSWER))
     rows = [
-        f"| {number} | {step.purpose} | {done.seconds:.1f} | {_as_cell(promised_line(step, done))} |"
+        f"| {number} | {step.purpose} | {done.seconds:.1f} | `{promised_line(step, done)}` |"
         for number, (step, done) in enumerate(zip(steps, results, strict=True), start=1)
     ]
     whole = sum(done.seconds for done in results)
@@ -261,9 +257,9 @@ The server ends with Ctrl-C (`fg` first). The pages of the walk look like this:
 
 ## How long it takes
 
-Measured on {date}: {machine}, {gpus} GPU.
-Python's bytecode is cached, and no kernel was compiled before. In all {whole:.1f} minutes. Commands
-7 and 9 compile the model's kernels, which later ones share.
+Measured on {date}: {machine} of a shared computer, {gpus} GPU. Python's bytecode is
+cached, and no kernel was compiled before. In all {whole:.1f} minutes. Commands 7 and 9 compile the
+model's kernels, which later ones share.
 
 | | to learn | seconds | it prints |
 | -: | --- | --: | --- |
