@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -211,6 +211,10 @@ class _Reader:
     def _parsed(self, number: int, file: str, rows: Rows) -> Iterator[Example]:
         rows = ((line, renamed(value, self._columns)) for line, value in rows)
         first = list(islice(rows, self._head or _DETECTED))
+        if self._columns and (fault := _same_fault(value for _, value in first)):
+            place = Span(file, first[0][0], 1, first[0][0], 2)  # one message for a column that no row has
+            self.faults.append(Diagnostic(fault.code, fault.message, place, hint=fault.hint))
+            return
         form = self._wanted or detected((value for _, value in first), self._method)
         self._formats[form] = None
         for line, value in first if self._head else chain(first, rows):
@@ -219,6 +223,16 @@ class _Reader:
             except RowFault as fault:
                 place = Span(file, line, 1, line, 2)
                 self.faults.append(Diagnostic(fault.code, fault.message, place, hint=fault.hint))
+
+
+def _same_fault(values: Iterable[object]) -> RowFault | None:
+    """Return the fault that all rows have, None where one has another or none."""
+    first: RowFault | None = None
+    for value in values:
+        if not isinstance(value, RowFault) or (first is not None and value.message != first.message):
+            return None
+        first = first or value
+    return first
 
 
 def digest(path: Path) -> str:

@@ -92,7 +92,9 @@ def renamed(row: object, columns: Columns) -> object:
     if missing:
         named = next(name for name, column in columns.items() if column == missing[0])
         hint = suggest(missing[0], fields) or f"the row has {listing(fields, 6)}"
-        return RowFault("T514", f"the row has no column `{missing[0]}`, which `--column {named}=...` names", hint)
+        return RowFault(
+            "T514", f"the row has no column `{missing[0]}`, which `--column {named}={missing[0]}` names", hint
+        )
     taken = {*columns, *columns.values()}
     others = {key: value for key, value in fields.items() if key not in taken}
     return {**others, **{name: fields[column] for name, column in columns.items()}}

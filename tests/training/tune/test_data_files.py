@@ -293,6 +293,15 @@ def test_a_row_without_the_column_is_refused_by_its_line_with_the_nearest(tmp_pa
     assert "no column `question`" in found.message and "did you mean `questoin`?" in found.hint
 
 
+def test_a_column_that_no_row_has_is_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    written_rows(path, [{"prompt": "a", "completion": "b"}] * 5)
+    with pytest.raises(InputRefused) as refused:
+        read_training_data(path, columns=("prompt=question",))
+    (found,) = refused.value.diagnostics
+    assert (found.code, str(found.span)) == ("T514", f"{path}:1:1")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
