@@ -13,7 +13,17 @@ import torch
 from ktc import compiler
 from ktc.cli import app as cli
 from ktc.cli.compiling import settings_of
-from ktc.cli.given_model import Wish, compiled, is_compiled, named_after, run_compiled, shown, tell_random_weights
+from ktc.cli.given_model import (
+    Wish,
+    compiled,
+    display_name,
+    is_compiled,
+    named_after,
+    original_folder,
+    run_compiled,
+    shown,
+    tell_random_weights,
+)
 from ktc.cli.session import Session
 from ktc.diagnostics import InputRefused
 from ktc.foundation.host import Gpu, detect
@@ -86,6 +96,13 @@ def test_arguments_are_models_or_compiled_models(tmp_path: Path, monkeypatch: py
     assert [is_compiled(given) for given in (*models, *outs)] == [False] * len(models) + [True] * len(outs)
     assert (shown("tiny:qwen3_moe"), shown("out")) == ("tiny:qwen3_moe", Path("out"))
     assert named_after("tiny:qwen3_moe").name == "qwen3_moe"
+    assert [display_name(given) for given in models] == ["qwen3_moe", "checkpoint", "owner/name"]
+
+
+def test_a_small_model_is_an_original_with_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path))
+    assert list(original_folder("tiny:qwen3_moe").glob("*.safetensors"))
+    assert original_folder(tmp_path) == tmp_path
 
 
 def test_options_become_settings_of_the_rules_that_have_them() -> None:
