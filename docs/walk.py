@@ -220,6 +220,7 @@ def page(results: tuple[Done, ...]) -> str:
     return _PAGE.format(
         count=len(STEPS), commands=commands, lines=LINES, rows="\n".join(rows), whole=whole / 60,
         date=datetime.date.today().isoformat(), machine=machine, gpus=len(host.gpus) or "no",
+        load=os.getloadavg()[1],
     )  # fmt: skip
 
 
@@ -257,9 +258,9 @@ The server ends with Ctrl-C (`fg` first). The pages of the walk look like this:
 
 ## How long it takes
 
-Measured on {date}: {machine} of a shared computer, {gpus} GPU. Python's bytecode is
-cached, and no kernel was compiled before. In all {whole:.1f} minutes. Commands 7 and 9 compile the
-model's kernels, which later ones share.
+Measured on {date}: {machine}, {gpus} GPU, at a load of {load:.1f} with the walk itself.
+Python's bytecode is cached, and no kernel was compiled before. In all {whole:.1f} minutes. Commands
+7 and 9 compile the model's kernels, which later ones share.
 
 | | to learn | seconds | it prints |
 | -: | --- | --: | --- |
