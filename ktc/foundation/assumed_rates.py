@@ -120,7 +120,7 @@ def assumed_gpu(name: str, cpu_bandwidth: float) -> GpuRates:
         bus_beside_cpu=Figure(0.9 * card.bus),
         cpu_beside_bus=Figure(0.9 * cpu_bandwidth),
         launch=Figure(8e-6),
-        graph_node=Figure(2e-6),
+        graph_node=Figure(1.2e-6),
         host_node=Figure(50e-6),
         context=600 << 20,
     )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ktc.model.kernels.kernel_library import Kernel
     from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
+    from ktc.model.targets.target import Prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,15 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class CpuMoe(ModuleTarget):
-    """`activations`: `keep` saves gate and up for backward, `recompute` recomputes them."""
+    """`activations`: `keep` saves gate and up for backward, `recompute` recomputes them.
+
+    `numa`: `shard` cuts the weights for the nodes of the machine, each of which multiplies its own. Such weights cannot
+    be sent to a GPU, so `auto` cuts those that are not.
+    """
 
     format: Format = "stored"
     isa: Isa = "auto"
-    numa: Annotated[Literal["none", "shard"], EnumName("numa")] = "shard"
+    numa: Annotated[Literal["auto", "none", "shard"], EnumName("numa")] = "auto"
     activations: Annotated[Literal["keep", "recompute"], EnumName("activations")] = "keep"
     threads: Threads | None = None
 
@@ -81,6 +86,12 @@ class CpuMoe(ModuleTarget):
     def num_threads(self, host: Host) -> int:
         """Return the rule's number, or one thread per core that this process may use."""
         return self.threads or host.workers
+
+    def cut(self, prefill: Prefill | None) -> Literal["none", "shard"]:
+        """Return how weights with this `prefill` are cut for NUMA nodes."""
+        if self.numa == "auto":
+            return "shard" if prefill is None else "none"
+        return self.numa
 
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
         """Return the kernel for the experts' sizes and stored weights."""
@@ -103,7 +114,8 @@ class CpuMoe(ModuleTarget):
         moved = "" if plan.device == "cpu" else f", hidden states move {plan.device} -> cpu -> {plan.device}"
         if prefill is not None:
             sent = "where the weights stay" if prefill.resident else "where the weights are sent"
-            moved += f"; from {prefill.tokens} tokens on {listing(prefill.devices)}, {sent}"
+            whole = ", not cut for NUMA nodes" * (host.numa > 1)
+            moved += f"; from {prefill.tokens} tokens on {listing(prefill.devices)}, {sent}{whole}"
         how = f"{stored}, {spec.isa} kernel, {chosen}"
         computed = f"routed experts as one node on cpu ({how}){moved}"
         if lora is None:
@@ -153,7 +165,7 @@ class CpuMoe(ModuleTarget):
             threads=self.num_threads(host),
             form=str(about["form"]),
             activations=self.activations,
-            numa=self.numa,
+            numa=self.cut(prefill),
             prefill=prefill.devices if prefill else (),
             prefill_tokens=max(1, prefill.tokens) if prefill else 1,
             stream_buffer=prefill.buffer if prefill else 1,

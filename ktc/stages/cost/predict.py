@@ -107,7 +107,8 @@ class _Clock:
     # On the CPU ------------------------------------------------------------------------------------------------------
     def _on_cpu(self, work: Work) -> float:
         amounts, cpu = self.amounts, self.rates.cpu
-        bandwidth = at(cpu.bandwidth, self.threads)
+        # Threads of all nodes read scattered weights over the link between the nodes.
+        bandwidth = cpu.node_bandwidth.median if work.scattered else at(cpu.bandwidth, self.threads)
         rate = at(cpu.products.get(work.weight_format) or cpu.products["bf16"], self.threads)
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         one = cpu.call if self.issue.native_step else cpu.operator

@@ -77,7 +77,8 @@ class Work:
     `hidden` are the bytes of a token's hidden state, `moved` those per token that operators read and write, and
     `operators` how many there are. `scores` are multiply-adds per token and position of attention, and `cached` bytes
     per position; `latent` attention has values narrower than keys. `packed` weights are in the kernel's layout. A GPU
-    has `decoded` them for all calls, or does it in each call.
+    has `decoded` them for all calls, or does it in each call. Weights that are `scattered` are not cut for the NUMA
+    nodes of the machine.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Work:
     experts: RoutedExperts | None = None
     packed: bool = False
     decoded: bool = False
+    scattered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

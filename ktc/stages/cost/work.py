@@ -175,6 +175,7 @@ class _Works:
             experts=experts,
             packed=True,
             decoded=decoded,
+            scattered=self._plan.host.numa > 1 and (prefill is not None or action.target.settings["numa"] == "none"),
         )
 
     def _opaque(self, site: BlockSite, device: str) -> Work:

@@ -96,7 +96,7 @@ def _unsuited(experts: Target | None, host: Host) -> str:
     if experts is None:
         return "no rule runs routed experts there on the CPU, whose weights could be sent"
     if host.numa > 1 and experts.settings["numa"] == "shard":
-        return f"weights that are cut for several NUMA nodes cannot be sent; write `{experts.name}(numa = none)`"
+        return "weights that are cut for several NUMA nodes cannot be sent; leave `numa = shard` out"
     return ""
 
 

@@ -65,7 +65,7 @@ def test_a_rule_is_resolved(program: Path) -> None:
     assert moe.target.settings == {
         "format": "stored",
         "isa": "auto",
-        "numa": "shard",
+        "numa": "auto",
         "activations": "keep",
         "threads": 30,
     }

@@ -50,9 +50,16 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
         plan_of(EXPERTS + MANY, tmp_path, CPU)
 
 
-def test_weights_that_are_cut_for_numa_nodes_are_refused_once(tmp_path: Path) -> None:
+def test_weights_that_are_sent_are_not_cut_for_numa_nodes(tmp_path: Path) -> None:
+    two = replace(GPU, numa=2)
+    for program, cut in ((EXPERTS + MANY, "none"), (EXPERTS, "shard")):
+        plan = plan_of(program, tmp_path, two)
+        assert {step.args["numa"] for step in recipe(rewrite(captured("deepseek_v2"), plan), two)} == {cut}
+
+
+def test_weights_that_are_to_be_cut_and_sent_are_refused_once(tmp_path: Path) -> None:
     with pytest.raises(InputRefused) as refusal:
-        plan_of(EXPERTS + MANY, tmp_path, replace(GPU, numa=2))
+        plan_of(EXPERTS.replace("cpu_moe()", "cpu_moe(numa = shard)") + MANY, tmp_path, replace(GPU, numa=2))
     (problem,) = refusal.value.diagnostics
     assert problem.code == "M078"
     assert "several NUMA nodes" in problem.message
