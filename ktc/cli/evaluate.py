@@ -134,31 +134,31 @@ def command(
     items = read_items(data, form, limit, column or ()) if task == "generation" else ()
     questions = read_questions(data, limit=limit) if task == "mcq" else ()
 
-    def load(out: Path) -> LanguageModel:
-        tell_random_weights(session, out, (adapter,), weights)
-        return open_language_model(
-            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust,
-            name=display_name(model),
-        )  # fmt: skip
-
-    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
-    opened = run_compiled(session, model, wish, load)
-    session.raise_if_interrupted()
-    tell_template(session, opened, raw or task == "mcq")
     writes_letters = task == "mcq" and by != "logprob"
     sampling = Sampling(max_new_tokens or (32 if writes_letters else None), temperature, seed=seed)
     total = (len(items) or len(questions)) * (2 if adapter else 1)
-    with rows_bar(session, "evaluating", total) as done:
-        half = {"tuned": total // 2}
 
-        def progress(which: str, count: int) -> None:
-            done(half.get(which, 0) + count)
+    def run(out: Path) -> tuple[LanguageModel, Evaluation]:
+        tell_random_weights(session, out, (adapter,), weights)
+        opened = open_language_model(
+            out, adapter=adapter, reference=reference, weights=weights, trust_remote_code=trust,
+            name=display_name(model),
+        )  # fmt: skip
+        session.raise_if_interrupted()
+        tell_template(session, opened, raw or task == "mcq")
+        with rows_bar(session, "evaluating", total) as done:
+            half = {"tuned": total // 2}
 
-        evaluator = Evaluator(opened, sampling, batch_size, progress)
-        if scored is not None:
-            evaluation = evaluator.generation(items, scored, system=system, token_accuracy=token_accuracy)
-        else:
-            evaluation = evaluator.choices(questions, by or "text", system=system, raw=raw)
+            def progress(which: str, count: int) -> None:
+                done(half.get(which, 0) + count)
+
+            evaluator = Evaluator(opened, sampling, batch_size, progress)
+            if scored is not None:
+                return opened, evaluator.generation(items, scored, system=system, token_accuracy=token_accuracy)
+            return opened, evaluator.choices(questions, by or "text", system=system, raw=raw)
+
+    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
+    opened, evaluation = run_compiled(session, model, wish, run)
     if output is not None:
         write_rows(output, evaluation.predictions)
     session.result({**evaluation.to_json(), "model": opened.name, "adapter": opened.adapter or None})

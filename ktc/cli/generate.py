@@ -7,7 +7,7 @@ Refused before the model is loaded: options that exclude each other (G700) and f
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,16 @@ import typer
 
 from ktc.cli.early_checks import require_given, require_writable
 from ktc.cli.following import serving
-from ktc.cli.given_model import GivenModel, Recompile, Wish, display_name, run_compiled, shown, tell_random_weights
+from ktc.cli.given_model import (
+    GivenModel,
+    Recompile,
+    Wish,
+    display_name,
+    run_compiled,
+    shown,
+    shown_once,
+    tell_random_weights,
+)
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
@@ -108,13 +117,19 @@ def command(
     if prompt is not None and not prompt.strip():
         raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
     wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
-    opened = _open(session, model, wish, sampling, adapter=adapter, reference=reference, chunk=prefill_chunk, raw=raw)
-    if prompt is not None:
-        _answer_one(session, opened, prompt, sampling, system, raw)
-    elif chat:
+
+    def answers(opened: LanguageModel) -> None:
+        if prompt is not None:
+            _answer_one(session, opened, prompt, sampling, system, raw)
+        elif not chat:
+            _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
+
+    opened = _open(
+        session, model, wish, sampling, answers,
+        adapter=adapter, reference=reference, chunk=prefill_chunk, raw=raw,
+    )  # fmt: skip
+    if chat:
         _converse(session, opened, sampling, system)
-    else:
-        _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
     if opened.streams:
         session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
 
@@ -143,17 +158,20 @@ def chat_command(
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
     sampling.check()
     wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
-    opened = _open(session, model, wish, sampling, adapter=adapter, reference=reference, chunk=prefill_chunk)
+    opened = _open(session, model, wish, sampling, None, adapter=adapter, reference=reference, chunk=prefill_chunk)
     _converse(session, opened, sampling, system)
     if opened.streams:
         session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
 
 
 def _open(
-    session: Session, model: str, wish: Wish, sampling: Sampling, *,
+    session: Session, model: str, wish: Wish, sampling: Sampling, answers: Callable[[LanguageModel], None] | None, *,
     adapter: Path | None, reference: bool, chunk: int | None, raw: bool = False,
 ) -> LanguageModel:  # fmt: skip
-    """Return the model, compiled first if it is not, ready to answer. `chunk`: tokens of a prompt per pass."""
+    """Return the model, compiled first if it is not, after its `answers`. `chunk`: tokens of a prompt per pass.
+
+    Where a GPU's memory ends before there are answers, they come from a smaller plan.
+    """
     require_given(model, (adapter,))
     session.require_versions()
     from ktc.inference.generate.answers import read_in_chunks, set_seed
@@ -161,18 +179,20 @@ def _open(
 
     def load(out: Path) -> LanguageModel:
         tell_random_weights(session, out, (adapter,), wish.weights)
-        return open_language_model(
+        opened = open_language_model(
             out, adapter=adapter, reference=reference, weights=wish.weights, trust_remote_code=wish.trust,
             name=display_name(model),
         )  # fmt: skip
+        session.raise_if_interrupted()
+        tell_template(session, opened, raw)
+        if chunk is not None:
+            read_in_chunks(opened, chunk)
+        set_seed(sampling.seed)
+        if answers is not None:
+            answers(opened)
+        return opened
 
-    opened = run_compiled(session, model, wish, load)
-    session.raise_if_interrupted()
-    tell_template(session, opened, raw)
-    if chunk is not None:
-        read_in_chunks(opened, chunk)
-    set_seed(sampling.seed)
-    return opened
+    return run_compiled(session, model, wish, load)
 
 
 def _check_combination(
@@ -204,7 +224,8 @@ def _answer_one(session: Session, opened: LanguageModel, text: str, sampling: Sa
     from ktc.inference.generate.prompts import render
 
     prompt = render(opened, text, system=system, raw=raw)
-    answered, pace = answer(opened, prompt, sampling, None if session.as_json else session.stream)
+    with shown_once(session) as write:
+        answered, pace = answer(opened, prompt, sampling, None if session.as_json else write)
     if not session.as_json:
         session.stream("\n")
     session.result({"text": answered.text, "finish": answered.finish, **_pace_json(pace), "sampling": asdict(sampling)})

@@ -7,7 +7,8 @@ of the command, into the user's cache (`ktc.stages.link.cached`). Refused (U006)
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -18,7 +19,7 @@ from ktc.cli import completion
 from ktc.cli.amounts import relative
 from ktc.cli.options import AUTO, Use
 from ktc.cli.session import Session
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.foundation import environment
 
 if TYPE_CHECKING:
@@ -116,6 +117,28 @@ def run_compiled(session: Session, given: str, wish: Wish, run: Callable[[Path],
         message = f"{fault.message}; a plan with less on the GPU runs instead"
         hint = "end other programs on the GPU before the next run"
         session.diagnose([Diagnostic("U118", message, hint=hint, severity="warning")])
+
+
+@contextmanager
+def shown_once(session: Session) -> Generator[Callable[[str], None]]:
+    """Yield what writes an answer. Raises HostLacks where memory ends after its first token: it is not repeated."""
+    from ktc.foundation.memory_faults import memory_fault
+
+    written = 0
+
+    def write(text: str) -> None:
+        nonlocal written
+        written += len(text)
+        session.stream(text)
+
+    try:
+        yield write
+    except (RuntimeError, MemoryError) as error:
+        fault = memory_fault(error)
+        if fault is None or not written:
+            raise
+        session.stream("\n")
+        raise HostLacks(fault) from error
 
 
 def _smaller(host: Host | None, out: Path) -> Host | None:

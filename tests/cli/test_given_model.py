@@ -22,10 +22,11 @@ from ktc.cli.given_model import (
     original_folder,
     run_compiled,
     shown,
+    shown_once,
     tell_random_weights,
 )
 from ktc.cli.session import Session
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, detect
 from ktc.stages.plan.placement import BUDGET_SHARE
 
@@ -180,3 +181,20 @@ def test_a_small_model_says_that_its_weights_are_random_until_an_adapter_changes
     assert not capfd.readouterr().err
     tell_random_weights(Session(), Path("tiny"), (None,), None)
     assert "`tiny:qwen3_moe` has random weights" in capfd.readouterr().err
+
+
+def test_an_answer_is_not_repeated_after_its_first_token() -> None:
+    written: list[str] = []
+    session: Any = SimpleNamespace(stream=written.append)
+
+    def answer(*tokens: str) -> None:
+        with shown_once(session) as write:
+            for token in tokens:
+                write(token)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError):  # a smaller plan answers
+        answer()
+    with pytest.raises(HostLacks, match="U116"):
+        answer("half", " an")
+    assert written == ["half", " an", "\n"]
