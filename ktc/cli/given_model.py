@@ -157,9 +157,8 @@ def tell_random_weights(session: Session, out: Path, adapters: Sequence[object],
 
     if weights is not None or any(adapters):
         return
-    folder = Path(read_manifest(out).model.name)
-    if folder.parent == environment.cache_dir() / "models":
-        message = f"`tiny:{folder.name.partition('-')[0]}` has random weights: its answers mean nothing"
+    if name := environment.small_model(Path(read_manifest(out).model.name)):
+        message = f"`tiny:{name}` has random weights: its answers mean nothing"
         hint = "`ktc train MODEL --data FILE` makes an adapter for `--adapter`; a trained model is a folder or a hub id"
         session.diagnose([Diagnostic("G712", message, hint=hint, severity="note")])
 

@@ -23,6 +23,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "ktc"
 
 
+def small_model(folder: Path) -> str:
+    """Return NAME of the folder of `tiny:NAME`, and "" for any other folder."""
+    return folder.name.partition("-")[0] if folder.parent == cache_dir() / "models" else ""
+
+
 def config_dir() -> Path:
     """Return the folder of the user's settings of ktc: `$XDG_CONFIG_HOME/ktc` or `~/.config/ktc`."""
     base = os.environ.get("XDG_CONFIG_HOME")

@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ktc.foundation import resources
+from ktc.foundation.environment import small_model
 from ktc.foundation.files import write_file
 from ktc.training.trainers.phases import PHASES
 from ktc.training.trainers.run_report import RunReport
@@ -52,7 +53,7 @@ def page(
     environment = Environment(loader=loader, undefined=StrictUndefined, autoescape=True, trim_blocks=True)
     template = environment.get_template("page.html.j2")
     return template.render(
-        title=f"LoRA of {Path(report.model).name}",
+        title=f"LoRA of {small_model(Path(report.model)) or Path(report.model).name}",
         facts=list(facts(report)),
         sample=sample,
         plot=_embedded(plot),
