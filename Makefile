@@ -14,7 +14,8 @@ PIP_INSTALL := $(PIP) -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $
 
 setup: $(READY)
 
-# Every package is installed by its hash, but torch: which of its builds fits depends on the machine (docs/design.md).
+# Every package is installed by its hash, but torch and what it brings (CUDA libraries, setuptools): which of its builds
+# fits depends on the machine (docs/design.md).
 $(READY): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit("ktc needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	@echo "making .venv with the tested versions (requirements.lock, and torch of constraints.txt)"

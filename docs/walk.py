@@ -141,6 +141,8 @@ def run(step: Step, reader: Mapping[str, str]) -> Done:
 def background(step: Step, reader: Mapping[str, str]) -> Iterator[Done]:
     """Run a server until the block ends; its seconds are those until it answers. Raise Failed."""
     log = ROOT / OUT / "server.log"
+    if _answers():
+        raise Failed(f"a server answers on port {PORT} already: end it first")
     started = time.perf_counter()
     with log.open("w", encoding="utf-8") as stream:
         command = ["bash", "-c", f"exec {step.command.removesuffix('&')}"]

@@ -66,7 +66,10 @@ def command(
     modules: MergedModules = "experts",
     requantize_merged: RequantizeMerged = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Load the export with stock peft on a small twin and compare the logits.")
+        bool,
+        typer.Option(
+            "--check", help="Load the export with stock peft on a small model of its family and compare the logits."
+        ),
     ] = False,
     model: OriginalModel = None,
     force: ForceOutput = False,

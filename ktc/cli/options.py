@@ -38,7 +38,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A model folder, a hub id, or tiny:NAME (a small twin of a family).",
+        help="A model folder, a hub id, or tiny:NAME (a small model of a family).",
         autocompletion=completion.models,
     ),
 ]

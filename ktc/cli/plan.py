@@ -17,6 +17,7 @@ import typer
 from ktc.cli.amounts import size
 from ktc.cli.compiling import settings_of
 from ktc.cli.early_checks import require_compiled, require_host, require_model, require_rules
+from ktc.cli.following import loading
 from ktc.cli.model_and_rules import model_and_rules
 from ktc.cli.options import AUTO, Experts, ForUse, Model, OptionalRules, Settings, Trust
 from ktc.cli.session import Session
@@ -123,7 +124,9 @@ def plan_command(
 
         draw(plot, analysis.captured, [(row.case, row.chosen) for row in rows if not isinstance(row.chosen, KtcError)])
         session.show(f"{plot} shows them")
-    session.next("ktc", "check", rules, model)
+    pairs = (word for name, value in chosen.items() for word in ("--set", f"{name}={value}"))
+    machine = ("--host", hosts) if hosts and len(machines) == 1 else ()
+    session.next("ktc", "check", rules, model, *pairs, *machine, *loading(None, trust))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,10 @@ def syntax() -> str:
         _keywords("Control", KEYWORDS - {*DECLARATIONS, *WORDS_OF_LOGIC, *TRUTH}),
         _keywords("Logic", WORDS_OF_LOGIC),
         _keywords("Boolean", TRUTH),
+        _match("Constant", rf"\.\@<!\<\%({_any(constants)}\)\>"),
+        # Of two matches at one place, Vim takes the later one.
         _match("Target", rf"\%(=>\s*\)\@<=\<\%({_any(TARGETS)}\)\>"),
         _match("Call", rf"\<\%({_any(OPERATORS)}\)\>\ze\s*("),
-        _match("Constant", rf"\.\@<!\<\%({_any(constants)}\)\>"),
         _match("Device", rf"\<\%({_any(DEVICE_FAMILIES)}\):\d\+"),
         _match("Number", r"\<\d\+\%(\.\d\+\)\?\%([eE][+-]\?\d\+\)\?\%( \?[KMGT]\?i\?B\)\?\>"),
         _match("Variable", r"\$[A-Za-z_]\w*"),

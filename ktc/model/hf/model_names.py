@@ -48,7 +48,7 @@ def require_twin(name: str, families: frozenset[str] | None) -> None:
     if families is None or name in families:
         return
     hint = suggest(name, families) or f"write `tiny:` and a causal LM family, like {', '.join(TWIN_SETTINGS)}"
-    raise InputRefused(Diagnostic("I110", f"no small twin is called `{name}`", hint=hint))
+    raise InputRefused(Diagnostic("I110", f"no small model is called `{name}`", hint=hint))
 
 
 def require_config(folder: Path) -> None:
@@ -70,7 +70,7 @@ def not_a_model(name: str) -> Diagnostic:
     if name.endswith(".gguf") and Path(name).is_file():
         hint = "put config.json and the tokenizer of the original next to the file, and give their folder"
     elif name in TWIN_SETTINGS:
-        hint = f"the small twin of this family is `{TINY}{name}`"
+        hint = f"the small model of this family is `{TINY}{name}`"
     return Diagnostic("I100", f"MODEL `{name}` is not a folder", hint=hint)
 
 

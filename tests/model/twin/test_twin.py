@@ -92,6 +92,6 @@ def test_an_unknown_twin_is_refused_with_the_names_there_are(tmp_path: Path) -> 
     with pytest.raises(InputRefused) as refused:
         twin.write("quimera_900", tmp_path)
     assert "deepseek_v2" in refused.value.diagnostics[0].hint
-    with pytest.raises(InputRefused, match="no small twin") as refused:
+    with pytest.raises(InputRefused, match="no small model") as refused:
         twin.write("mixtrl", tmp_path)
     assert "`mixtral`" in refused.value.diagnostics[0].hint
