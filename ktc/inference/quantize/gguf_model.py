@@ -20,6 +20,7 @@ from ktc.adapters.gguf import architecture_of, require_gguf
 from ktc.adapters.merge import copy_others
 from ktc.adapters.save import EXPORT, WRITTEN_BY, require_new
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.environment import small_model
 from ktc.foundation.files import new_folder, refusing, replaced_file, write_file
 from ktc.foundation.progress import Progress
 from ktc.foundation.regular_files import read_regular
@@ -127,7 +128,8 @@ def _counts(original: Original, plan: FilePlan) -> tuple[int, int, int]:
 
 def _describe(writer: Any, gguf: Any, original: Original, plan: FilePlan, matrices: MatrixType) -> str:
     """Add what says which model this is, and return its name."""
-    name = name_of_model(Path(original.base.name).name)
+    folder = Path(original.base.name)
+    name = name_of_model(small_model(folder) or folder.name)
     shared, expert, count = _counts(original, plan)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_string(WRITTEN_BY, EXPORT)
