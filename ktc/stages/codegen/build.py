@@ -2,19 +2,22 @@
 
 In: rendered text, the host. Out: a library whose every kernel passed its self-test. Refused: all refusals of
 `toolchain`, text that does not compile, a wrong kernel. A folder of the cache is complete once it holds `library.json`.
-Builders of the same key wait for one another, and the next one removes the remains of a killed one.
+Builders of the same key wait for one another, and the next one removes the remains of a killed one. Libraries share the
+objects of equal units, which stay in the cache: a model that is compiled for another use compiles what is new.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import shutil
 import sysconfig
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -25,7 +28,7 @@ from filelock import FileLock
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.foundation import environment, resources
 from ktc.foundation import host as hosts
-from ktc.foundation.files import file_digest, folder_beside, write_file
+from ktc.foundation.files import file_digest, folder_beside, move_file, write_file
 from ktc.foundation.host import Host
 from ktc.foundation.isa import Isa
 from ktc.foundation.regular_files import read_regular
@@ -33,10 +36,12 @@ from ktc.foundation.stage_progress import counted
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.stages.codegen import toolchain
 from ktc.stages.codegen.kinds import kind_of
-from ktc.stages.codegen.render import KernelSource
+from ktc.stages.codegen.render import KernelSource, TranslationUnit
 from ktc.stages.codegen.toolchain import Toolchain
 
 _RECORD: Final = "library.json"
+_OBJECTS: Final = "objects"  # a folder beside the libraries
+_KEPT_DAYS: Final = 30  # of objects that no build takes
 
 
 def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> KernelLibrary:
@@ -71,7 +76,7 @@ def build(source: KernelSource, host: Host, cache_dir: Path | None = None) -> Ke
         lock.release()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _written(cache: Path) -> Generator[None]:
     """Report an OSError inside as a fault of the cache (H226)."""
     try:
@@ -88,17 +93,23 @@ def cache_key(source: KernelSource, tools: Toolchain) -> str:
 
     The rule that requests a kernel is not an input, so an edit of the program around its kernels rebuilds nothing.
     """
+    return _digest((*_tools(tools), *itertools.chain.from_iterable(_unit(unit, tools) for unit in source.units)))
+
+
+def _digest(items: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    for item in _ingredients(source, tools):
+    for item in items:
         digest.update(len(item).to_bytes(8, "little"))
         digest.update(item)
     return digest.hexdigest()[:32]
 
 
-def _ingredients(source: KernelSource, tools: Toolchain) -> Iterator[bytes]:
+def _unit(unit: TranslationUnit, tools: Toolchain) -> Iterator[bytes]:
+    yield from (part.encode() for part in (unit.name, unit.code, *tools.flags(unit.isa, unit.name)))
+
+
+def _tools(tools: Toolchain) -> Iterator[bytes]:
     yield from (str(part).encode() for part in (*asdict(tools.compiler).values(), pybind11.__version__, _abi()))
-    for unit in source.units:
-        yield from (part.encode() for part in (unit.name, unit.code, *tools.flags(unit.isa, unit.name)))
     for include in (resources.runtime_include(), resources.runtime_bindings()):
         for header in sorted(include.rglob("*.hpp")):
             yield str(header.relative_to(include)).encode()
@@ -123,11 +134,15 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
     shutil.rmtree(folder, ignore_errors=True)  # an altered library, or one whose builder was killed
     try:
         with _written(folder.parent), folder_beside(folder) as work:
-            built = _compile(source, tools, work, jobs)
+            built = _compile(source, tools, work, jobs, folder.parent / _OBJECTS)
             work.rename(folder)
         library = KernelLibrary(folder / built.name, file_digest(folder / built.name), source.entries)
-        for spec in source.specs:
-            kind_of(spec).self_test(library.kernel(spec.entry), spec)
+        try:
+            for spec in source.specs:
+                kind_of(spec).self_test(library.kernel(spec.entry), spec)
+        except BaseException:
+            shutil.rmtree(folder.parent / _OBJECTS, ignore_errors=True)  # the fault may be in one of them
+            raise
         with _written(folder.parent):
             _write_record(folder, library)
     except BaseException:
@@ -136,23 +151,36 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
     return library
 
 
-def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int) -> Path:
-    """Compile each unit with the flags of its instruction set, and link them. Objects are not kept."""
+def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int, kept: Path) -> Path:
+    """Compile each unit with the flags of its instruction set, but those whose objects are `kept`, and link them."""
+    kept.mkdir(exist_ok=True)
+    shared = tuple(_tools(tools))
     for unit in source.units:
         (work / unit.name).write_text(unit.text, encoding="utf-8")
-    objects = [(work / unit.name).with_suffix(".o") for unit in source.units]
-    commands = (
-        tools.compile_command(work / unit.name, target, unit.isa)
-        for unit, target in zip(source.units, objects, strict=True)
-    )
+
+    def compiled(unit: TranslationUnit) -> Path:
+        key = _digest((*shared, *_unit(unit, tools)))
+        for item in kept.glob(f"{key}.*.o"):
+            if file_digest(item) == item.name.split(".")[1]:
+                item.touch()
+                return item
+        made = (work / unit.name).with_suffix(".o")
+        toolchain.run(tools.compile_command(work / unit.name, made, unit.isa))
+        item = kept / f"{key}.{file_digest(made)}.o"
+        move_file(made, item)
+        return item
+
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        compilations = [pool.submit(toolchain.run, command) for command in commands]
-        for compiled in counted(as_completed(compilations), len(objects)):
-            compiled.result()
+        compilations = [pool.submit(compiled, unit) for unit in source.units]
+        for done in counted(as_completed(compilations), len(compilations)):
+            done.result()
     library = work / f"ktc_kernels.{_abi()}.so"
-    toolchain.run(tools.link_command(objects, library))
-    for item in objects:
-        item.unlink()
+    toolchain.run(tools.link_command([done.result() for done in compilations], library))
+    oldest = time.time() - _KEPT_DAYS * 86400
+    for item in kept.glob("*.o"):
+        with contextlib.suppress(FileNotFoundError):  # another builder removes it too
+            if item.stat().st_mtime < oldest:
+                item.unlink()
     return library
 
 

@@ -68,7 +68,8 @@ def quick_host(kernels: KernelLibrary, calls: Path, tmp_path: Path) -> Host:
 
 
 def left_in(cache: Path) -> list[str]:
-    return sorted(item.name for item in cache.iterdir() if item.suffix != ".lock")
+    """The libraries in a cache, without the objects that they share."""
+    return sorted(item.name for item in cache.iterdir() if item.suffix != ".lock" and item.name != "objects")
 
 
 # Rendering
@@ -248,6 +249,22 @@ def test_concurrent_builders_wait_for_the_first(
         libraries = list(pool.map(lambda _: build(kernel_source, quick_host, tmp_path / "cache"), range(4)))
     assert len(set(libraries)) == 1
     assert len(calls.read_text().splitlines()) == len(kernel_source.units) + 1
+
+
+def test_libraries_share_the_objects_of_equal_units(
+    kernel_source: KernelSource, quick_host: Host, calls: Path, tmp_path: Path
+) -> None:
+    def called(source: KernelSource) -> int:
+        before = len(calls.read_text().splitlines())
+        build(source, quick_host, tmp_path / "cache")
+        return len(calls.read_text().splitlines()) - before
+
+    assert called(kernel_source) == len(kernel_source.units) + 1
+    assert called(render(SPECS[:1], {})) == 2  # the bindings, and the link
+    for item in (tmp_path / "cache" / "objects").iterdir():
+        item.write_bytes(b"altered")
+    fewer = render(SPECS[:2], {})
+    assert called(fewer) == len(fewer.units) + 1
 
 
 def test_what_a_killed_builder_left_is_replaced(kernel_source: KernelSource, quick_host: Host, tmp_path: Path) -> None:
