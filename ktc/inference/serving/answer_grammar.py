@@ -45,39 +45,56 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """One JSON value of a schema."""
+    """One JSON value of a schema. `thought_end`: after the rest of a thought that this mark ends."""
 
     schema: Mapping[str, Any]
     field: str = "response_format"
+    thought_end: str = ""
 
     def grammar(self, library: Any, tokenizer: Any) -> str:
-        del tokenizer
+        if self.thought_end:
+            value = json.dumps({**self.schema, "x-guidance": dict(_STYLE)})
+            lines = ["start: thought value", f"value: %json {value}", *_thought(self.thought_end, tokenizer)]
+            return library.LLMatcher.grammar_from_lark("\n".join(lines))
         return library.LLMatcher.grammar_from_json_schema(json.dumps(self.schema), overrides=dict(_STYLE))
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A call of one of some functions between two marks; `may_repeat`: or several calls."""
+    """A call of one of some functions between two marks; `may_repeat`: or several calls.
+
+    `thought_end`: after the rest of a thought that this mark ends.
+    """
 
     functions: tuple[Mapping[str, Any], ...]
     begin: str
     end: str
     may_repeat: bool
     field: str = "tool_choice"
+    thought_end: str = ""
 
     def grammar(self, library: Any, tokenizer: Any) -> str:
         begin, end = (_terminal(mark, tokenizer) for mark in (self.begin, self.end))
         again = '("\\n" call)*' if self.may_repeat else ""
         kinds = range(len(self.functions))
         lines = [
-            f"start: call {again}",
+            f"start: {'thought ' if self.thought_end else ''}call {again}",
             f'call: {begin} "\\n" ({" | ".join(f"call_{at}" for at in kinds)}) "\\n" {end}',
         ]
         for at, function in enumerate(self.functions):
             name = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
             schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": dict(_STYLE)}
             lines += [f'call_{at}: {name} arguments_{at} "}}"', f"arguments_{at}: %json {json.dumps(schema)}"]
+        lines += _thought(self.thought_end, tokenizer) if self.thought_end else ()
         return library.LLMatcher.grammar_from_lark("\n".join(lines))
+
+
+def _thought(end: str, tokenizer: Any) -> tuple[str, ...]:
+    """Return the rules of a free text up to a mark, and an empty line."""
+    mark = _terminal(end, tokenizer)
+    if mark.startswith("<["):
+        return (f'thought: FREE {mark} "\\n\\n"', r"FREE: /(.|\n)*/")
+    return ('thought: free "\\n\\n"', f"free[suffix={mark}]: FREE", r"FREE: /(.|\n)*/")
 
 
 def _terminal(mark: str, tokenizer: Any) -> str:

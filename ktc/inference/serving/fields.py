@@ -9,9 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Final, Literal, Required, cast
+from typing import Annotated, Any, Final, Literal, NotRequired, Required, cast
 
-from pydantic import AfterValidator, Discriminator, Field, Json, Tag, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Json,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
@@ -30,8 +40,8 @@ _RESERVED: Final = frozenset({
 })  # fmt: skip
 # Fields that say something to the caller alone.
 _WITHOUT_EFFECT: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                          "stream_options", "parallel_tool_calls")  # fmt: skip
-OF_SERVER: Final = frozenset({"n", "response_format", "text", "tool_choice"})
+                          "stream_options")  # fmt: skip
+OF_SERVER: Final = frozenset({"n", "response_format", "text", "tool_choice", "parallel_tool_calls"})
 """Fields that ktc's server gives their meaning: the handlers of transformers do not know them."""
 _OF_CALL: Final = "a call has a `name`, and `arguments` that are a JSON object"
 _FAULTS: Final = {
@@ -70,6 +80,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
 _Token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Variable = Annotated[str, AfterValidator(_require_free_name)]
+_closed = with_config(ConfigDict(extra="forbid"))  # an object whose every key has an effect
 
 
 # The turns of a conversation. Other keys of their objects are the caller's own. ----------------------------------
@@ -140,22 +151,35 @@ _Items = Annotated[list[_Item], Field(min_length=1, max_length=_MAX_TURNS), Afte
 
 
 # The functions that a model may call. ----------------------------------------------------------------------------
-class _Named(TypedDict):
+class _Declared(TypedDict):  # the template shows every other key too
     name: str
+    parameters: NotRequired[dict[str, Any] | None]
 
 
-class _FlatTool(_Named):  # as the Responses API has it
+class _FlatTool(_Declared):  # as the Responses API has it
     type: Literal["function"]
 
 
 class _NestedTool(TypedDict):
     type: Literal["function"]
-    function: _Named
+    function: _Declared
 
 
 _Tool = Annotated[Annotated[_NestedTool, Tag("function")] | Annotated[_FlatTool, Tag("flat")], _has("function")]
 
 
+@_closed
+class _Named(TypedDict):
+    name: str
+
+
+@_closed
+class _FlatChoice(TypedDict):
+    type: Literal["function"]
+    name: str
+
+
+@_closed
 class _NestedChoice(TypedDict):
     type: Literal["function"]
     function: _Named
@@ -163,7 +187,7 @@ class _NestedChoice(TypedDict):
 
 _Choice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("word")]
-    | Annotated[Annotated[_NestedChoice, Tag("function")] | Annotated[_FlatTool, Tag("flat")], _has("function"),
+    | Annotated[Annotated[_NestedChoice, Tag("function")] | Annotated[_FlatChoice, Tag("flat")], _has("function"),
                 Tag("tool")],
     Discriminator(lambda value: "word" if isinstance(value, str) else "tool"),
 ]  # fmt: skip
@@ -200,10 +224,12 @@ class _WithTools(TypedDict, total=False):
     parallel_tool_calls: bool
 
 
+@_closed
 class _PlainFormat(TypedDict):
     type: Literal["text", "json_object"]
 
 
+@_closed
 class _Schema(TypedDict, total=False):
     schema: Required[dict[str, Any]]
     name: str
@@ -211,6 +237,7 @@ class _Schema(TypedDict, total=False):
     strict: bool | None  # a schema is always enforced
 
 
+@_closed
 class _SchemaFormat(TypedDict):
     type: Literal["json_schema"]
     json_schema: _Schema
@@ -237,10 +264,12 @@ class ChatFields(_Generated, _WithTools, total=False):
     chat_template_kwargs: Annotated[dict[_Variable, str | bool | int | float | None], Field(max_length=32)]
 
 
+@_closed
 class _FlatSchemaFormat(_Schema):  # as the Responses API has it
     type: Literal["json_schema"]
 
 
+@_closed
 class _TextOptions(TypedDict, total=False):
     format: Annotated[
         Annotated[_PlainFormat, Tag("flat")] | Annotated[_FlatSchemaFormat, Tag("schema")], _has("schema")
@@ -269,7 +298,7 @@ def require_fields(body: dict[str, Any], fields: Fields) -> None:
     """Check every field of a body, and remove those that are null or without effect. Raises RequestRefused (400)."""
     for name in body:
         if name not in fields.__annotations__:
-            shown = name[:60].encode("ascii", "backslashreplace").decode()
+            shown = _shown(name)
             raise RequestRefused(400, f"the field `{shown}` is not supported", "unknown_parameter", shown)
     given = {name: value for name, value in body.items() if value is not None}
     try:
@@ -304,6 +333,9 @@ def _refusal(error: ValidationError) -> RequestRefused:
     name, *place = fault["loc"]
     if fault["type"] == "missing" and not place:
         return RequestRefused(400, f"`{name}` is missing", "missing_required_parameter", str(name))
+    if fault["type"] == "extra_forbidden":
+        message = f"the field `{name}` has an unsupported key `{_shown(str(place[-1]))}`"
+        return RequestRefused(400, message, "unknown_parameter", str(name))
     if name not in ("messages", "input"):
         return RequestRefused(400, f"the field `{name}` has an unsupported value", "invalid_value", str(name))
     where = next((f"{name}[{part}]" for part in place if isinstance(part, int)), str(name))
@@ -311,6 +343,10 @@ def _refusal(error: ValidationError) -> RequestRefused:
         (_FAULTS[part] for part in reversed(place) if part in _FAULTS), fault["msg"].removeprefix("Value error, ")
     )
     return RequestRefused(400, f"`{where}`: {words}", "invalid_value", where)
+
+
+def _shown(name: str) -> str:
+    return name[:60].encode("ascii", "backslashreplace").decode()
 
 
 def forced_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:

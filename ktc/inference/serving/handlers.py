@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from fastapi import HTTPException
@@ -21,9 +22,9 @@ from transformers.cli.serving.utils import Modality
 
 from ktc.foundation import versions
 from ktc.inference.serving import fields
-from ktc.inference.serving.answer_grammar import AnswerGrammar, AnswerGrammars, CallForm, Form, JsonForm
+from ktc.inference.serving.answer_grammar import AnswerGrammar, AnswerGrammars, CallForm, JsonForm
 from ktc.inference.serving.choices import several
-from ktc.inference.serving.private_api import HandlerHooks, call_marks, messages_of_input
+from ktc.inference.serving.private_api import HandlerHooks, call_marks, messages_of_input, open_thought
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request_log import CHOICE
@@ -46,7 +47,8 @@ class CheckedBody(dict[str, Any]):
         self.schema: dict[str, Any] | None = fields.schema_of(body)
         self.schema_field = schema_field(body)
         self.forced: tuple[dict[str, Any], ...] = fields.forced_tools(body)
-        self.may_repeat: bool = body.get("tool_choice") == "required"
+        is_parallel: bool = body.get("parallel_tool_calls", True)
+        self.may_repeat: bool = is_parallel and body.get("tool_choice") == "required"
         self.grammar: AnswerGrammar | None = None
 
     def choice(self, number: int) -> CheckedBody:
@@ -106,15 +108,33 @@ class _Checked(HandlerHooks):
         if body.schema is None and not body.forced:
             return None
         name, model, tokenizer = self.resolve(body)
-        form: Form = (
+        answers: Any = self.generation_state.get_manager()
+        ends, size = answers.ends(name), vocabulary_of(model)
+
+        def compiled() -> AnswerGrammar:
+            return self.grammars.compile(self._form(body, model, tokenizer), tokenizer, size, ends)
+
+        return await asyncio.get_running_loop().run_in_executor(answers.preparing, compiled)
+
+    def _form(self, body: CheckedBody, model: Any, tokenizer: Any) -> JsonForm | CallForm:
+        """Return the form of an answer. It begins with the rest of a thought, where the prompt leaves one open."""
+        form = (
             JsonForm(body.schema, body.schema_field)
             if body.schema is not None
             else self._call_form(body, model, tokenizer)
         )
-        answers: Any = self.generation_state.get_manager()
-        ends, size = answers.ends(name), vocabulary_of(model)
-        given = form, tokenizer, size, ends
-        return await asyncio.get_running_loop().run_in_executor(answers.preparing, self.grammars.compile, *given)
+        mark = self._open_thought(body, model, tokenizer)
+        if mark is None:
+            return form
+        if not mark:
+            message = f"`{form.field}` cannot be enforced: the template opens a thought, which no one mark ends"
+            raise RequestRefused(400, message, "unsupported_value", form.field)
+        return replace(form, thought_end=mark)
+
+    def _open_thought(self, body: dict[str, Any], model: Any, tokenizer: Any) -> str | None:
+        """Return the mark that ends the thought which the prompt leaves open, "" for several; None without thought."""
+        del body, model, tokenizer
+        return None
 
     def _call_form(self, body: CheckedBody, model: Any, tokenizer: Any) -> CallForm:
         marks = call_marks(tokenizer, model)
@@ -183,6 +203,9 @@ class _Read(_Checked):
 
     inputs_at: int
     """The position of the tokens among the arguments of the handler."""
+
+    def _open_thought(self, body: dict[str, Any], model: Any, tokenizer: Any) -> str | None:
+        return open_thought(tokenizer, model, self._prompt(body, tokenizer))
 
     async def answer_whole(self, stock: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> Any:
         """Answer as a whole. It stays text where no response template fits, or where its calls cannot be read."""

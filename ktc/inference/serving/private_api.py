@@ -73,21 +73,54 @@ def call_marks(tokenizer: Any, model: Any) -> tuple[str, str] | None:
     template: object = None if find is None else find(tokenizer, model)
     if not isinstance(template, dict):
         return None
-    calls: dict[str, Any] | None = cast("dict[str, Any]", template).get("fields", {}).get(_CALLS)
-    if calls is None or calls.get("content") != "json" or calls.get("content_args"):
+    calls = _region(cast("dict[str, Any]", template), _CALLS)
+    if calls.get("content") != "json" or calls.get("content_args"):
         return None
     if calls.get("transform") != {"type": "function", "function": "{content}"}:
         return None
-    begin = _literal(calls, "open", calls.get("open_pattern", "").removeprefix(_ANY_SPACE))
-    end = _literal(calls, "close", calls.get("close_pattern", ""))
+    begin, end = _literal(calls, "open"), _literal(calls, "close")
     return (begin, end) if begin and end else None
 
 
-def _literal(part: dict[str, Any], name: str, pattern: str) -> str:
+def open_thought(tokenizer: Any, model: Any, prompt: str) -> str | None:
+    """Return the text that ends the part of an answer which its prompt leaves open: a thought.
+
+    "" where the template has not one such text. None where no part but the content is open, or none is read.
+    """
+    find: Any = getattr(utils, "get_response_template", None)
+    if find is None or not reads_tool_calls(tokenizer, model, prompt):
+        return None
+    from transformers.utils.chat_parsing.response_parser import ResponseParser
+
+    template = find(tokenizer, model)
+    opened: str | None = None
+    events: list[dict[str, Any]] = cast("Any", ResponseParser)(template, prefix=prompt).initial_events
+    for event in events:
+        if event["type"] == "region_open":
+            opened = event["field"]
+        elif event["type"] == "region_close":
+            opened = None
+    return None if opened in (None, "content") else _literal(_region(template, opened), "close")
+
+
+def _region(template: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a part of a template; empty where it has none, for a template is data of a checkpoint."""
+    parts = template.get("fields")
+    part = cast("dict[str, Any]", parts).get(name) if isinstance(parts, dict) else None
+    return cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+
+
+def _literal(part: dict[str, Any], name: str) -> str:
     """Return the text that a part of a template has or that its pattern matches; "" where it is not one text."""
-    given = part.get(name, "")
+    given: Any = part.get(name)
+    if isinstance(given, list) and given:
+        given = cast("list[Any]", given)[0]
     if given:
-        return given if isinstance(given, str) else str(given[0])
+        return given if isinstance(given, str) else ""
+    pattern: Any = part.get(f"{name}_pattern")
+    if not isinstance(pattern, str):
+        return ""
+    pattern = pattern.removeprefix(_ANY_SPACE)
     return "" if _OF_PATTERN.search(pattern) else re.sub(r"\\(.)", r"\1", pattern)
 
 
@@ -105,5 +138,8 @@ def reads_tool_calls(tokenizer: Any, model: Any, prompt: str) -> bool:
         return False
     from transformers.utils.chat_parsing import response_templates
 
-    anchor: Any = cast("Any", response_templates).load_response_template(template).start_anchor_re
+    try:
+        anchor: Any = cast("Any", response_templates).load_response_template(template).start_anchor_re
+    except (AttributeError, TypeError, ValueError):  # a tokenizer's own template is data of a checkpoint
+        return False
     return anchor.search(prompt) is not None

@@ -411,6 +411,91 @@ def test_a_required_call_is_refused_where_it_cannot_be_enforced(
         ask(client, tools=[TOOL], tool_choice="required")
 
 
+THINKING = {
+    **CALLS,
+    "fields": {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}, **CALLS["fields"]},
+}
+AFTER_THOUGHT = "</think>\n\n"
+
+
+@pytest.fixture
+def thinking(calling: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tokenizer, with a template that ends the prompt in an open thought."""
+    monkeypatch.setattr(calling, "chat_template", f"{calling.chat_template}<think>\n")
+    monkeypatch.setattr(calling, "response_template", THINKING)
+    return calling
+
+
+@needs_templates
+def test_json_and_calls_come_after_a_thought_that_the_prompt_opens(
+    client: Any, thinking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    value = '{"city": "Bern", "rain": true, "days": [1]}'
+    write(monkeypatch, thinking, f"Bern {{it}} is.\n{AFTER_THOUGHT}{value}")
+    for message in (
+        ask(client, response_format=FORMAT, max_tokens=200).choices[0].message,
+        ask(client, response_format=FORMAT, max_tokens=200, n=2).choices[1].message,
+    ):
+        assert json.loads(message.content) == json.loads(value)
+        assert message.reasoning_content.strip() == "Bern {it} is."
+    write(monkeypatch, thinking, value)  # JSON in the thought is not the answer
+    cut = ask(client, response_format=FORMAT, max_tokens=4).choices[0]
+    assert (cut.finish_reason, cut.message.content) == ("length", "")
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Chur"}}\n</tool_call>'
+    write(monkeypatch, thinking, f"Rain?{AFTER_THOUGHT}{call}")
+    called = ask(client, tools=[STRICT], tool_choice="required", max_tokens=200).choices[0]
+    assert [one.function.arguments for one in called.message.tool_calls] == ['{"city": "Chur"}']
+    assert called.message.reasoning_content.strip() == "Rain?"
+
+
+@needs_templates
+def test_a_form_is_refused_where_a_thought_has_not_one_end(
+    client: Any, thinking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openai import BadRequestError
+
+    thought = {"open": "<think>", "close_pattern": "</think>|<end>", "content": "text"}
+    parts = {**THINKING["fields"], "reasoning_content": thought}
+    monkeypatch.setattr(thinking, "response_template", {**THINKING, "fields": parts})
+    with pytest.raises(BadRequestError, match="the template opens a thought") as refused:
+        ask(client, response_format=FORMAT)
+    assert refused.value.param == "response_format"
+
+
+@needs_templates
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_repeat_only_where_they_may_be_parallel(
+    client: Any, calling: Any, monkeypatch: pytest.MonkeyPatch, parallel: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Chur"}}\n</tool_call>'
+    write(monkeypatch, calling, f"{call}\n{call}")
+    asked = ask(client, tools=[STRICT], tool_choice="required", max_tokens=400, parallel_tool_calls=parallel)
+    assert len(asked.choices[0].message.tool_calls) == 1 + parallel
+
+
+@needs_templates
+@pytest.mark.parametrize(
+    "template",
+    [{**CALLS, "fields": 5}, {**CALLS, "fields": {"tool_calls": 5}}, "x",
+     {**CALLS, "fields": {"tool_calls": {**CALLS["fields"]["tool_calls"], "open_pattern": None}}}],
+    ids=["fields", "calls", "text", "pattern"],
+)  # fmt: skip
+def test_a_broken_template_of_a_tokenizer_refuses_tools_and_leaves_texts(
+    client: Any, models: ServedModels, calling: Any, monkeypatch: pytest.MonkeyPatch, template: Any
+) -> None:
+    from openai import BadRequestError
+
+    from ktc.inference.serving.private_api import call_marks
+
+    monkeypatch.setattr(calling, "response_template", template)
+    assert call_marks(calling, models.default.opened.model) is None
+    with pytest.raises(BadRequestError, match="cannot read the tool calls"):
+        ask(client, tools=[TOOL], tool_choice="required")
+    assert ask(client).choices[0].message.content
+
+
 def test_embeddings_are_refused_by_name(client: Any) -> None:
     from openai import APIStatusError
 

@@ -215,6 +215,63 @@ def test_the_nodes_that_a_growing_answer_makes_are_in_proportion_to_its_length(
     assert twice <= 2.1 * once + 50
 
 
+# Draws a text as an answer that grows; `read` counts the characters in which marks are looked for.
+READ = (
+    "let read = 0; MARKS.exec = text => { read += text.length; return RegExp.prototype.exec.call(MARKS, text); };"
+    f"{DRAWN}; delete MARKS.exec"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["", "# ", "> ", "1. ", "| a |\n|---|\n| "], ids=str)
+def test_the_marks_of_a_long_line_are_looked_for_in_time_of_its_length(browser: Any, url: str, head: str) -> None:
+    browser.get(url)
+    once, twice = (browser.execute_script(f"{READ}; return read", head + "[ " * n, 64) for n in (20_000, 40_000))
+    assert 0 < twice <= 2.1 * once
+    text = f"{head}{'rain ' * 2000}**now**\n\nThen *it*\n\nends"
+    whole = browser.execute_script("return node('div', {}, ...blocks(arguments[0].split('\\n'))).innerHTML", text)
+    assert browser.execute_script(f"{DRAWN}; return place.innerHTML", text, 999) == whole
+
+
+REFUSE = """
+window.fetch = (path, given) => {
+  window.sent = JSON.parse(given.body);
+  return Promise.resolve(new Response(arguments[0], {status: arguments[1]}));
+}"""
+FAULT = '{"error": {"message": "no place", "code": "x"}}'
+SHOWN_QUESTIONS = "return [...document.querySelectorAll('.turn.user .text')].map(text => text.textContent)"
+
+
+@pytest.mark.slow
+def test_a_failed_question_is_asked_again_once_and_a_text_typed_meanwhile_stays(browser: Any, url: str) -> None:
+    browser.get(url)
+    wait(browser, "one('model').value")
+    browser.execute_script(REFUSE, FAULT, 429)
+    ask(browser, "Hello")
+    wait(browser, "document.querySelector('.turn .fault')?.textContent === 'no place'")
+    assert browser.execute_script("return [one('prompt').value, turns.length]") == ["Hello", 0]
+    browser.execute_script("one('send').click(); one('prompt').value = 'typed'")
+    wait(browser, "!running")
+    assert browser.execute_script("return one('prompt').value") == "typed"
+    assert browser.execute_script(SHOWN_QUESTIONS) == ["Hello"]
+    assert browser.execute_script("return document.querySelectorAll('.turn').length") == 2
+
+
+@pytest.mark.slow
+def test_a_question_whose_answer_has_no_text_is_not_sent_again(browser: Any, url: str) -> None:
+    browser.get(url)
+    wait(browser, "one('model').value")
+    thought = 'data: {"choices": [{"delta": {"reasoning_content": "Hm."}, "finish_reason": "length"}]}\n\n'
+    browser.execute_script(REFUSE, thought, 200)
+    ask(browser, "Hello")
+    wait(browser, ENDED)
+    assert "no text" in browser.execute_script(TURNS)[-1]
+    ask(browser, "And now?")
+    wait(browser, "!running && document.querySelectorAll('.turn.assistant').length === 2")
+    assert browser.execute_script("return sent.messages.map(turn => turn.content)") == ["And now?"]
+    assert browser.execute_script("return turns.length") == 0
+
+
 @pytest.mark.slow
 def test_headings_are_read_in_time_of_their_length(browser: Any, url: str) -> None:
     browser.get(url)
