@@ -127,7 +127,7 @@ class _Checked(HandlerHooks):
         if mark is None:
             return form
         if not mark:
-            message = f"`{form.field}` cannot be enforced: the template opens a thought, which no one mark ends"
+            message = f"`{form.field}` cannot be enforced: the template opens a thought that several marks may end"
             raise RequestRefused(400, message, "unsupported_value", form.field)
         return replace(form, thought_end=mark)
 
