@@ -25,10 +25,10 @@ from typing import Final
 import pybind11
 from filelock import FileLock
 
-from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.diagnostics import Diagnostic, HostLacks, KtcError
 from ktc.foundation import environment, resources
 from ktc.foundation import host as hosts
-from ktc.foundation.files import file_digest, folder_beside, move_file, write_file
+from ktc.foundation.files import file_digest, folder_beside, replaced_file, write_file
 from ktc.foundation.host import Host
 from ktc.foundation.isa import Isa
 from ktc.foundation.regular_files import read_regular
@@ -140,8 +140,10 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
         try:
             for spec in source.specs:
                 kind_of(spec).self_test(library.kernel(spec.entry), spec)
-        except BaseException:
-            shutil.rmtree(folder.parent / _OBJECTS, ignore_errors=True)  # the fault may be in one of them
+        except KtcError:  # the fault may be in an object
+            for key in _object_keys(source, tools):
+                for item in (folder.parent / _OBJECTS).glob(f"{key}.*.o"):
+                    item.unlink(missing_ok=True)
             raise
         with _written(folder.parent):
             _write_record(folder, library)
@@ -151,37 +153,57 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
     return library
 
 
+def _object_keys(source: KernelSource, tools: Toolchain) -> list[str]:
+    """Return a digest of all inputs of each unit's object."""
+    shared = tuple(_tools(tools))
+    return [_digest((*shared, *_unit(unit, tools))) for unit in source.units]
+
+
 def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int, kept: Path) -> Path:
     """Compile each unit with the flags of its instruction set, but those whose objects are `kept`, and link them."""
-    kept.mkdir(exist_ok=True)
-    shared = tuple(_tools(tools))
     for unit in source.units:
         (work / unit.name).write_text(unit.text, encoding="utf-8")
 
-    def compiled(unit: TranslationUnit) -> Path:
-        key = _digest((*shared, *_unit(unit, tools)))
-        for item in kept.glob(f"{key}.*.o"):
-            if file_digest(item) == item.name.split(".")[1]:
-                item.touch()
-                return item
+    def compiled(unit: TranslationUnit, key: str) -> Path:
         made = (work / unit.name).with_suffix(".o")
+        if _copied(kept, key, made):
+            return made
         toolchain.run(tools.compile_command(work / unit.name, made, unit.isa))
-        item = kept / f"{key}.{file_digest(made)}.o"
-        move_file(made, item)
-        return item
+        with replaced_file(kept / f"{key}.{file_digest(made)}.o") as draft:
+            shutil.copyfile(made, draft)
+        return made
 
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        compilations = [pool.submit(compiled, unit) for unit in source.units]
+        units = zip(source.units, _object_keys(source, tools), strict=True)
+        compilations = [pool.submit(compiled, unit, key) for unit, key in units]
         for done in counted(as_completed(compilations), len(compilations)):
             done.result()
+    objects = [done.result() for done in compilations]
     library = work / f"ktc_kernels.{_abi()}.so"
-    toolchain.run(tools.link_command([done.result() for done in compilations], library))
+    toolchain.run(tools.link_command(objects, library))
+    for item in objects:
+        item.unlink()
+    _remove_unused(kept)
+    return library
+
+
+def _copied(kept: Path, key: str, target: Path) -> bool:
+    """Copy the kept object of a key to `target`; return whether there was a whole one."""
+    for item in kept.glob(f"{key}.*.o"):
+        with contextlib.suppress(FileNotFoundError):  # another builder removed it
+            item.touch()
+            shutil.copyfile(item, target)
+            if file_digest(target) == item.name.split(".")[1]:
+                return True
+    return False
+
+
+def _remove_unused(kept: Path) -> None:
     oldest = time.time() - _KEPT_DAYS * 86400
     for item in kept.glob("*.o"):
-        with contextlib.suppress(FileNotFoundError):  # another builder removes it too
+        with contextlib.suppress(FileNotFoundError):
             if item.stat().st_mtime < oldest:
                 item.unlink()
-    return library
 
 
 def _write_record(folder: Path, library: KernelLibrary) -> None:
