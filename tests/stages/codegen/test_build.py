@@ -360,6 +360,7 @@ def test_a_wrong_kernel_is_not_handed_out(
         build(kernel_source, quick_host, tmp_path / "cache")
     assert failed.value.diagnostics[0].code == "H225"
     assert left_in(tmp_path / "cache") == []
+    assert not list((tmp_path / "cache" / "objects").glob("*.o"))
 
 
 @pytest.mark.parametrize(
