@@ -15,9 +15,7 @@ from kernel_layers import (
     ISAS,
     Layer,
     Load,
-    built,
     error,
-    experts_of,
     quick_or_slow,
     random_layer,
     run,
@@ -25,10 +23,9 @@ from kernel_layers import (
 )
 from lora_layers import adapt, run_adapted
 from refresh_cycle import assert_cycle
+from stored_experts import in_blocks, stored_experts
 
-from ktc.foundation.formats import BLOCKS, FORMATS, Codes
 from ktc.model.experts.backend import Offload
-from ktc.model.experts.block_reference import random_blocks
 from ktc.model.experts.cpu_backend import CpuKernel
 from ktc.model.experts.expert_stream import expert_stream
 from ktc.model.experts.lora import ExpertsLora
@@ -36,16 +33,11 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.page_lock import page_lock
 from ktc.model.experts.resident_backend import GpuResident
-from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.experts.streamed_backend import compute
 from ktc.model.kernels.form import parse_form
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
 CPU = Offload((torch.device("cpu"),), min_tokens=1)
-
-
-def in_blocks(gate_up: str, down: str) -> FusedMoeSpec:
-    return replace(spec_of(ISAS[0]), format_gate_up=gate_up, format_down=down)
 
 
 # Kernels that other quick tests build too: codes of 4 and 8 bits, blocks with nibbles and with upper bits.
@@ -64,28 +56,6 @@ def test_matrices_are_those_that_the_kernel_unpacks(load: Load, form: str) -> No
 @pytest.mark.parametrize("spec", STORED, ids=lambda spec: f"{spec.format_gate_up} {spec.format_down} {spec.group_size}")
 def test_every_format_is_decoded_to_the_kernels_bits(spec: FusedMoeSpec) -> None:
     assert_matrices_are_the_kernels(stored_experts(spec, 3)[0])
-
-
-def stored_experts(spec: FusedMoeSpec, num_experts: int, tokens: int = 1) -> tuple[FusedMoe, Layer]:
-    """Return experts in the formats of `spec`, with sizes that are no multiples of those where the formats allow it."""
-    sizes = {"hidden": 70, "intermediate": 45}
-    for name, stored in zip(sizes, spec.formats * 2, strict=False):
-        row = FORMATS[stored]
-        whole = spec.group_size if isinstance(row, Codes) and row.even else row.whole
-        sizes[name] = -(-max(sizes[name], 300 if isinstance(row, Codes) else 160) // whole) * whole
-    layer = random_layer(**sizes, num_experts=num_experts, top_k=2, tokens=tokens)
-    kernel = built((spec,)).kernel(spec.entry)
-    module = experts_of(num_experts, layer.hidden, layer.intermediate, 2, layer.form, kernel=kernel)
-    generator = torch.Generator().manual_seed(5)
-    for name, tensor in layer.stock.items():
-        for expert in range(num_experts):
-            for part, values in canonical_parts(layer.form, name, tensor[expert]):
-                stored = spec.format_of(part)
-                if stored in BLOCKS:
-                    module.weights.load_blocks(expert, part, random_blocks(*values.shape, stored, 0.1, generator))
-                else:
-                    module.load_expert(expert, part, values)
-    return module, layer
 
 
 def assert_matrices_are_the_kernels(module: FusedMoe) -> None:

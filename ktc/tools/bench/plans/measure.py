@@ -23,6 +23,7 @@ from ktc.tools.bench.requests import Finetune
 from ktc.tools.bench.rounds import StepClock
 
 _UNCOUNTED: Final = 3  # first steps of a text
+_PROMPTS, _FIRST_PROMPTS = 6, 3  # the first ones of a process are slower: memory is taken, weights are page-locked
 _FIRST_TOKEN: Final = 3
 
 
@@ -88,7 +89,7 @@ def _answer(
     ids = torch.randint(_FIRST_TOKEN, vocabulary, (prompt.batch, prompt.length))
     ids = ids.to(_device_of(model))
     prompts, steps = list[float](), list[float]()
-    for _ in range(3):
+    for _ in range(_PROMPTS):
         clock = StepClock()
         clock.start()
         _generate(model, ids, sizes.steps, clock)
@@ -96,7 +97,8 @@ def _answer(
         steps += clock.seconds[_UNCOUNTED:]
     with torch.no_grad(), timed_kinds(modules_of(captured, model)) as kinds:
         cast("Any", model)(ids, logits_to_keep=1)
-    first = Times(prompt, statistics.median(prompts[1:]), spread_of(prompts[1:]), dict(kinds))
+    warm = prompts[_FIRST_PROMPTS:]
+    first = Times(prompt, statistics.median(warm), spread_of(warm), dict(kinds))
     return first, Times(decode, statistics.median(steps), spread_of(steps))
 
 
