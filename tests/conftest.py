@@ -11,6 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+# Without a GPU, kernels for it run in Triton's interpreter, on the CPU. Triton reads this once, when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not Path("/dev/nvidia0").exists())))
+
 import cached_compiler
 import pytest
 import software_tiles
