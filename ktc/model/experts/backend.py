@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ktc.model.experts.cpu_backend import Activations, CpuKernel
 from ktc.model.experts.graph_backend import HostNode
-from ktc.model.experts.grouped_products import described
+from ktc.model.experts.grouped_products import described, multiplies_codes
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference_backend import Reference
 from ktc.model.experts.resident_backend import GpuResident
-from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, MOST_ROWS
 from ktc.model.experts.streamed_backend import Streamed
 from ktc.model.experts.trained_backend import Trained
 from ktc.model.experts.weights import ExpertsWeights
@@ -68,13 +68,14 @@ class Offload:
     def serves_at_once(self, tokens: int, packed: PackedExperts) -> bool:
         """Return whether the experts that are there already multiply so few tokens without being cut into chunks.
 
-        The rows of plain weights have to be small, the copies of others no more than a layer's experts.
+        The rows have to be small. Codes that are multiplied as they are have to be few enough for that, and copies of
+        experts in other formats no more than a layer has.
         """
         count, hidden, intermediate, top_k = packed.sizes
-        if packed.is_plain:
-            room = tokens * top_k * (hidden + intermediate) * packed.dtype.itemsize <= _ROWS
-        else:
-            room = tokens * top_k <= count
+        room = tokens * top_k * (hidden + intermediate) * packed.dtype.itemsize <= _ROWS
+        if not packed.is_plain:
+            coded = packed.is_coded and multiplies_codes(self.devices[0])
+            room = room and tokens * top_k <= count * (MOST_ROWS if coded else 1)
         return self.resident and len(self.devices) == 1 and room
 
     def __str__(self) -> str:

@@ -65,8 +65,9 @@ class ChunkProducts:
         `grad` is that of the layer's output, not yet multiplied by the routing weights.
         """
         low = self._gate_up and self._gate_up.low(x, rows, run)
+        gate_up, down, _, _ = matrices = matrices.decoded(rows.ends)
         inner = self._inner(x, low, rows, run, matrices)
-        d_h = times_columns(grad, matrices.down, rows.ends)
+        d_h = times_columns(grad, down, rows.ends)
         d_down_low = self._down and self._down.d_low(grad, rows, run)
         if self._down is not None and d_down_low is not None:
             d_h = d_h.to(self._sums) + self._down.inputs(d_down_low, rows, run)
@@ -77,7 +78,7 @@ class ChunkProducts:
         if self._down is not None and d_down_low is not None:
             of_rows = weights[:, None].to(x.dtype)
             self._down.add(h, self._down.low(h, rows, run), grad * of_rows, d_down_low * of_rows, rows, run)
-        d_x = times_columns(d_inner, matrices.gate_up, rows.ends)
+        d_x = times_columns(d_inner, gate_up, rows.ends)
         if self._gate_up is not None and low is not None:
             d_low = self._gate_up.d_low(d_inner, rows, run)
             self._gate_up.add(x, low, d_inner, d_low, rows, run)

@@ -2,18 +2,24 @@
 
 In: rows (S, K), matrices (G, N, K), and `ends` (G,) int32, where the rows of each group end. Out: rows (S, N).
 `torch.nn.functional.grouped_mm` computes them where it serves the device, the dtype and the sizes; a loop over the
-groups computes the others. `serves` returns which.
+groups computes the others. `serves` returns which. Matrices of codes are multiplied by Triton kernels of ktc, up to
+`MOST_ROWS` of an expert without a decoded copy (`coded_kernels.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from types import ModuleType
 from typing import Final, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ktc.model.experts.coded_matrices import CodedMatrices
+from ktc.model.experts.compiled_functions import has_compiler
+from ktc.model.experts.stream_sizes import MOST_ROWS
 
 _ALIGNMENT: Final = 16  # bytes of every row that `grouped_mm` reads or writes
 _OLDEST: Final = (8, 0)  # compute capability of the GPUs that it has kernels for
@@ -38,14 +44,28 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= _OLDEST
 
 
-def times_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def multiplies_codes(device: torch.device) -> bool:
+    """Return whether a device multiplies `CodedMatrices`."""
+    return device.type == "cuda" and _has_kernel(device, torch.bfloat16) and has_compiler()
+
+
+def decoded(matrices: Tensor | CodedMatrices, ends: Tensor) -> Tensor:
+    """Return matrices as a tensor (G, N, K). The codes of experts without rows are left undefined."""
+    return _kernels().decoded(matrices, ends) if isinstance(matrices, CodedMatrices) else matrices
+
+
+def times_rows(rows: Tensor, matrices: Tensor | CodedMatrices, ends: Tensor) -> Tensor:
     """Multiply rows with the transpose of their matrix: `(S, K), (G, N, K), (G,) -> (S, N)`."""
+    if isinstance(matrices, CodedMatrices):
+        if len(rows) <= MOST_ROWS * len(ends):
+            return _kernels().times_rows(rows, matrices, ends)
+        matrices = decoded(matrices, ends)
     return _product(rows, matrices.transpose(1, 2), ends)
 
 
-def times_columns(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def times_columns(rows: Tensor, matrices: Tensor | CodedMatrices, ends: Tensor) -> Tensor:
     """Multiply rows with their matrix: `(S, N), (G, N, K), (G,) -> (S, K)`."""
-    return _product(rows, matrices, ends)
+    return _product(rows, decoded(matrices, ends), ends)
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -54,6 +74,13 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(left.t(), right, offs=ends)
     spans = _spans(ends)
     return torch.stack([left[span].T @ right[span] for span in spans])
+
+
+def _kernels() -> ModuleType:
+    """Return what needs Triton."""
+    from ktc.model.experts import coded_kernels
+
+    return coded_kernels
 
 
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

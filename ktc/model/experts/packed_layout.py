@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ktc.model.experts.coded_matrices import CodedMatrices, is_coded
 from ktc.model.experts.compiled_functions import compiled_on
+from ktc.model.experts.grouped_products import decoded, multiplies_codes
 from ktc.model.experts.panels import WIDTH, Panels, by_output, cut
 from ktc.model.kernels.form import ExpertsForm
 
@@ -22,14 +24,18 @@ from ktc.model.kernels.form import ExpertsForm
 class Matrices(NamedTuple):
     """The weights of G experts: (G, parts * I, H), (G, H, I), and their biases (G, parts * I), (G, H)."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | CodedMatrices
+    down: Tensor | CodedMatrices
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
     def of(self, experts: slice) -> Matrices:
         """Return views of the weights of some experts."""
         return Matrices(*(None if tensor is None else tensor[experts] for tensor in self))  # pyright: ignore[reportArgumentType]
+
+    def decoded(self, ends: Tensor) -> Matrices:
+        """Return the weights as tensors; those of experts without rows are undefined (`grouped_products.decoded`)."""
+        return self._replace(gate_up=decoded(self.gate_up, ends), down=decoded(self.down, ends))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,30 @@ class PackedLayout:
         return self._first_bytes + self._down_bytes + self._bias_values * self.bias_dtype.itemsize
 
     def matrices(self, packed: Tensor) -> Matrices:
-        """Read the matrices of experts: uint8 (G, bytes of one), on any device. The results are copies there.
+        """Read the matrices of experts: uint8 (G, bytes of one), on any device.
 
-        On a GPU it is compiled for each G.
+        Codes that the device multiplies as they are stay in these bytes. Others become copies there, by a function that
+        is compiled for each G on a GPU.
         """
+        if self.is_coded and multiplies_codes(packed.device):
+            return self.coded(packed)
         return compiled_on(packed.device, _reader(self), dynamic=False)(packed)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether a GPU can multiply the weights as they are stored (`coded_matrices`)."""
+        return is_coded(self.first) and is_coded(self.down)
+
+    def coded(self, packed: Tensor) -> Matrices:
+        """Return the matrices as the codes in the bytes of experts: uint8 (G, bytes of one)."""
+        down = CodedMatrices(
+            packed, self.down, self._first_bytes, self._padded_hidden // WIDTH, self.hidden, self.intermediate
+        )
+        gate_up = replace(
+            down, stored=self.first, first=0, panels=self._first_panels, rows=self.intermediate, columns=self.hidden,
+            parts=self.parts, interleaved=self.form.interleaved,
+        )  # fmt: skip
+        return Matrices(gate_up, down, *self._biases(packed))
 
     def read(self, packed: Tensor) -> Matrices:
         """Read the matrices step by step."""
@@ -71,13 +96,15 @@ class PackedLayout:
             self.down, packed[:, ends[0] : ends[1]], self._padded_hidden // WIDTH, self._padded_intermediate
         )
         down_rows = by_output(down, self.intermediate).flatten(1, 2)[:, : self.hidden].contiguous()
-        biases = packed[:, ends[1] :]
+        return Matrices(gate_up, down_rows, *self._biases(packed))
+
+    def _biases(self, packed: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if not self.form.biased:
-            return Matrices(gate_up, down_rows, None, None)
-        values = biases.view(self.bias_dtype)
+            return None, None
+        values = packed[:, self._first_bytes + self._down_bytes :].view(self.bias_dtype)
         of_panels = cut(values[:, : self._first_panels * WIDTH], 1, self._first_panels, self.parts, -1)
         gate_up_bias = self._ordered(of_panels.transpose(1, 2).flatten(2, 3))
-        return Matrices(gate_up, down_rows, gate_up_bias, values[:, self._first_panels * WIDTH :][:, : self.hidden])
+        return gate_up_bias, values[:, self._first_panels * WIDTH :][:, : self.hidden]
 
     @property
     def _padded_hidden(self) -> int:

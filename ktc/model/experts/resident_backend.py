@@ -1,7 +1,7 @@
 """The backend of calls without gradients whose experts are on a GPU already.
 
-Plain weights are multiplied where they are: rows are sorted by expert, and one product serves all experts. Of other
-formats, each chosen expert is decoded into a copy.
+Plain weights and codes are multiplied where they are: rows are sorted by expert, and one product serves all experts. Of
+formats whose codes the GPU does not multiply, each chosen expert is decoded into a copy.
 
 In: packed weights that stay on a GPU, and a call without gradients and without LoRA. Out: what the kernel computes, in
 the GPU's rounding, without waiting for the GPU: a CUDA graph may capture it. `Streamed` computes all other calls on the
@@ -18,6 +18,7 @@ from torch import Tensor
 from ktc.model.experts.chunk_products import ChunkProducts
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
+from ktc.model.experts.grouped_products import multiplies_codes
 from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference import check_routing
@@ -45,7 +46,8 @@ class GpuResident:
         with torch.autocast(self.device.type, enabled=False):  # as the kernel, which computes in the experts' dtype
             x = x.to(self.packed.dtype)
             resident = self._stream.resident
-            if isinstance(resident, ResidentMatrices):
+            coded = self.packed.is_coded and multiplies_codes(self.device)
+            if isinstance(resident, ResidentMatrices) or coded:
                 rows, places = _sorted(index, self.packed.sizes.num_experts)
                 matrices, experts = resident.whole(), range(self.packed.sizes.num_experts)
             else:

@@ -2,7 +2,7 @@
 
 In: pieces of a layer's packed bytes, each of neighbouring experts. They are sent at the first use, once. Out: the
 matrices of a piece. Plain weights stay in the order that products read, so that no call unpacks them. Others stay as
-they are stored, and are decoded for each call.
+they are stored; the device multiplies their codes, or they are decoded for each call (`PackedLayout.matrices`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ class ResidentBytes:
             target.copy_(piece)
 
     def matrices(self, number: int) -> Matrices:
-        """Return the matrices of a piece, decoded for this call."""
+        """Return the matrices of a piece, decoded for this call or as codes."""
         return self._layout.matrices(self._pieces[number].view(-1, self._layout.nbytes))
+
+    def whole(self) -> Matrices:
+        """Return the matrices of all experts, see `matrices`."""
+        self.send()
+        return self._layout.matrices(self._whole.view(-1, self._layout.nbytes))
 
     def copies(self, experts: Tensor) -> Matrices:
         """Return the matrices of experts (S,) int64, which may repeat: copies, made without waiting."""
@@ -64,8 +69,7 @@ class ResidentMatrices:
         if self._whole is None:
             count = self._runs[-1].stop
             with torch.inference_mode(mode=False):  # for later calls with gradients
-                one = self._read(0)
-                made = (None if part is None else part.new_empty((count, *part.shape[1:])) for part in one)
+                made = (None if part is None else part.new_empty((count, *part.shape[1:])) for part in self._read(0))
                 self._whole = Matrices(*cast("tuple[Tensor, Tensor, Tensor, Tensor]", tuple(made)))
                 self.renew()
 
@@ -73,7 +77,8 @@ class ResidentMatrices:
         """Send the pieces again to where they are, if they were sent."""
         if self._whole is not None:
             for number, run in enumerate(self._runs):
-                for target, source in zip(self._whole.of(run), self._read(number), strict=True):
+                whole = cast("tuple[Tensor | None, ...]", self._whole.of(run))
+                for target, source in zip(whole, self._read(number), strict=True):
                     if target is not None and source is not None:
                         target.copy_(source)
 
@@ -87,9 +92,10 @@ class ResidentMatrices:
         assert self._whole is not None, "the pieces were sent"
         return self._whole
 
-    def _read(self, number: int) -> Matrices:
+    def _read(self, number: int) -> tuple[Tensor | None, ...]:
         """Read a piece step by step: nothing is compiled for what happens once."""
-        return self._layout.read(self._sources[number].to(self._device).view(-1, self._layout.nbytes))
+        bytes_of_experts = self._sources[number].to(self._device).view(-1, self._layout.nbytes)
+        return cast("tuple[Tensor | None, ...]", self._layout.read(bytes_of_experts))
 
 
 ResidentWeights = ResidentBytes | ResidentMatrices

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from ktc.model.experts.stream_sizes import MOST_ROWS
 from ktc.stages.cost.types import Use, Work
 
 _BACK: Final = 2.0  # operators and moved bytes of backward, in those of forward
 # Of routed experts, in operators of other modules, which are cheaper for Python. Half a millisecond for a chunk.
 _GROUPED: Final = 30  # as one grouped product each for gate and up, and for down
 _ROUTED, _CHUNK = 15, 12  # of kernels' experts on a GPU: sorting and sums, and then each chunk
+_UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of weights whose codes it does not multiply
 _EXPERTS_AGAIN: Final = 2 / 3  # of the products of experts sent to a GPU: backward computes gate and up again
 _SCORES_BACK: Final = 2.5  # of attention: scores again, and the gradients of scores, query, key and value
 
@@ -53,6 +55,22 @@ class Amounts:
         """Return the bytes of weights in one pass: of routed experts, those that tokens use."""
         return work.weights * (work.experts.touched(self.use.tokens) if work.experts else 1.0)
 
+    def unpacking(self, work: Work) -> float:
+        """Return the bytes that a GPU moves in one pass to decode packed weights: those that are not multiplied so."""
+        experts = work.experts
+        if experts is None or work.decoded or self._multiplies_codes(work):
+            return 0.0
+        if not work.coded:
+            return _UNPACKED * self.read(work)
+        weights = work.products / experts.top_k * experts.count * experts.touched(self.use.tokens)
+        return 4 * weights  # of bf16, written and read
+
+    def _multiplies_codes(self, work: Work) -> bool:
+        """Whether each expert has so few rows that no decoded copy of its matrices is made."""
+        experts = work.experts
+        rows = 0 if experts is None else self.use.tokens * experts.top_k / experts.count
+        return work.coded and not self.use.trains and rows <= MOST_ROWS
+
     def moved(self, work: Work) -> float:
         """Return the bytes that operators read and write beside weights, and that attention reads of its cache."""
         cached = self.use.batch * self.use.length * work.cached if self.use.phase == "decode" else 0.0
@@ -67,7 +85,8 @@ class Amounts:
         experts = work.experts
         if experts is None:
             return self.operators(work)
-        at_once = not work.packed or (work.decoded and not self.use.trains) or self.use.phase == "decode"
+        stays = work.decoded or (experts.resident and self._multiplies_codes(work))
+        at_once = not work.packed or (stays and not self.use.trains) or self.use.phase == "decode"
         count = _GROUPED if at_once else _ROUTED + _CHUNK * experts.chunks
         return self.calls * count * self._operations
 

@@ -25,7 +25,6 @@ _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel update
 _LAUNCHES: Final = 5  # kernels of a captured operator with the Python around it, in launches of one small kernel
 _NODES: Final = 8  # the same in a CUDA graph, in nodes that wait for nothing
 _MICRO_BATCH: Final = 1000  # a trainer's own work on a sequence, its head and its loss, in launches
-_UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of a kernel's weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,8 @@ class _Clock:
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         attention = gpu.latent_attention if work.latent else gpu.attention
         busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
-        if work.packed and not work.decoded:
-            busy += _UNPACKED * amounts.passes * amounts.read(work) / bandwidth
+        if work.packed:
+            busy += amounts.passes * amounts.unpacking(work) / bandwidth
         if self.issue.cuda_graph:
             return {device: busy + amounts.operators(work) * _NODES * gpu.graph_node.median}
         return {device: busy, "host": amounts.issued(work) * _LAUNCHES * gpu.launch.median}

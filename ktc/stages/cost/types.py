@@ -75,10 +75,10 @@ class Work:
     `products` are multiply-adds per token with frozen weights, and `weights` the bytes of these as stored, of which
     `streamed` cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the number of its tensors.
     `hidden` are the bytes of a token's hidden state, `moved` those per token that operators read and write, and
-    `operators` how many there are. `scores` are multiply-adds per token and position of attention, and `cached` bytes
-    per position; `latent` attention has values narrower than keys. `packed` weights are in the kernel's layout. A GPU
-    has `decoded` them for all calls, or does it in each call. Weights that are `scattered` are not cut for the NUMA
-    nodes of the machine.
+    `operators` how many there are. `scores` are multiply-adds per token and position of attention, and `cached`
+    bytes per position; `latent` attention has values narrower than keys. `packed` weights are in the kernel's
+    layout. A GPU has `decoded` them for all calls, multiplies them as they are `coded`, or decodes them in each
+    call. Weights that are `scattered` are not cut for the NUMA nodes of the machine.
     """
 
     kind: str
@@ -99,6 +99,7 @@ class Work:
     experts: RoutedExperts | None = None
     packed: bool = False
     decoded: bool = False
+    coded: bool = False
     scattered: bool = False
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from ktc.foundation.formats import FORMATS, Dense
+from ktc.model.experts.panel_codes import codes_of
 from ktc.model.experts.stream_sizes import experts_per_chunk
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
@@ -159,9 +160,11 @@ class _Works:
             experts = RoutedExperts(count, top_k, (device,), 0, True)
             return replace(work, weights=weights, operators=_GROUPED_OPERATORS, experts=experts)
         spec, prefill = action.kernel, action.prefill
-        experts, decoded = RoutedExperts(count, top_k), False
+        experts, decoded, coded = RoutedExperts(count, top_k), False, False
         if prefill is not None:
-            decoded = prefill.resident and all(isinstance(FORMATS[stored], Dense) for stored in spec.formats)
+            formats = [FORMATS[stored] for stored in spec.formats]
+            decoded = prefill.resident and all(isinstance(row, Dense) for row in formats)
+            coded = all(codes_of(row, spec.group_size) is not None for row in formats)
             share = -(-count // len(prefill.devices))
             one = products // top_k * self._item
             chunks = -(-share // experts_per_chunk(share, one, plain_resident=decoded))
@@ -175,6 +178,7 @@ class _Works:
             experts=experts,
             packed=True,
             decoded=decoded,
+            coded=coded,
             scattered=self._plan.host.numa > 1 and (prefill is not None or action.target.settings["numa"] == "none"),
         )
 

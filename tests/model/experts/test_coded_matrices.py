@@ -1,0 +1,105 @@
+"""Codes of experts on a GPU: decoded to the bits of the CPU's kernels, and multiplied as they are, by Triton.
+
+Without a GPU, Triton's interpreter runs the kernels on the CPU (`conftest.py`). It cuts what a GPU rounds to bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_layers import ISAS, error, quick_or_slow, spec_of
+from lora_layers import adapt, run_adapted
+from stored_experts import in_blocks, stored_experts
+from torch import Tensor
+
+from ktc.foundation.formats import FORMATS
+from ktc.model.experts import coded_kernels
+from ktc.model.experts.backend import Offload
+from ktc.model.experts.coded_matrices import CodedMatrices
+from ktc.model.experts.expert_stream import expert_stream
+from ktc.model.experts.packed_layout import PackedLayout
+from ktc.model.experts.panel_codes import codes_of
+from ktc.model.experts.resident_backend import GpuResident
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+EXACT = DEVICE.type == "cuda"
+BOUND = 0.01
+INT4 = spec_of(ISAS[0], codes=("int4", 32))
+OTHERS = [spec_of(ISAS[0], codes=("int4", 128)), spec_of(ISAS[0], codes=("fp8", 128)), in_blocks("q8_0", "q4_0"),
+          in_blocks("q4_1", "mxfp4"), in_blocks("uint4_g32", "uint4_g128"),
+          spec_of(ISAS[0], "bf16", "silu biased", codes=("int4", 32))]  # fmt: skip
+
+
+def test_formats_whose_codes_a_gpu_multiplies() -> None:
+    coded = {name for name, row in FORMATS.items() if codes_of(row, 128) is not None}
+    assert coded == {"int4", "fp8", "q8_0", "q4_0", "q4_1", "mxfp4", "uint4_g32", "uint4_g64", "uint4_g128"}
+
+
+@pytest.mark.parametrize(
+    "spec", [INT4, *(quick_or_slow(spec, False) for spec in OTHERS)], ids=lambda spec: "-".join(spec.formats)
+)
+def test_codes_in_the_bytes_of_the_cpus_kernels_are_decoded_and_multiplied(spec: FusedMoeSpec) -> None:
+    module, _ = stored_experts(spec, 3)
+    packed = module.weights.packed
+    assert packed is not None and packed.is_coded
+    layout = expert_stream(packed, module.form, torch.device("cpu"))._layout
+    stored = packed.packed.view(3, -1).to(DEVICE)
+    wanted = layout.read(stored)
+    for part, matrix in zip(layout.coded(stored)[:2], wanted[:2], strict=True):
+        assert isinstance(part, CodedMatrices) and isinstance(matrix, Tensor)
+        assert part.shape == matrix.shape
+        decoded = coded_kernels.decoded(part)
+        assert torch.equal(decoded, matrix) if EXACT else error(decoded.float(), matrix.float()) <= BOUND
+        for ends in ([1, 1, 3], [0, 0, 2])[: 1 + EXACT]:
+            assert_products(part, matrix, torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+
+
+def assert_products(coded: CodedMatrices, matrix: Tensor, ends: Tensor) -> None:
+    rows = torch.randn(int(ends[-1]), coded.columns).bfloat16().to(DEVICE)
+    parts = zip(rows.float().tensor_split(ends[:-1].long().cpu()), matrix.float(), strict=True)
+    wanted = torch.cat([of_expert @ one.T for of_expert, one in parts])
+    for products in (coded_kernels.few_rows, coded_kernels.some_rows):
+        assert error(products(rows, coded, ends).float(), wanted) <= BOUND
+
+
+def test_only_experts_with_rows_are_decoded() -> None:
+    module, _ = stored_experts(INT4, 3)
+    assert module.weights.packed is not None
+    layout = expert_stream(module.weights.packed, module.form, torch.device("cpu"))._layout
+    coded = layout.coded(module.weights.packed.packed.view(3, -1).to(DEVICE)).down
+    assert isinstance(coded, CodedMatrices)
+    whole = coded_kernels.decoded(coded)
+    some = coded_kernels.decoded(coded, torch.tensor([2, 2, 5], dtype=torch.int32, device=DEVICE))
+    assert torch.equal(some[::2], whole[::2])
+
+
+def test_no_rows_have_no_products() -> None:
+    module, _ = stored_experts(INT4, 3)
+    assert module.weights.packed is not None
+    layout = expert_stream(module.weights.packed, module.form, torch.device("cpu"))._layout
+    down = layout.coded(module.weights.packed.packed.view(3, -1).to(DEVICE)).down
+    assert isinstance(down, CodedMatrices)
+    rows, ends = torch.empty(0, down.columns).bfloat16().to(DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    assert coded_kernels.times_rows(rows, down, ends).shape == (0, down.rows)
+
+
+def test_experts_compute_with_codes_what_they_do_with_decoded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, layer = stored_experts(INT4, 3, tokens=3)
+    adapted = adapt(layer, (3, 5))
+    module.offload = Offload((torch.device("cpu"),), min_tokens=1)
+    wanted = run_adapted(module, adapted)
+    for name in ("packed_layout", "backend", "resident_backend"):
+        monkeypatch.setattr(f"ktc.model.experts.{name}.multiplies_codes", lambda device: True)
+    monkeypatch.setattr(PackedLayout, "read", None)
+    for resident in (True, False)[: 1 + EXACT]:
+        module.offload = Offload((DEVICE,), min_tokens=1, resident=resident)
+        assert all(error(*both) <= 4 * BOUND for both in zip(run_adapted(module, adapted), wanted, strict=True))
+    with torch.no_grad():
+        assert isinstance(module.backend(3, plain=True), GpuResident)
+        x = layer.x.bfloat16()
+        plain = module(x, layer.index, layer.weights.float())
+        module.offload = replace(module.offload, resident=False, min_tokens=100)
+        assert error(plain, module(x, layer.index, layer.weights.float())) <= 4 * BOUND
