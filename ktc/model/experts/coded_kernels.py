@@ -42,10 +42,9 @@ def few_rows(rows: Tensor, matrices: CodedMatrices, ends: Tensor) -> Tensor:
     """See `times_rows`: a program multiplies a row with a panel."""
     out = rows.new_empty(len(rows), matrices.shape[1])
     if len(rows):
-        _few_rows[(matrices.panels, len(rows))](
-            rows.contiguous(), ends, out, len(ends), *_arguments(matrices), **_constants(matrices),
-            EXPERTS=triton.next_power_of_2(len(ends)), BLOCKS=8, num_warps=4,
-        )  # fmt: skip
+        grid = matrices.panels, len(rows)
+        given = rows.contiguous(), ends, out, len(ends)
+        _launch(_few_rows, grid, given, matrices, EXPERTS=_experts(ends), BLOCKS=8, num_warps=4)
     return out
 
 
@@ -56,9 +55,9 @@ def some_rows(rows: Tensor, matrices: CodedMatrices, ends: Tensor) -> Tensor:
         block_m = 16 if len(rows) <= _FEW_OF_EXPERT * len(ends) else 64
         tiles = -(-matrices.panels // _PANELS)
         most = -(-len(rows) // block_m) + min(len(ends), len(rows))  # tiles of rows, each of one expert
-        _some_rows[(most * tiles,)](
-            rows.contiguous(), ends, out, len(ends), tiles, *_arguments(matrices), **_constants(matrices),
-            EXPERTS=triton.next_power_of_2(len(ends)), BM=block_m, PANELS=_PANELS, BLOCKS=2, num_warps=4, num_stages=3,
+        _launch(
+            _some_rows, (most * tiles,), (rows.contiguous(), ends, out, len(ends), tiles), matrices,
+            EXPERTS=_experts(ends), BM=block_m, PANELS=_PANELS, BLOCKS=2, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
 
@@ -66,24 +65,26 @@ def some_rows(rows: Tensor, matrices: CodedMatrices, ends: Tensor) -> Tensor:
 def decoded(matrices: CodedMatrices, ends: Tensor | None = None) -> Tensor:
     """Return the matrices in bf16 (G, N, K). With `ends`, those of experts without rows are left undefined."""
     out = torch.empty(matrices.shape, dtype=torch.bfloat16, device=matrices.packed.device)
-    blocks = triton.cdiv(matrices.columns, 32)
     if out.numel():
-        _decoded[(triton.cdiv(blocks, 8), matrices.panels, len(matrices.packed))](
-            matrices.packed if ends is None else ends, out, *_arguments(matrices), **_constants(matrices),
-            ALL=ends is None, BLOCKS=8, num_warps=8,
-        )  # fmt: skip
+        grid = triton.cdiv(triton.cdiv(matrices.columns, 32), 8), matrices.panels, len(matrices.packed)
+        given = matrices.packed if ends is None else ends, out
+        _launch(_decoded, grid, given, matrices, ALL=ends is None, BLOCKS=8, num_warps=8)
     return out
 
 
-def _arguments(matrices: CodedMatrices) -> tuple[Any, ...]:
-    """Return codes and scales, and the sizes that kernels read: of an expert and a panel in bytes."""
-    packed = matrices.packed
+def _experts(ends: Tensor) -> int:
+    """Return the length of the vector of all experts: few lengths, since a kernel is compiled for each."""
+    return max(128, triton.next_power_of_2(len(ends)))
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], matrices: CodedMatrices, **more: Any) -> None:
+    """Launch a kernel with what it is given, then the bytes of the matrices and their sizes in bytes."""
+    packed, codes = matrices.packed, matrices.codes
     assert packed.is_contiguous() and packed.data_ptr() % 16 == 0, "whole experts, one behind the other"
-    codes = packed.view(torch.int16 if matrices.codes.bits == 4 else torch.uint8)
-    return (
-        codes, packed.view(_SCALES[matrices.codes.scales]), packed.shape[1], matrices.first, matrices.panel_bytes,
-        matrices.panels, matrices.rows, matrices.columns,
-    )  # fmt: skip
+    sizes = packed.shape[1], matrices.first, matrices.panel_bytes, matrices.panels, matrices.rows, matrices.columns
+    of_codes = packed.view(torch.int16 if codes.bits == 4 else torch.uint8)
+    with torch.cuda.device_of(packed):  # Triton launches on the current device
+        kernel[grid](*given, of_codes, packed.view(_SCALES[codes.scales]), *sizes, **_constants(matrices), **more)
 
 
 def _constants(matrices: CodedMatrices) -> dict[str, Any]:
@@ -240,7 +241,7 @@ def _scaled(part, all_x, scales, place, there, MINIMA: tl.constexpr, SCALES: tl.
     return part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _few_rows(
     x, ends, out, experts, codes, scales, expert_bytes, first, panel_bytes, panels, rows, columns,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
@@ -311,7 +312,7 @@ def _tile_of_rows(ends, experts, tile, EXPERTS: tl.constexpr, BM: tl.constexpr):
     return expert, start, tl.sum(tl.where(numbers == expert, last, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts", "tiles"])
 def _some_rows(
     x, ends, out, experts, tiles, codes, scales, expert_bytes, first, panel_bytes, panels, rows, columns,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,

@@ -3,7 +3,7 @@
 In: packed bytes of any format, on one NUMA node. Out: the matrices of neighbouring experts, chunk after chunk, decoded
 on the device. The bus carries the stored bytes. Without `resident`, no expert stays on the device beyond its time in
 the ring.
-Refused (`ValueError`): weights that are cut for several NUMA nodes.
+Refused: weights that are cut for several NUMA nodes (`ValueError`), and codes that the device multiplies wrongly (H247).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Final
 
 import torch
 
+from ktc.model.experts.coded_check import check_codes
+from ktc.model.experts.grouped_products import multiplies_codes
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.panels import panels_of
@@ -46,6 +48,9 @@ class ExpertStream:
         self._layout = PackedLayout(form, hidden, intermediate, first, down, experts.weight_dtype)
         self._bytes = self._layout.nbytes
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
+        if self._layout.is_coded and multiplies_codes(device):
+            for panels in (first, down):
+                check_codes(panels, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
         most = experts_per_chunk(len(share), decoded, _CHUNK_BYTES, plain_resident=resident and experts.is_plain)
         self._runs = _runs(share, most, len(share) if resident else buffer // PIECES // self._bytes)

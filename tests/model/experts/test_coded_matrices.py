@@ -14,13 +14,16 @@ from lora_layers import adapt, run_adapted
 from stored_experts import in_blocks, stored_experts
 from torch import Tensor
 
+from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import FORMATS
 from ktc.model.experts import coded_kernels
 from ktc.model.experts.backend import Offload
+from ktc.model.experts.coded_check import check_codes, random_matrices
 from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.expert_stream import expert_stream
 from ktc.model.experts.packed_layout import PackedLayout
 from ktc.model.experts.panel_codes import codes_of
+from ktc.model.experts.panels import panels_of
 from ktc.model.experts.resident_backend import GpuResident
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
@@ -63,6 +66,22 @@ def assert_products(coded: CodedMatrices, matrix: Tensor, ends: Tensor) -> None:
     wanted = torch.cat([of_expert @ one.T for of_expert, one in parts])
     for products in (coded_kernels.few_rows, coded_kernels.some_rows):
         assert error(products(rows, coded, ends).float(), wanted) <= BOUND
+
+
+FORMS = [("mxfp4", 0), ("q4_1", 0), ("q8_0", 0), ("int4", 32), ("int4", 128), ("fp8", 128), ("uint4_g32", 0)]
+
+
+@pytest.mark.parametrize("form", [quick_or_slow(form, form == FORMS[0]) for form in FORMS], ids=str)
+def test_products_are_checked_before_the_first_use_of_a_format(form: tuple[str, int]) -> None:
+    check_codes.__wrapped__(panels_of(*form), DEVICE)
+
+
+def test_a_device_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded_kernels, "few_rows", lambda rows, matrices, ends: rows.new_zeros(len(rows), 59))
+    monkeypatch.setattr(coded_kernels, "decoded", lambda matrices: random_matrices(matrices.stored, DEVICE)[1])
+    with pytest.raises(HostLacks, match="products of one row of codes e2m1 are wrong on") as refused:
+        check_codes.__wrapped__(panels_of("mxfp4"), DEVICE)
+    assert refused.value.diagnostics[0].code == "H247"
 
 
 def test_only_experts_with_rows_are_decoded() -> None:

@@ -1,0 +1,71 @@
+"""A GPU's products with codes, compared with PyTorch's before the first use of a format on a device.
+
+In: the panels of a format, and a device. Out: nothing. Refused (H247): products that are not those of decoded panels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.model.experts.coded_matrices import CodedMatrices
+from ktc.model.experts.panel_codes import PanelCodes
+from ktc.model.experts.panels import WIDTH, Panels, by_output, cut
+
+_EXPERTS, _PANELS, _SPANS, _ENDS = 2, 2, 2, (1, 20)
+_BOUND: Final = 0.01  # of the relative error of products of bf16 numbers
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "zero": torch.float32}
+
+
+@functools.cache
+def check_codes(panels: Panels, device: torch.device) -> None:
+    """Compare products with random codes, once for each format and device. Raises HostLacks (H247)."""
+    from ktc.model.experts import coded_kernels
+
+    matrices, decoded = random_matrices(panels, device)
+    ends = torch.tensor(_ENDS, dtype=torch.int32, device=device)
+    rows = torch.randn(_ENDS[-1], matrices.columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    parts = zip(rows.float().split((_ENDS[0], _ENDS[1] - _ENDS[0])), decoded.float(), strict=True)
+    wanted = torch.cat([of_expert @ matrix.T for of_expert, matrix in parts])
+    results = {
+        "decoded weights": (coded_kernels.decoded(matrices), decoded),
+        "products of one row": (coded_kernels.few_rows(rows, matrices, ends), wanted),
+        "products of several rows": (coded_kernels.some_rows(rows, matrices, ends), wanted),
+    }
+    for name, (found, right) in results.items():
+        error = float((found.float() - right.float()).norm() / right.float().norm())
+        if not error <= _BOUND:
+            message = f"{name} of codes {matrices.codes.numbers} are wrong on {device}: a relative error of {error:.2g}"
+            hint = "use the tested versions of torch and Triton (constraints.txt), or keep experts on the CPU"
+            raise HostLacks(Diagnostic("H247", message, hint=hint))
+
+
+def random_matrices(panels: Panels, device: torch.device) -> tuple[CodedMatrices, Tensor]:
+    """Return random matrices in codes, and decoded by PyTorch: (2, 59, columns)."""
+    generator = torch.Generator().manual_seed(0)
+    nothing = torch.empty(0, 0, dtype=torch.uint8)
+    codes = CodedMatrices(nothing, panels, 0, _PANELS, _PANELS * WIDTH - 5, 1).codes
+    columns = _SPANS * codes.span
+    packed = torch.randint(0, 256, (_EXPERTS, _PANELS * panels.nbytes(columns)), generator=generator).to(torch.uint8)
+    packed = packed.masked_fill(packed & 127 == 127, 1)  # NaN in E4M3
+    spans = cut(packed, 1, _PANELS * _SPANS, -1)
+    spans[..., : codes.head] = _random_scales(codes, spans[..., : codes.head].shape, generator)
+    matrices = CodedMatrices(packed.to(device), panels, 0, _PANELS, _PANELS * WIDTH - 5, columns)
+    rows = by_output(panels.steps(cut(packed, 1, _PANELS, -1), columns), columns)
+    return matrices, rows.flatten(1, 2)[:, : matrices.rows].contiguous().to(device)
+
+
+def _random_scales(codes: PanelCodes, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Return the bytes of scales near one."""
+    if codes.scales == "power":
+        return torch.randint(120, 130, shape, generator=generator).to(torch.uint8)
+    dtype = _DTYPES[codes.scales]
+    scales = torch.rand(*shape[:-1], shape[-1] // dtype.itemsize, generator=generator).add(0.5).to(dtype)
+    if codes.scales == "zero":
+        zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.int32)
+        scales = scales.view(torch.int32) & ~255 | zeros
+    return scales.view(torch.uint8)
