@@ -68,15 +68,17 @@ class Offload:
     def serves_at_once(self, tokens: int, packed: PackedExperts) -> bool:
         """Return whether the experts that are there already multiply so few tokens without being cut into chunks.
 
-        The rows have to be small. Codes that are multiplied as they are have to be few enough for that, and copies of
-        experts in other formats no more than a layer has.
+        Their rows have to be small. With codes that are multiplied as they are, experts have `MOST_ROWS` on average; in
+        other formats, there are no more copies of chosen experts than a layer has.
         """
+        if not self.resident or len(self.devices) > 1:
+            return False
         count, hidden, intermediate, top_k = packed.sizes
         room = tokens * top_k * (hidden + intermediate) * packed.dtype.itemsize <= _ROWS
         if not packed.is_plain:
             coded = packed.is_coded and multiplies_codes(self.devices[0])
             room = room and tokens * top_k <= count * (MOST_ROWS if coded else 1)
-        return self.resident and len(self.devices) == 1 and room
+        return room
 
     def __str__(self) -> str:
         devices = ", ".join(map(str, self.devices))

@@ -1,18 +1,21 @@
 """Products with coded matrices by Triton: codes become weights in registers, or in a copy for many rows.
 
 In: rows sorted by expert, `CodedMatrices`, and where the rows of each expert end. Out: what `grouped_products` returns
-for the decoded matrices. Those are bf16, with the bits of the CPU's kernels; sums are fp32. A program finds its expert
-from the ends, so that no launch waits for the host. Sums have one order: results are equal to the bit from run to run.
+for the decoded matrices, with sums in fp32. A program finds its expert from the ends, so that no launch waits for the
+host. Sums have one order: results are equal to the bit from run to run.
 
-Few rows are multiplied one by one (`few_rows`), some by tensor cores from decoded tiles (`some_rows`), and for many
-the matrices of experts that have rows are decoded (`decoded`). Importing this needs Triton.
+Few rows are multiplied one by one (`few_rows`), with weights in fp32. Some are multiplied by tensor cores from decoded
+tiles (`some_rows`); for many, the matrices of experts that have rows are decoded (`decoded`). Both have the weights in
+bf16, with the bits of the CPU's kernels. Importing this needs Triton.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportReturnType=false
 # The arguments of device code get their types from Triton, which is not typed itself.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -21,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.panel_codes import SCALE_BYTES
+from ktc.model.experts.panel_codes import SCALE_BYTES, PanelCodes
 
 _FEW_OF_EXPERT: Final = 8
 _PANELS: Final = 4  # that a program multiplies together
@@ -42,7 +45,7 @@ def few_rows(rows: Tensor, matrices: CodedMatrices, ends: Tensor) -> Tensor:
     """See `times_rows`: a program multiplies a row with a panel."""
     out = rows.new_empty(len(rows), matrices.shape[1])
     if len(rows):
-        grid = matrices.panels, len(rows)
+        grid = matrices.num_panels, len(rows)
         given = rows.contiguous(), ends, out, len(ends)
         _launch(_few_rows, grid, given, matrices, EXPERTS=_experts(ends), BLOCKS=8, num_warps=4)
     return out
@@ -53,7 +56,7 @@ def some_rows(rows: Tensor, matrices: CodedMatrices, ends: Tensor) -> Tensor:
     out = rows.new_empty(len(rows), matrices.shape[1])
     if len(rows):
         block_m = 16 if len(rows) <= _FEW_OF_EXPERT * len(ends) else 64
-        tiles = -(-matrices.panels // _PANELS)
+        tiles = -(-matrices.num_panels // _PANELS)
         most = -(-len(rows) // block_m) + min(len(ends), len(rows))  # tiles of rows, each of one expert
         _launch(
             _some_rows, (most * tiles,), (rows.contiguous(), ends, out, len(ends), tiles), matrices,
@@ -66,7 +69,7 @@ def decoded(matrices: CodedMatrices, ends: Tensor | None = None) -> Tensor:
     """Return the matrices in bf16 (G, N, K). With `ends`, those of experts without rows are left undefined."""
     out = torch.empty(matrices.shape, dtype=torch.bfloat16, device=matrices.packed.device)
     if out.numel():
-        grid = triton.cdiv(triton.cdiv(matrices.columns, 32), 8), matrices.panels, len(matrices.packed)
+        grid = triton.cdiv(triton.cdiv(matrices.columns, 32), 8), matrices.num_panels, len(matrices.packed)
         given = matrices.packed if ends is None else ends, out
         _launch(_decoded, grid, given, matrices, ALL=ends is None, BLOCKS=8, num_warps=8)
     return out
@@ -81,18 +84,20 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], matrices
     """Launch a kernel with what it is given, then the bytes of the matrices and their sizes in bytes."""
     packed, codes = matrices.packed, matrices.codes
     assert packed.is_contiguous() and packed.data_ptr() % 16 == 0, "whole experts, one behind the other"
-    sizes = packed.shape[1], matrices.first, matrices.panel_bytes, matrices.panels, matrices.rows, matrices.columns
+    sizes = packed.shape[1], matrices.begin, matrices.panel_bytes, matrices.num_panels, matrices.rows, matrices.columns
     of_codes = packed.view(torch.int16 if codes.bits == 4 else torch.uint8)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        kernel[grid](*given, of_codes, packed.view(_SCALES[codes.scales]), *sizes, **_constants(matrices), **more)
+        kernel[grid](
+            *given, of_codes, packed.view(_SCALES[codes.scales]), *sizes,
+            **_constants(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, **more,
+        )  # fmt: skip
 
 
-def _constants(matrices: CodedMatrices) -> dict[str, Any]:
-    codes = matrices.codes
+@functools.cache
+def _constants(codes: PanelCodes) -> dict[str, Any]:
     return {
         "NUMBERS": codes.numbers, "SCALES": codes.scales, "LEAST": codes.least, "GROUP": codes.group,
         "SPAN": codes.span, "HEAD": codes.head, "NBYTES": codes.nbytes, "SCALE": SCALE_BYTES[codes.scales],
-        "PARTS": matrices.parts, "INTERLEAVED": matrices.interleaved,
     }  # fmt: skip
 
 
@@ -230,15 +235,16 @@ def _decoded(
 
 
 @triton.jit
-def _scaled(part, all_x, scales, place, there, MINIMA: tl.constexpr, SCALES: tl.constexpr):
-    """Return sums of codes (B, lines, lanes) times their scales (B, lanes), less the sums of x times the minima."""
+def _four_columns(n0, n1, x0, x1, scales, place, there, MINIMA: tl.constexpr, SCALES: tl.constexpr):
+    """Return the sums (B, lines, lanes) of four columns each: numbers (B, lines, lanes, 2) times x, times scales."""
     scale, least = _scale_of(scales, place, there[:, None], SCALES)
-    part = part * scale[:, None, :]
     if MINIMA > 0:
         least = tl.load(scales + place + MINIMA, mask=there[:, None], other=0).to(tl.float32)
-    if MINIMA > 0 or SCALES == "zero":
-        part -= all_x * least[:, None, :]
-    return part
+    if MINIMA > 0 or SCALES == "zero":  # by weight: sums of infinite x and of their minima would be NaN
+        scale, least = scale[:, None, :, None], least[:, None, :, None]
+        return tl.sum((n0 * scale - least) * x0 + (n1 * scale - least) * x1, 3)
+    else:
+        return tl.sum(n0 * x0 + n1 * x1, 3) * scale[:, None, :]
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -279,16 +285,16 @@ def _few_rows(
         x0 = tl.load(row + from_column, mask=from_column < columns, other=0).to(tl.float32)  # (B, lines, 2)
         if wide:
             part = tl.sum(_number_of(word, NUMBERS) * x0[:, :, None, :], 3)
-            lower += _scaled(part, part, scales, place, there, 0, SCALES)
+            scale, _ = _scale_of(scales, place, there[:, None], SCALES)
+            lower += part * scale[:, None, :]
         else:
             x1 = tl.load(row + from_column + 2, mask=from_column + 2 < columns, other=0).to(tl.float32)
-            all_x = tl.sum(x0 + x1, 2)[:, :, None]
             x0, x1 = x0[:, :, None, :], x1[:, :, None, :]
             minima: tl.constexpr = SPAN // GROUP * 32 if LEAST else 0
-            part = _number_of(word & 15, NUMBERS) * x0 + _number_of(word >> 8 & 15, NUMBERS) * x1
-            lower += _scaled(tl.sum(part, 3), all_x, scales, place, there, minima, SCALES)
-            part = _number_of(word >> 4 & 15, NUMBERS) * x0 + _number_of(word >> 12 & 15, NUMBERS) * x1
-            upper += _scaled(tl.sum(part, 3), all_x, scales, place + 16, there, minima, SCALES)
+            n0, n1 = _number_of(word & 15, NUMBERS), _number_of(word >> 8 & 15, NUMBERS)
+            lower += _four_columns(n0, n1, x0, x1, scales, place, there, minima, SCALES)
+            n0, n1 = _number_of(word >> 4 & 15, NUMBERS), _number_of(word >> 12 & 15, NUMBERS)
+            upper += _four_columns(n0, n1, x0, x1, scales, place + 16, there, minima, SCALES)
     result = out + slot.to(tl.int64) * PARTS * rows
     total = tl.sum(tl.sum(lower, 1), 0)
     of_lane, is_row = _row_of(lane, panel, rows, PARTS, INTERLEAVED)

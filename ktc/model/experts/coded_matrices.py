@@ -6,6 +6,7 @@ order of the bits serves both processors, so that bytes are sent and kept withou
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,24 +15,30 @@ from ktc.model.experts.panel_codes import PanelCodes, codes_of
 from ktc.model.experts.panels import WIDTH, BlockPanels, GroupPanels, Panels
 
 
-def is_coded(panels: Panels) -> bool:
-    """Return whether a GPU multiplies the codes of panels."""
-    group = panels.group if isinstance(panels, GroupPanels) else 0
-    return isinstance(panels, GroupPanels | BlockPanels) and codes_of(panels.row, group) is not None
+@functools.cache
+def codes_of_panels(panels: Panels) -> PanelCodes | None:
+    """Return where codes and scales are in panels; None for those whose codes no GPU multiplies."""
+    match panels:
+        case GroupPanels():
+            return codes_of(panels.row, panels.group)
+        case BlockPanels():
+            return codes_of(panels.row)
+        case _:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrices:
     """The matrices (G, parts * rows, columns) of G experts, in their packed bytes (G, bytes of an expert).
 
-    From byte `first` of an expert on there are its `panels`. Each has 32 outputs: as many of each of the `parts` (gate
-    and up), one part behind the other. `interleaved` are the parts of the decoded matrices.
+    From byte `begin` of an expert on there are `num_panels` of `panels`. Each has 32 outputs: as many of each of the
+    `parts` (gate and up), one part behind the other. `interleaved` are the parts of the decoded matrices.
     """
 
     packed: Tensor
-    stored: Panels
-    first: int
-    panels: int
+    panels: Panels
+    begin: int
+    num_panels: int
     rows: int
     columns: int
     parts: int = 1
@@ -40,16 +47,14 @@ class CodedMatrices:
     @property
     def codes(self) -> PanelCodes:
         """The codes of a panel."""
-        assert isinstance(self.stored, GroupPanels | BlockPanels), "panels whose codes a GPU multiplies"
-        group = self.stored.group if isinstance(self.stored, GroupPanels) else 0
-        codes = codes_of(self.stored.row, group)
+        codes = codes_of_panels(self.panels)
         assert codes is not None, "panels whose codes a GPU multiplies"
         return codes
 
     @property
     def panel_bytes(self) -> int:
         """The bytes of a panel, whose columns are filled up to blocks of 32."""
-        return self.stored.nbytes(-(-self.columns // WIDTH) * WIDTH)
+        return self.panels.nbytes(-(-self.columns // WIDTH) * WIDTH)
 
     @property
     def shape(self) -> tuple[int, int, int]:

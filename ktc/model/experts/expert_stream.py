@@ -1,9 +1,9 @@
 """A layer's packed experts, or some of them, sent to a GPU in chunks of neighbours through its ring.
 
 In: packed bytes of any format, on one NUMA node. Out: the matrices of neighbouring experts, chunk after chunk, decoded
-on the device. The bus carries the stored bytes. Without `resident`, no expert stays on the device beyond its time in
-the ring.
-Refused: weights that are cut for several NUMA nodes (`ValueError`), and codes that the device multiplies wrongly (H247).
+on the device or as codes that it multiplies. The bus carries the stored bytes. Without `resident`, no expert stays on
+the device beyond its time in the ring.
+Refused: weights that are cut for several NUMA nodes (`ValueError`), codes that the device multiplies wrongly (H247).
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def serves(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
 
 
 def described(device: torch.device) -> str:
-    """Return the name of the product of bf16 experts on a device."""
-    return f"products by {'grouped_mm' if _has_kernel(device, torch.bfloat16) else 'a loop over the experts'}"
+    """Return the names of the products of experts in bf16 and in codes on a device."""
+    plain = "grouped_mm" if _has_kernel(device, torch.bfloat16) else "a loop over the experts"
+    return f"products by {plain}, {'with codes as they are' if multiplies_codes(device) else 'codes are decoded first'}"
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ktc.model.experts.coded_matrices import CodedMatrices, is_coded
+from ktc.model.experts.coded_matrices import CodedMatrices, codes_of_panels
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.grouped_products import decoded, multiplies_codes
 from ktc.model.experts.panels import WIDTH, Panels, by_output, cut
@@ -72,7 +72,7 @@ class PackedLayout:
     @property
     def is_coded(self) -> bool:
         """Whether a GPU can multiply the weights as they are stored (`coded_matrices`)."""
-        return is_coded(self.first) and is_coded(self.down)
+        return codes_of_panels(self.first) is not None and codes_of_panels(self.down) is not None
 
     def coded(self, packed: Tensor) -> Matrices:
         """Return the matrices as the codes in the bytes of experts: uint8 (G, bytes of one)."""
@@ -80,8 +80,8 @@ class PackedLayout:
             packed, self.down, self._first_bytes, self._padded_hidden // WIDTH, self.hidden, self.intermediate
         )
         gate_up = replace(
-            down, stored=self.first, first=0, panels=self._first_panels, rows=self.intermediate, columns=self.hidden,
-            parts=self.parts, interleaved=self.form.interleaved,
+            down, panels=self.first, begin=0, num_panels=self._first_panels, rows=self.intermediate,
+            columns=self.hidden, parts=self.parts, interleaved=self.form.interleaved,
         )  # fmt: skip
         return Matrices(gate_up, down, *self._biases(packed))
 

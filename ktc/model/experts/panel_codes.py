@@ -16,6 +16,12 @@ Numbers = Literal["signed4", "unsigned4", "e2m1", "int8", "e4m3"]
 """How a code is read: `signed4` is code - 8, `e2m1` twice the number of FP4, an integer."""
 Scales = Literal["bf16", "fp16", "fp32", "power", "zero"]
 """How a scale is stored: `power` is a byte e, 2^(e - 128); `zero` an fp32 number whose lowest byte is a zero point."""
+_NUMBERS: Final[dict[tuple[int, ...], Numbers]] = {
+    tuple(range(-8, 8)): "signed4",
+    tuple(range(16)): "unsigned4",
+    (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12): "e2m1",
+    (*range(128), *range(-128, 0)): "int8",
+}
 SCALE_BYTES: Final[dict[Scales, int]] = {"bf16": 2, "fp16": 2, "fp32": 4, "power": 1, "zero": 4}
 
 
@@ -51,22 +57,27 @@ class PanelCodes:
 
 def codes_of(row: Format, group: int = 0) -> PanelCodes | None:
     """Return the codes of a format's panels, `group` as `panels_of` takes it; None for codes that no GPU multiplies."""
-    match row:
-        case Codes(integer_products=False, float8=True) if group % _WIDTH == 0 and not row.bf16_scales:
-            return PanelCodes("e4m3", "fp32", group, group)
-        case Codes(integer_products=False, bits=4, float8=False) if group % _WIDTH == 0 and row.bf16_scales:
-            return PanelCodes("signed4", "bf16", group, group)
-        case Blocks(scales=Halves(sixes=None, factors=None, minimum=minimum), numbers=numbers) if row.span == 1:
-            return PanelCodes(_numbers(numbers), "fp16", row.weights, row.weights, minimum is not None)
-        case Blocks(scales=ScaleAndZero()) if row.span == 1:
-            return PanelCodes("unsigned4", "zero", row.weights, row.weights)
-        case Blocks(scales=Exponent()):
-            return PanelCodes("e2m1", "power", row.weights, row.weights * row.span)
+    if isinstance(row, Codes):
+        if row.integer_products or group <= 0 or group % _WIDTH:
+            return None
+        match row.bits, row.float8, row.bf16_scales:
+            case 8, True, False:
+                return PanelCodes("e4m3", "fp32", group, group)
+            case 4, False, True:
+                return PanelCodes("signed4", "bf16", group, group)
+            case _:
+                return None
+    numbers = _NUMBERS.get(row.numbers) if isinstance(row, Blocks) else None
+    if not isinstance(row, Blocks) or numbers is None:
+        return None
+    match row.scales, numbers:
+        case Halves(sixes=None, factors=None, minimum=None), "signed4" | "int8" if row.span == 1:
+            return PanelCodes(numbers, "fp16", row.weights, row.weights)
+        case Halves(sixes=None, factors=None, minimum=int()), "unsigned4" if row.span == 1:
+            return PanelCodes(numbers, "fp16", row.weights, row.weights, least=True)
+        case ScaleAndZero(), "unsigned4" if row.span == 1:
+            return PanelCodes(numbers, "zero", row.weights, row.weights)
+        case Exponent(), "e2m1":
+            return PanelCodes(numbers, "power", row.weights, row.weights * row.span)
         case _:
             return None
-
-
-def _numbers(numbers: tuple[int, ...]) -> Numbers:
-    if len(numbers) == 256:
-        return "int8"
-    return "signed4" if numbers[0] == -8 else "unsigned4"

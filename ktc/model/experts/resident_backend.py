@@ -18,7 +18,6 @@ from torch import Tensor
 from ktc.model.experts.chunk_products import ChunkProducts
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
-from ktc.model.experts.grouped_products import multiplies_codes
 from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference import check_routing
@@ -46,8 +45,7 @@ class GpuResident:
         with torch.autocast(self.device.type, enabled=False):  # as the kernel, which computes in the experts' dtype
             x = x.to(self.packed.dtype)
             resident = self._stream.resident
-            coded = self.packed.is_coded and multiplies_codes(self.device)
-            if isinstance(resident, ResidentMatrices) or coded:
+            if isinstance(resident, ResidentMatrices) or resident.is_multiplied:
                 rows, places = _sorted(index, self.packed.sizes.num_experts)
                 matrices, experts = resident.whole(), range(self.packed.sizes.num_experts)
             else:

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ktc.model.experts.grouped_products import multiplies_codes
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 
 
@@ -43,8 +44,14 @@ class ResidentBytes:
         """Return the matrices of a piece, decoded for this call or as codes."""
         return self._layout.matrices(self._pieces[number].view(-1, self._layout.nbytes))
 
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether the device multiplies the codes as they are."""
+        return self._layout.is_coded and multiplies_codes(self._device)
+
     def whole(self) -> Matrices:
-        """Return the matrices of all experts, see `matrices`."""
+        """Return the matrices of all experts as codes, see `is_multiplied`."""
+        assert self.is_multiplied, "no call decodes a whole layer"
         self.send()
         return self._layout.matrices(self._whole.view(-1, self._layout.nbytes))
 

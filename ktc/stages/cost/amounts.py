@@ -56,20 +56,21 @@ class Amounts:
         return work.weights * (work.experts.touched(self.use.tokens) if work.experts else 1.0)
 
     def unpacking(self, work: Work) -> float:
-        """Return the bytes that a GPU moves in one pass to decode packed weights: those that are not multiplied so."""
+        """Return the bytes that a GPU moves to decode packed weights. Few rows are multiplied with codes in forward."""
         experts = work.experts
-        if experts is None or work.decoded or self._multiplies_codes(work):
+        if experts is None or work.decoded:
             return 0.0
         if not work.coded:
-            return _UNPACKED * self.read(work)
+            return self.passes * _UNPACKED * self.read(work)
         weights = work.products / experts.top_k * experts.count * experts.touched(self.use.tokens)
-        return 4 * weights  # of bf16, written and read
+        backward = self.calls * self.use.trains
+        return (backward if self._multiplies_codes(work) else self.passes) * 4 * weights  # of bf16, written and read
 
     def _multiplies_codes(self, work: Work) -> bool:
-        """Whether each expert has so few rows that no decoded copy of its matrices is made."""
+        """Whether experts have so few rows on average that no decoded copy of their matrices is made in forward."""
         experts = work.experts
         rows = 0 if experts is None else self.use.tokens * experts.top_k / experts.count
-        return work.coded and not self.use.trains and rows <= MOST_ROWS
+        return work.coded and rows <= MOST_ROWS
 
     def moved(self, work: Work) -> float:
         """Return the bytes that operators read and write beside weights, and that attention reads of its cache."""
@@ -85,7 +86,7 @@ class Amounts:
         experts = work.experts
         if experts is None:
             return self.operators(work)
-        stays = work.decoded or (experts.resident and self._multiplies_codes(work))
+        stays = len(experts.devices) < 2 and (work.decoded or (experts.resident and self._multiplies_codes(work)))
         at_once = not work.packed or (stays and not self.use.trains) or self.use.phase == "decode"
         count = _GROUPED if at_once else _ROUTED + _CHUNK * experts.chunks
         return self.calls * count * self._operations

@@ -123,7 +123,7 @@ class _Clock:
         attention = gpu.latent_attention if work.latent else gpu.attention
         busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
         if work.packed:
-            busy += amounts.passes * amounts.unpacking(work) / bandwidth
+            busy += amounts.unpacking(work) / bandwidth
         if self.issue.cuda_graph:
             return {device: busy + amounts.operators(work) * _NODES * gpu.graph_node.median}
         return {device: busy, "host": amounts.issued(work) * _LAUNCHES * gpu.launch.median}
@@ -183,7 +183,7 @@ def at(figures: Mapping[int, Figure], threads: int) -> float:
 
 
 def _products_of(gpu: GpuRates, work: Work) -> float:
-    """Return the FLOP/s of products. Weights in codes are made bf16 first."""
+    """Return the FLOP/s of products; those with codes count as products of bf16."""
     if work.weight_format == "fp32":
         return gpu.products["fp32"].median
     return (gpu.grouped if work.experts else gpu.products["bf16"]).median

@@ -174,7 +174,7 @@ class _Works:
             device="cpu",
             weight_format=spec.format_gate_up,
             weights=packed_bytes(spec),
-            operators=_GROUPED_OPERATORS if decoded else 1,
+            operators=_GROUPED_OPERATORS if decoded or (coded and experts.resident) else 1,
             experts=experts,
             packed=True,
             decoded=decoded,

@@ -1,6 +1,7 @@
-"""Codes of experts on a GPU: decoded to the bits of the CPU's kernels, and multiplied as they are, by Triton.
+"""Codes of experts on a GPU: decoded, and multiplied as they are, by Triton.
 
-Without a GPU, Triton's interpreter runs the kernels on the CPU (`conftest.py`). It cuts what a GPU rounds to bf16.
+On a GPU, decoded weights have the bits of the CPU's kernels. Without one, Triton's interpreter runs the kernels on the
+CPU (`conftest.py`); it cuts to bf16 where a GPU rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import FORMATS
-from ktc.model.experts import coded_kernels
+from ktc.model.experts import coded_kernels, grouped_products
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_codes, random_matrices
 from ktc.model.experts.coded_matrices import CodedMatrices
@@ -41,23 +42,22 @@ def test_formats_whose_codes_a_gpu_multiplies() -> None:
     assert coded == {"int4", "fp8", "q8_0", "q4_0", "q4_1", "mxfp4", "uint4_g32", "uint4_g64", "uint4_g128"}
 
 
-@pytest.mark.parametrize(
-    "spec", [INT4, *(quick_or_slow(spec, False) for spec in OTHERS)], ids=lambda spec: "-".join(spec.formats)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [INT4, *OTHERS], ids=lambda spec: "-".join(spec.formats))
 def test_codes_in_the_bytes_of_the_cpus_kernels_are_decoded_and_multiplied(spec: FusedMoeSpec) -> None:
     module, _ = stored_experts(spec, 3)
     packed = module.weights.packed
     assert packed is not None and packed.is_coded
     layout = expert_stream(packed, module.form, torch.device("cpu"))._layout
     stored = packed.packed.view(3, -1).to(DEVICE)
-    wanted = layout.read(stored)
-    for part, matrix in zip(layout.coded(stored)[:2], wanted[:2], strict=True):
-        assert isinstance(part, CodedMatrices) and isinstance(matrix, Tensor)
-        assert part.shape == matrix.shape
-        decoded = coded_kernels.decoded(part)
-        assert torch.equal(decoded, matrix) if EXACT else error(decoded.float(), matrix.float()) <= BOUND
-        for ends in ([1, 1, 3], [0, 0, 2])[: 1 + EXACT]:
-            assert_products(part, matrix, torch.tensor(ends, dtype=torch.int32, device=DEVICE))
+    for interleaved in (False, True):
+        ordered = replace(layout, form=replace(layout.form, interleaved=interleaved))
+        for part, matrix in zip(ordered.coded(stored)[:2], ordered.read(stored)[:2], strict=True):
+            assert isinstance(part, CodedMatrices) and isinstance(matrix, Tensor)
+            assert part.shape == matrix.shape
+            decoded = coded_kernels.decoded(part)
+            assert torch.equal(decoded, matrix) if EXACT else error(decoded.float(), matrix.float()) <= BOUND
+            assert_products(part, matrix, torch.tensor([1, 1, 3], dtype=torch.int32, device=DEVICE))
 
 
 def assert_products(coded: CodedMatrices, matrix: Tensor, ends: Tensor) -> None:
@@ -78,21 +78,32 @@ def test_products_are_checked_before_the_first_use_of_a_format(form: tuple[str, 
 
 def test_a_device_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded_kernels, "few_rows", lambda rows, matrices, ends: rows.new_zeros(len(rows), 59))
-    monkeypatch.setattr(coded_kernels, "decoded", lambda matrices: random_matrices(matrices.stored, DEVICE)[1])
+    monkeypatch.setattr(coded_kernels, "decoded", lambda matrices: random_matrices(matrices.panels, DEVICE)[1])
     with pytest.raises(HostLacks, match="products of one row of codes e2m1 are wrong on") as refused:
         check_codes.__wrapped__(panels_of("mxfp4"), DEVICE)
     assert refused.value.diagnostics[0].code == "H247"
 
 
-def test_only_experts_with_rows_are_decoded() -> None:
-    module, _ = stored_experts(INT4, 3)
-    assert module.weights.packed is not None
-    layout = expert_stream(module.weights.packed, module.form, torch.device("cpu"))._layout
-    coded = layout.coded(module.weights.packed.packed.view(3, -1).to(DEVICE)).down
-    assert isinstance(coded, CodedMatrices)
+def test_only_experts_with_rows_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    coded, _ = random_matrices(panels_of("mxfp4"), DEVICE)
     whole = coded_kernels.decoded(coded)
-    some = coded_kernels.decoded(coded, torch.tensor([2, 2, 5], dtype=torch.int32, device=DEVICE))
-    assert torch.equal(some[::2], whole[::2])
+    monkeypatch.setattr(coded_kernels.torch, "empty", lambda shape, **options: torch.full(shape, torch.nan, **options))
+    some = coded_kernels.decoded(coded, torch.tensor([0, 5], dtype=torch.int32, device=DEVICE))
+    assert torch.equal(some[1], whole[1]) and bool(some[0].isnan().all())
+
+
+def test_many_rows_of_an_expert_are_multiplied_with_decoded_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    coded, decoded = random_matrices(panels_of("mxfp4"), DEVICE)
+    rows, ends = (
+        torch.randn(6, coded.columns).bfloat16().to(DEVICE),
+        torch.tensor([2, 6], dtype=torch.int32, device=DEVICE),
+    )
+    monkeypatch.setattr(grouped_products, "MOST_ROWS", 2)
+    monkeypatch.setattr(coded_kernels, "times_rows", None)
+    found = grouped_products.times_rows(rows, coded, ends)
+    assert error(found.float(), grouped_products.times_rows(rows, decoded.bfloat16(), ends).float()) <= BOUND
+    grad = grouped_products.times_columns(found, coded, ends)
+    assert error(grad.float(), grouped_products.times_columns(found, decoded.bfloat16(), ends).float()) <= BOUND
 
 
 def test_no_rows_have_no_products() -> None:
@@ -110,12 +121,13 @@ def test_experts_compute_with_codes_what_they_do_with_decoded_ones(monkeypatch: 
     adapted = adapt(layer, (3, 5))
     module.offload = Offload((torch.device("cpu"),), min_tokens=1)
     wanted = run_adapted(module, adapted)
-    for name in ("packed_layout", "backend", "resident_backend"):
+    for name in ("packed_layout", "backend", "resident_weights"):
         monkeypatch.setattr(f"ktc.model.experts.{name}.multiplies_codes", lambda device: True)
     monkeypatch.setattr(PackedLayout, "read", None)
     for resident in (True, False)[: 1 + EXACT]:
         module.offload = Offload((DEVICE,), min_tokens=1, resident=resident)
         assert all(error(*both) <= 4 * BOUND for both in zip(run_adapted(module, adapted), wanted, strict=True))
+    module.offload = replace(module.offload, resident=True)
     with torch.no_grad():
         assert isinstance(module.backend(3, plain=True), GpuResident)
         x = layer.x.bfloat16()

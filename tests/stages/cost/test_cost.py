@@ -118,6 +118,18 @@ def test_a_gpu_unpacks_the_weights_of_a_kernel() -> None:
     assert times[1] > 10 * times[0]
 
 
+def test_a_gpu_decodes_codes_for_many_rows_and_in_backward() -> None:
+    experts = RoutedExperts(64, 8, ("cuda:0",), 1, resident=True, chunks=4)
+    work = Work("experts", 0, "cpu", "int4", 8e6, 36e6, experts=experts, packed=True, coded=True)
+    copies = {
+        tokens: [Amounts(Use(phase, 1, tokens)).unpacking(work) / (4 * 64e6) for phase in ("prefill", "train")]
+        for tokens in (2048, 2049)
+    }
+    assert copies[2048] == pytest.approx([0, 1])
+    assert copies[2049] == pytest.approx([1, 2])
+    assert Amounts(Use("prefill", 1, 2048)).issued(work) < Amounts(Use("prefill", 1, 2049)).issued(work)
+
+
 def test_checkpointing_reads_weights_once_more(v2_lite: CapturedModel) -> None:
     work = work_of(v2_lite, planned(v2_lite))[1]
     plain, again = (Amounts(Use("train", 1, 8, checkpointing=on)) for on in (False, True))
