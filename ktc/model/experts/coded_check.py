@@ -30,8 +30,8 @@ def check_codes(panels: Panels, device: torch.device) -> None:
     matrices, decoded = random_matrices(panels, device)
     ends = torch.tensor(_ENDS, dtype=torch.int32, device=device)
     rows = torch.randn(_ENDS[-1], matrices.columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
-    parts = zip(rows.float().split((_ENDS[0], _ENDS[1] - _ENDS[0])), decoded.float(), strict=True)
-    wanted = torch.cat([of_expert @ matrix.T for of_expert, matrix in parts])
+    of_first, of_second = rows[: _ENDS[0]].float(), rows[_ENDS[0] :].float()
+    wanted = torch.cat([of_first @ decoded[0].float().T, of_second @ decoded[1].float().T])
     results = {
         "decoded weights": (coded_kernels.decoded(matrices), decoded),
         "products of one row": (coded_kernels.few_rows(rows[:_FEW], matrices, ends.clamp(max=_FEW)), wanted[:_FEW]),
