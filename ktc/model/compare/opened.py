@@ -28,7 +28,7 @@ from ktc.model.packed_store.placement import check_devices
 def open_compiled(path: Path, weights: Path | None, trusted: bool) -> Opened:
     """Open the compiled model in `path`, with its packed store. Raises as `ktc.load` does."""
     opened = open_folder(path, weights, trusted=trusted)
-    check_devices(opened.manifest.placement)
+    check_devices(opened.manifest.devices)
     if opened.library is None:
         return opened
     store = weights_stage.usable_store(opened.folder, opened.manifest, opened.rows, opened.index, map=False)

@@ -71,12 +71,13 @@ class Offload:
         Their rows have to be small. With codes that are multiplied as they are, experts have `MOST_ROWS` on average; in
         other formats, there are no more copies of chosen experts than a layer has.
         """
-        if not self.resident or len(self.devices) > 1:
+        device, *others = self.devices
+        if not self.resident or others:
             return False
         count, hidden, intermediate, top_k = packed.sizes
         room = tokens * top_k * (hidden + intermediate) * packed.dtype.itemsize <= _ROWS
         if not packed.is_plain:
-            coded = packed.is_coded and multiplies_codes(self.devices[0])
+            coded = packed.is_coded and multiplies_codes(device)
             room = room and tokens * top_k <= count * (MOST_ROWS if coded else 1)
         return room
 

@@ -118,7 +118,7 @@ def _opened(folder: Path) -> tuple[_Subject, list[str]]:
     """Return the subject, and a note where this machine cannot run kernels that were built for another one."""
     manifest, notes, reference = read_manifest(folder), list[str](), False
     try:
-        check_devices(manifest.placement)
+        check_devices(manifest.devices)
         library = load_as.check_fit(manifest, folder, Path(manifest.model.folder), reference=False)
     except HostLacks as error:
         notes.append(f"what was built for another machine was not run: {error.diagnostics[0].message}")

@@ -139,6 +139,13 @@ class Manifest:
     cuda_graph: bool
     files: Mapping[str, str]
 
+    @property
+    def devices(self) -> dict[str, str]:
+        """Return the placement, with the devices on which routed experts stay: what each call needs."""
+        staying = {step.fqn: step.args["prefill"] for step in self.rewrites if step.args.get("resident")}
+        of_experts = {f"{fqn} {device}": device for fqn, devices in staying.items() for device in devices}
+        return {**self.placement, **of_experts}
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 

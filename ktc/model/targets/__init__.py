@@ -43,9 +43,9 @@ ROWS: Final[tuple[type[Target], ...]] = (
     Keep,
 )
 TARGETS: Final[Mapping[str, type[Target]]] = {target.name: target for target in ROWS}
-# By the name of its module in `ktc.json`.
+# By the name of its module in `ktc.json`: the first target that puts it.
 MODULES: Final[Mapping[str, type[ModuleTarget]]] = {
-    target.module: target for target in ROWS if issubclass(target, ModuleTarget)
+    target.module: target for target in reversed(ROWS) if issubclass(target, ModuleTarget)
 }
 
 __all__ = [

@@ -1,39 +1,20 @@
-"""`gpu_moe`: the routed experts of a layer become one node on the GPU of their block.
+"""`gpu_moe`: the routed experts of a layer become one node, whose weights stay on the GPU of their block.
 
-No kernel of it is built yet, so each plan with it is refused (M066).
+The GPU multiplies plain weights and most codes as the CPU's kernels store them (`experts/coded_kernels.py`); LoRA on
+the experts is carried out in the same node. The CPU's kernel packs the weights, and sends them once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import ClassVar
 
-from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.model.targets.fake_quant import FakeQuant
-from ktc.model.targets.lora_experts import LoraExperts
-from ktc.model.targets.quantize import Quantize
-from ktc.model.targets.settings import EnumName
-from ktc.model.targets.target import Target
-from ktc.model.targets.train import Train
-
-if TYPE_CHECKING:
-    from ktc.model.kernels.spec import Spec
-    from ktc.model.targets.node_plan import CapturedNode, NodePlan
+from ktc.model.targets.cpu_moe import CpuMoe
 
 
 @dataclass(frozen=True, slots=True)
-class GpuMoe(Target):
-    """`kernel` names the product of all experts."""
-
-    kernel: Annotated[Literal["torch", "grouped_mm"], EnumName("moe_kernel")]
+class GpuMoe(CpuMoe):
+    """The settings are those of `cpu_moe`; weights that are cut for NUMA nodes cannot be sent."""
 
     name: ClassVar = "gpu_moe"
-    fixed_facet: ClassVar = "kernel"
-    accepts: ClassVar = ("moe", "experts")
-    consumes: ClassVar = ("experts",)
-    fuses: ClassVar = (LoraExperts.name, Train.name, FakeQuant.name, Quantize.name)
-
-    def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
-        """Raise InputRefused (M066)."""
-        message = f"`{self.name}` on `{plan.claim.path}` is not available in this version"
-        raise InputRefused(Diagnostic("M066", message, plan.claim.span, hint="write `cpu_moe()` instead"))
+    stays_on_gpu: ClassVar = True

@@ -85,7 +85,7 @@ class ModuleTarget(Target):
 
         nodes = nodes_by_name(graph)
         for action in primary_actions(block.actions):
-            if isinstance(action.target, cls):
+            if type(action.target) is cls:  # a target may be a kind of another
                 others = tuple(other for other in block.actions if other.node == action.node and other is not action)
                 action.target.replace(graph, nodes[action.node], action, others)
 

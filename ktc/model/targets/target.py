@@ -51,6 +51,7 @@ class Target:
     fixed_weights: ClassVar[bool] = False  # its kernel multiplies a weight that does not change
     packs_weights: ClassVar[bool] = False  # no adapter trains on its weights
     replaces_modules: ClassVar[bool] = False  # modules outside the captured blocks too
+    stays_on_gpu: ClassVar[bool] = False  # its weights stay on the GPU of the block, which computes every call
     varies_by_step: ClassVar[bool] = False  # decoding steps differ, so that none is recorded
     module: ClassVar[str] = ""  # the name in `ktc.json` of the module that it puts
 

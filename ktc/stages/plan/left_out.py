@@ -61,7 +61,11 @@ def leave_to_pytorch(draft: PlanDraft) -> PlanDraft:
     choices = draft.request.choices
     if choices is None or not choices.stock:
         return draft
-    left = [c for c in draft.claims if c.path in choices.stock and c.target.required_device == "cpu"]
+    left = [
+        claim
+        for claim in draft.claims
+        if claim.path in choices.stock and claim.target.required_device == "cpu" and not claim.target.stays_on_gpu
+    ]
     kept = tuple(claim for claim in draft.claims if claim not in left)
     why = "its routed experts are on a GPU, where PyTorch computes them"
     return replace(draft, claims=kept, left={**draft.left, **{claim.site: why for claim in left}})

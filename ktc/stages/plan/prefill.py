@@ -1,6 +1,7 @@
 """Where calls of routed experts with many tokens are computed: `place(cpu, prefill = D)` on experts of `cpu_moe`.
 
 `place(stream = D)` on them is the same for calls of any size. `auto` is every GPU of the host, each with a share.
+The weights of `gpu_moe` stay on the GPU of their block, which computes all calls.
 In: the claims, the program and the host. Out: for each experts module its devices, from how many tokens on, and the
 memory that weights pass through. `keep_resident` then marks the layers whose weights a device has room for.
 Refused: a GPU that the host does not have, weights that are cut for several NUMA nodes.
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.foundation.host import Host
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
@@ -41,11 +42,11 @@ def send_experts(draft: PlanDraft) -> PlanDraft:
         devices = _devices(str(device), draft.host)
         if experts is None and setting == "stream":
             continue  # linear layers are streamed, which `streams.py` decides
-        if experts is not None and devices == ("cpu",):
+        if experts is not None and devices == ("cpu",) and not experts.stays_on_gpu:
             continue
         for name in devices:
             require_gpu(name, setting, claim, draft.host)
-        if why := _unsuited(experts, draft.host):
+        if why := _unsuited(experts, draft.host, is_placed=True):
             message = f"`place({setting} = {device})`: {why}"
             problems[why] = Diagnostic("M078", message, claim.span, hint="see `ktc explain M078`")
         tokens = draft.rules.plan.get("layerwise_prefill")
@@ -53,7 +54,24 @@ def send_experts(draft: PlanDraft) -> PlanDraft:
         prefills[claim.path] = Prefill(devices, least if place.prefill else 1, stream_buffer(draft.rules))
     if problems:
         raise InputRefused(*problems.values())
-    return _with(draft, {**_chosen(draft, on_host), **prefills})
+    return _with(draft, {**_chosen(draft, on_host), **prefills, **_staying(draft)})
+
+
+def _staying(draft: PlanDraft) -> dict[str, Prefill]:
+    """Return the prefills of `gpu_moe`. Raises HostLacks (M069) without a GPU, and InputRefused (M078)."""
+    prefills = dict[str, Prefill]()
+    for plan in draft.nodes:
+        if not plan.target.stays_on_gpu:
+            continue
+        device = plan.device if plan.device.startswith("cuda") else "cuda:0"
+        if int(device.removeprefix("cuda:")) >= len(draft.host.gpus):
+            message = f"`gpu_moe`: this host has {len(draft.host.gpus)} GPUs"
+            hint = "write `cpu_moe`, or describe the target machine with `--host FILE`"
+            raise HostLacks(Diagnostic("M069", message, plan.claim.span, hint=hint))
+        if why := _unsuited(plan.target, draft.host):
+            raise InputRefused(Diagnostic("M078", f"`gpu_moe`: {why}", plan.claim.span, hint="see `ktc explain M078`"))
+        prefills[plan.claim.path] = Prefill((device,), 1, stream_buffer(draft.rules), resident=True)
+    return prefills
 
 
 def _chosen(draft: PlanDraft, on_host: Mapping[str, Target]) -> dict[str, Prefill]:
@@ -66,7 +84,7 @@ def _chosen(draft: PlanDraft, on_host: Mapping[str, Target]) -> dict[str, Prefil
     return {
         path: Prefill(choices.sent, 1 if path in choices.resident else choices.least, buffer, path in choices.resident)
         for path, target in on_host.items()
-        if path not in placed and not _unsuited(target, draft.host)
+        if path not in placed and not target.stays_on_gpu and not _unsuited(target, draft.host)
     }
 
 
@@ -91,8 +109,10 @@ def _devices(device: str, host: Host) -> tuple[str, ...]:
     return (resolve_device(device, host),)
 
 
-def _unsuited(experts: Target | None, host: Host) -> str:
+def _unsuited(experts: Target | None, host: Host, *, is_placed: bool = False) -> str:
     """Return why the weights cannot be multiplied on another device, "" if they can."""
+    if experts is not None and experts.stays_on_gpu and is_placed:
+        return "the weights of `gpu_moe` stay on the GPU; leave `prefill` and `stream` out"
     if experts is None:
         return "no rule runs routed experts there on the CPU, whose weights could be sent"
     if host.numa > 1 and experts.settings["numa"] == "shard":
@@ -108,7 +128,8 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     """
     if draft.request.choices is not None:
         return draft
-    sent, memory = sent_experts(draft), draft.memory
+    everywhere, memory = sent_experts(draft), draft.memory
+    sent = {path: one for path, one in everywhere.items() if not one[0].resident}
     devices = {device for prefill, _ in sent.values() for device in prefill.devices}
     budgets = {device: size for device in devices if isinstance(size := draft.rules.plan.get(device), int)}
     if not sent or budgets.keys() != devices or memory is None:
@@ -122,5 +143,7 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     if not count:
         return draft
     chosen = {paths[(2 * number + 1) * len(paths) // (2 * count)] for number in range(count)}
-    prefills = {path: replace(prefill, resident=path in chosen) for path, (prefill, _) in sent.items()}
+    prefills = {
+        path: replace(prefill, resident=prefill.resident or path in chosen) for path, (prefill, _) in everywhere.items()
+    }
     return count_memory(group_sites(_with(draft, prefills)))

@@ -166,8 +166,8 @@ def _experts(rule: KtRule) -> Kernel | None:
     if operation in names.CPU_EXPERTS:
         form, isa = names.BACKENDS[str(rule.settings.get("backend") or "llamafile")]
         return Kernel("experts", CpuMoe.name, (("format", form), ("isa", isa)))
-    kernel = names.GPU_EXPERTS[operation] if operation else None
-    return Kernel("experts", GpuMoe.name, (("kernel", kernel),)) if kernel else None
+    form = names.GPU_EXPERTS[operation] if operation else None
+    return Kernel("experts", GpuMoe.name, (("format", form),)) if form else None
 
 
 def _no_kernel(rule: KtRule, training: bool) -> str:

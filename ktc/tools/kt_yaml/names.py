@@ -58,7 +58,7 @@ LINEAR_KERNELS: Mapping[str, str | None] = {
 }
 CPU_EXPERTS = ("KExpertsCPU", "KSFTExpertsCPU", "KExpertsCPUW8A8")
 TRAINING_EXPERTS = "KSFTExpertsCPU"
-GPU_EXPERTS: Mapping[str, str | None] = {"KExpertsMarlin": None, "KExpertsTorch": "torch"}
+GPU_EXPERTS: Mapping[str, str | None] = {"KExpertsMarlin": None, "KExpertsTorch": "stored"}  # the format
 # Backend -> format and instruction set of the kernel that ktc generates. llamafile computes in the stored format.
 BACKENDS: Mapping[str, tuple[str, str]] = {
     "llamafile": ("stored", "auto"),

@@ -103,7 +103,6 @@ def test_a_stored_format_without_a_kernel_is_told_not_converted(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "codes"),
     [
-        ("rule r { match moe.block => gpu_moe(torch) }", ("M066",)),
         (EXPERTS + 'rule r { match module at "model" => place(cpu, prefill = cpu) }', ("M078",)),
         ("rule r { match attn.mla as a => fake_quant(int4, group = 16) on a.o }", ("M085",)),
     ],
@@ -221,15 +220,15 @@ def test_a_rule_whose_matches_share_a_node_rewrites_it_once(tmp_path: Path) -> N
     assert [len(r.actions) for r in plan.rewrites] == [1]
 
 
-def test_compile_and_check_refuse_what_is_not_built(tmp_path: Path) -> None:
+def test_compile_and_check_refuse_experts_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     out, program = tmp_path / "compiled_here", tmp_path / "later.ktr"
-    program.write_text("rule later { match experts => gpu_moe(torch) }\n")
-    with pytest.raises(InputRefused) as refusal:
+    program.write_text("rule on_gpu { match experts => gpu_moe() }\n")
+    with pytest.raises(HostLacks) as refusal:
         ktc.compile("tiny:qwen3_moe", program, out, host=CPU)
-    assert {d.code for d in refusal.value.diagnostics} == {"M066"}
+    assert {d.code for d in refusal.value.diagnostics} == {"M069"}
     assert {d.severity for d in refusal.value.diagnostics} == {"error"}
     assert not out.exists()
-    assert {d.code for d in ktc.check(program, "tiny:qwen3_moe", host=CPU)} == {"M066"}
+    assert {d.code for d in ktc.check(program, "tiny:qwen3_moe", host=CPU)} == {"M069"}
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,30 @@ def test_a_weight_that_two_modules_share_is_not_streamed(tmp_path: Path) -> None
     program = rules(EXPERTS + 'rule head { match module at "lm_head" => place(stream = cuda:0) }', tmp_path)
     with pytest.raises(InputRefused, match=r"M079.*another module shares its weight"):
         planned(captured("deepseek_v2", tie_word_embeddings=True), program, GPU)
+
+
+STAYING = "rule a { match moe.block => gpu_moe(format = int8) }\n"
+
+
+def test_experts_of_gpu_moe_stay_on_the_gpu_of_their_block(tmp_path: Path) -> None:
+    placed = STAYING + 'rule b { match module at "model" => place(cuda:1) }'
+    plan = plan_of(placed, tmp_path, replace(GPU, gpus=GPU.gpus * 2))
+    steps = [s for s in recipe(rewrite(captured("deepseek_v2"), plan), plan.host) if s.module == "fused_moe"]
+    assert steps
+    assert all(s.args["resident"] and s.args["prefill"] == ["cuda:1"] and s.args["prefill_tokens"] == 1 for s in steps)
+    assert {held.device for held in plan.devices if held.streaming} == {"cuda:1"}
+    assert any("as one node on `cuda:1`, where the weights stay" in reason.text for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (STAYING + MANY, "leave `prefill` and `stream` out"),
+        (STAYING.replace("int8", "int8, numa = shard"), "several NUMA nodes"),
+    ],
+)
+def test_gpu_moe_refuses_what_contradicts_it(program: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused) as refusal:
+        plan_of(program, tmp_path, replace(GPU, numa=2))
+    (problem,) = refusal.value.diagnostics
+    assert (problem.code, reason in problem.message) == ("M078", True)
