@@ -99,7 +99,7 @@ def load_as(
     library = check_fit(manifest, folder, checkpoint, reference)
     fill = _filling(folder, manifest, checkpoint, library, options)
     placement = {} if reference else dict(manifest.placement)
-    check_devices({} if reference else manifest.devices)
+    check_devices(() if reference else manifest.devices)
     model = build_on_meta(
         model_class, copy.deepcopy(config) or read_config(folder, model_class), manifest, attention, reference, experts
     )

@@ -140,11 +140,10 @@ class Manifest:
     files: Mapping[str, str]
 
     @property
-    def devices(self) -> dict[str, str]:
-        """Return the placement, with the devices on which routed experts stay: what each call needs."""
-        staying = {step.fqn: step.args["prefill"] for step in self.rewrites if step.args.get("resident")}
-        of_experts = {f"{fqn} {device}": device for fqn, devices in staying.items() for device in devices}
-        return {**self.placement, **of_experts}
+    def devices(self) -> frozenset[str]:
+        """Return the devices of modules, and those on which routed experts stay: a call needs all of them."""
+        staying = (step.args["prefill"] for step in self.rewrites if step.args.get("resident"))
+        return frozenset(self.placement.values()).union(*staying)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -6,7 +6,7 @@ The entry of the nearest ancestor counts. A module receives its inputs on its ow
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,12 +23,10 @@ def device_of(fqn: str, placement: Mapping[str, str]) -> torch.device:
     return torch.device(placement.get(fqn, "cpu"))
 
 
-def check_devices(placement: Mapping[str, str]) -> None:
+def check_devices(devices: Iterable[str]) -> None:
     """Raise `HostLacks` (L409) for the devices that this process does not see."""
     seen = torch.cuda.device_count()
-    absent = {
-        name for name in placement.values() if (d := torch.device(name)).type == "cuda" and (d.index or 0) >= seen
-    }
+    absent = {name for name in devices if (d := torch.device(name)).type == "cuda" and (d.index or 0) >= seen}
     if absent:
         names = ", ".join(f"`{name}`" for name in sorted(absent))
         hint = "compile it again on this machine, or make the GPUs visible"

@@ -37,7 +37,7 @@ def test_the_map_for_hugging_face_is_there_only_if_devices_differ() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(HostLacks, match="`cuda:77`"):
-        check_devices({"model": "cpu", "lm_head": "cuda:77"})
+        check_devices(("cpu", "cuda:77"))
 
 
 class Layer(nn.Module):
