@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import nn
 
 from ktc.diagnostics import HostLacks
+from ktc.model.manifest.manifest import read_manifest
 from ktc.model.packed_store.placement import check_devices, device_map, device_of, follow
 
 SPLIT = {"model": "cuda:0", "model.layers.1": "cuda:1", "model.layers.1.mlp.experts": "cpu", "lm_head": "cuda:1"}
@@ -38,6 +42,15 @@ def test_the_map_for_hugging_face_is_there_only_if_devices_differ() -> None:
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(HostLacks, match="`cuda:77`"):
         check_devices(("cpu", "cuda:77"))
+
+
+def test_experts_that_stay_on_a_gpu_need_it(compiled_twin: Callable[..., Path]) -> None:
+    manifest = read_manifest(compiled_twin("tiny:deepseek_v2", "moe-lora"))
+    check_devices(manifest.devices)
+    there = {"prefill": ["cuda:77"], "resident": True}
+    steps = tuple(replace(step, args={**step.args, **there}) for step in manifest.rewrites)
+    with pytest.raises(HostLacks, match="`cuda:77`"):
+        check_devices(replace(manifest, rewrites=steps).devices)
 
 
 class Layer(nn.Module):
