@@ -33,7 +33,7 @@ class ChunkProducts:
 
     def __init__(self, form: ExpertsForm, lora: ExpertsLora, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._form, self._sums = form, torch.float64 if dtype == torch.float64 else torch.float32
+        self._form = form
         self._gate_up, self._down = (
             None if factors is None else _Factors.of(factors, dtype) for factors in lora.products
         )
@@ -50,12 +50,8 @@ class ChunkProducts:
         """Compute the outputs of rows, `(S, H) -> (S, H)`."""
         inner = self._inner(x, self._gate_up and self._gate_up.low(x, rows, run), rows, run, matrices)
         h = compiled_on(x.device, _activation(self._form))(*inner).to(x.dtype)
-        y = times_rows(h, matrices.down, rows.ends)
-        if self._down is not None:
-            y = y.to(self._sums) + self._down.outputs(self._down.low(h, rows, run), rows, run)
-        if matrices.down_bias is not None:
-            y = y.to(self._sums) + matrices.down_bias[rows.experts]
-        return y
+        added = self._down and self._down.outputs(self._down.low(h, rows, run), rows, run)
+        return _plus(times_rows(h, matrices.down, rows.ends), added, matrices.down_bias, rows.experts)
 
     def backward(
         self, x: Tensor, grad: Tensor, weights: Tensor, rows: Rows, run: range, matrices: Matrices
@@ -69,21 +65,21 @@ class ChunkProducts:
         inner = self._inner(x, low, rows, run, matrices)
         d_h = times_columns(grad, down, rows.ends)
         d_down_low = self._down and self._down.d_low(grad, rows, run)
-        if self._down is not None and d_down_low is not None:
-            d_h = d_h.to(self._sums) + self._down.inputs(d_down_low, rows, run)
-        h, d_inner, d_weights = compiled_on(x.device, _activation_backward(self._form))(d_h, weights, *inner)
+        of_adapter = None if self._down is None or d_down_low is None else self._down.inputs(d_down_low, rows, run)
+        backward = compiled_on(x.device, _activation_backward(self._form))
+        h, d_inner, d_weights = backward(d_h, of_adapter, weights, *inner)
         h, d_inner = h.to(x.dtype), d_inner.to(x.dtype)
         if matrices.down_bias is not None:
             d_weights = d_weights + (matrices.down_bias[rows.experts] * grad).sum(-1)
         if self._down is not None and d_down_low is not None:
-            of_rows = weights[:, None].to(x.dtype)
-            self._down.add(h, self._down.low(h, rows, run), grad * of_rows, d_down_low * of_rows, rows, run)
-        d_x = times_columns(d_inner, gate_up, rows.ends)
+            of_rows = weights[:, None].to(x.dtype)  # on the narrow side of each outer product
+            self._down.add(h, self._down.low(h, rows, run) * of_rows, grad, d_down_low * of_rows, rows, run)
+        d_x, of_adapter = times_columns(d_inner, gate_up, rows.ends), None
         if self._gate_up is not None and low is not None:
             d_low = self._gate_up.d_low(d_inner, rows, run)
             self._gate_up.add(x, low, d_inner, d_low, rows, run)
-            d_x = d_x.to(self._sums) + self._gate_up.inputs(d_low, rows, run)
-        return d_x, d_weights
+            of_adapter = self._gate_up.inputs(d_low, rows, run)
+        return _plus(d_x, of_adapter, None, rows.experts), d_weights
 
     def _inner(self, x: Tensor, low: Tensor | None, rows: Rows, run: range, matrices: Matrices) -> tuple[Any, ...]:
         """Return the inputs of the activation: the product, LoRA's product, the bias, and their experts."""
@@ -112,12 +108,12 @@ class _Factors:
         return cls(a, b, lora.scale, torch.zeros_like(lora.a), torch.zeros_like(lora.b))
 
     def low(self, x: Tensor, rows: Rows, run: range) -> Tensor:
-        """`A x`, (S, inputs) -> (S, r)."""
-        return times_rows(x, self.a[run.start : run.stop], rows.ends)
+        """`scale * A x`, (S, inputs) -> (S, r)."""
+        return times_rows(x, self.a[run.start : run.stop], rows.ends) * self.scale
 
     def outputs(self, low: Tensor, rows: Rows, run: range) -> Tensor:
         """`scale * B A x`, (S, r) -> (S, outputs)."""
-        return times_rows(low, self.b[run.start : run.stop], rows.ends) * self.scale
+        return times_rows(low, self.b[run.start : run.stop], rows.ends)
 
     def d_low(self, d_outputs: Tensor, rows: Rows, run: range) -> Tensor:
         """Return the gradient of `A x`, (S, outputs) -> (S, r)."""
@@ -128,10 +124,10 @@ class _Factors:
         return times_columns(d_low, self.a[run.start : run.stop], rows.ends)
 
     def add(self, x: Tensor, low: Tensor, d_outputs: Tensor, d_low: Tensor, rows: Rows, run: range) -> None:
-        """Store the gradients of the factors of a chunk's experts."""
+        """Store the gradients of the factors of a chunk's experts; `low` is multiplied by the scale."""
         rank = self.d_a.shape[1]
         self.d_a[run.start : run.stop] = outer(d_low, x, rows.ends)[:, :rank]
-        self.d_b[run.start : run.stop] = outer(d_outputs, low, rows.ends)[..., :rank] * self.scale
+        self.d_b[run.start : run.stop] = outer(d_outputs, low, rows.ends)[..., :rank]
 
 
 @functools.cache
@@ -145,11 +141,12 @@ def _activation(form: ExpertsForm) -> Callable[..., Tensor]:
 @functools.cache
 def _activation_backward(form: ExpertsForm) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def backward(
-        d_h: Tensor, weights: Tensor, gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        d_h: Tensor, d_h_of_adapter: Tensor | None, weights: Tensor, gate_up: Tensor, added: Tensor | None,
+        bias: Tensor | None, experts: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         inner = _sum(gate_up, added, bias, experts)
         h, derivative = cast("_WithDerivative", torch.func.vjp(functools.partial(activated, form), inner))
-        d_h = d_h.to(inner.dtype)
+        d_h = _sum(d_h, d_h_of_adapter, None, experts)
         d_weights = (h * d_h).sum(-1)
         (d_inner,) = derivative(d_h * weights[:, None].to(inner.dtype))
         return h, d_inner, d_weights
@@ -157,8 +154,19 @@ def _activation_backward(form: ExpertsForm) -> Callable[..., tuple[Tensor, Tenso
     return backward
 
 
-def _sum(gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
-    inner = gate_up.to(torch.float64 if gate_up.dtype == torch.float64 else torch.float32)
+def _plus(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+    """Add LoRA's product and the bias of each row's expert, rounded once, to the dtype of the product."""
+    if added is None and bias is None:
+        return product
+    return compiled_on(product.device, _rounded_sum)(product, added, bias, experts)
+
+
+def _rounded_sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+    return _sum(product, added, bias, experts).to(product.dtype)
+
+
+def _sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+    total = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
     if added is not None:
-        inner = inner + added
-    return inner if bias is None else inner + bias[experts]
+        total = total + added
+    return total if bias is None else total + bias[experts]

@@ -8,6 +8,7 @@ Refused: weights that are cut for several NUMA nodes (`ValueError`), codes that 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,10 +23,8 @@ from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.panels import panels_of
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
 from ktc.model.experts.stream_ring import StreamSource, ring_of
-from ktc.model.experts.stream_sizes import CHUNK_BYTES, DEFAULT_BUFFER, PIECES, experts_per_chunk, ring_bytes
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes, ring_bytes
 from ktc.model.kernels.form import ExpertsForm
-
-_CHUNK_BYTES: Final = CHUNK_BYTES
 
 
 class ExpertStream:
@@ -46,14 +45,14 @@ class ExpertStream:
         form = replace(form, transposed=False)
         first, down = (panels_of(*experts.stored(part)) for part in ("up", "down"))
         self._layout = PackedLayout(form, hidden, intermediate, first, down, experts.weight_dtype)
-        self._bytes = self._layout.nbytes
+        self._bytes, self._item = self._layout.nbytes, experts.dtype.itemsize
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         if self._layout.is_coded and multiplies_codes(device):
             for panels in (first, down):
                 check_codes(panels, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
-        most = experts_per_chunk(len(share), decoded, _CHUNK_BYTES, plain_resident=resident and experts.is_plain)
-        self._runs = _runs(share, most, len(share) if resident else buffer // PIECES // self._bytes)
+        self._chunk = chunk_bytes_on(device)
+        self._runs = Chunks(decoded, self._bytes, self._chunk, buffer, experts.is_plain).cut(share)
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
         holds = ResidentMatrices if experts.is_plain else ResidentBytes
@@ -78,6 +77,12 @@ class ExpertStream:
         assert self._resident is not None, "the weights are sent for each call"
         return self._resident
 
+    @property
+    def most_rows(self) -> int:
+        """The rows that a chunk's products are to have at once."""
+        sizes = self._layout
+        return max(1, self._chunk // (max(sizes.hidden, sizes.parts * sizes.intermediate) * self._item))
+
     def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
         wanted = [number for number, run in enumerate(self._runs) if any(expert in run for expert in chosen)]
@@ -93,16 +98,10 @@ class ExpertStream:
                 yield run, self._layout.matrices(take(number).view(len(run), self._bytes))
 
 
-def _runs(share: range, most: int, limit: int) -> tuple[range, ...]:
-    """Cut neighbours into runs of `most`, up to a third more where that makes them equal: one compilation.
-
-    No run is longer than `limit`, or than one.
-    """
-    most = max(1, min(most, limit, len(share)))
-    longest = max(most, min(most + most // 3, limit))
-    even = [size for size in range(most, longest + 1) if len(share) % size == 0]
-    size = even[0] if even else most
-    return tuple(share[first : first + size] for first in range(0, len(share), size))
+@functools.cache
+def chunk_bytes_on(device: torch.device) -> int:
+    """Return the bytes of a chunk's decoded matrices on a device, by what is free there at the first call."""
+    return chunk_bytes(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0)
 
 
 _Key = tuple[ExpertsForm, torch.device, int, range, bool, int, int]
@@ -116,7 +115,7 @@ def expert_stream(
     """Return the stream of a layer's experts, or of a share of them: the same one for all calls."""
     share = share or range(experts.sizes.num_experts)
     buffer = 0 if resident else buffer  # those that stay need no ring, and are there once
-    key = form, device, buffer, share, resident, experts.packed.data_ptr(), _CHUNK_BYTES
+    key = form, device, buffer, share, resident, experts.packed.data_ptr(), chunk_bytes_on(device)
     streams = _made.setdefault(experts, {})
     if key not in streams:
         streams[key] = ExpertStream(experts, form, device, buffer, share, resident=resident)

@@ -26,7 +26,7 @@ class HostNode(HostBackend):
     nodes: HostNodes
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        """See `ExpertsBackend.run`."""
+        """See `ExpertsBackend.run`; the factors are in host memory, whose addresses a graph keeps."""
 
         def call(*rows: Tensor) -> Tensor:
             inputs = self.packed.inputs(*rows)

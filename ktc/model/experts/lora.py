@@ -150,7 +150,9 @@ class ExpertsLora:
         return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products))
 
     def on(self, device: torch.device) -> ExpertsLora:
-        """Return the factors on a device."""
+        """Return the factors on a device, differentiable: themselves where they are there."""
+        if all(factor is None or factor.device == device for factor in self.factors):
+            return self
         moved = (None if factor is None else factor.to(device) for factor in self.factors)
         return ExpertsLora.of(tuple(moved), self.scales)
 

@@ -89,7 +89,7 @@ class ExpertsParamWrapper(ParamWrapper):
 
     def _lora_of(self, name: str) -> Lora:
         parameters = tuple(cast("Tensor", layers[name].weight) for layers in (self.lora_A, self.lora_B))
-        a, b = (parameter.cpu() for parameter in parameters)
+        a, b = parameters
         rank = a.shape[0] // self.num_experts
         a, b = a.reshape(self.num_experts, rank, -1), b.reshape(-1, rank, self.num_experts).permute(2, 0, 1)
         if _READS_TRANSPOSED and not cast("Any", self.get_base_layer()).form.transposed:

@@ -7,6 +7,7 @@ rows end. Results come back in a fixed order of sums, without atomic additions, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -65,6 +66,15 @@ class Slots:
     def span(self, run: range) -> tuple[int, int]:
         """Return the first slot of neighbouring experts, and the slot after their last."""
         return self.bounds[run.start], self.bounds[run.stop]
+
+    def parts(self, run: range, most: int) -> Iterator[range]:
+        """Cut neighbouring experts into runs of at most `most` slots, or of one expert."""
+        first = run.start
+        for expert in run:
+            if expert > first and self.bounds[expert + 1] - self.bounds[first] > most:
+                yield range(first, expert)
+                first = expert
+        yield range(first, run.stop)
 
     def of_experts(self, run: range) -> Rows:
         """Return the rows of neighbouring experts."""

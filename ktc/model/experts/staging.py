@@ -33,10 +33,11 @@ class HostBackend:
 
 
 def on_host(compute: Compute, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-    """Call `compute` with tensors in host memory and return its output on the device of hidden states.
+    """Call `compute` with tensors and factors in host memory; return its output on the device of hidden states.
 
     Training moves megabytes each time, so states and gradients that come from a GPU go through pinned memory.
     """
+    lora = lora.on(torch.device("cpu"))
     if x_TH.is_cuda and x_TH.requires_grad and not torch.compiler.is_compiling():
         x, index, weights = (to_host((tensor,)) for tensor in (x_TH, index_TK, weights_TK))
         return to_device(pinned(compute(x, index, weights, lora)), x_TH.device)

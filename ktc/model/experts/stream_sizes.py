@@ -5,6 +5,7 @@ The plan counts them as the ring and the stream take them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work on a bus of 55 GB/s
@@ -13,14 +14,44 @@ DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work
 MOST_ROWS: Final = 256
 PIECES: Final = 4  # that a ring holds at least
 
-CHUNK_BYTES: Final = 128 << 20  # of decoded matrices: enough rows for a grouped product, little beside a model
-_CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces: each costs the host half a millisecond
+# Bytes of decoded matrices in a chunk, and of its rows in their widest form: a part of the GPU's memory. Each chunk
+# costs Python about half a millisecond, and its products leave some eight such arrays of rows beside it.
+_LEAST_CHUNK: Final = 128 << 20
+_MOST_CHUNK: Final = 1 << 30
+_PART: Final = 128
+_CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces
 _PLAIN_CHUNKS: Final = 4  # of plain weights that stay, which take no memory beside their rows
 
 
-def experts_per_chunk(experts: int, decoded: int, chunk_bytes: int = CHUNK_BYTES, *, plain_resident: bool) -> int:
-    """Return how many of a layer's experts a chunk has at least; `decoded` are the bytes of one as it is multiplied."""
-    return max(1, chunk_bytes // decoded, -(-experts // (_PLAIN_CHUNKS if plain_resident else _CHUNKS)))
+def chunk_bytes(memory: int) -> int:
+    """Return the bytes of a chunk's decoded matrices on a device with so many bytes."""
+    return min(max(_LEAST_CHUNK, memory // _PART), _MOST_CHUNK)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The sizes that decide how a layer's experts are cut.
+
+    `decoded` and `stored` are the bytes of an expert as it is multiplied and as it is kept, `chunk` those that a chunk
+    may have. `buffer` is that of the ring, 0 for weights that stay; `plain` ones need no decoding.
+    """
+
+    decoded: int
+    stored: int
+    chunk: int
+    buffer: int
+    plain: bool
+
+    def cut(self, share: range) -> tuple[range, ...]:
+        """Cut neighbours into runs of about equal length; if up to a third more makes them equal: one compilation."""
+        fewest = _PLAIN_CHUNKS if self.plain and not self.buffer else _CHUNKS
+        most = max(1, self.chunk // self.decoded, -(-len(share) // fewest))
+        limit = max(1, self.buffer // PIECES // self.stored if self.buffer else len(share))
+        most = min(most, limit, len(share))
+        longest = min(most + most // 3, limit)
+        even = [size for size in range(most, longest + 1) if len(share) % size == 0]
+        size = even[0] if even else -(-len(share) // -(-len(share) // most))
+        return tuple(share[first : first + size] for first in range(0, len(share), size))
 
 
 def ring_bytes(buffer: int, expert: int) -> int:

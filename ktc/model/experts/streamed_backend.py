@@ -11,7 +11,7 @@ Out: the output of the kernel, in the GPU's rounding. Refused: as `ExpertStream`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from ktc.model.experts.chunk_products import ChunkProducts
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.saved_on_host import SavedOnHost
 from ktc.model.experts.slots import Slots
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
@@ -132,7 +133,7 @@ class _Share:
     def forward(self) -> Tensor:
         """Return the share's part of the output, (T, H)."""
         y = self._per_slot(self._x)
-        for run, matrices in self._stream.chunks(self._slots.chosen):
+        for run, matrices in self._chunks():
             rows = self._slots.of_experts(run)
             of_run = self._products.forward(self._x.index_select(0, rows.tokens), rows, run, matrices)
             y[rows.first - self._first : rows.end - self._first] = of_run
@@ -143,7 +144,7 @@ class _Share:
         grad = grad.to(self._stream.device, self._x.dtype, non_blocking=True)
         flat = self._weights.flatten()
         d_flat, d_slots = torch.zeros_like(flat), self._per_slot(self._x)
-        for run, matrices in self._stream.chunks(self._slots.chosen, reverse=True):
+        for run, matrices in self._chunks(reverse=True):
             rows = self._slots.of_experts(run)
             d_rows, d_weights = self._products.backward(
                 self._x.index_select(0, rows.tokens), grad.index_select(0, rows.tokens), flat[rows.pairs], rows, run,
@@ -152,6 +153,14 @@ class _Share:
             d_flat[rows.pairs] = d_weights  # each pair once
             d_slots[rows.first - self._first : rows.end - self._first] = d_rows
         return self._slots.sums(d_slots, self._run, self._sums), d_flat
+
+    def _chunks(self, *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
+        """Yield runs of neighbours with their matrices; those of many rows in parts."""
+        for run, matrices in self._stream.chunks(self._slots.chosen, reverse=reverse):
+            parts = self._slots.parts(run, self._stream.most_rows)
+            for part in parts:
+                whole = len(part) == len(run)
+                yield part, matrices if whole else matrices.of(slice(part.start - run.start, part.stop - run.start))
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:

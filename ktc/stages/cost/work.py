@@ -13,13 +13,13 @@ from torch import fx
 
 from ktc.foundation.formats import FORMATS, Dense
 from ktc.model.experts.panel_codes import codes_of
-from ktc.model.experts.stream_sizes import experts_per_chunk
+from ktc.model.experts.stream_sizes import Chunks, chunk_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
-from ktc.model.targets.target import NodeAction
+from ktc.model.targets.target import NodeAction, Prefill
 from ktc.stages.capture import BlockSite, CapturedModel
 from ktc.stages.cost.types import RoutedExperts, Work
 from ktc.stages.plan.activations import per_token
@@ -165,9 +165,7 @@ class _Works:
             formats = [FORMATS[stored] for stored in spec.formats]
             decoded = prefill.resident and all(isinstance(row, Dense) for row in formats)
             coded = all(codes_of(row, spec.group_size) is not None for row in formats)
-            share = -(-count // len(prefill.devices))
-            one = products // top_k * self._item
-            chunks = -(-share // experts_per_chunk(share, one, plain_resident=decoded))
+            chunks = self._chunks(spec, prefill, products // top_k * self._item, plain=decoded)
             experts = RoutedExperts(count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks)
         return replace(
             work,
@@ -181,6 +179,14 @@ class _Works:
             coded=coded,
             scattered=self._plan.host.numa > 1 and (prefill is not None or action.target.settings["numa"] == "none"),
         )
+
+    def _chunks(self, spec: FusedMoeSpec, prefill: Prefill, decoded: int, *, plain: bool) -> int:
+        """Return the number of chunks that each device computes a layer's experts in."""
+        gpus, count = self._plan.host.gpus, spec.num_experts or 1
+        memory = gpus[int(prefill.devices[0].partition(":")[2] or 0)].free if gpus else 0
+        buffer = 0 if prefill.resident else prefill.buffer
+        cut = Chunks(decoded, packed_bytes(spec) // count, chunk_bytes(memory), buffer, plain)
+        return len(cut.cut(range(-(-count // len(prefill.devices)))))
 
     def _opaque(self, site: BlockSite, device: str) -> Work:
         module = self._captured.model.get_submodule(site.fqn)

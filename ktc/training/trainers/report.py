@@ -141,6 +141,7 @@ class KTReport(TrainerCallback):
             versions=_versions(),
             streams=self._traffic(),
             offload=", ".join(dict.fromkeys(str(module.offload) for module in experts if module.offload)),
+            expert_adapters=str(getattr(trainer, "expert_adapters", "")),
         )
 
     def _traffic(self) -> tuple[run_report.StreamTraffic, ...]:

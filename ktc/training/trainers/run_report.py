@@ -133,6 +133,7 @@ class RunReport:
     versions: Mapping[str, str]
     streams: tuple[StreamTraffic, ...] = ()
     offload: str = ""  # how routed experts are computed on GPUs
+    expert_adapters: str = ""  # where their adapters are while they train
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values. JSON has no NaN or infinity: such a loss is the text `nan`, `inf` or `-inf`."""

@@ -22,7 +22,7 @@ from ktc.training.trainers.split_layer import SplitLayer, fused_in
 _USED = 0.8  # of the free memory: estimates err, and other programs need memory too
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
 _OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
-_MANY = sys.maxsize  # tokens: a pass is large enough for any backend
+MANY = sys.maxsize  # tokens: a pass is large enough for any backend
 # Tokens of a chunk of attention. The least are enough work for a GPU per launch; with the most, launches cost little
 # beside it, and the chunk of a wide model takes 2 GB. Few values, so that a resumed run finds the same one.
 CHUNKS = (2048, 4096, 8192)
@@ -37,7 +37,7 @@ def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, 
         per_token[str(device)] = per_token.get(str(device), 0) + width * (1 if split.attention is None else 2)
         if split.experts is not None:
             fused = fused_in(split.experts)
-            backend = fused.backend(_MANY)
+            backend = fused.backend(MANY)
             per_token["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
             if backend.device.type != "cpu":
                 layer = call.hidden.shape[-1] * _OFFLOADED + width * fused.top_k  # a row for each choice
@@ -54,7 +54,7 @@ def prepare_experts(layers: Sequence[SplitLayer]) -> None:
     """Let every layer's experts take the memory that they need in every call."""
     for split in layers:
         if split.experts is not None:
-            fused_in(split.experts).backend(_MANY).prepare()
+            fused_in(split.experts).backend(MANY).prepare()
 
 
 def _ranks(experts: nn.Module) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.experts.module import FusedMoe
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
@@ -30,6 +31,7 @@ from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_layers
 from ktc.training.trainers.stack_size import (
     CHUNKS,
+    MANY,
     bytes_per_token,
     fitting_chunk,
     fitting_tokens,
@@ -199,7 +201,7 @@ class Stacker(TrainerCallback):
         """Return the number of tokens that share a pass.
 
         Raises:
-            CannotStack: not even two micro-batches fit.
+            CannotStack: not even two micro-batches fit, of a step that has several.
         """
         per_token = bytes_per_token(self._layers, calls[0])
         prepare_experts(self._layers)  # their memory is not free any more
@@ -212,10 +214,11 @@ class Stacker(TrainerCallback):
         fits = fitting_tokens(per_token, working_bytes(calls[0], max(min(chunk, wanted), largest), loss), free)
         scarce = min(fits, key=lambda device: fits[device])
         by_device = tuple(sorted(per_token.items()))
-        if fits[scarce] < 2 * largest and self._mode != "on":
+        least = largest * min(2, len(calls))
+        if fits[scarce] < least and self._mode != "on":
             raise CannotStack(f"the free memory on `{scarce}` holds {fits[scarce]} tokens of a pass")
         if fits[scarce] < wanted:
-            tokens = max(fits[scarce], 2 * largest)
+            tokens = max(fits[scarce], least)
             return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, chunk, by_device, whole)
         return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], chunk, by_device, whole)
 
@@ -225,7 +228,7 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
     args = trainer.args
     config = cast("Any", model).config.get_text_config()
     reasons = {
-        "a step has one micro-batch": args.gradient_accumulation_steps == 1,
+        "a step has one micro-batch": args.gradient_accumulation_steps == 1 and not _multiplied_on_a_gpu(model),
         "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
         or getattr(config, "output_router_logits", False),
         "the model is compiled by torch": bool(args.torch_compile),
@@ -233,6 +236,12 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
         "activations are offloaded": getattr(args, "activation_offloading", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _multiplied_on_a_gpu(model: nn.Module) -> bool:
+    """Whether a GPU multiplies routed experts: then one micro-batch gains too, by compiled layers."""
+    experts = (module for module in model.modules() if isinstance(module, FusedMoe))
+    return any(fused.backend(MANY).device.type != "cpu" for fused in experts)
 
 
 def _tokens(call: ModelCall) -> int:

@@ -27,8 +27,9 @@ from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
 from ktc.training.trainers.checkpoints import checkpoints, write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
+from ktc.training.trainers.expert_adapters import beside_experts
 from ktc.training.trainers.phases import PhaseClock
-from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, use_as_one_device
+from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, prepares_inputs_itself, use_as_one_device
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.stacking import Stacker, StackMode
@@ -59,6 +60,7 @@ class KTrainerMixin(TrainerHooks):
     """
 
     phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
+    expert_adapters: str = ""  # where the factors on routed experts are
     _rank_liveness: RankLiveness | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -104,6 +106,11 @@ class KTrainerMixin(TrainerHooks):
             InputRefused: T524 for a checkpoint that is damaged, or of another adapter or optimizer.
         """
         model = _checked_adapter(cast("nn.Module", self.model))
+        generates = prepares_inputs_itself(self)  # by the CPU's kernels, which read factors in host memory
+        with nullcontext("") if generates else beside_experts(model) as self.expert_adapters:
+            return self._train(model, resume_from_checkpoint, *args, **kwargs)
+
+    def _train(self, model: PeftModel, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         resume = resume_from_checkpoint or None
         if resume is True:
             resume = next(iter(checkpoints(Path(cast("str", self.args.output_dir)))), None)

@@ -104,6 +104,8 @@ def facts(report: RunReport) -> Iterator[tuple[str, str]]:
             yield f"sent for nothing to {stream.device}", f"{stream.dropped_per_step / 1e9:.2f} GB a step"
     if report.offload:
         yield "routed experts", report.offload
+    if report.expert_adapters:
+        yield "their adapters", report.expert_adapters.removeprefix("adapters of experts ")
     if report.linears:
         yield "linear layers on the CPU", report.linears
     yield "machine", "; ".join(f"{name} {value}" for name, value in report.machine.items() if value)

@@ -122,7 +122,7 @@ def test_chunks_do_not_change_the_results(load: Load, monkeypatch: pytest.Monkey
     layer = random_layer(70, 37, 5, 2, 41)
     module = load(layer, spec_of("scalar", "fp64"), offload=CPU)
     whole = run(module, layer, torch.float64)
-    monkeypatch.setattr("ktc.model.experts.expert_stream._CHUNK_BYTES", 1)
+    monkeypatch.setattr("ktc.model.experts.expert_stream.chunk_bytes_on", lambda device: 1)
     for ours, theirs in zip(run(module, layer, torch.float64), whole, strict=True):
         assert error(ours, theirs) <= 1e-14
 
@@ -160,7 +160,8 @@ def test_autocasting_does_not_change_the_dtype_of_the_experts() -> None:
         share=range(1),
         device=torch.device("cpu"),
         form=parse_form("silu"),
-        chunks=lambda wanted: [(range(1), matrices)],
+        chunks=lambda wanted, reverse: [(range(1), matrices)],
+        most_rows=1,
     )
     arguments = (stream,), layer.x.float(), layer.index, layer.weights.float(), ExpertsLora()
     expected = compute(*arguments)
@@ -209,7 +210,7 @@ def test_storage_is_locked_once_and_until_its_experts_are_gone(monkeypatch: pyte
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("experts_used", [1, 5, 40])
 def test_on_a_gpu_in_chunks(load: Load, experts_used: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.model.experts.expert_stream._CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("ktc.model.experts.expert_stream.chunk_bytes_on", lambda device: 1 << 20)
     layer = random_layer(256, 320, 40, 1, 777, experts_used=experts_used)
     module = load(layer, spec_of(ISAS[0]), offload=Offload((torch.device("cuda:0"),), min_tokens=1))
     x, weights = layer.x.bfloat16().cuda().requires_grad_(), layer.weights.float().cuda().requires_grad_()

@@ -67,7 +67,7 @@ def measured(
         phases=report.phases,
         stacking=report.stacking,
         streams=report.streams,
-        offload=report.offload,
+        offload="; ".join(filter(None, (report.offload, report.expert_adapters))),
     )
 
 
