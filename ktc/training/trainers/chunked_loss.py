@@ -8,7 +8,7 @@ or cap their logits, and trainers that read them. The caller then uses whole log
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -61,6 +61,7 @@ def in_chunks_of_tokens(model: Any) -> Generator[None]:
     The model's forward raises `WholeLogits` if that is impossible.
     """
     head = cast("nn.Module", model.get_output_embeddings())
+    frozen = is_frozen_linear(head)  # inside the context it is called as another function
     seen: list[Tensor] = []
 
     def kept_back(hidden: Tensor) -> Tensor:
@@ -70,24 +71,39 @@ def in_chunks_of_tokens(model: Any) -> Generator[None]:
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         if len(seen) != 1 or logits is not seen[0]:
             raise WholeLogits(f"`{type(model).__name__}` changes the output of its head")
-        most_logits = frozen_head.MOST_LOGITS if is_frozen_linear(head) else MOST_LOGITS
-        return chunked_loss(head, logits, labels, max(1, most_logits // vocab_size), **kwargs)
+        rows = max(1, (frozen_head.MOST_LOGITS if frozen else MOST_LOGITS) // vocab_size)
+        return chunked_loss(summed_by(head, rows, frozen=frozen), logits, labels, **kwargs)
 
     with called_as(head, kept_back), attributes(model, loss_function=loss):
         yield
 
 
+def summed_by(head: nn.Module, rows: int, *, frozen: bool) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """Return a function of states (T, H), labels (T,) and the ignored label: the sum of cross entropies, fp32 ().
+
+    At most `rows` tokens have their logits in memory. A `frozen` head is an `nn.Linear` (`is_frozen_linear`).
+    """
+
+    def summed(hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        pieces = -(-len(hidden) // rows)
+        equal = -(-len(hidden) // max(1, pieces))
+        if frozen:
+            return summed_loss(cast("nn.Linear", head), hidden, labels, equal, ignore_index)
+        return _checkpointed_sum(head, hidden, labels, equal, ignore_index)
+
+    return summed
+
+
 def chunked_loss(
-    head: nn.Module,
+    summed: Callable[[Tensor, Tensor, int], Tensor],
     hidden: Tensor,
     labels: Tensor,
-    rows: int,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return transformers' `ForCausalLMLoss` of `head(hidden)`, computed for `rows` tokens at a time.
+    """Return transformers' `ForCausalLMLoss` of a head's logits, whose sum over tokens `summed` computes in chunks.
 
     `hidden` is (B, T, H), `labels` (B, T). The label of a token is the next token, or the one in `shift_labels`. The
     sum over tokens is divided by `num_items_in_batch`, or by the number of labels that are not ignored.
@@ -95,10 +111,7 @@ def chunked_loss(
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     flat, wanted = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
-    if is_frozen_linear(head):
-        total = summed_loss(cast("nn.Linear", head), flat, wanted, rows, ignore_index)
-    else:
-        total = _checkpointed_sum(head, flat, wanted, rows, ignore_index)
+    total = summed(flat, wanted, ignore_index)
     counted = wanted.ne(ignore_index).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
     return total / counted.to(total.device)
 

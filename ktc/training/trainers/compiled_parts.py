@@ -26,7 +26,7 @@ from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 log = logging.getLogger(__name__)
 
-Part = Literal["attend", "route", "finish"]
+Part = Literal["attend", "route", "attend_and_route", "finish"]
 Routes = tuple[Tensor, Tensor, Tensor]
 
 
@@ -83,9 +83,17 @@ def _run_part(
 ) -> Any:
     exchange.attended, exchange.routed = attended, routed
     out = layer.forward(*args, **kwargs)
-    result = exchange.attention_output if part == "attend" else exchange.routes if part == "route" else out
+    attended, routes = exchange.attention_output, exchange.routes
     exchange.clear()
-    return result
+    match part:
+        case "attend":
+            return attended
+        case "route":
+            return routes
+        case "attend_and_route":
+            return (attended, *cast("Routes", routes))
+        case "finish":
+            return out
 
 
 class CompiledParts:

@@ -46,7 +46,7 @@ def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall
 
     def recorder(index: int) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            x, call = _taken(args, kwargs)
+            x, call = _taken(args, kwargs, calls)
             if index != len(calls) or (hidden and not _same(x, hidden[-1])):
                 raise CannotStack("the model computes something between its layers")
             hidden.append(x)
@@ -98,8 +98,11 @@ def _in_place_of(layers: Sequence[SplitLayer], forwards: Sequence[Callable[..., 
         yield
 
 
-def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, LayerCall]:
-    """Return a call's hidden states, and its other arguments without caches, which a second run would extend."""
+def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Sequence[LayerCall]) -> tuple[Tensor, LayerCall]:
+    """Return a call's hidden states, and its other arguments without caches, which a second run would extend.
+
+    Most layers are called with the arguments of the layer before, or of the one before that: then with its `LayerCall`.
+    """
     named = None if args else "hidden_states"
     x = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(x, Tensor):
@@ -110,12 +113,25 @@ def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, La
     if rest.get("output_router_logits") or rest.get("output_attentions"):
         raise CannotStack("the outputs of its routers or its attention are requested, as by an auxiliary loss")
     positional = tuple(None if isinstance(value, Cache) else value for value in args[1:])
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((positional, rest))):
-        raise CannotStack("its layers take arguments other than hidden states that require gradients")
     autocast = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
-    return x, LayerCall(named, positional, rest, autocast)
+    taken = LayerCall(named, positional, rest, autocast)
+    alike = next((call for call in before[:-3:-1] if _alike(call, taken)), None)
+    if alike is not None:
+        return x, alike
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((positional, rest))):
+        raise CannotStack("its layers take arguments other than hidden states that require gradients")
+    return x, taken
+
+
+def _alike(first: LayerCall, second: LayerCall) -> bool:
+    """Return whether both calls have the same objects as arguments."""
+    ours, theirs = (
+        (call.named, call.autocast, *map(id, call.args), *((name, id(value)) for name, value in call.kwargs.items()))
+        for call in (first, second)
+    )
+    return ours == theirs
 
 
 def _same(x: Tensor, previous: Tensor) -> bool:
@@ -148,11 +164,18 @@ def _joined(first: ModelCall, second: ModelCall) -> ModelCall | None:
         return None
     rows = first.hidden.shape[0]
     known: dict[tuple[int, int], Any] = {}  # layers share their masks and positions
-    layers = [_joined_calls(*pair, rows, known) for pair in zip(first.layers, second.layers, strict=True)]
-    if any(layer is None for layer in layers):
-        return None
+    layers: list[LayerCall] = []
+    joined: dict[tuple[int, int], LayerCall | None] = {}
+    for pair in zip(first.layers, second.layers, strict=True):
+        key = id(pair[0]), id(pair[1])
+        if key not in joined:
+            joined[key] = _joined_calls(*pair, rows, known)
+        layer = joined[key]
+        if layer is None:
+            return None
+        layers.append(layer)
     hidden = torch.cat((first.hidden, second.hidden))
-    return ModelCall(hidden, first.devices, tuple(cast("list[LayerCall]", layers)))
+    return ModelCall(hidden, first.devices, tuple(layers))
 
 
 def _joined_calls(

@@ -1,8 +1,8 @@
 """A decoder layer run in parts, so that backward does not recompute its experts.
 
-In: a layer with its cuts, and a call of it. Out: its parts `attend`, `route` and `finish`; each runs the layer's own
-code from its start, with the results of earlier parts filled in, compiled or as it is. So a part of any class of layer
-can be checkpointed, and the experts between `route` and `finish` run once. Refused, as `CannotStack`: layers that call
+In: a layer with its cuts, and a call of it. Out: its parts `attend`, `route` (or both as one) and `finish`; each runs
+the layer's own code from its start, with the results of earlier parts filled in, compiled or as it is. So a part of any
+class of layer can be computed again, and the experts between `route` and `finish` run once. Refused, as `CannotStack`: layers that call
 their experts more than once, or return more than hidden states.
 """
 
@@ -50,6 +50,11 @@ class LayerRun:
         self._states: list[RandomState] = []
         self._outputs: int | None = None  # of attention, if it returns a tuple
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its parts run compiled, as far as is known."""
+        return self._compiled is not None and all(self._modes.values())
+
     def begin_part(self) -> None:
         """Start a part. The caller calls this once before each part."""
         self._states.append(RandomState.now(self._device))
@@ -89,6 +94,34 @@ class LayerRun:
 
         cuts, _ = self._attended(attended)
         return self._reached(x, {**cuts, self._split.experts: stop})
+
+    def attend_and_route(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the attention's output, and then what `route` returns, of the layer's input."""
+        attention, experts = self._split.attention, self._split.experts
+        assert attention is not None, "a layer without attention has no such part"
+        assert experts is not None, "a dense layer has no such part"
+        compiled = self._run_compiled("attend_and_route", x)
+        if compiled is not None:
+            self._end_of_attention()
+            return cast("tuple[Tensor, ...]", compiled[0])
+        attended: list[Tensor] = []
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            out = cast("Tensor | tuple[Any, ...]", call_stock(attention, *args, **kwargs))
+            self._outputs = len(out) if isinstance(out, tuple) else None
+            attended.append(out[0] if isinstance(out, tuple) else out)
+            self._end_of_attention()
+            return out
+
+        def stop(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+            raise _PartEnd((attended[0], hidden_states, top_k_index, top_k_weights))
+
+        return cast("tuple[Tensor, ...]", self._reached(x, {attention: observed, experts: stop}))
+
+    def _end_of_attention(self) -> None:
+        """Keep the state of random numbers after attention, which parts without it begin from."""
+        if len(self._states) == 1:
+            self.begin_part()
 
     def finish(
         self, x: Tensor, attended: Tensor | None, offloaded: HostOffloaded | None, routed: Tensor | None,

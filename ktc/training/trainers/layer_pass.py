@@ -1,9 +1,9 @@
 """Run the chunks of a step through a model's layers together: each layer's experts compute all chunks at once.
 
 In: the layers and the recorded calls of every chunk. Out: the last layer's output of every chunk, with its graph.
-Attention, routing and the code after the experts run chunk by chunk under checkpoints. So a GPU keeps only each layer's
-input and the attention's output, of many tokens the input alone. The experts' node is computed once, and its saved
-tensors are on the host.
+Attention, routing and the code after the experts run chunk by chunk, and again in backward. So a GPU keeps only each
+layer's input and the attention's output, of many tokens the input alone. The experts' node is computed once, and its
+saved tensors are on the host.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint as checkpointing
 
 from ktc.model.experts.saved_on_host import HostOffloaded
 from ktc.model.experts.staging import parts, to_host
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_parts import LayerRun
+from ktc.training.trainers.recomputed import recomputed
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer, fused_in
 
 Routes = tuple[Tensor, Tensor, Tensor]
@@ -36,13 +36,18 @@ def through_layers(
         CannotStack: a layer cannot be run in parts.
     """
     states = [chunk.hidden for chunk in chunks]
-    if compiled is not None:  # the first layer shares its code with layers whose input has a gradient
-        states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
+    first = next((number for number, split in enumerate(layers) if _trains(split.layer)), len(layers))
     offload = sum(state.shape[0] * state.shape[1] for state in states) >= _MANY
     for index, split in enumerate(layers):
         states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
+        if index == first:  # its parts have gradients, those of its parameters
+            states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
         states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled, offload=offload)
     return states
+
+
+def _trains(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def _through(
@@ -54,14 +59,19 @@ def _through(
         for call, x in zip(calls, states, strict=True)
     ]
     none: Sequence[Carried] = [(None, None)] * len(runs)
-    attended, routed = none, none
-    if split.attention is not None:
+    attended, routed, routes = none, none, list["Routes"]()
+    if split.attention is not None and split.experts is not None and not offload:
+        outputs = [_part(run, run.attend_and_route, x) for run, x in zip(runs, states, strict=True)]
+        attended, routes = [(out[0], None) for out in outputs], [cast("Routes", out[1:]) for out in outputs]
+    elif split.attention is not None:
         outputs = [cast("Tensor", _part(run, run.attend, x)) for run, x in zip(runs, states, strict=True)]
         uses = 1 if split.experts is None else 2
         attended = [_offloaded(out, uses) if offload and out.is_cuda else (out, None) for out in outputs]
     inputs: list[tuple[Any, ...]] = [(x, *carried) for x, carried in zip(states, attended, strict=True)]
     if split.experts is not None:
-        routes = [cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)]
+        routes = routes or [
+            cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)
+        ]
         with calls[0].autocasting():
             routed = _of_experts(split.experts, routes)
     inputs = [given + carried for given, carried in zip(inputs, routed, strict=True)]
@@ -70,7 +80,7 @@ def _through(
 
 def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | HostOffloaded | None) -> Any:
     run.begin_part()
-    return cast("Any", checkpointing).checkpoint(part, *tensors, use_reentrant=False)
+    return recomputed(part, *tensors, as_in_backward=run.is_compiled)
 
 
 def _offloaded(result: Tensor, uses: int = 1) -> Carried:

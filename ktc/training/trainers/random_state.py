@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,16 @@ class RandomState:
         torch.set_rng_state(self.host)
         if self.gpu is not None:
             torch.cuda.set_rng_state(self.gpu[1], self.gpu[0])
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        """Draw the numbers after this state inside the context; outside they go on as if nothing had been drawn."""
+        now = RandomState.now(torch.device("cpu") if self.gpu is None else self.gpu[0])
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def equals(self, other: RandomState) -> bool:
         """Return whether no number was drawn between both states of one device."""

@@ -137,7 +137,8 @@ class Untraceable(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("disturbance", "reason"), [(functools.partial(nn.Dropout, 0.2), "random numbers"), (Untraceable, "in `attend`: ")]
+    ("disturbance", "reason"),
+    [(functools.partial(nn.Dropout, 0.2), "random numbers"), (Untraceable, "in `attend_and_route`: ")],
 )
 def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(
     package: Callable[[str], Path],

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ktc.training.trainers import chunked_loss as chunked_loss_module
 from ktc.training.trainers import frozen_head
-from ktc.training.trainers.chunked_loss import chunked_loss
+from ktc.training.trainers.chunked_loss import chunked_loss, in_chunks_of_tokens, summed_by
 from ktc.training.trainers.frozen_head import is_frozen_linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,6 +24,11 @@ VOCABULARY = 50
 def head_of(*, frozen: bool, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(1)
     return nn.Linear(16, VOCABULARY, bias=bias).to(dtype).requires_grad_(not frozen)
+
+
+def tiny_model() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
 
 
 def labels_of(rows: int, tokens: int, ignored: int = -100) -> Tensor:
@@ -35,9 +42,10 @@ def both(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Our loss and the stock loss, each with the gradient of the hidden states."""
     states = torch.randn(*labels.shape, 16, generator=torch.Generator().manual_seed(4)) if x is None else x
+    summed = summed_by(head, rows_at_once, frozen=is_frozen_linear(head))
     found: list[tuple[Tensor, Tensor]] = []
     for loss in (
-        lambda x: chunked_loss(head, x, labels, rows_at_once, **given),
+        lambda x: chunked_loss(summed, x, labels, **given),
         lambda x: ForCausalLMLoss(head(x), labels, VOCABULARY, **given),
     ):
         leaf = states.to(head.weight.dtype).detach().clone().requires_grad_()
@@ -119,6 +127,20 @@ def test_a_compiled_loss_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_head, "compiled_on", compiled)
     for rows in (5, 7):
         assert_equal(*both(head_of(frozen=True), labels_of(3, 9), rows))
+
+
+def test_a_model_with_a_frozen_head_computes_its_loss_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model().requires_grad_(False)
+    ids = labels_of(2, 9, ignored=3)
+    stock = model(input_ids=ids, labels=ids).loss
+    rows: list[int] = []
+    monkeypatch.setattr(frozen_head, "MOST_LOGITS", 5 * model.config.vocab_size)
+    monkeypatch.setattr(
+        chunked_loss_module, "summed_loss", lambda *given: rows.append(given[3]) or frozen_head.summed_loss(*given)
+    )
+    with in_chunks_of_tokens(model):
+        assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(stock.item(), rel=1e-6)
+    assert rows == [5]
 
 
 def test_a_head_with_more_than_a_product_is_checkpointed() -> None:
