@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.model.experts.private_api import HOOKS
 from ktc.model.linears.streamed_linear import StreamedLinear
 
 
@@ -96,6 +97,12 @@ class _Mover:
 
     def output(self, module: nn.Module, args: Any, output: Any) -> Any:
         return _moved(output, self._home)
+
+
+def hooks_move_alone(module: nn.Module) -> bool:
+    """Return whether the module's hooks, if any, do no more than move its inputs to its device (`follow`)."""
+    hooks = (hook for kind in HOOKS for hook in vars(module)[kind].values())
+    return all(isinstance(getattr(hook, "__self__", None), _Mover) for hook in hooks)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -14,21 +14,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktc.model.experts.compiled_functions import compiled_on
-from ktc.model.experts.private_api import HOOKS
+from ktc.model.packed_store.placement import hooks_move_alone
 
 MOST_LOGITS = 1 << 26  # of a chunk; some 400 MB, and a third of that where they are one kernel
 BYTES_PER_LOGIT = 6  # itself in bf16, then its gradient there, and an fp32 copy
 
 
 def is_frozen_linear(head: nn.Module) -> bool:
-    """Return whether calling `head` is its product alone: a linear layer, not trained, wrapped or observed."""
-    changed = "forward" in vars(head) or any(vars(head)[hooks] for hooks in HOOKS)
+    """Return whether calling `head` is its product alone: a linear layer, not trained, wrapped or observed.
+
+    Hooks that move its inputs to its device are no obstacle.
+    """
+    changed = "forward" in vars(head) or not hooks_move_alone(head)
     return type(head) is nn.Linear and not changed and not any(weight.requires_grad for weight in head.parameters())
 
 
 def summed_loss(head: nn.Linear, hidden_TH: Tensor, labels_T: Tensor, rows: int, ignore_index: int) -> Tensor:
     """Return the sum of cross entropies of `head(hidden)`, fp32 (), in the dtype that autocasting gives the product."""
-    device = hidden_TH.device.type
+    place = head.weight.device
+    hidden_TH, labels_T, device = hidden_TH.to(place), labels_T.to(place), place.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
     bias_V = cast("Tensor | None", head.bias)
     weight_VH, bias_V = head.weight.to(dtype), None if bias_V is None else bias_V.to(dtype)

@@ -2,8 +2,8 @@
 
 In: a layer with its cuts, and a call of it. Out: its parts `attend`, `route` (or both as one) and `finish`; each runs
 the layer's own code from its start, with the results of earlier parts filled in, compiled or as it is. So a part of any
-class of layer can be computed again, and the experts between `route` and `finish` run once. Refused, as `CannotStack`: layers that call
-their experts more than once, or return more than hidden states.
+class of layer can be computed again, and the experts between `route` and `finish` run once. Refused, as `CannotStack`:
+layers that call their experts more than once, or return more than hidden states.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ktc.model.packed_store.placement import _Mover
 from ktc.training.trainers import chunked_loss as chunked_loss_module
 from ktc.training.trainers import frozen_head
 from ktc.training.trainers.chunked_loss import chunked_loss, in_chunks_of_tokens, summed_by
@@ -131,6 +132,8 @@ def test_a_compiled_loss_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_with_a_frozen_head_computes_its_loss_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model().requires_grad_(False)
+    moves = _Mover(torch.device("cpu"), gives_back=False)  # as of a model with several devices
+    model.lm_head.register_forward_pre_hook(moves.inputs, with_kwargs=True)
     ids = labels_of(2, 9, ignored=3)
     stock = model(input_ids=ids, labels=ids).loss
     rows: list[int] = []
