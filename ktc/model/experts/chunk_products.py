@@ -42,16 +42,14 @@ class ChunkProducts:
     def gradients(self) -> tuple[Tensor | None, ...]:
         """The gradients of A and B of gate_up, and of A and B of down; None without LoRA."""
         both = (self._gate_up, self._down)
-        return tuple(
-            grad for factors in both for grad in ((None, None) if factors is None else (factors.d_a, factors.d_b))
-        )
+        return tuple(grad for factors in both for grad in ((None, None) if factors is None else factors.gradients))
 
     def forward(self, x: Tensor, rows: Rows, run: range, matrices: Matrices) -> Tensor:
         """Compute the outputs of rows, `(S, H) -> (S, H)`."""
         inner = self._inner(x, self._gate_up and self._gate_up.low(x, rows, run), rows, run, matrices)
         h = compiled_on(x.device, _activation(self._form))(*inner).to(x.dtype)
         added = self._down and self._down.outputs(self._down.low(h, rows, run), rows, run)
-        return _plus(times_rows(h, matrices.down, rows.ends), added, matrices.down_bias, rows.experts)
+        return _plus(times_rows(h, matrices.down, rows.ends), added, matrices.down_bias, rows)
 
     def backward(
         self, x: Tensor, grad: Tensor, weights: Tensor, rows: Rows, run: range, matrices: Matrices
@@ -79,19 +77,20 @@ class ChunkProducts:
             d_low = self._gate_up.d_low(d_inner, rows, run)
             self._gate_up.add(x, low, d_inner, d_low, rows, run)
             of_adapter = self._gate_up.inputs(d_low, rows, run)
-        return _plus(d_x, of_adapter, None, rows.experts), d_weights
+        return _plus(d_x, of_adapter, None, rows), d_weights
 
     def _inner(self, x: Tensor, low: Tensor | None, rows: Rows, run: range, matrices: Matrices) -> tuple[Any, ...]:
         """Return the inputs of the activation: the product, LoRA's product, the bias, and their experts."""
         added = None if self._gate_up is None or low is None else self._gate_up.outputs(low, rows, run)
-        return times_rows(x, matrices.gate_up, rows.ends), added, matrices.gate_up_bias, rows.experts
+        experts = None if matrices.gate_up_bias is None else rows.experts
+        return times_rows(x, matrices.gate_up, rows.ends), added, matrices.gate_up_bias, experts
 
 
 @dataclass(slots=True)
 class _Factors:
     """LoRA of one product in the dtype of the rows: `a` (E, r, inputs) and `b` (E, outputs, r), and their gradients.
 
-    The rank is filled up with zeros, which change no product.
+    The rank is filled up with zeros, which change no product. `a` is multiplied by `scale`.
     """
 
     a: Tensor
@@ -103,28 +102,34 @@ class _Factors:
     @classmethod
     def of(cls, lora: Lora, dtype: torch.dtype) -> _Factors:
         more = -lora.rank % _RANKS
-        a = F.pad(lora.a.detach().to(dtype), (0, 0, 0, more)).contiguous()
-        b = F.pad(lora.b.detach().to(dtype), (0, more)).contiguous()
-        return cls(a, b, lora.scale, torch.zeros_like(lora.a), torch.zeros_like(lora.b))
+        a, b = (lora.a.detach() * lora.scale).to(dtype), lora.b.detach().to(dtype)
+        if more:
+            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        return cls(a.contiguous(), b.contiguous(), lora.scale, torch.zeros_like(lora.a), torch.zeros_like(lora.b))
+
+    @property
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """The gradients of A and B."""
+        return self.d_a * self.scale, self.d_b
 
     def low(self, x: Tensor, rows: Rows, run: range) -> Tensor:
         """`scale * A x`, (S, inputs) -> (S, r)."""
-        return times_rows(x, self.a[run.start : run.stop], rows.ends) * self.scale
+        return times_rows(x, self.a[run.start : run.stop], rows.ends)
 
     def outputs(self, low: Tensor, rows: Rows, run: range) -> Tensor:
         """`scale * B A x`, (S, r) -> (S, outputs)."""
         return times_rows(low, self.b[run.start : run.stop], rows.ends)
 
     def d_low(self, d_outputs: Tensor, rows: Rows, run: range) -> Tensor:
-        """Return the gradient of `A x`, (S, outputs) -> (S, r)."""
-        return times_columns(d_outputs, self.b[run.start : run.stop], rows.ends) * self.scale
+        """Return the gradient of `scale * A x`, (S, outputs) -> (S, r)."""
+        return times_columns(d_outputs, self.b[run.start : run.stop], rows.ends)
 
     def inputs(self, d_low: Tensor, rows: Rows, run: range) -> Tensor:
         """Return the gradient of x, (S, r) -> (S, inputs)."""
         return times_columns(d_low, self.a[run.start : run.stop], rows.ends)
 
     def add(self, x: Tensor, low: Tensor, d_outputs: Tensor, d_low: Tensor, rows: Rows, run: range) -> None:
-        """Store the gradients of the factors of a chunk's experts; `low` is multiplied by the scale."""
+        """Store the gradients of `a` and `b` of a chunk's experts; `low` is `scale * A x`, `d_low` its gradient."""
         rank = self.d_a.shape[1]
         self.d_a[run.start : run.stop] = outer(d_low, x, rows.ends)[:, :rank]
         self.d_b[run.start : run.stop] = outer(d_outputs, low, rows.ends)[..., :rank]
@@ -132,7 +137,7 @@ class _Factors:
 
 @functools.cache
 def _activation(form: ExpertsForm) -> Callable[..., Tensor]:
-    def activation(gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+    def activation(gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor | None) -> Tensor:
         return activated(form, _sum(gate_up, added, bias, experts))
 
     return activation
@@ -142,7 +147,7 @@ def _activation(form: ExpertsForm) -> Callable[..., Tensor]:
 def _activation_backward(form: ExpertsForm) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def backward(
         d_h: Tensor, d_h_of_adapter: Tensor | None, weights: Tensor, gate_up: Tensor, added: Tensor | None,
-        bias: Tensor | None, experts: Tensor,
+        bias: Tensor | None, experts: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         inner = _sum(gate_up, added, bias, experts)
         h, derivative = cast("_WithDerivative", torch.func.vjp(functools.partial(activated, form), inner))
@@ -154,18 +159,18 @@ def _activation_backward(form: ExpertsForm) -> Callable[..., tuple[Tensor, Tenso
     return backward
 
 
-def _plus(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+def _plus(product: Tensor, added: Tensor | None, bias: Tensor | None, rows: Rows) -> Tensor:
     """Add LoRA's product and the bias of each row's expert, rounded once, to the dtype of the product."""
-    if added is None and bias is None:
-        return product
-    return compiled_on(product.device, _rounded_sum)(product, added, bias, experts)
+    if bias is None:  # one addition is rounded once anyway
+        return product if added is None else product.add_(added)
+    return compiled_on(product.device, _rounded_sum)(product, added, bias, rows.experts)
 
 
-def _rounded_sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+def _rounded_sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor | None) -> Tensor:
     return _sum(product, added, bias, experts).to(product.dtype)
 
 
-def _sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor) -> Tensor:
+def _sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor | None) -> Tensor:
     total = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
     if added is not None:
         total = total + added

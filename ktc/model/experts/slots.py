@@ -80,8 +80,8 @@ class Slots:
         """Return the rows of neighbouring experts."""
         first, end = self.span(run)
         return Rows(
-            self.tokens[first:end], self.pairs[first:end], self.experts[first:end] - run.start,
-            self.ends[run.start : run.stop] - first, first, end,
+            self.tokens[first:end], self.pairs[first:end], self.experts[first:end],
+            self.ends[run.start : run.stop] - first, first, end, run.start,
         )  # fmt: skip
 
     def sums(self, rows: Tensor, run: range, dtype: torch.dtype, weights_TK: Tensor | None = None) -> Tensor:
@@ -97,17 +97,23 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The slots of G neighbouring experts: token, pair and expert within the run of each, and where experts end.
+    """The slots of G neighbouring experts: token, pair and expert of each, and where experts end.
 
-    They are the slots from `first` until before `end`.
+    They are the slots from `first` until before `end`, of the experts from `start` on.
     """
 
     tokens: Tensor
     pairs: Tensor
-    experts: Tensor
+    numbers: Tensor
     ends: Tensor
     first: int
     end: int
+    start: int = 0
+
+    @property
+    def experts(self) -> Tensor:
+        """The expert of each slot within the run."""
+        return self.numbers - self.start if self.start else self.numbers
 
 
 def sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:

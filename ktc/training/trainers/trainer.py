@@ -6,8 +6,9 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation.files import files_into
 from ktc.foundation.temporary_values import attributes
+from ktc.model.hf.patching import with_attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
@@ -107,7 +109,8 @@ class KTrainerMixin(TrainerHooks):
         """
         model = _checked_adapter(cast("nn.Module", self.model))
         generates = prepares_inputs_itself(self)  # by the CPU's kernels, which read factors in host memory
-        with nullcontext("") if generates else beside_experts(model) as self.expert_adapters:
+        placed = nullcontext("") if generates else beside_experts(model)
+        with placed as self.expert_adapters, counted_once(model.get_base_model()):
             return self._train(model, resume_from_checkpoint, *args, **kwargs)
 
     def _train(self, model: PeftModel, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +190,14 @@ class KTrainerMixin(TrainerHooks):
             self._rank_liveness.arrive()
             gradients.average_gradients(self._trained, self._groups)
         return loss.to(self.args.device)
+
+
+@contextmanager
+def counted_once(model: nn.Module) -> Generator[None]:
+    """Count a model's parameters once inside the context: the Trainer counts them for each micro-batch's FLOPs."""
+    count = cast("Any", model).num_parameters
+    with with_attributes(model, num_parameters=functools.cache(count)):
+        yield
 
 
 class KTrainer(KTrainerMixin, Trainer):
