@@ -24,7 +24,7 @@ _PLAIN_CHUNKS: Final = 4  # of plain weights that stay, which take no memory bes
 
 
 def chunk_bytes(memory: int) -> int:
-    """Return the bytes of a chunk's decoded matrices on a device with so many bytes."""
+    """Return the bytes of a chunk's decoded matrices on a device with `memory` free bytes."""
     return min(max(_LEAST_CHUNK, memory // _PART), _MOST_CHUNK)
 
 

@@ -162,11 +162,12 @@ class _Clock:
         cpu, seconds = self.rates.cpu, 0.0
         for work in works:
             nbytes = work.adapter * _OPTIMIZER_BYTES
-            if work.device == "cpu":
+            device = (work.experts.adapters_on if work.experts else "") or work.device
+            if device == "cpu":
                 issued = work.adapters * _OPTIMIZER_OPERATORS * cpu.operator.median
                 seconds += nbytes / at(cpu.bandwidth, self.threads) + issued
             else:
-                gpu = self._gpu(work.device)
+                gpu = self._gpu(device)
                 seconds += nbytes / gpu.bandwidth.median + work.adapters * _OPTIMIZER_LAUNCHES * gpu.launch.median
         return seconds
 

@@ -49,7 +49,7 @@ class RoutedExperts:
     """The routed experts of a layer: their number, how many a token uses, and where calls of many tokens go.
 
     `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus, each
-    its share in `chunks`.
+    its share in `chunks`. Their adapters are updated on `adapters_on`, "" for the device of the work.
     """
 
     count: int
@@ -58,6 +58,7 @@ class RoutedExperts:
     least: int = 0
     resident: bool = False
     chunks: int = 1
+    adapters_on: str = ""
 
     def touched(self, tokens: int) -> float:
         """Return the share of experts that `tokens` tokens use, where every expert is as likely."""

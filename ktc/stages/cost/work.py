@@ -166,7 +166,11 @@ class _Works:
             decoded = prefill.resident and all(isinstance(row, Dense) for row in formats)
             coded = all(codes_of(row, spec.group_size) is not None for row in formats)
             chunks = self._chunks(spec, prefill, products // top_k * self._item, plain=decoded)
-            experts = RoutedExperts(count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks)
+            on_gpu = any(one.device == prefill.devices[0] and one.expert_adapter for one in self._plan.devices)
+            experts = RoutedExperts(
+                count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks,
+                adapters_on=prefill.devices[0] if on_gpu else "",
+            )  # fmt: skip
         return replace(
             work,
             device="cpu",

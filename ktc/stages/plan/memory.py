@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.foundation.module_paths import from_inside
+from ktc.model.experts.adapter_memory import planned_on_gpu, trained_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.kernels.packed_size import packed_bytes, packed_linear_bytes
 from ktc.stages.capture import BlockGraph, CapturedModel
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import budget_of, device_of, gib
-from ktc.stages.plan.streamed_bytes import streamed_bytes
+from ktc.stages.plan.streamed_bytes import sent_experts, streamed_bytes
 from ktc.stages.plan.types import ANY_SIZE, BatchShape, DeviceMemory, MemoryPlan, Plan, Workload
 from ktc.stages.plan.workloads import workloads
 
@@ -31,10 +32,11 @@ _RECURRENT = frozenset({"conv1d", "convolution", "cumsum", "softplus"})
 def count_memory(draft: PlanDraft) -> PlanDraft:
     """Count the bytes on each device, and the inputs that fit."""
     weights, adapters, streaming = _weights(draft), _adapters(draft), streamed_bytes(draft)
+    of_experts = {} if draft.lora is None else _expert_adapters(draft)
     devices = tuple(
         DeviceMemory(
             name, budget_of(name, draft.rules, draft.host), weights.get(name, {}), adapters.get(name, 0),
-            streaming.get(name, 0),
+            streaming.get(name, 0), of_experts.get(name, 0),
         )
         for name in sorted({*weights, *adapters, *streaming}, key=lambda name: (name == "cpu", name))
     )  # fmt: skip
@@ -154,9 +156,8 @@ def _adapters(draft: PlanDraft) -> dict[str, int]:
     for path in lora.targets:
         rows, columns = model.get_submodule(path).get_parameter("weight").shape
         add(device_of(path, devices), 4 * item * lora.rank_pattern.get(path, lora.r) * (rows + columns))
-    for path in lora.parameters:  # as masters on the host, where the experts' kernel reads them
-        num_experts, rows, columns = model.get_parameter(path).shape
-        add("cpu", 4 * item * lora.rank_pattern.get(path, lora.r) * num_experts * (rows + columns))
+    for device, size in _expert_adapters(draft).items():
+        add(device, size)
     for path in draft.trained_modules:
         masters = _BYTES.get(draft.treatment(path).masters)
         for parameter in model.get_submodule(path).parameters():
@@ -165,6 +166,24 @@ def _adapters(draft: PlanDraft) -> dict[str, int]:
             add(device_of(path, devices), trained + kept)
         if path in experts:
             add("cpu", packed_bytes(experts[path]))
+    return nbytes
+
+
+def _expert_adapters(draft: PlanDraft) -> dict[str, int]:
+    """Bytes by device: on the host, where the kernel reads them, or on the GPU that experts are sent to."""
+    lora, model, sent = draft.lora, draft.captured.model, sent_experts(draft)
+    assert lora is not None, "the caller has an adapter"
+    nbytes: dict[str, int] = {}
+    for path in lora.parameters:
+        num_experts, rows, columns = model.get_parameter(path).shape
+        factors = max(4, model.dtype.itemsize) * lora.rank_pattern.get(path, lora.r) * num_experts * (rows + columns)
+        prefill = next((prefill for fqn, (prefill, _) in sent.items() if path.startswith(f"{fqn}.")), None)
+        device = "cpu" if prefill is None else prefill.devices[0]
+        nbytes[device] = nbytes.get(device, 0) + trained_bytes(factors)
+    gpus = {device: size for device, size in nbytes.items() if device != "cpu"}
+    for device, size in gpus.items():
+        if not planned_on_gpu(size, budget_of(device, draft.rules, draft.host)):
+            nbytes["cpu"] = nbytes.get("cpu", 0) + nbytes.pop(device)
     return nbytes
 
 

@@ -88,9 +88,9 @@ class LoraPlan:
 class DeviceMemory:
     """The permanent bytes on a device, and its budget (None: unknown).
 
-    `kinds` has the weights by their use, experts as packed; `adapter` is the LoRA's own weights, their
-    gradients and the two moments of Adam. `streaming` is what streamed weights pass through, and copies of experts that
-    stay.
+    `kinds` has the weights by their use, experts as packed; `adapter` is the LoRA's own weights, their gradients and
+    the two moments of Adam, of which `expert_adapter` are those on routed experts. `streaming` is what streamed weights
+    pass through, and copies of experts that stay.
     """
 
     device: str
@@ -98,6 +98,7 @@ class DeviceMemory:
     kinds: Mapping[str, int]
     adapter: int
     streaming: int = 0
+    expert_adapter: int = 0
 
     @property
     def weights(self) -> int:

@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import cast
 
 import torch
 from torch import nn
 
+from ktc.model.experts.adapter_memory import fits, trained_bytes
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
 from ktc.training.trainers.stack_size import MANY, free_bytes
-
-_STATE: Final = 4  # tensors of a factor's size: itself, its gradient, and AdamW's two moments
-_PART: Final = 4  # of the free memory, one part at most; hidden states need the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +33,12 @@ class Adapters:
     @property
     def nbytes(self) -> int:
         """Bytes of the factors, their gradients and AdamW's moments."""
-        return _STATE * sum(factor.nbytes for factor in self.factors)
+        return trained_bytes(sum(factor.nbytes for factor in self.factors))
 
     @property
     def fits(self) -> bool:
         """Whether they leave enough of the memory to everything else."""
-        return self.nbytes * _PART <= self.free
+        return fits(self.nbytes, self.free)
 
     def __str__(self) -> str:
         size = f"{self.nbytes / 1e9:.2f} GB with gradients and optimizer"

@@ -23,7 +23,7 @@ BYTES_PER_LOGIT = 6  # itself in bf16, then its gradient there, and an fp32 copy
 def is_frozen_linear(head: nn.Module) -> bool:
     """Return whether calling `head` is its product alone: a linear layer, not trained, wrapped or observed.
 
-    Hooks that move its inputs to its device are no obstacle.
+    Hooks that move its inputs to its device change nothing.
     """
     changed = "forward" in vars(head) or not hooks_move_alone(head)
     return type(head) is nn.Linear and not changed and not any(weight.requires_grad for weight in head.parameters())

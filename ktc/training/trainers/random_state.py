@@ -31,7 +31,7 @@ class RandomState:
 
     @contextmanager
     def again(self) -> Generator[None]:
-        """Draw the numbers after this state inside the context; outside they go on as if nothing had been drawn."""
+        """Draw the numbers after this state inside the context; what is drawn outside does not depend on it."""
         now = RandomState.now(torch.device("cpu") if self.gpu is None else self.gpu[0])
         self.restore()
         try:

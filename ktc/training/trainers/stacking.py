@@ -239,7 +239,7 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
 
 
 def _multiplied_on_a_gpu(model: nn.Module) -> bool:
-    """Whether a GPU multiplies routed experts: then one micro-batch gains too, by compiled layers."""
+    """Return whether a GPU multiplies routed experts: then one micro-batch gains too, by compiled layers."""
     experts = (module for module in model.modules() if isinstance(module, FusedMoe))
     return any(fused.backend(MANY).device.type != "cpu" for fused in experts)
 

@@ -16,6 +16,7 @@ from ktc.stages.rewrite import recipe, rewrite
 
 GPU = replace(CPU, gpus=(Gpu("test", 24 << 30),))
 MANY = "rule many { match moe.opaque as m => place(cpu, prefill = cuda:0) on m.experts }\n"
+TRAINED = "rule experts { match moe.block => cpu_moe() => lora_experts(rank = 8, alpha = 16) }\n"
 EXPERTS = "rule experts { match moe.block => cpu_moe() }\n"
 
 
@@ -93,6 +94,21 @@ def test_automatic_prefill_is_shared_by_all_gpus(tmp_path: Path) -> None:
     steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
     assert all(step.args["prefill"] == ["cuda:0", "cuda:1"] for step in steps)
     assert {held.device: held.streaming for held in plan.devices} == {"cpu": 0, "cuda:0": 1 << 30, "cuda:1": 1 << 30}
+
+
+def test_adapters_of_sent_experts_count_on_their_gpu_where_they_are_a_small_part_of_it(tmp_path: Path) -> None:
+    def adapters(budget: int) -> tuple[dict[str, int], dict[str, int]]:
+        plan = plan_of(TRAINED + MANY + f"plan {{ cuda:0 = {budget}KiB, stream_buffer = 1MiB }}", tmp_path)
+        of_experts = {of_device.device: of_device.expert_adapter for of_device in plan.devices}
+        return of_experts, {of_device.device: of_device.adapter for of_device in plan.devices}
+
+    of_experts, all_of_them = adapters(1 << 20)
+    nbytes = of_experts["cuda:0"]
+    assert of_experts == all_of_them == {"cpu": 0, "cuda:0": nbytes}
+    lora = plan_of(TRAINED + MANY, tmp_path).lora
+    assert lora is not None
+    assert nbytes == 4 * 4 * lora.trainable  # fp32: weights, gradients, two moments
+    assert adapters(3 * nbytes // 1024)[0] == {"cpu": nbytes, "cuda:0": 0}
 
 
 def test_the_memory_that_weights_pass_through_is_a_setting_and_counted(tmp_path: Path) -> None:
