@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
@@ -96,6 +96,10 @@ class ExpertsParamWrapper(ParamWrapper):
             a, b = b.transpose(1, 2), a.transpose(1, 2)
         scale = float(cast("Any", self).scaling[name])
         return Lora(a, b, scale, parameters, (scale,))
+
+    def expert_of(self, side: Literal["A", "B"], rows: int, row: int, column: int) -> int:
+        """Return the expert of a value in PEFT's matrix A (E r, inputs), or B (outputs, r E), which has `rows` rows."""
+        return row // (rows // self.num_experts) if side == "A" else column % self.num_experts
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Refuse (L433): the weights are packed."""

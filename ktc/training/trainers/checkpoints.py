@@ -29,6 +29,12 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
+def last_kept(run: Path | None) -> str:
+    """Return in words which checkpoint of a run is the last one."""
+    last = None if run is None else next(iter(checkpoints(run)), None)
+    return f"the last checkpoint is `{last}`" if last else "there is no checkpoint yet"
+
+
 def write_checkpoint(
     run: Path,
     state: TrainerState,

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ktc.diagnostics import Diagnostic, KtcError
-from ktc.training.trainers.checkpoints import checkpoints
+from ktc.training.trainers.checkpoints import checkpoints, last_kept
 from ktc.training.trainers.private_api import store_of_the_run
 
 _MOST_CHARACTERS = 500  # of another process's message
@@ -126,6 +126,6 @@ def _in_collective(error: BaseException) -> bool:
 
 def _ended(message: str, output_dir: str | None) -> KtcError:
     last = next(iter(checkpoints(Path(output_dir))), None) if output_dir else None
-    kept = f"the last checkpoint is `{last}`" if last else "there is no checkpoint yet"
+    kept = last_kept(Path(output_dir) if output_dir else None)
     hint = "read that process's own message, then start the run again" + (" from that checkpoint" if last else "")
     return KtcError(Diagnostic("T534", f"{message}; {kept}", hint=hint))

@@ -30,6 +30,7 @@ from ktc.training.trainers import checkpoint_state, gradients
 from ktc.training.trainers.checkpoints import checkpoints, write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.expert_adapters import beside_experts
+from ktc.training.trainers.finite_gradients import require_finite
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, prepares_inputs_itself, use_as_one_device
 from ktc.training.trainers.rank_liveness import RankLiveness, together
@@ -62,6 +63,7 @@ class KTrainerMixin(TrainerHooks):
     """
 
     phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
+    _named: list[tuple[str, Parameter]] = []  # noqa: RUF012 - replaced for each run
     expert_adapters: str = ""  # where the factors on routed experts are
     _rank_liveness: RankLiveness | None = None
 
@@ -132,15 +134,15 @@ class KTrainerMixin(TrainerHooks):
         return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def on_model_prepared(self) -> None:
-        """Start every process from rank 0's adapter.
+        """Note what trains, and start every process from rank 0's adapter.
 
         Raises:
             InputRefused: T533.
         """
+        everything: Iterator[tuple[str, Parameter]] = cast("nn.Module", self.model).named_parameters()
+        self._named = named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
         if not gradients.distributed():
             return
-        everything: Iterator[tuple[str, Parameter]] = cast("nn.Module", self.model).named_parameters()
-        named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
         self._trained = [parameter for _, parameter in named]
         self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
         gradients.check_alike(named, self._groups)
@@ -184,9 +186,17 @@ class KTrainerMixin(TrainerHooks):
             gradients.barrier(self._groups)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients."""
+        """Run forward and backward of one micro-batch. The last one of an optimizer step averages the gradients.
+
+        Raises:
+            KtcError: T548 for a gradient that is not finite.
+        """
         loss = self.stacker.training_step(super().training_step, *args, **kwargs)
-        if self._rank_liveness is not None and self.accelerator.sync_gradients:
+        ends_step = cast("bool", self.accelerator.sync_gradients)
+        if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
+            run = Path(cast("str", self.args.output_dir))
+            require_finite(cast("nn.Module", self.model), self._named, self.state.global_step + 1, run)
+        if self._rank_liveness is not None and ends_step:
             self._rank_liveness.arrive()
             gradients.average_gradients(self._trained, self._groups)
         return loss.to(self.args.device)

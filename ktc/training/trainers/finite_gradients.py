@@ -1,0 +1,57 @@
+"""Gradients that are numbers: otherwise the step is not taken, and the run ends with its checkpoints whole.
+
+Clipping multiplies all gradients by a factor of their common norm. After one NaN, of one expert, the whole adapter
+would be NaN, and so would each checkpoint after it, while older ones are removed.
+In: the trained parameters, after the last backward of a step. Refused (T548): a gradient that is infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from ktc.diagnostics import Diagnostic, KtcError
+from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
+from ktc.training.trainers.checkpoints import last_kept
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def require_finite(model: nn.Module, named: Named, step: int, run: Path) -> None:
+    """Check the gradients of a step. One norm is read for all of them: the host waits for the backward.
+
+    Raises:
+        KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
+    """
+    gradients = [parameter.grad for _, parameter in named if parameter.grad is not None]
+    if not gradients or bool(get_total_norm(gradients).isfinite()):
+        return
+    name, gradient = next(_not_finite(named), ("", None))
+    if gradient is None:  # their squares are too large for a sum
+        return
+    place = _expert(model, name, gradient)
+    value = "NaN" if bool(gradient.isnan().any()) else "infinite"
+    message = f"step {step}: the gradient of `{name}`{place} is {value}; the step was not taken, {last_kept(run)}"
+    hint = "read the rows of this step, or start again with a lower learning rate"
+    raise KtcError(Diagnostic("T548", message, hint=hint))
+
+
+def _not_finite(named: Named) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in named:
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            yield name, parameter.grad
+
+
+def _expert(model: nn.Module, name: str, gradient: Tensor) -> str:
+    """Return the routed expert whose factor has the first such value, in words; "" for another parameter."""
+    parent, _, side = name.rpartition(".lora_")
+    wrapper = model.get_submodule(parent) if parent else None
+    if not isinstance(wrapper, ExpertsParamWrapper):
+        return ""
+    row, column = cast("list[int]", torch.nonzero(~gradient.isfinite())[0].tolist())
+    return f", of expert {wrapper.expert_of('A' if side.startswith('A') else 'B', gradient.shape[0], row, column)},"

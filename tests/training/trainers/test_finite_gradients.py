@@ -1,0 +1,74 @@
+"""A run ends at a gradient that is not a number, with its place and with its checkpoints whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import TrainingArguments
+
+import ktc
+from ktc.diagnostics import KtcError
+from ktc.model.loading.peft_glue import read_lora_config
+from ktc.training import KTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trainer(out: Path, folder: Path, **options: Any) -> KTrainer:
+    torch.manual_seed(0)
+    model = get_peft_model(ktc.load(out), read_lora_config(out))
+    assert isinstance(model, PeftModel)
+    ids = torch.randint(3, model.config.vocab_size, (16, 12), generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=4, gradient_accumulation_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_steps=1, **options,
+    )  # fmt: skip
+    return KTrainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+
+
+def spoil(ours: KTrainer, suffix: str, at: tuple[int, int], value: float, step: int) -> str:
+    """Let the gradient of a parameter have `value` at one place in the last backward of a step; return its name."""
+    name, parameter = next(pair for pair in ours.model.named_parameters() if pair[0].endswith(suffix))
+
+    def hook(grad: Tensor) -> Tensor:
+        if ours.state.global_step == step - 1:
+            grad = grad.clone()
+            grad[at] = value
+        return grad
+
+    parameter.register_hook(hook)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("suffix", "value", "said"),
+    [
+        ("experts.lora_B.default.weight", float("nan"), "of expert 3, is NaN"),
+        ("experts.base_layer.lora_A.default.weight", float("inf"), "of expert 1, is infinite"),
+        ("q_proj.lora_B.default.weight", float("nan"), "` is NaN"),
+    ],
+)
+def test_the_place_is_named_and_the_last_checkpoint_is_whole(
+    compiled_twin: Callable[..., Path], tmp_path: Path, suffix: str, value: float, said: str
+) -> None:
+    ours = trainer(compiled_twin("tiny:qwen3_moe", "moe-experts-lora"), tmp_path)
+    rank = ours.model.peft_config["default"].r
+    experts = ours.model.config.num_experts
+    place = (rank + 1, 2) if "lora_A" in suffix else (1, experts + 3 if "experts" in suffix else 0)
+    name = spoil(ours, suffix, place, value, step=3)
+    with pytest.raises(KtcError) as error:
+        ours.train()
+    (problem,) = error.value.diagnostics
+    assert problem.code == "T548"
+    for text in ("step 3", name, said, str(tmp_path / "checkpoint-2")):
+        assert text in problem.message
+    saved = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
+    assert not (tmp_path / "checkpoint-3").exists()
