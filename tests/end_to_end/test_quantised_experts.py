@@ -120,7 +120,7 @@ def plan_of(folder: Path, setting: str = "") -> Plan:
     [
         (in_int4, ("int4", 32), "int4 in groups of 32"),
         pytest.param(in_int4_rows, ("int4", 64), "int4 with a scale per row", marks=pytest.mark.slow),
-        (in_awq, ("uint4_g128", 0), "int4 in groups of 128 and zero points"),
+        pytest.param(in_awq, ("uint4_g128", 0), "int4 in groups of 128 and zero points", marks=pytest.mark.slow),
         pytest.param(in_gptq, ("uint4_g64", 0), "int4 with a scale per row", marks=pytest.mark.slow),
         (in_fp8, ("fp8", 128), "fp8 128x128"),
     ],

@@ -19,7 +19,7 @@ from invented.written import stock, write
 from invented.zoo import CASES, FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-QUICK = frozenset({"derived_scaled", "layer_parity", "stacked_loop", "aux_attribute", "plain_list"})
+QUICK = frozenset({"layer_parity", "stacked_loop", "plain_list"})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -171,7 +171,10 @@ def test_memory_is_used_again_where_no_cache_needs_it(model: PreTrainedModel) ->
     assert len(graphs._memories) == len(graphs._steps) == 2
 
 
-@pytest.mark.parametrize("part", [lambda keys: keys, lambda keys: keys[..., 2:], lambda keys: keys.numpy()])
+@pytest.mark.parametrize(
+    "part",
+    [lambda keys: keys, pytest.param(lambda keys: keys[..., 2:], marks=pytest.mark.slow), lambda keys: keys.numpy()],
+)
 def test_keys_that_outlive_their_cache_stay_as_they_are(model: PreTrainedModel, part: Callable[..., Any]) -> None:
     graphs, step = graphs_of(model)
     first = Sequences(model, 1)

@@ -43,7 +43,12 @@ def test_experts_beside_their_router_are_a_block_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "reason"), [(Doubled, "more than call its experts: `mul`"), (Residual, "`add`"), (Flipped, "`flip`")]
+    ("other", "reason"),
+    [
+        (Doubled, "more than call its experts: `mul`"),
+        pytest.param(Residual, "`add`", marks=pytest.mark.slow),
+        (Flipped, "`flip`"),
+    ],
 )
 def test_code_around_the_call_leaves_the_block_as_it_is(
     monkeypatch: pytest.MonkeyPatch, other: type, reason: str

@@ -17,7 +17,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("family", "rule"), PROGRAMS.values(), ids=PROGRAMS.keys())
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [
+        pytest.param(*program, id=name, marks=() if name.startswith("sparse") else pytest.mark.slow)
+        for name, program in PROGRAMS.items()
+    ],
+)
 def test_every_step_of_a_program_is_read_again(family: str, rule: str, tmp_path: Path) -> None:
     program = tmp_path / "program.ktr"
     program.write_text(f'import "std/attention.ktr" as attn\nrule only {{ {rule} }}\n')

@@ -40,7 +40,12 @@ def proofs_of(model: CapturedModel) -> tuple[Proof, ...]:
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"), [("deepseek_v2", {}), ("deepseek_v2", {"q_lora_rank": 24}), ("qwen3_moe", {})]
+    ("family", "overrides"),
+    [
+        pytest.param("deepseek_v2", {}, marks=pytest.mark.slow),
+        ("deepseek_v2", {"q_lora_rank": 24}),
+        ("qwen3_moe", {}),
+    ],
 )
 def test_the_shipped_rewrites_hold_at_every_site(family: str, overrides: dict[str, object]) -> None:
     model = captured(family, torch.bfloat16, **overrides)
