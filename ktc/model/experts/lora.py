@@ -153,7 +153,10 @@ class ExpertsLora:
         """Return the factors on a device, differentiable: themselves where they are there."""
         if all(factor is None or factor.device == device for factor in self.factors):
             return self
-        moved = (None if factor is None else factor.to(device) for factor in self.factors)
+        # copies from page-locked memory are issued and not waited for
+        moved = (
+            None if factor is None else factor.to(device, non_blocking=factor.is_pinned()) for factor in self.factors
+        )
         return ExpertsLora.of(tuple(moved), self.scales)
 
     def zeros(self, dtype: torch.dtype) -> ExpertsLora:

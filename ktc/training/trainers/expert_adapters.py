@@ -2,12 +2,14 @@
 
 PEFT makes factors beside the weights that they adapt, and those of packed experts are in host memory. From there, every
 pass would wait for copies of all factors and of their gradients, and the CPU would update them.
-In: a model with adapters. Out: a context in which the factors are on the GPU, if it has room for them, and a sentence
-on where they are. Afterwards they are in host memory again, where the kernels of the CPU read them.
+In: a model with adapters. Out: a context in which the factors are on the GPU, if it has room for them, or page-locked
+in host memory, and a sentence on where they are. Afterwards they are in host memory again, where the kernels of the CPU
+read them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +21,10 @@ from torch import nn
 from ktc.model.experts.adapter_memory import fits, trained_bytes
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
+from ktc.model.hf.foreign_errors import first_line
 from ktc.training.trainers.stack_size import MANY, free_bytes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,12 @@ class Adapters:
 def beside_experts(model: nn.Module) -> Generator[str]:
     """Keep the adapters of routed experts on the GPUs of their experts, where they fit. Yields a sentence, or ""."""
     adapters = tuple(adapters_of(model))
-    for group in adapters:
-        if group.fits:
-            _move(group.factors, group.device)
     try:
+        for group in adapters:
+            if group.fits:
+                _move(group.factors, group.device)
+            elif group.device.type == "cuda":
+                _lock(group.factors)
         yield "; ".join(map(str, adapters))
     finally:
         for group in adapters:
@@ -75,6 +82,15 @@ def adapters_of(model: nn.Module) -> Iterator[Adapters]:
     for device, of_device in factors.items():
         if of_device:
             yield Adapters(device, tuple(of_device), free_bytes(str(device)))
+
+
+def _lock(factors: tuple[nn.Parameter, ...]) -> None:
+    """Keep parameters in page-locked host memory, from which a GPU copies beside other work."""
+    try:
+        for factor in factors:
+            factor.data = factor.data.pin_memory()
+    except RuntimeError as error:  # as by a limit of the system: copies wait then
+        log.warning("the adapters of experts are not page-locked, and copies to the GPU wait: %s", first_line(error))
 
 
 def _move(factors: tuple[nn.Parameter, ...], device: torch.device) -> None:
