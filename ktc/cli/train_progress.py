@@ -50,6 +50,10 @@ class TrainProgress:
             self._session.diagnose(cast("tuple[Diagnostic, ...]", value))
         elif event == "folder":
             self._session.diagnose(cast("RunFolder", value).left_out)
+        elif event == "compiling":
+            line = "  the first step compiles the layers for the GPU, which takes a minute or two"
+            self._session.note(line)
+            self._session.console.print(line)
         elif event == "step":
             self._step(cast("StepProgress", value))
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
@@ -95,6 +96,11 @@ class Stacker(TrainerCallback):
         # None before the first step. It changes only if the first stack shows that stacking is impossible.
         self.decision: Stacking | None = None
         trainer.add_callback(self)
+
+    def compiles(self, model: nn.Module) -> bool:
+        """Return whether the first step compiles layers, which takes a minute or two."""
+        on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+        return self._compiled is not None and self._mode != "off" and on_gpu and has_compiler()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""

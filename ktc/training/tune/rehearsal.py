@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +105,9 @@ def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: Prepare
     lora = _for_twin(lora_config(paths.out, settings), model)
     if not lora.target_modules and not lora.target_parameters:
         return  # names that the twin does not have, nor the model perhaps
-    adapted = cast("PeftModel", get_peft_model(model, lora))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT reads; the user cannot change its code
+        adapted = cast("PeftModel", get_peft_model(model, lora))
     train = _first_rows(data.train)
     held_out = None if data.held_out is None else _first_rows(data.held_out)
     trainer: Any = stock_trainer(settings.method)(

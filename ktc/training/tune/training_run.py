@@ -134,6 +134,8 @@ class TrainingRun:
         if self._trace is not None:
             trainer.add_callback(self._trace)
         trainer.add_callback(_ProgressReporter(self._observe, report_of(trainer)))
+        if trainer.stacker.compiles(model):
+            self._observe("compiling", None)
         if self._settings.early_stopping:
             trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
         return trainer
