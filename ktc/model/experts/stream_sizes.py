@@ -15,10 +15,11 @@ MOST_ROWS: Final = 256
 PIECES: Final = 4  # that a ring holds at least
 
 # Bytes of decoded matrices in a chunk, and of its rows in their widest form: a part of the GPU's memory. Each chunk
-# costs Python about half a millisecond, and its products leave some eight such arrays of rows beside it.
+# costs Python about half a millisecond, and its products have some eight such arrays of rows.
 _LEAST_CHUNK: Final = 128 << 20
 _MOST_CHUNK: Final = 1 << 30
 _PART: Final = 128
+_ARRAYS: Final = 8
 _CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces
 _PLAIN_CHUNKS: Final = 4  # of plain weights that stay, which take no memory beside their rows
 
@@ -26,6 +27,15 @@ _PLAIN_CHUNKS: Final = 4  # of plain weights that stay, which take no memory bes
 def chunk_bytes(memory: int) -> int:
     """Return the bytes of a chunk's decoded matrices on a device with `memory` free bytes."""
     return min(max(_LEAST_CHUNK, memory // _PART), _MOST_CHUNK)
+
+
+def working_bytes(chunk: int, rows: int | None = None) -> int:
+    """Return the bytes that the products of a chunk take at most: its matrices, and arrays of its rows.
+
+    `rows` are the bytes of all rows of a call in their widest form, None for any number: a chunk has no more of them
+    than of matrices.
+    """
+    return chunk + _ARRAYS * (chunk if rows is None else min(rows, chunk))
 
 
 @dataclass(frozen=True, slots=True)

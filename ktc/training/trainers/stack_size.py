@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import psutil
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ktc.foundation import host
+from ktc.model.experts import stream_sizes
+from ktc.model.experts.expert_stream import chunk_bytes_on
 from ktc.model.experts.module import FusedMoe
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.split_layer import SplitLayer, fused_in
@@ -68,12 +71,24 @@ def _ranks(experts: nn.Module) -> tuple[int, int]:
     return max(ranks.values(), default=0), down
 
 
-def working_bytes(call: ModelCall, chunk_tokens: int, loss: int) -> dict[str, int]:
-    """Count the bytes of a chunk's largest part on each device, with the `loss` of a micro-batch on the last one."""
+def expert_bytes(layers: Sequence[SplitLayer]) -> dict[str, int]:
+    """Count the bytes that products of routed experts take on each GPU beside their weights and results."""
+    backends = (fused_in(split.experts).backend(MANY) for split in layers if split.experts is not None)
+    devices = {backend.device for backend in backends if backend.device.type != "cpu"}
+    return {str(device): stream_sizes.working_bytes(chunk_bytes_on(device)) for device in devices}
+
+
+def working_bytes(
+    call: ModelCall, chunk_tokens: int, loss: int, of_experts: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """Count the bytes of a chunk's largest part on each device, with the `loss` of a micro-batch on the last one.
+
+    `of_experts` are those of the products of routed experts, which do not run at the same time.
+    """
     part = chunk_tokens * call.hidden.shape[-1] * _LAYER
     needed = {str(device): part for device in call.devices}
     needed[str(call.devices[-1])] += loss
-    return needed
+    return {**of_experts, **{device: max(size, of_experts.get(device, 0)) for device, size in needed.items()}}
 
 
 def free_bytes(device: str) -> int:
@@ -93,8 +108,9 @@ def fitting_tokens(per_token: Mapping[str, int], working: Mapping[str, int], fre
 
 
 def fitting_chunk(
-    call: ModelCall, per_token: Mapping[str, int], free: Mapping[str, int], loss: int, tokens: int
-) -> int:
+    call: ModelCall, per_token: Mapping[str, int], free: Mapping[str, int], loss: int, tokens: int,
+    of_experts: Mapping[str, int] = MappingProxyType({}),
+) -> int:  # fmt: skip
     """Return the tokens of a chunk of attention, one of `CHUNKS`: the most that fit beside a pass of `tokens` tokens.
 
     On the CPU it is the smallest. Its operations are not launched, and a small chunk stays in the caches.
@@ -102,7 +118,7 @@ def fitting_chunk(
     if any(device.type == "cpu" for device in call.devices):
         return CHUNKS[0]
     for chunk in reversed(CHUNKS[1:]):
-        working = working_bytes(call, min(chunk, tokens), loss)
+        working = working_bytes(call, min(chunk, tokens), loss, of_experts)
         if all(fits >= tokens for fits in fitting_tokens(per_token, working, free).values()):
             return chunk
     return CHUNKS[0]

@@ -34,6 +34,7 @@ from ktc.training.trainers.stack_size import (
     CHUNKS,
     MANY,
     bytes_per_token,
+    expert_bytes,
     fitting_chunk,
     fitting_tokens,
     free_bytes,
@@ -216,8 +217,10 @@ class Stacker(TrainerCallback):
         whole = reason_for_whole_logits(self._trainer)
         free = {device: free_bytes(device) for device in per_token}
         largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
-        chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted)
-        fits = fitting_tokens(per_token, working_bytes(calls[0], max(min(chunk, wanted), largest), loss), free)
+        of_experts = expert_bytes(self._layers)
+        chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted, of_experts)
+        working = working_bytes(calls[0], max(min(chunk, wanted), largest), loss, of_experts)
+        fits = fitting_tokens(per_token, working, free)
         scarce = min(fits, key=lambda device: fits[device])
         by_device = tuple(sorted(per_token.items()))
         least = largest * min(2, len(calls))
