@@ -26,7 +26,9 @@ class HostNode(HostBackend):
     nodes: HostNodes
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        """See `ExpertsBackend.run`; the factors are in host memory, whose addresses a graph keeps."""
+        """See `ExpertsBackend.run`. Raises `RuntimeError` for factors on a GPU: a graph keeps addresses of the host."""
+        if any(factor is not None and factor.device.type != "cpu" for factor in lora.factors):
+            raise RuntimeError("the adapters of its experts are on a GPU, where they train")
 
         def call(*rows: Tensor) -> Tensor:
             inputs = self.packed.inputs(*rows)

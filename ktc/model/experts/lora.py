@@ -91,6 +91,11 @@ class Lora(Factors):
         """Return the factors as a kernel reads them, detached; copied only if the dtype differs or A is strided."""
         return Lora(self.a.detach().to(dtype).contiguous(), self.b.detach().to(dtype), self.scale)
 
+    def on(self, device: torch.device) -> Lora:
+        """Return the factors on a device, differentiable; from page-locked memory a copy is issued, not waited for."""
+        a, b = (factor.to(device, non_blocking=factor.is_pinned()) for factor in (self.a, self.b))
+        return Lora(a, b, self.scale, self.parameters or (self.a, self.b), self.scales or (self.scale,))
+
     def zeros(self, dtype: torch.dtype) -> Lora:
         """Return zeros to add gradients to. B's has the strides of PEFT's own parameter, (outputs, rank, E)."""
         num_experts, outputs, rank = self.b.shape
@@ -153,11 +158,7 @@ class ExpertsLora:
         """Return the factors on a device, differentiable: themselves where they are there."""
         if all(factor is None or factor.device == device for factor in self.factors):
             return self
-        # copies from page-locked memory are issued and not waited for
-        moved = (
-            None if factor is None else factor.to(device, non_blocking=factor.is_pinned()) for factor in self.factors
-        )
-        return ExpertsLora.of(tuple(moved), self.scales)
+        return ExpertsLora(*(lora and lora.on(device) for lora in self.products))
 
     def zeros(self, dtype: torch.dtype) -> ExpertsLora:
         """Apply `Lora.zeros` to both products."""

@@ -68,13 +68,14 @@ class Slots:
         return self.bounds[run.start], self.bounds[run.stop]
 
     def parts(self, run: range, most: int) -> Iterator[range]:
-        """Cut neighbouring experts into runs of at most `most` slots, or of one expert."""
+        """Cut neighbouring experts into runs of at most `most` slots, or of one expert; leave out those without."""
         first = run.start
         for expert in run:
-            if expert > first and self.bounds[expert + 1] - self.bounds[first] > most:
+            if self.bounds[first] < self.bounds[expert] and self.bounds[expert + 1] - self.bounds[first] > most:
                 yield range(first, expert)
                 first = expert
-        yield range(first, run.stop)
+        if self.bounds[first] < self.bounds[run.stop]:
+            yield range(first, run.stop)
 
     def of_experts(self, run: range) -> Rows:
         """Return the rows of neighbouring experts."""

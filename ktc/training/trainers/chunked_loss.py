@@ -85,8 +85,8 @@ def summed_by(head: nn.Module, rows: int, *, frozen: bool) -> Callable[[Tensor, 
     """
 
     def summed(hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        pieces = -(-len(hidden) // rows)
-        equal = -(-len(hidden) // max(1, pieces))
+        pieces = max(1, -(-len(hidden) // rows))
+        equal = max(1, -(-len(hidden) // pieces))
         if frozen:
             return summed_loss(cast("nn.Linear", head), hidden, labels, equal, ignore_index)
         return _checkpointed_sum(head, hidden, labels, equal, ignore_index)

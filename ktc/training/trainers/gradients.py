@@ -32,6 +32,11 @@ def distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def by_nccl() -> bool:
+    """Return whether the processes exchange CUDA tensors, each with a GPU of its own."""
+    return "nccl" in str(dist.get_backend())
+
+
 def open_groups(parameters: Iterable[Tensor], timeout: timedelta) -> Mapping[str, Group]:
     """Return the group to reduce over for "cpu", and for "cuda" if a parameter is on a GPU. Every process calls this.
 

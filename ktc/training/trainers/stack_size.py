@@ -14,6 +14,7 @@ from typing import Any, cast
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ktc.foundation import host
 from ktc.model.experts import stream_sizes
@@ -89,6 +90,17 @@ def working_bytes(
     needed = {str(device): part for device in call.devices}
     needed[str(call.devices[-1])] += loss
     return {**of_experts, **{device: max(size, of_experts.get(device, 0)) for device, size in needed.items()}}
+
+
+def coming_bytes(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:
+    """Count the bytes on each device of gradients and optimizer state that the first step makes, as AdamW does."""
+    coming: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
+            missing = (parameter.grad is None) + 2 * (not state)
+            coming[str(parameter.device)] = coming.get(str(parameter.device), 0) + missing * parameter.nbytes
+    return coming
 
 
 def free_bytes(device: str) -> int:

@@ -34,6 +34,7 @@ from ktc.training.trainers.stack_size import (
     CHUNKS,
     MANY,
     bytes_per_token,
+    coming_bytes,
     expert_bytes,
     fitting_chunk,
     fitting_tokens,
@@ -215,7 +216,8 @@ class Stacker(TrainerCallback):
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         loss = loss_bytes(self._trainer, max(num_logits(inputs, vocabulary) for inputs in waiting))
         whole = reason_for_whole_logits(self._trainer)
-        free = {device: free_bytes(device) for device in per_token}
+        coming = coming_bytes(model, self._trainer.optimizer)
+        free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in per_token}
         largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
         of_experts = expert_bytes(self._layers)
         chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted, of_experts)

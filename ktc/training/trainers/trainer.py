@@ -6,9 +6,8 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,6 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation.files import files_into
 from ktc.foundation.temporary_values import attributes
-from ktc.model.hf.patching import with_attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
@@ -35,7 +33,7 @@ from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, prepares_inputs_itself, use_as_one_device
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
-from ktc.training.trainers.stacking import Stacker, StackMode
+from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
 
 TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # TRL's that tests run
 _KNOWN_REASONS = {"RewardTrainer": "a reward model has its own head, and a compiled model is a causal LM"}
@@ -63,6 +61,7 @@ class KTrainerMixin(TrainerHooks):
     """
 
     phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
+    _flops_of_token: int = 0
     _named: list[tuple[str, Parameter]] = []  # noqa: RUF012 - replaced for each run
     expert_adapters: str = ""  # where the factors on routed experts are
     _rank_liveness: RankLiveness | None = None
@@ -110,10 +109,25 @@ class KTrainerMixin(TrainerHooks):
             InputRefused: T524 for a checkpoint that is damaged, or of another adapter or optimizer.
         """
         model = _checked_adapter(cast("nn.Module", self.model))
-        generates = prepares_inputs_itself(self)  # by the CPU's kernels, which read factors in host memory
-        placed = nullcontext("") if generates else beside_experts(model)
-        with placed as self.expert_adapters, counted_once(model.get_base_model()):
+        self._flops_of_token = 0
+        with nullcontext("") if self._keeps_adapters() else beside_experts(model, self) as self.expert_adapters:
             return self._train(model, resume_from_checkpoint, *args, **kwargs)
+
+    def _keeps_adapters(self) -> bool:
+        """Return whether adapters of experts stay in host memory: the CPU reads them, or another model trains."""
+        alone = bool(reason_against(self, cast("nn.Module", self.model)))
+        other_groups = gradients.distributed() and not gradients.by_nccl()
+        return alone or prepares_inputs_itself(self) or self.model_init is not None or other_groups
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the stock number of a micro-batch's FLOPs. The stock trainer counts all parameters each time."""
+        ids = inputs.get(getattr(cast("Any", self.model), "main_input_name", "input_ids"))
+        tokens = ids.numel() if isinstance(ids, Tensor) else 0
+        if not tokens:
+            return cast("int", cast("Any", super()).floating_point_ops(inputs))
+        if not self._flops_of_token:
+            self._flops_of_token = cast("int", cast("Any", super()).floating_point_ops(inputs)) // tokens
+        return self._flops_of_token * tokens
 
     def _train(self, model: PeftModel, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         resume = resume_from_checkpoint or None
@@ -200,14 +214,6 @@ class KTrainerMixin(TrainerHooks):
             self._rank_liveness.arrive()
             gradients.average_gradients(self._trained, self._groups)
         return loss.to(self.args.device)
-
-
-@contextmanager
-def counted_once(model: nn.Module) -> Generator[None]:
-    """Count a model's parameters once inside the context: the Trainer counts them for each micro-batch's FLOPs."""
-    count = cast("Any", model).num_parameters
-    with with_attributes(model, num_parameters=functools.cache(count)):
-        yield
 
 
 class KTrainer(KTrainerMixin, Trainer):
