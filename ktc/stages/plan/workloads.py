@@ -7,11 +7,12 @@ so the largest that fits is found by bisection. The formulas are in docs/design.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from ktc.model.experts.stream_sizes import chunk_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.stock_model import vocabulary_of
@@ -22,7 +23,8 @@ from ktc.stages.capture import CapturedModel
 from ktc.stages.capture.types import CacheLayer
 from ktc.stages.plan.activations import Footprint, footprint
 from ktc.stages.plan.draft import PlanDraft
-from ktc.stages.plan.placement import device_of
+from ktc.stages.plan.placement import budget_of, device_of
+from ktc.stages.plan.streamed_bytes import sent_experts
 from ktc.stages.plan.types import BatchShape, DeviceMemory, Workload
 
 DEFAULT_LENGTH = 2048
@@ -30,6 +32,7 @@ TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing
 _MOST = 1 << 20  # where the search for a batch ends, and for a length if the model names none
 _LONGEST = 1 << 32  # no model names more positions in earnest
 _LOSS = 12  # bytes per logit beside itself: fp32 log-probabilities, their gradient, and that of the logits
+_SUMS = 12  # bytes per unit of width of experts on a GPU: their input, sums in fp32, gradients
 _OPAQUE = 34  # bytes saved per token and unit of width in a block that could not be captured: a usual layer's, no more
 
 Needs = dict[str, dict[str, int]]
@@ -60,6 +63,24 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sent:
+    """The largest layer of experts that a GPU multiplies: decoded bytes, of which a chunk has at most `chunk`.
+
+    `rows` and `results` are the bytes of a token's rows in their widest form, and of its sums and results.
+    """
+
+    decoded: int
+    chunk: int
+    rows: int
+    results: int
+
+    def workspace(self, tokens: int) -> int:
+        """Return the bytes of a call beside its weights."""
+        spare = max(0, self.chunk - self.decoded)  # a small layer is one chunk
+        return working_bytes(self.chunk, tokens * self.rows) - spare + tokens * self.results
+
+
+@dataclass(frozen=True, slots=True)
 class _Model:
     """The inputs of the computation. `head` is the device of the logits; `per_hidden` the bytes of one state."""
 
@@ -71,6 +92,7 @@ class _Model:
     item: int
     per_hidden: int
     outside: ProductRows | None = None  # of linear layers outside the blocks
+    sent: Mapping[str, _Sent] = field(default_factory=dict[str, _Sent])  # by GPU
 
 
 def workloads(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
@@ -171,7 +193,10 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
 
 
 def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
-    """Linear layers share the experts' workspace."""
+    """Linear layers share the experts' workspace. That of experts on a GPU is needed beside nothing but weights."""
+    for device, sent in model.sent.items():
+        running = needs[device].get("activations", 0)
+        needs[device]["workspace"] = max(0, sent.workspace(tokens) - running)
     rows = [layer.product for layer in model.layers] + [model.outside]
     products = [product.workspace(tokens) for product in rows if product is not None]
     if products:
@@ -219,7 +244,22 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
         item=item,
         per_hidden=hidden * item,
         outside=_widest(*(_memory(draft, plan).product for plan in outside)),
+        sent=_sent(draft, hidden, item),
     )
+
+
+def _sent(draft: PlanDraft, hidden: int, item: int) -> dict[str, _Sent]:
+    """Return by GPU the experts that are sent there for calls of many tokens, or stay."""
+    found: dict[str, _Sent] = {}
+    for prefill, spec in sent_experts(draft).values():
+        for device in prefill.devices:
+            budget = budget_of(device, draft.rules, draft.host) or 0
+            widest = max(hidden, (1 + spec.gated) * (spec.intermediate or 0))
+            top_k, matrices = spec.top_k or 1, (2 + spec.gated) * hidden * (spec.intermediate or 0) * item
+            decoded = -(-(spec.num_experts or 1) // len(prefill.devices)) * matrices
+            one = _Sent(decoded, chunk_bytes(budget), top_k * widest * item, hidden * (_SUMS + top_k * item))
+            found[device] = max(found.get(device, one), one, key=lambda sent: sent.rows)
+    return found
 
 
 def _memory(draft: PlanDraft, plan: NodePlan) -> NodeMemory:
