@@ -17,9 +17,9 @@ def trained_bytes(factors: int) -> int:
     return _TENSORS * factors
 
 
-def planned_on_gpu(nbytes: int, budget: int | None) -> bool:
-    """Return whether a plan puts them on a GPU with this budget."""
-    return budget is not None and nbytes * _OF_BUDGET <= budget
+def planned_on_gpu(nbytes: int, budget: int | None, beside: int) -> bool:
+    """Return whether a plan puts them on a GPU with this budget, `beside` bytes that stay there."""
+    return budget is not None and nbytes * _OF_BUDGET <= budget and nbytes + beside <= budget
 
 
 def fits(nbytes: int, free: int) -> bool:

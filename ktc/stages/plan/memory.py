@@ -6,7 +6,7 @@ that compares bytes with budgets. Nothing is refused here: what does not fit is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -32,7 +32,9 @@ _RECURRENT = frozenset({"conv1d", "convolution", "cumsum", "softplus"})
 def count_memory(draft: PlanDraft) -> PlanDraft:
     """Count the bytes on each device, and the inputs that fit."""
     weights, adapters, streaming = _weights(draft), _adapters(draft), streamed_bytes(draft)
-    of_experts = {} if draft.lora is None else _expert_adapters(draft)
+    kept = {name: sum(weights.get(name, {}).values()) + streaming.get(name, 0) for name in {*weights, *streaming}}
+    of_experts = {} if draft.lora is None else _expert_adapters(draft, _sums(kept, adapters))
+    adapters = _sums(adapters, of_experts)
     devices = tuple(
         DeviceMemory(
             name, budget_of(name, draft.rules, draft.host), weights.get(name, {}), adapters.get(name, 0),
@@ -156,8 +158,6 @@ def _adapters(draft: PlanDraft) -> dict[str, int]:
     for path in lora.targets:
         rows, columns = model.get_submodule(path).get_parameter("weight").shape
         add(device_of(path, devices), 4 * item * lora.rank_pattern.get(path, lora.r) * (rows + columns))
-    for device, size in _expert_adapters(draft).items():
-        add(device, size)
     for path in draft.trained_modules:
         masters = _BYTES.get(draft.treatment(path).masters)
         for parameter in model.get_submodule(path).parameters():
@@ -169,8 +169,15 @@ def _adapters(draft: PlanDraft) -> dict[str, int]:
     return nbytes
 
 
-def _expert_adapters(draft: PlanDraft) -> dict[str, int]:
-    """Bytes by device: on the host, where the kernel reads them, or on the GPU that experts are sent to."""
+def _sums(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return {name: first.get(name, 0) + second.get(name, 0) for name in {*first, *second}}
+
+
+def _expert_adapters(draft: PlanDraft, beside: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by device: on the host, where the kernel reads them, or on the GPU that experts are sent to.
+
+    `beside` has the other permanent bytes, which have to fit with them.
+    """
     lora, model, sent = draft.lora, draft.captured.model, sent_experts(draft)
     assert lora is not None, "the caller has an adapter"
     nbytes: dict[str, int] = {}
@@ -182,7 +189,7 @@ def _expert_adapters(draft: PlanDraft) -> dict[str, int]:
         nbytes[device] = nbytes.get(device, 0) + trained_bytes(factors)
     gpus = {device: size for device, size in nbytes.items() if device != "cpu"}
     for device, size in gpus.items():
-        if not planned_on_gpu(size, budget_of(device, draft.rules, draft.host)):
+        if not planned_on_gpu(size, budget_of(device, draft.rules, draft.host), beside.get(device, 0)):
             nbytes["cpu"] = nbytes.get("cpu", 0) + nbytes.pop(device)
     return nbytes
 

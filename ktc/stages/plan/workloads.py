@@ -193,7 +193,7 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
 
 
 def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
-    """Linear layers share the experts' workspace. That of experts on a GPU is needed beside nothing but weights."""
+    """Linear layers share the experts' workspace. That of experts on a GPU is not needed beside activations."""
     for device, sent in model.sent.items():
         running = needs[device].get("activations", 0)
         needs[device]["workspace"] = max(0, sent.workspace(tokens) - running)
@@ -250,7 +250,7 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
 
 def _sent(draft: PlanDraft, hidden: int, item: int) -> dict[str, _Sent]:
     """Return by GPU the experts that are sent there for calls of many tokens, or stay."""
-    found: dict[str, _Sent] = {}
+    by_gpu: dict[str, _Sent] = {}
     for prefill, spec in sent_experts(draft).values():
         for device in prefill.devices:
             budget = budget_of(device, draft.rules, draft.host) or 0
@@ -258,8 +258,8 @@ def _sent(draft: PlanDraft, hidden: int, item: int) -> dict[str, _Sent]:
             top_k, matrices = spec.top_k or 1, (2 + spec.gated) * hidden * (spec.intermediate or 0) * item
             decoded = -(-(spec.num_experts or 1) // len(prefill.devices)) * matrices
             one = _Sent(decoded, chunk_bytes(budget), top_k * widest * item, hidden * (_SUMS + top_k * item))
-            found[device] = max(found.get(device, one), one, key=lambda sent: sent.rows)
-    return found
+            by_gpu[device] = max(by_gpu.get(device, one), one, key=lambda sent: sent.rows)
+    return by_gpu
 
 
 def _memory(draft: PlanDraft, plan: NodePlan) -> NodeMemory:

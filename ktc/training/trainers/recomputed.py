@@ -3,7 +3,8 @@
 In: a function and its arguments. Out: its results, differentiable. `torch.utils.checkpoint` does the same by hooks on
 each saved tensor and comparisons of both computations, which cost Python more than a compiled part of a layer does.
 Both draw the same random numbers, and backward leaves the generators as they are.
-Gradients of parameters are added to them inside backward, so `torch.autograd.grad` does not see them.
+Gradients of parameters are added to them inside backward: `torch.autograd.grad` does not see them, and a hook on a
+parameter is called for each function that uses it.
 Refused: nothing; at least one of the arguments has to require a gradient.
 """
 

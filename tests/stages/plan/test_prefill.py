@@ -109,6 +109,7 @@ def test_adapters_of_sent_experts_count_on_their_gpu_where_they_are_a_small_part
     assert lora is not None
     assert nbytes == 4 * 4 * lora.trainable  # fp32: weights, gradients, two moments
     assert adapters(3 * nbytes // 1024)[0] == {"cpu": nbytes, "cuda:0": 0}
+    assert adapters((1 << 10) + nbytes // 1024 - 1)[0] == {"cpu": nbytes, "cuda:0": 0}, "the ring has the rest"
 
 
 def test_the_memory_that_weights_pass_through_is_a_setting_and_counted(tmp_path: Path) -> None:
