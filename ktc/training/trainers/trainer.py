@@ -121,7 +121,8 @@ class KTrainerMixin(TrainerHooks):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the stock number of a micro-batch's FLOPs. The stock trainer counts all parameters each time."""
-        ids = inputs.get(getattr(cast("Any", self.model), "main_input_name", "input_ids"))
+        name = getattr(cast("Any", self.model), "main_input_name", "input_ids")
+        ids = cast("Mapping[str, Any]", inputs).get(name) if isinstance(inputs, Mapping) else None  # GRPO has lists
         tokens = ids.numel() if isinstance(ids, Tensor) else 0
         if not tokens:
             return cast("int", cast("Any", super()).floating_point_ops(inputs))
