@@ -74,7 +74,7 @@ test-all: check versions lf-environment
 zoo: $(READY)
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m invented $(CASES)
 
-# The options of the trainers of transformers and TRL, on a compiled model beside stock, about twenty minutes.
+# The options of the trainers of transformers and TRL, on a compiled model beside stock, five to twenty minutes.
 # CASES="dpo:* sft:loss_type*" runs some.
 trainer-options: $(READY)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=.:tests:tests/support $(BIN)/python -m trainer_options $(CASES)
