@@ -102,7 +102,8 @@ class Stacker(TrainerCallback):
     def compiles(self, model: nn.Module) -> bool:
         """Return whether the first step compiles layers, which takes a minute or two."""
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-        return self._compiled is not None and self._mode != "off" and on_gpu and has_compiler()
+        stacks = self._mode != "off" and not reason_against(self._trainer, model)
+        return self._compiled is not None and stacks and on_gpu and has_compiler()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""

@@ -62,7 +62,7 @@ class KTrainerMixin(TrainerHooks):
 
     phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
     _flops_of_token: int = 0
-    _named: list[tuple[str, Parameter]] = []  # noqa: RUF012 - replaced for each run
+    _named: tuple[tuple[str, Parameter], ...] = ()  # what trains
     expert_adapters: str = ""  # where the factors on routed experts are
     _rank_liveness: RankLiveness | None = None
 
@@ -155,12 +155,12 @@ class KTrainerMixin(TrainerHooks):
             InputRefused: T533.
         """
         everything: Iterator[tuple[str, Parameter]] = cast("nn.Module", self.model).named_parameters()
-        self._named = named = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
+        self._named = tuple((name, parameter) for name, parameter in everything if parameter.requires_grad)
         if not gradients.distributed():
             return
-        self._trained = [parameter for _, parameter in named]
+        self._trained = [parameter for _, parameter in self._named]
         self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
-        gradients.check_alike(named, self._groups)
+        gradients.check_alike(self._named, self._groups)
         gradients.broadcast(self._trained, self._groups)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
