@@ -20,6 +20,7 @@ _LEAST_CHUNK: Final = 128 << 20
 _MOST_CHUNK: Final = 1 << 30
 _PART: Final = 128
 _ARRAYS: Final = 8
+_SUMS: Final = 12  # bytes per token and unit of width
 _CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces
 _PLAIN_CHUNKS: Final = 4  # of plain weights that stay, which take no memory beside their rows
 
@@ -36,6 +37,11 @@ def working_bytes(chunk: int, rows: int | None = None) -> int:
     than of matrices.
     """
     return chunk + _ARRAYS * (chunk if rows is None else min(rows, chunk))
+
+
+def result_bytes(hidden: int, top_k: int, item: int) -> int:
+    """Return the bytes of a token of a call: a row for each choice, and its input, sums in fp32 and gradients."""
+    return hidden * (_SUMS + top_k * item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from ktc.model.experts.stream_sizes import chunk_bytes, working_bytes
+from ktc.model.experts.stream_sizes import chunk_bytes, result_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.stock_model import vocabulary_of
@@ -32,7 +32,6 @@ TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing
 _MOST = 1 << 20  # where the search for a batch ends, and for a length if the model names none
 _LONGEST = 1 << 32  # no model names more positions in earnest
 _LOSS = 12  # bytes per logit beside itself: fp32 log-probabilities, their gradient, and that of the logits
-_SUMS = 12  # bytes per unit of width of experts on a GPU: their input, sums in fp32, gradients
 _OPAQUE = 34  # bytes saved per token and unit of width in a block that could not be captured: a usual layer's, no more
 
 Needs = dict[str, dict[str, int]]
@@ -257,7 +256,7 @@ def _sent(draft: PlanDraft, hidden: int, item: int) -> dict[str, _Sent]:
             widest = max(hidden, (1 + spec.gated) * (spec.intermediate or 0))
             top_k, matrices = spec.top_k or 1, (2 + spec.gated) * hidden * (spec.intermediate or 0) * item
             decoded = -(-(spec.num_experts or 1) // len(prefill.devices)) * matrices
-            one = _Sent(decoded, chunk_bytes(budget), top_k * widest * item, hidden * (_SUMS + top_k * item))
+            one = _Sent(decoded, chunk_bytes(budget), top_k * widest * item, result_bytes(hidden, top_k, item))
             by_gpu[device] = max(by_gpu.get(device, one), one, key=lambda sent: sent.rows)
     return by_gpu
 

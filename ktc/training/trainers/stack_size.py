@@ -25,7 +25,6 @@ from ktc.training.trainers.split_layer import SplitLayer, fused_in
 
 _USED = 0.8  # of the free memory: estimates err, and other programs need memory too
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
-_OFFLOADED = 12  # bytes per token and unit of width while experts run on a GPU: their input, sums in fp32, gradients
 MANY = sys.maxsize  # tokens: a pass is large enough for any backend
 # Tokens of a chunk of attention. The least are enough work for a GPU per launch; with the most, launches cost little
 # beside it, and the chunk of a wide model takes 2 GB. Few values, so that a resumed run finds the same one.
@@ -44,7 +43,8 @@ def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, 
             backend = fused.backend(MANY)
             per_token["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
             if backend.device.type != "cpu":
-                layer = call.hidden.shape[-1] * _OFFLOADED + width * fused.top_k  # a row for each choice
+                sizes = call.hidden.shape[-1], fused.top_k, call.hidden.element_size()
+                layer = stream_sizes.result_bytes(*sizes)
                 offloaded[str(backend.device)] = max(layer, offloaded.get(str(backend.device), 0))
         if split.attention is not None and device.type == "cuda":
             per_token["cpu"] += width  # where passes of many tokens keep attention's output
