@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,3 +73,12 @@ class ConversionHook(_Module):
     def converts(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Return whether the registered tensors of the module are converted by `fn`."""
         return True
+
+
+def floats_as_constants() -> AbstractContextManager[None]:
+    """Compile code inside the context with the floats of its modules as constants: epsilons, scales, LoRA's scaling.
+
+    By default they are inputs, as tensors on the CPU. Then each call makes and reads them, and the code for a GPU has a
+    kernel for the CPU, for which torch tries each of the CPU's instruction sets: 50 of 80 seconds of a first step.
+    """
+    return cast("Any", torch)._dynamo.config.patch(specialize_float=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ktc.foundation.temporary_values import attributes
 from ktc.model.experts.compiled_functions import has_compiler
+from ktc.model.experts.private_api import floats_as_constants
 from ktc.model.hf.patching import call_stock, called_as, with_attributes
 from ktc.training.trainers.private_api import CompilerError, sizes_of_their_own, with_fixed_width
 from ktc.training.trainers.random_state import RandomState
@@ -178,7 +179,7 @@ class CompiledLayer:
                 with_fixed_width(tensor)
         self._exchange.clear()
         function = self._parts.function(self._split, part)
-        with call.autocasting(), self._cut(), sizes_of_their_own():
+        with call.autocasting(), self._cut(), sizes_of_their_own(), floats_as_constants():
             try:
                 return function(part, self._split.layer, args, kwargs, self._exchange, attended, routed)
             except CompilerError as error:

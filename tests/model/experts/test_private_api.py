@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ktc.model.experts.private_api import (
     HOOKS,
     ConversionHook,
     LoadHooks,
+    floats_as_constants,
     schema_of,
     unsaved_buffers,
     version_of,
@@ -86,3 +88,14 @@ def test_a_write_into_a_tensor_or_a_view_of_it_changes_its_version() -> None:
     before = version_of(whole)
     view.add_(1)
     assert version_of(whole) > before
+
+
+def test_compiled_code_has_a_modules_floats_as_constants_inside_the_context() -> None:
+    norm = nn.LayerNorm(4)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda module, x: x * module.eps, dynamic=True, backend=counter)
+    with floats_as_constants():
+        assert torch.equal(compiled(norm, torch.ones(3)), torch.full((3,), norm.eps))
+    (graph,) = counter.graphs
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    assert [value.dtype for value in inputs if isinstance(value, Tensor)] == [torch.float32]  # a float would be fp64

@@ -83,6 +83,9 @@ def test_gradients_are_those_of_layers_as_they_are_and_later_steps_compile_nothi
     settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 3, "lengths": lengths}
     ours = alike(package("qwen3_moe"), tmp_path, Compiling, 1e-5, **settings)
     assert ours.counted == [ours.counted[0]] * 3
+    inputs = [node for graph in ours.counter.graphs for node in graph.graph.nodes if node.op == "placeholder"]
+    values = [node.meta["example_value"] for node in inputs]
+    assert not [value for value in values if isinstance(value, Tensor) and value.dtype == torch.float64]  # no floats
 
 
 @pytest.mark.slow
