@@ -15,6 +15,7 @@ from torch import fx
 from ktc.model.experts.stream_sizes import chunk_bytes, result_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
+from ktc.model.hf.logit_tiles import tile_bytes
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.working_memory import ProductRows, Slots
 from ktc.model.targets.node_plan import NodePlan
@@ -31,7 +32,6 @@ DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"
 _MOST = 1 << 20  # where the search for a batch ends, and for a length if the model names none
 _LONGEST = 1 << 32  # no model names more positions in earnest
-_LOSS = 12  # bytes per logit beside itself: fp32 log-probabilities, their gradient, and that of the logits
 _OPAQUE = 34  # bytes saved per token and unit of width in a block that could not be captured: a usual layer's, no more
 
 Needs = dict[str, dict[str, int]]
@@ -117,6 +117,7 @@ def _positions(named: object) -> int:
 
 def _notes(captured: CapturedModel) -> Iterator[str]:
     yield "weights, adapter and cache are counted; activations are estimated, to a quarter or so (docs/design.md)"
+    yield "the loss is that of `ktc train`, in tiles; one with all logits at once takes 16 bytes for each of them"
     yield "budgets leave a tenth of each device to CUDA or the process itself, unless the program sets them"
     if captured.cache is None:
         yield "this model's cache could not be measured and is not counted"
@@ -162,9 +163,9 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
         if checkpointed:
             kept = sum(layer.device == device for layer in model.layers) * model.per_hidden
             inside += max(saved, default=0.0)
-        loss = model.vocabulary * (model.item + _LOSS) if device == model.head else 0
+        loss = tile_bytes(tokens, model.vocabulary, model.item, on_gpu=device != "cpu") if device == model.head else 0
         of_device["activations"] = round(tokens * (kept + inside))
-        of_device["logits"] = max(0, round(tokens * (loss - inside)))  # they are gone when the first layer goes back
+        of_device["logits"] = max(0, round(loss - tokens * inside))  # they are gone when the first layer goes back
     experts = [layer.slots for layer in model.layers if layer.slots is not None]
     if experts:
         kept = [slots.saved for slots in experts]

@@ -21,6 +21,7 @@ from transformers import Trainer
 from transformers.loss import loss_utils
 
 from ktc.foundation.temporary_values import attributes
+from ktc.model.hf.logit_tiles import tile_bytes
 from ktc.model.hf.patching import call_stock, called_as
 from ktc.training.trainers import frozen_head
 from ktc.training.trainers.frozen_head import is_frozen_linear, summed_loss
@@ -37,7 +38,7 @@ def reason_for_whole_logits(trainer: Any) -> str:
     """Return why this trainer's losses cannot be computed in chunks, "" if they can."""
     model = causal_model(trainer)
     if type(trainer).compute_loss is not Trainer.compute_loss:
-        return f"`{type(trainer).__name__}` computes the loss itself"
+        return f"`{type(trainer).__name__}` computes the loss itself{', in tiles' if _in_tiles(trainer) else ''}"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         return "the loss is not the model's own"
     if getattr(model, "loss_function", None) is not cast("Any", loss_utils).ForCausalLMLoss:
@@ -45,11 +46,19 @@ def reason_for_whole_logits(trainer: Any) -> str:
     return "" if isinstance(model.get_output_embeddings(), nn.Module) else "the model has no output embeddings"
 
 
-def loss_bytes(trainer: Any, logits: int) -> int:
-    """Return the bytes that the loss of a micro-batch with `logits` logits needs on the device of the head."""
+def _in_tiles(trainer: Any) -> bool:
+    """Return whether the trainer's own loss has some logits at a time (`logit_tiles`)."""
+    return bool(getattr(trainer, "has_loss_in_tiles", False))
+
+
+def loss_bytes(trainer: Any, tokens: int, vocabulary: int) -> int:
+    """Return the bytes that the loss of a micro-batch of `tokens` tokens needs on the device of the head."""
+    head, logits = causal_model(trainer).get_output_embeddings(), tokens * vocabulary
+    if _in_tiles(trainer):
+        return tile_bytes(tokens, vocabulary, head.weight.element_size(), on_gpu=head.weight.is_cuda)
     if reason_for_whole_logits(trainer):
         return _BYTES * logits
-    if is_frozen_linear(cast("nn.Module", causal_model(trainer).get_output_embeddings())):
+    if is_frozen_linear(cast("nn.Module", head)):
         return frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
     return _BYTES * min(logits, MOST_LOGITS)
 

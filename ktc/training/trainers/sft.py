@@ -9,3 +9,8 @@ from ktc.training.trainers.trainer import KTrainerMixin
 
 class KTSFTTrainer(KTrainerMixin, SFTTrainer):
     """`trl.SFTTrainer` for a compiled model."""
+
+    @property
+    def has_loss_in_tiles(self) -> bool:
+        """Whether the loss has some logits at a time (`ktc/model/hf/logit_tiles.py`), and never those of all tokens."""
+        return self.compute_loss_func is None and self.label_smoother is None

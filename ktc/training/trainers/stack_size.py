@@ -136,7 +136,7 @@ def fitting_chunk(
     return CHUNKS[0]
 
 
-def num_logits(inputs: Mapping[str, object], vocabulary: int) -> int:
-    """Count the logits of a micro-batch."""
+def num_tokens(inputs: Mapping[str, object]) -> int:
+    """Count the tokens of a micro-batch."""
     ids = inputs.get("input_ids")
-    return ids.numel() * vocabulary if isinstance(ids, Tensor) else 0
+    return ids.numel() if isinstance(ids, Tensor) else 0

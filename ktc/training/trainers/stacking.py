@@ -39,7 +39,7 @@ from ktc.training.trainers.stack_size import (
     fitting_chunk,
     fitting_tokens,
     free_bytes,
-    num_logits,
+    num_tokens,
     prepare_experts,
     working_bytes,
 )
@@ -62,13 +62,13 @@ class Stacking:
     tokens: int
     chunk_tokens: int = CHUNKS[0]
     bytes_per_token: tuple[tuple[str, int], ...] = ()
-    whole_loss: str = ""  # why the loss of a micro-batch is not computed in chunks of tokens; "" if it is
+    whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
 
     def __str__(self) -> str:
         if not self.on:
             return f"one by one: {self.reason}"
-        loss = f"; the loss is not computed in chunks: {self.whole_loss}" if self.whole_loss else ""
+        loss = f"; the loss is not computed in ktc's chunks: {self.whole_loss}" if self.whole_loss else ""
         sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
         layers = f"; {self.not_compiled}" if self.not_compiled else ""
         return f"stacked, {sizes}: {self.reason}{loss}{layers}"
@@ -215,7 +215,7 @@ class Stacker(TrainerCallback):
         per_token = bytes_per_token(self._layers, calls[0])
         prepare_experts(self._layers)  # their memory is not free any more
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
-        loss = loss_bytes(self._trainer, max(num_logits(inputs, vocabulary) for inputs in waiting))
+        loss = loss_bytes(self._trainer, max(num_tokens(inputs) for inputs in waiting), vocabulary)
         whole = reason_for_whole_logits(self._trainer)
         coming = coming_bytes(model, self._trainer.optimizer)
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in per_token}

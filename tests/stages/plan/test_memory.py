@@ -136,3 +136,9 @@ def test_a_device_has_to_hold_its_adapter_as_well_when_training() -> None:
     assert problem.code == "M070"
     assert "2.0 GiB of weights and 2.0 GiB for its adapter on `cpu`" in problem.message
     assert over_budget(held, "infer", BatchShape()) == ()
+
+
+def test_training_on_long_sequences_counts_logits_in_tiles_of_tokens() -> None:
+    model = full_size("qwen3-235b-a22b")
+    short, long = (memory(model, asked=BatchShape(1, length)).workloads[1].needs["cpu"] for length in (4096, 32_768))
+    assert long["logits"] <= short["logits"] < 5 << 30  # all logits of 32,768 tokens take 80 GB in training

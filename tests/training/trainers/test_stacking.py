@@ -227,7 +227,7 @@ def test_a_head_whose_logits_are_changed_gets_them_whole(package: Callable[[str]
     assert_alike(ours, theirs)
     assert ours.stacker.decision is not None
     assert "changes the output of its head" in ours.stacker.decision.whole_loss
-    assert "not computed in chunks" in str(ours.stacker.decision)
+    assert "not computed in ktc's chunks" in str(ours.stacker.decision)
 
 
 def test_a_pass_has_no_more_tokens_than_fit() -> None:
