@@ -99,7 +99,7 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
     additions: dict[str, Addition] = {}
     find = placer(base.model, targets)
     for entry in index.tensors.values():
-        spot = find(entry.name)
+        spot = find(entry.name, entry.shape)
         target = spot.target if isinstance(spot, Place) else ""
         if target not in wanted:
             continue
@@ -109,7 +109,7 @@ def plan_additions(placed: PlacedAdapter, index: CheckpointIndex) -> Mapping[str
             problems.append(Diagnostic("A611", message, hint="use it with peft"))
         else:
             additions[entry.name] = addition
-    lost = [name for name in index.tensors if isinstance(find(name), Unmappable)]
+    lost = [name for name, entry in index.tensors.items() if isinstance(find(name, entry.shape), Unmappable)]
     why = f"there are {listing(lost, 3)}, whose place is not known" if lost else why_missing(base.config, index, ())
     problems += _left_out(wanted, additions.values(), why)
     if problems:

@@ -119,7 +119,7 @@ def _places(
     problems: list[Diagnostic] = []
     left_out: list[str] = []
     for entry in original.index.tensors.values():
-        spot = find(entry.name)
+        spot = find(entry.name, entry.shape)
         if not isinstance(spot, Place) or spot.target not in targets:
             left_out.append(entry.name)
         elif spot.steps or spot.joined:

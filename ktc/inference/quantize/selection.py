@@ -59,7 +59,7 @@ def select(
     owners: dict[str, str] = {}
     stacks: list[str] = []
     for entry in index.tensors.values():
-        place = find(entry.name)
+        place = find(entry.name, entry.shape)
         if not isinstance(place, Place):
             continue
         target = base.targets.get(place.target)

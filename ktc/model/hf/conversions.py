@@ -8,7 +8,7 @@ are renamings, the stacking of experts, `Transpose`, `Interleave` and `Concatena
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -69,13 +69,13 @@ def renamings_and_converters(model: PreTrainedModel) -> tuple[list[WeightRenamin
     return renamings, [step for step in mapping if isinstance(step, WeightConverter)]
 
 
-def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str], Place | Unmappable]:
-    """Return a function from a checkpoint name to its place among `targets`, the model's state dict."""
+def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str, Sequence[int]], Place | Unmappable]:
+    """Return a function from a checkpoint's name and shape to its place among `targets`, the model's state dict."""
     renamings, converters = renamings_and_converters(model)
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     prefix = model.base_model_prefix
 
-    def place(name: str) -> Place | Unmappable:
+    def place(name: str, shape: Sequence[int]) -> Place | Unmappable:
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
         if target not in targets and name in targets:  # a renaming for another file's names
             return Place(name)
@@ -85,6 +85,8 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str]
         renamed, _ = rename_source_key(name, renamings, [], prefix, None)
         number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
         which = converter.source_patterns.index(pattern)
+        if _is_checked_transpose(converter) and target in targets and tuple(shape) == tuple(targets[target].shape):
+            return Place(target)
         chain = ", ".join(spelled(operation) for operation in converter.operations)
         return _converted(converter, which, target, number and int(number[1])) or Unmappable(
             f"needs a conversion that ktc does not do: {chain}"
@@ -113,10 +115,16 @@ def _converted(converter: WeightConverter, which: int, target: str, number: int 
     return Place(target, steps=(step,)) if step is not None and sources == 1 else None
 
 
+def _is_checked_transpose(converter: WeightConverter) -> bool:
+    """Return whether transformers transposes a tensor only if its shape is not the target's already."""
+    checked = (vars(operation).get("check_dims") for operation in converter.operations)
+    return len(converter.operations) == 1 and any(checked)
+
+
 def _step(operation: ConversionOps) -> Step | None:
     settings = cast("dict[str, int]", vars(operation))
     match type(operation).__name__:
-        case "Transpose" if not settings.get("check_dims"):
+        case "Transpose":
             return Step("transpose", (settings["dim0"], settings["dim1"]))
         case "Interleave" if not settings.get("inverse"):
             return Step("deinterleave", (settings["dim"],))

@@ -1,7 +1,8 @@
-"""The stock model of a config as `AutoModelForCausalLM` makes it: from the part of the config that its class takes.
+"""The stock model of a config: the class that transformers chooses, made from the part of the config that it takes.
 
-Input: a config, and where it is known the model's class, which may be derived from the stock one. Output: the model on
-meta tensors. Compiling and loading build it here, so both have the same modules by the same names.
+Input: a config, and where it is known the model's class, which may be derived from the stock one. Output: the model.
+Compiling and loading build it here, so both have the same modules by the same names. A config with parts for images or
+sound that names such a class is the whole model with its towers; the others are as `AutoModelForCausalLM` makes them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ktc.model.hf.private_api import model_of_config
 
@@ -24,11 +31,46 @@ def build_on_meta(
     the model's code raises on its config.
     """
     with torch.device("meta"):
-        if model_class is None:
-            made = cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype, **options)
-        else:
-            made = model_of_config(model_class, part_of(model_class, config), dtype=dtype, **options)
+        return build(config, dtype, model_class, **options)
+
+
+def build(
+    config: PreTrainedConfig, dtype: torch.dtype, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Return the model of `config` in evaluation mode, as `build_on_meta` does, with the storage of the context."""
+    model_class = model_class or multimodal_class(config)
+    if model_class is None:
+        made = cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype, **options)
+    else:
+        made = model_of_config(model_class, part_of(model_class, config), dtype=dtype, **options)
     return cast("PreTrainedModel", made).eval()
+
+
+def multimodal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class with towers for images or sound that `config` is of; `None` for a model of text.
+
+    It is the class of `AutoModelForImageTextToText`, if `architectures` names it or no causal LM takes the config.
+    """
+    name = multimodal_name(config.model_type)
+    is_named = name in (cast("list[str] | None", config.architectures) or ())
+    if name is None or not (is_named or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        return None
+    return cast("type[PreTrainedModel] | None", getattr(transformers, name, None))
+
+
+def multimodal_name(model_type: str) -> str | None:
+    """Return the name of the class of images and text of a model type, if transformers has one."""
+    return cast("dict[str, str]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES).get(model_type)
+
+
+def has_towers(model: PreTrainedModel) -> bool:
+    """Return whether `model` reads images or sound beside text: its config has a part for text alone."""
+    return type(model).__name__ == multimodal_name(model.config.model_type) and bool(model.config.sub_configs)
+
+
+def text_tower(model: PreTrainedModel) -> nn.Module:
+    """Return the part of `model` that holds the layers of its language model: all of a model of text."""
+    return cast("nn.Module", cast("Any", model).get_decoder()) if has_towers(model) else model
 
 
 def part_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:

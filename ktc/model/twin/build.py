@@ -6,12 +6,12 @@ Input: a config, usually a shrunk one, and a seed. Output: the model in evaluati
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
+from ktc.model.hf import stock_model
 from ktc.model.twin.sizes import EXPERT_COUNTS, TOP_KS, is_size
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         # `torch.manual_seed` would seed the GPUs too, now or at their first use
         torch.default_generator.manual_seed(seed)
-        model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        model = stock_model.build(config, torch.float32)
     tensors: dict[str, torch.Tensor] = model.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():

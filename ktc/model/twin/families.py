@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
+from ktc.model.hf.stock_model import multimodal_name
 from ktc.model.twin.shrink import shrink
 from ktc.model.twin.sizes import EXPERT_COUNTS, NUM_EXPERTS, TOP_KS
 
@@ -57,8 +58,8 @@ def moe_families() -> tuple[str, ...]:
     return tuple(sorted(_families_with_experts()))
 
 
-def default_config(model_type: str) -> PretrainedConfig:
-    """Return the config of the language model by the family's own defaults, with experts.
+def default_config(model_type: str, *, whole: bool = False) -> PretrainedConfig:
+    """Return the config of the language model by the family's own defaults, with experts, or with its towers `whole`.
 
     Values that the defaults leave open (None, or a single expert) but a checkpoint always sets get a usual value.
     Raises InputRefused (I103) for a model type that the installed transformers does not know.
@@ -70,10 +71,24 @@ def default_config(model_type: str) -> PretrainedConfig:
         message = f"the installed transformers knows no model type `{model_type}`"
         known = list(CONFIG_MAPPING)
         raise InputRefused(Diagnostic("I103", message, hint=suggest(model_type, known) or f"its version is {version}"))
-    config = CONFIG_MAPPING[model_type]().get_text_config()
+    composite = CONFIG_MAPPING[model_type]()
+    config = composite.get_text_config()
+    if whole and config is not composite:
+        return _with_towers(composite, model_type)
     settings: dict[str, Any] = config.to_dict()
     filled = _filled(settings, model_type)
     return type(config).from_dict({**settings, **filled}) if filled else config
+
+
+def _with_towers(config: PretrainedConfig, model_type: str) -> PretrainedConfig:
+    """Return the config of a family with towers, its part for text filled, that names the class of images and text."""
+    text = config.get_text_config()
+    name = next(name for name, part in vars(config).items() if part is text)
+    settings: dict[str, Any] = config.to_dict()
+    part = cast("dict[str, Any]", settings[name])
+    settings[name] = {**part, **_filled(part, model_type)}
+    settings["architectures"] = [multimodal_name(model_type)]
+    return type(config).from_dict(settings)
 
 
 def _filled(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:

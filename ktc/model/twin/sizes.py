@@ -26,6 +26,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
+_TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size")  # of towers: the width of what the language model gets
 _HEADS = ("num_attention_heads", "n_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _GROUPS = {"n_group": "topk_group", "num_expert_group": "topk_group"}
@@ -45,7 +46,7 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(EXPERT_COUNTS, NUM_EXPERTS),
     **dict.fromkeys(TOP_KS, TOP_K),
     **dict.fromkeys(_SHARED_COUNTS, 2),
-    **dict.fromkeys(_HIDDEN, HIDDEN),
+    **dict.fromkeys((*_HIDDEN, *_TEXT_WIDTHS), HIDDEN),
     **dict.fromkeys(_HEADS, NUM_HEADS),
     **dict.fromkeys(_DENSE_WIDTHS, 80),
     **dict.fromkeys(_EXPERT_WIDTHS, 48),
@@ -100,7 +101,7 @@ _SIZES: Mapping[str, int] = {
 _OTHERS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(EXPERT_COUNTS, (NUM_EXPERTS, 12)),
     **dict.fromkeys(TOP_KS, (TOP_K, 3)),
-    **dict.fromkeys(_HIDDEN, (HIDDEN, 96)),
+    **dict.fromkeys((*_HIDDEN, *_TEXT_WIDTHS), (HIDDEN, 96)),
     **dict.fromkeys(_DENSE_WIDTHS, (80, 104)),
     **dict.fromkeys(_EXPERT_WIDTHS, (48, 40)),
     **dict.fromkeys(_SHARED_WIDTHS, (56, 72)),

@@ -56,7 +56,7 @@ def capture(source: ModelSource) -> CapturedModel:
     """
     model = build_on_meta(source.config)
     _check_class(source, type(model))
-    layers_fqn, layers = _decoder_layers(model)
+    layers_fqn, layers = _decoder_layers(model, stock_model.text_tower(model))
     blocks = {
         f"{layers_fqn}.{i}.{name}": (i, child) for i, layer in enumerate(layers) for name, child in _blocks(layer)
     }
@@ -136,9 +136,11 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         raise InputRefused(Diagnostic("I103", message, hint=hint)) from error
 
 
-def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the ModuleList with the most parameters: the stack of decoder layers under any name."""
-    lists = [(fqn, m) for fqn, m in named_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
+def _decoder_layers(model: nn.Module, text: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the ModuleList of `text` with the most parameters: the stack of decoder layers under any name."""
+    of_text = {id(module) for module in text.modules()}
+    named = ((fqn, m) for fqn, m in named_modules(model) if id(m) in of_text)
+    lists = [(fqn, m) for fqn, m in named if isinstance(m, nn.ModuleList) and len(m) > 0]
     if not lists:
         message = f"`{type(model).__name__}` has no stack of decoder layers"
         raise InputRefused(Diagnostic("I104", message, hint="ktc compiles decoder-only causal LMs"))

@@ -60,7 +60,7 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     weights, broken = stored_weights(index.tensors, quantization_config_of(model.config))
     if broken:
         raise InputRefused(*_shortened(broken))
-    places = {weight.name: place(weight.name) for weight in weights}
+    places = {weight.name: place(weight.name, _decoded_shape(weight)) for weight in weights}
     tied = _tied(model, {spot.target for spot in places.values() if isinstance(spot, Place)})
     problems: list[Diagnostic] = []
     warnings: list[Diagnostic] = []
@@ -103,6 +103,11 @@ def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | N
         if copy in present and original not in present and original not in tied.values():
             tied[copy] = original
     return tied
+
+
+def _decoded_shape(weight: StoredWeight) -> tuple[int, ...]:
+    """Return the shape of a stored tensor, or of the weights that its codes stand for."""
+    return weight.entry.shape if weight.quantised is None else weight.quantised.shape
 
 
 def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
