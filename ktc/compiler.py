@@ -54,12 +54,14 @@ def compile(  # noqa: PLR0913 - the public interface, by keyword
     force: bool = False,
     trust_remote_code: bool = False,
     random_weights: bool = False,
+    text_only: bool = False,
     observe: Observe = _unobserved,
 ) -> Path:
     """Compile `model` by `rules` into the package `out` and return its path.
 
     `trust_remote_code` runs the model's own code, where a local folder brings it. With `random_weights` config.json is
-    enough, and the package is loaded by `load(random_weights=SEED)`.
+    enough, and the package is loaded by `load(random_weights=SEED)`. `text_only` leaves out the towers for
+    images and sound.
     Raises InputRefused, HostLacks or ProofFailed; after any error nothing is left at `out`.
     """
     from ktc.stages.link import check_out
@@ -67,7 +69,7 @@ def compile(  # noqa: PLR0913 - the public interface, by keyword
     check_out(Path(out), force)
     analysis = analyse(
         model, rules, settings, host, observe,
-        to_compile=True, random_weights=random_weights, trust_remote_code=trust_remote_code,
+        to_compile=True, random_weights=random_weights, trust_remote_code=trust_remote_code, text_only=text_only,
     )  # fmt: skip
     return complete(analysis, out, observe, force=force)
 
@@ -107,6 +109,7 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     to_compile: bool = False,
     random_weights: bool = False,
     trust_remote_code: bool = False,
+    text_only: bool = False,
 ) -> Analysis:
     """Run the stages that read no weight and need no C++ compiler.
 
@@ -121,7 +124,7 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     ruleset = dsl.load(rules, settings or {})
     observe("rules", ruleset)
     fetch = to_compile and not random_weights
-    source = open_model(model, fetch_weights=fetch, trust_remote_code=trust_remote_code)
+    source = open_model(model, fetch_weights=fetch, trust_remote_code=trust_remote_code, text_only=text_only)
     source = replace(source, index=None) if random_weights else source
     observe("model", source)
     captured = capture(source)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -83,16 +84,17 @@ def find_base(adapter: Adapter, given: Path | None = None) -> BaseModel:
 
 def read_base(folder: Path) -> BaseModel:
     """Return the stock model of a compiled folder or a checkpoint. Raise `InputRefused` (A603, A606, L400 ...)."""
-    name = str(folder.absolute())
+    name, model_class = str(folder.absolute()), None
     if (folder / compiled.FILE).is_file():
         record = compiled.read_manifest(folder).model
         folder, name = Path(record.folder), record.name
+        model_class = None if record.own_code else getattr(transformers, record.class_name, None)
     if not (folder / "config.json").is_file():
         raise InputRefused(no_original(folder))
     try:
         config = cast("PreTrainedConfig", AutoConfig.from_pretrained(folder, trust_remote_code=False))
         vars(config).pop("auto_map", None)
-        model = stock_model.build_on_meta(config, cast("torch.dtype", config.dtype or torch.float32))
+        model = stock_model.build_on_meta(config, cast("torch.dtype", config.dtype or torch.float32), model_class)
     except (OSError, ValueError, KeyError) as error:
         message = f"the installed transformers does not build `{folder.name}` by itself: {first_line(error)}"
         hint = "adapters of models with code of their own are used as they are, with that code"

@@ -21,7 +21,9 @@ def main(base: str, merged: str, adapter: str) -> None:
     torch.set_num_threads(1)
 
     def load(folder: str) -> Any:
-        model = cast("Any", transformers.AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
+        named = (cast("Any", transformers.AutoConfig).from_pretrained(folder).architectures or [""])[0]
+        model_class = getattr(transformers, named, transformers.AutoModelForCausalLM)
+        model = cast("Any", model_class).from_pretrained(folder, dtype=torch.float32)
         return model.eval()
 
     def logits(model: Any) -> torch.Tensor:

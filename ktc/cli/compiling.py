@@ -59,6 +59,9 @@ def compile_command(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
     trust: Trust = False,
     pack: Annotated[bool, typer.Option("--pack", help="Store the packed experts in OUT: it loads faster.")] = False,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Leave out the towers for images and sound; OUT reads text alone.")
+    ] = False,
     proven_on: Annotated[
         ProvenOn, typer.Option("--prove", help="Prove on small weights, or also on the real ones as `ktc prove` does.")
     ] = "witness",
@@ -85,6 +88,7 @@ def compile_command(
             host=described_host(host_file, isa),
             force=force,
             trust_remote_code=trust,
+            text_only=text_only,
             observe=report.observe,
         )
     report.finish_compile(path)

@@ -7,6 +7,7 @@ sound that names such a class is the whole model with its towers; the others are
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -66,6 +67,22 @@ def multimodal_name(model_type: str) -> str | None:
 def has_towers(model: PreTrainedModel) -> bool:
     """Return whether `model` reads images or sound beside text: its config has a part for text alone."""
     return type(model).__name__ == multimodal_name(model.config.model_type) and bool(model.config.sub_configs)
+
+
+def left_out_bytes(model: PreTrainedModel, config: PreTrainedConfig) -> int:
+    """Return the bytes of parameters that the whole model of `config` has besides those of `model`, a part for text."""
+    name = multimodal_name(config.model_type)
+    whole_class = cast("type[PreTrainedModel] | None", getattr(transformers, name or "", None))
+    if whole_class is None or isinstance(model, whole_class) or not config.sub_configs:
+        return 0
+    with torch.device("meta"):
+        whole = build(copy.deepcopy(config), model.dtype, whole_class)
+    return max(0, parameter_bytes(whole) - parameter_bytes(model))
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters, which may be on meta."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def text_tower(model: PreTrainedModel) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktc.model.hf.private_api import set_tie_patterns, tie_patterns
+from ktc.model.hf.stock_model import parameter_bytes
 from ktc.model.manifest.manifest import Rewrite
 
 _NUMBERED: Final = re.compile(r"^(.*?)\.(\d+)\.(.*)$")
@@ -51,11 +52,6 @@ def keep_first_layers(model: nn.Module, recipe: Sequence[Rewrite], most_whole: i
     del layers[kept:]
     _untie_removed(model, before)
     return FirstLayers(tuple(step for step in recipe if _number(name, step) < kept), kept, total)
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters, which may be on meta."""
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _tensor_names(model: nn.Module) -> dict[nn.Module, frozenset[str]]:

@@ -28,11 +28,12 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 from ktc.foundation.memory_faults import memory_fault
 from ktc.model.checkpoint import WeightSource
 from ktc.model.hf.foreign_errors import first_line
+from ktc.model.hf.stock_model import parameter_bytes
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.loading import load, load_as, peft_glue
 from ktc.model.loading.buffers import compute_buffers
 from ktc.model.loading.compiled_model import compiled_class
-from ktc.model.loading.first_layers import FirstLayers, keep_first_layers, parameter_bytes
+from ktc.model.loading.first_layers import FirstLayers, keep_first_layers
 from ktc.model.loading.python_files import module_of
 from ktc.model.loading.realise import realise
 from ktc.model.loading.trial_steps import attempted

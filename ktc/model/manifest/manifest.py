@@ -27,7 +27,7 @@ from ktc.model.manifest.configs import CONFIGS, GRAPH_BLOCK
 from ktc.model.targets.config import read_config
 
 FILE = "ktc.json"
-SCHEMA = 12
+SCHEMA = 13
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -60,7 +60,7 @@ class ModelRecord:
     """The source model: `name` as in adapters, `class_name` of the stock class, `dtype` as torch names it.
 
     `own_code`: the class is defined by code in `folder` and not by transformers; `code` has the sha256 of its files,
-    by relative path.
+    by relative path. `left_out_bytes` are those of the towers for images and sound that `--text-only` left out.
     """
 
     name: str
@@ -70,6 +70,7 @@ class ModelRecord:
     config_sha256: str
     own_code: bool
     code: Mapping[str, str]
+    left_out_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,9 @@ class Manifest:
         """Return the command that compiles this model again into `folder`, by the rules in the folder."""
         settings = (part for key, value in self.rules.settings.items() for part in ("--set", f"{key}={value}"))
         rules = str(folder / "rules" / self.rules.name)
-        trust = ["--trust-remote-code"] if self.model.own_code else []
-        return shlex.join(["ktc", "compile", self.model.name, rules, "-o", str(folder), *settings, *trust, "--force"])
+        options = ["--trust-remote-code"] if self.model.own_code else []
+        options += ["--text-only"] if self.model.left_out_bytes else []
+        return shlex.join(["ktc", "compile", self.model.name, rules, "-o", str(folder), *settings, *options, "--force"])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -213,6 +215,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     if manifest.model.own_code != bool(manifest.model.code):
         number = len(manifest.model.code)
         yield f"`.model.own_code` is {manifest.model.own_code}, and `.model.code` names {number} files"
+    if manifest.model.left_out_bytes < 0:
+        yield f"`.model.left_out_bytes` is {manifest.model.left_out_bytes}"
     for fqn, device in manifest.placement.items():
         if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", device):
             yield f"`.placement` puts `{fqn}` on `{device}`"

@@ -21,15 +21,44 @@ from ktc.model.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.model.hf import remote_code
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.model_names import TINY, looks_like_hub_id, not_a_model, require_config
+from ktc.model.hf.stock_model import multimodal_name
 from ktc.stages.capture.types import ModelSource
 
 _MOST = {"layers": 10_000, "experts": 100_000}
 
 
 def open_model(
-    model: str | Path | PreTrainedModel, fetch_weights: bool = True, *, trust_remote_code: bool = False
-) -> ModelSource:
+    model: str | Path | PreTrainedModel, fetch_weights: bool = True, *, trust_remote_code: bool = False,
+    text_only: bool = False,
+) -> ModelSource:  # fmt: skip
     """Open MODEL: its config, and the headers of the weights that are present locally.
+
+    With `text_only` the model is the one that `AutoModelForCausalLM` makes, without towers for images and sound.
+    Raises as `_opened` does, and InputRefused (I123) for a model without such a part.
+    """
+    source = _opened(model, fetch_weights, trust_remote_code=trust_remote_code)
+    if text_only:
+        source.config.architectures = [_text_class(source)]
+    return source
+
+
+def _text_class(source: ModelSource) -> str:
+    """Return the name of the class of text alone. Raises InputRefused (I123)."""
+    model_type = source.config.model_type
+    whole, text = multimodal_name(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if whole is not None and text is not None and text != whole:
+        return text
+    message, hint = (
+        f"transformers has no class for the text of `{model_type}` alone",
+        "compile it without `--text-only`",
+    )
+    if whole is None:
+        message = f"`{source.name}` is a model of text already, so `--text-only` leaves nothing out"
+    raise InputRefused(Diagnostic("I123", message, hint=hint))
+
+
+def _opened(model: str | Path | PreTrainedModel, fetch_weights: bool, *, trust_remote_code: bool) -> ModelSource:
+    """Open MODEL.
 
     Only small files are fetched from the hub without `fetch_weights`. A model object refers to the folder it was loaded
     from, if that is local. Code in a local folder runs only with `trust_remote_code`. Raises InputRefused if MODEL is

@@ -10,6 +10,7 @@ from typing import Any
 
 from ktc.foundation.host import Host
 from ktc.foundation.isa import PREFERENCE
+from ktc.model.hf.stock_model import has_towers, left_out_bytes
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.manifest.assumptions import NO_ASSUMPTIONS, Assumptions
 from ktc.model.manifest.manifest import Rewrite
@@ -60,6 +61,8 @@ def assemble(
         placement={p.fqn: p.device for p in plan.placements} | {stream.fqn: "cpu" for stream in plan.streams},
         memory={device.device: device.weights for device in plan.devices},
         cuda_graph=plan.cuda_graph,
+        has_towers=has_towers(captured.model),
+        left_out_bytes=left_out_bytes(captured.model, captured.source.config),
         model_type=captured.source.config.model_type,
         lora=plan.lora and adapter_json(plan.lora),
         proofs=tuple(proof.to_json() for proof in proofs),

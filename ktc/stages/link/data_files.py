@@ -25,6 +25,7 @@ _NAMES = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "*processor_config.json",
     "generation_config.json",
 )
 _DATA = frozenset({".json", ".txt", ".jinja", ".model", ".tiktoken", ".vocab", ".bpe"})

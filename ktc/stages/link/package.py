@@ -62,7 +62,8 @@ class Package:
     `assumptions` are the facts about the stock model on which the rewrites rest.
     `own_code` states whether the class is defined by the checkpoint's code, and `code` is the sha256 of those files.
     `memory` is the planned bytes of tensors per device, and `cuda_graph` whether decoding steps are captured.
-    `model_type` is the stock one: a checkpoint may use a name that transformers does not know.
+    `model_type` is the stock one: a checkpoint may use a name that transformers does not know. `has_towers` states
+    whether the model reads images or sound beside text, and `left_out_bytes` the size of towers that it goes without.
     """
 
     name: str
@@ -89,6 +90,8 @@ class Package:
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
     assumptions: Assumptions = NO_ASSUMPTIONS
     cuda_graph: bool = False
+    has_towers: bool = False
+    left_out_bytes: int = 0
     own_code: bool = False
     code: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -167,7 +170,8 @@ def _config(package: Package) -> str:
         config["model_type"] = package.model_type or config.get("model_type")
     config["architectures"] = [f"Ktc{package.class_name}"]
     if not package.own_code:  # only ktc loads a model defined by its own code
-        config["auto_map"] = {"AutoModelForCausalLM": f"modeling_ktc.Ktc{package.class_name}"}
+        readers = ("AutoModelForCausalLM", *(("AutoModelForImageTextToText",) if package.has_towers else ()))
+        config["auto_map"] = dict.fromkeys(readers, f"modeling_ktc.Ktc{package.class_name}")
     return _json(config)
 
 
@@ -187,6 +191,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
             config_sha256=_sha256(read_regular(package.checkpoint / "config.json")),
             own_code=package.own_code,
             code=dict(package.code),
+            left_out_bytes=package.left_out_bytes,
         ),
         rules=RulesRecord(package.rules, dict(package.settings), rule_text, _sha256(rule_text.encode())),
         plan_sha256=_sha256(json.dumps(package.plan, sort_keys=True).encode()),

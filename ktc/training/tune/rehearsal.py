@@ -19,11 +19,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import match_target_against_key
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.foundation.files import temporary_folder
 from ktc.model import twin
+from ktc.model.hf import stock_model
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.model.loading import all_linear
 from ktc.model.loading.load import stock_class
@@ -65,7 +66,9 @@ def _small_config(paths: RunPaths) -> PreTrainedConfig | None:
         return None
     config = read_config(paths.out, stock_class(manifest, paths.out, paths.weights))
     try:
-        return twin.shrink(config.get_text_config())
+        config.architectures = [manifest.model.class_name]
+        is_whole = stock_model.multimodal_class(config) is not None
+        return twin.shrink(config if is_whole else config.get_text_config())
     except InputRefused:
         return None
 
@@ -94,7 +97,7 @@ def _twin(settings: TrainSettings, config: PreTrainedConfig) -> PreTrainedModel 
     dtype = torch.float32 if settings.precision == "fp32" else config.dtype
     try:
         with torch.random.fork_rng(devices=[]):
-            return cast("PreTrainedModel", cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype))
+            return stock_model.build(config, dtype or torch.float32)
     except Exception as error:  # noqa: BLE001 - code of models raises anything
         log.warning("settings are not tried before the run: its small twin cannot be built: %s", error)
         return None
