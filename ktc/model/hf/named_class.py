@@ -8,6 +8,8 @@ from typing import Any, Final, cast
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ktc.model.hf.stock_model import multimodal_class
+
 _KINDS: Final[Mapping[str, str]] = {
     "ForSequenceClassification": "a sequence classifier",
     "ForTokenClassification": "a token classifier",
@@ -27,7 +29,7 @@ def not_a_causal_lm(config: PreTrainedConfig) -> str:
     own_classes = cast("Mapping[str, object]", getattr(config, "auto_map", None) or {})
     own_class = str(own_classes.get("AutoModelForCausalLM", "")).rpartition(".")[2]
     causal = {*cast("dict[str, Any]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).values(), own_class}
-    if named in causal or named.endswith(_WITH_A_HEAD):
+    if multimodal_class(config) is not None or named in causal or named.endswith(_WITH_A_HEAD):
         return ""
     kind = next((words for ending, words in _KINDS.items() if named.endswith(ending)), "")
     if named.endswith(_GENERATION):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.twin.layers import shrink_layers
-from ktc.model.twin.sizes import Settings, parts_of, shrink_sizes, with_other_sizes
+from ktc.model.twin.sizes import VOCAB, Settings, parts_of, shrink_sizes, with_other_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MIN_POSITIONS = 512
 _POSITIONS = ("max_position_embeddings", "model_max_length", "max_seq_len")
 _PLEASE_REPORT = "please report this model's config: a twin cannot be made of it yet"
+_TOKENS = ("_token_id", "_token_index")
 _FIRST_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -60,10 +61,24 @@ def _shrunk(old: Settings, parent: Settings, whole: bool, second: bool) -> dict[
     return small
 
 
+def _separate_token_ids(small: dict[str, Any], old: Settings) -> None:
+    """Give the ids of a config with towers separate ones from the end of the small vocabulary: each has a meaning."""
+    ids = [name for name, value in old.items() if name.endswith(_TOKENS) and isinstance(value, int)]
+    if any(isinstance(part.get("vocab_size"), int) for _, part in parts_of(old)):
+        order = {number: place for place, number in enumerate(dict.fromkeys(old[name] for name in ids))}
+        first = len(_FIRST_TOKENS)
+        small |= {
+            name: _FIRST_TOKENS.index(name) if name in _FIRST_TOKENS else VOCAB - 1 - order[old[name]]
+            for name in ids
+            if old[name] >= VOCAB or (name not in _FIRST_TOKENS and old[name] < first)
+        }
+
+
 def _shrink_token_ids(small: dict[str, Any], old: Settings) -> None:
     """Map ids outside the small vocabulary: the first ones get separate ids, the others share the last."""
     vocabulary = small.get("vocab_size")
     if not isinstance(vocabulary, int):
+        _separate_token_ids(small, old)
         return
     for name, value in old.items():
         if name.endswith("token_id") and value is not None and not (isinstance(value, int) and value < vocabulary):

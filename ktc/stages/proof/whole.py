@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from ktc.model.compare.comparison import Comparison, Values, compare, decided
 from ktc.model.compare.feed import same_random_numbers
 from ktc.model.experts.private_api import pytree
 from ktc.model.hf.private_api import ATTENTION, recorded_outputs
-from ktc.model.hf.stock_model import vocabulary_of
+from ktc.model.hf.stock_model import has_towers, vocabulary_of
+from ktc.model.twin import with_image
 
 BATCH, LENGTH, CACHED = 2, 24, 9
+_IMAGE, _ANSWER = 7, 4  # the seed of its pixels, and the tokens of an answer
 LONG = 1100  # tokens beyond what authors take as long
 _ABSENT = object()  # the value of a setting that a config does not have
 
@@ -53,11 +55,27 @@ def _alone(model: PreTrainedModel, tokens: Tensor) -> Any:
         return model(input_ids=tokens, use_cache=False)
 
 
+def _seen(model: PreTrainedModel, tokens: Tensor) -> Any:
+    given = with_image(model, tokens, _IMAGE)
+    return model(**given, labels=given["input_ids"], use_cache=False)
+
+
+def _answered(model: PreTrainedModel, tokens: Tensor) -> Any:
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    answer = cast("Any", model).generate(**with_image(model, tokens, _IMAGE), max_new_tokens=_ANSWER, **options)
+    return answer.logits
+
+
 FORWARDS = (
     _Forward("a loss", _loss),
     _Forward("a loss in training", _loss, training=True),
     _Forward("decoding with a cache", _decoded),
     _Forward(f"{LONG:,} tokens", _alone, shape=(1, LONG)),
+)
+WITH_IMAGES = (
+    _Forward("a loss of text with an image", _seen),
+    _Forward("a loss of text with an image in training", _seen, training=True),
+    _Forward("answering about an image", _answered),
 )
 
 
@@ -116,7 +134,8 @@ def whole_difference(
     the models that `in_double` returns.
     """
     worst = 0.0
-    for forward in (*FORWARDS, *_recordings(stock)):
+    with_images = WITH_IMAGES if has_towers(stock) else ()
+    for forward in (*FORWARDS, *with_images, *_recordings(stock)):
         case = functools.partial(_compared, forward, seed)
         compared = decided(case(stock, rewritten), case, in_double)
         if compared.refused:

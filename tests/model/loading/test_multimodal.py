@@ -1,0 +1,160 @@
+"""Models that read images: compiled whole by their stock class, equal to stock with pixels, or as text alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
+
+import ktc
+from ktc.diagnostics import InputRefused
+from ktc.model.hf.stock_model import has_towers, multimodal_class, text_tower
+from ktc.model.manifest.manifest import read_manifest
+from ktc.model.twin import build, default_config, shrink, with_image
+from ktc.stages.capture import open_model
+
+FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
+
+
+def small(family: str) -> Any:
+    return build(shrink(default_config(family, whole=True)), seed=0)
+
+
+def checkpoint(family: str, folder: Path) -> Path:
+    """Write a twin in fp32, whose experts kernels compute exactly enough to compare them with stock."""
+    small(family).save_pretrained(folder)
+    return folder
+
+
+def question(model: Any, seed: int, before: int) -> dict[str, torch.Tensor]:
+    """Return a prompt with an image made on the spot, by the image processor of the family."""
+    config, vision = model.config, model.config.vision_config
+    pixels = np.random.default_rng(seed).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=vision.patch_size, merge_size=vision.spatial_merge_size, max_pixels=128 * 128, min_pixels=32 * 32,
+        temporal_patch_size=vision.temporal_patch_size,
+    )  # fmt: skip
+    image = dict(processor(images=[Image.fromarray(pixels)], return_tensors="pt"))
+    count = int(image["image_grid_thw"].prod()) // vision.spatial_merge_size**2
+    ids = torch.tensor([[*range(5, 5 + before), *[config.image_token_id] * count, 20, 21, 22]])
+    kinds = (ids == config.image_token_id).int()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **image}
+
+
+def beside(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return two prompts as a batch, filled up on the left."""
+    length = max(first["input_ids"].shape[1], second["input_ids"].shape[1])
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (length - tensor.shape[1], 0))
+
+    pixels = ("pixel_values", "image_grid_thw")
+    return {
+        name: torch.cat([first[name], second[name]] if name in pixels else [wide(first[name]), wide(second[name])])
+        for name in first
+    }
+
+
+def test_a_config_that_names_a_class_of_images_is_the_whole_model() -> None:
+    whole = shrink(default_config("qwen3_5_moe", whole=True))
+    assert getattr(multimodal_class(whole), "__name__", "") == "Qwen3_5MoeForConditionalGeneration"
+    whole.architectures = ["Qwen3_5MoeForCausalLM"]  # as `--text-only` chooses
+    assert multimodal_class(whole) is None
+    alone = shrink(default_config("qwen3_vl_moe", whole=True))
+    alone.architectures = None
+    assert multimodal_class(alone) is not None  # no causal LM takes this config
+    assert multimodal_class(shrink(default_config("qwen3_moe"))) is None
+
+
+def test_the_layers_of_a_whole_model_are_those_of_its_text() -> None:
+    model = small("qwen3_vl_moe")
+    assert has_towers(model)
+    assert text_tower(model) is model.model.language_model
+    assert text_tower(text := build(shrink(default_config("qwen3_moe")), 0)) is text
+
+
+def test_an_image_for_a_twin_changes_what_it_answers() -> None:
+    model, tokens = small("qwen3_vl_moe"), torch.arange(5, 15)[None]
+    with torch.no_grad():
+        first, second = (model(**with_image(model, tokens, seed)).logits for seed in (0, 1))
+    assert first.shape[1] > tokens.shape[1]
+    assert not torch.allclose(first[:, -1], second[:, -1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("qwen3_vl_moe", "no class for the text"), ("qwen3_moe", "a model of text already")]
+)
+def test_text_only_is_refused_where_nothing_can_be_left_out(family: str, reason: str, tmp_path: Path) -> None:
+    shrink(default_config(family, whole=True)).save_pretrained(tmp_path)
+    with pytest.raises(InputRefused, match=f"I123.*{reason}"):
+        open_model(tmp_path, text_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_model_answers_about_images_as_stock_and_trains(family: str, tmp_path: Path) -> None:
+    stock = AutoModelForImageTextToText.from_pretrained(checkpoint(family, tmp_path / "m"), dtype=torch.float32).eval()
+    out = ktc.compile(tmp_path / "m", "moe-lora", tmp_path / "whole", settings={"device": "cpu"})
+    one, two = question(stock, 1, before=3), question(stock, 2, before=9)
+    text = {"input_ids": torch.arange(30, 45)[None], "attention_mask": torch.ones(1, 15, dtype=torch.long)}
+    for options in ({"reference": True}, {}):
+        model: Any = ktc.load(out, **options)
+        assert type(model).__name__ == type(stock).__name__
+        for inputs in (one, two, beside(one, two), text):  # one prompt with two images has two answers
+            with torch.no_grad():
+                torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, rtol=0, atol=1e-4)
+            answers = (m.generate(**inputs, max_new_tokens=8, do_sample=False) for m in (model, stock))
+            assert torch.equal(*answers)
+    assert ktc.load(out, random_weights=3)(**one).logits.isfinite().all()
+    by_name = AutoModelForImageTextToText.from_pretrained(out, trust_remote_code=True)
+    assert type(by_name).__name__ == type(stock).__name__
+    assert not json.loads((out / "ktc.json").read_text())["cuda_graph"]
+    _train_alike(model, stock, one, tmp_path)
+
+
+def _train_alike(model: Any, stock: Any, inputs: dict[str, torch.Tensor], folder: Path) -> None:
+    """Train both with an adapter on an image, and load the adapter of ktc into stock."""
+    losses: list[list[float]] = []
+    tuned: list[Any] = []
+    for base in (model, stock):
+        torch.manual_seed(0)
+        named = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+        adapted = get_peft_model(base, LoraConfig(r=4, target_modules=named)).train()
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            loss = adapted(**inputs, labels=inputs["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+        tuned.append(adapted.eval())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    tuned[0].save_pretrained(folder / "adapter")
+    with torch.no_grad():
+        wanted = tuned[0](**inputs).logits
+        loaded = PeftModel.from_pretrained(tuned[1].unload(), folder / "adapter").eval()
+        torch.testing.assert_close(loaded(**inputs).logits, wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_text_only_leaves_the_towers_out_and_says_what_it_saves(tmp_path: Path) -> None:
+    folder = checkpoint("qwen3_5_moe", tmp_path / "m")
+    out = ktc.compile(folder, "moe-lora", tmp_path / "text", settings={"device": "cpu"}, text_only=True)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = ktc.load(out, reference=True)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=torch.arange(9)[None]).logits, stock(input_ids=torch.arange(9)[None]).logits)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    saved = sum(p.nbytes for p in whole.parameters()) - sum(p.nbytes for p in stock.parameters())
+    manifest = read_manifest(out)
+    assert manifest.model.left_out_bytes == saved > 0
+    assert "--text-only" in manifest.renewal(out)
