@@ -53,7 +53,7 @@ def multimodal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     It is the class of `AutoModelForImageTextToText`, if `architectures` names it or no causal LM takes the config.
     """
     name = multimodal_name(config.model_type)
-    is_named = name in (cast("list[str] | None", config.architectures) or ())
+    is_named = name in (config.architectures or ())
     if name is None or not (is_named or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return None
     return cast("type[PreTrainedModel] | None", getattr(transformers, name, None))
@@ -66,7 +66,9 @@ def multimodal_name(model_type: str) -> str | None:
 
 def has_towers(model: PreTrainedModel) -> bool:
     """Return whether `model` reads images or sound beside text: its config has a part for text alone."""
-    return type(model).__name__ == multimodal_name(model.config.model_type) and bool(model.config.sub_configs)
+    return type(model).__name__ == multimodal_name(model.config.model_type) and bool(
+        cast("dict[str, Any]", model.config.sub_configs)
+    )
 
 
 def left_out_bytes(model: PreTrainedModel, config: PreTrainedConfig) -> int:

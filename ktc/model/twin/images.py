@@ -95,5 +95,5 @@ def _forms(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
 
 def _side(value: Any, default: int) -> int:
     """Return a size that configs write as a number or as a pair."""
-    first = value[0] if isinstance(value, list | tuple) else value
+    first: Any = cast("list[Any]", value)[0] if isinstance(value, list | tuple) else value
     return first if isinstance(first, int) and first > 0 else default

@@ -97,7 +97,7 @@ def _twin(settings: TrainSettings, config: PreTrainedConfig) -> PreTrainedModel 
     dtype = torch.float32 if settings.precision == "fp32" else config.dtype
     try:
         with torch.random.fork_rng(devices=[]):
-            return stock_model.build(config, dtype or torch.float32)
+            return stock_model.build(config, cast("torch.dtype", dtype or torch.float32))
     except Exception as error:  # noqa: BLE001 - code of models raises anything
         log.warning("settings are not tried before the run: its small twin cannot be built: %s", error)
         return None

@@ -40,7 +40,7 @@ def question(model: Any, seed: int, before: int) -> dict[str, torch.Tensor]:
         patch_size=vision.patch_size, merge_size=vision.spatial_merge_size, max_pixels=128 * 128, min_pixels=32 * 32,
         temporal_patch_size=vision.temporal_patch_size,
     )  # fmt: skip
-    image = dict(processor(images=[Image.fromarray(pixels)], return_tensors="pt"))
+    image: dict[str, torch.Tensor] = dict(processor(images=[Image.fromarray(pixels)], return_tensors="pt"))
     count = int(image["image_grid_thw"].prod()) // vision.spatial_merge_size**2
     ids = torch.tensor([[*range(5, 5 + before), *[config.image_token_id] * count, 20, 21, 22]])
     kinds = (ids == config.image_token_id).int()
@@ -99,7 +99,7 @@ def test_text_only_is_refused_where_nothing_can_be_left_out(family: str, reason:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_model_answers_about_images_as_stock_and_trains(family: str, tmp_path: Path) -> None:
-    stock = AutoModelForImageTextToText.from_pretrained(checkpoint(family, tmp_path / "m"), dtype=torch.float32).eval()
+    stock: Any = AutoModelForImageTextToText.from_pretrained(checkpoint(family, tmp_path / "m"), dtype=torch.float32)
     out = ktc.compile(tmp_path / "m", "moe-lora", tmp_path / "whole", settings={"device": "cpu"})
     one, two = question(stock, 1, before=3), question(stock, 2, before=9)
     text = {"input_ids": torch.arange(30, 45)[None], "attention_mask": torch.ones(1, 15, dtype=torch.long)}
@@ -107,9 +107,10 @@ def test_a_whole_model_answers_about_images_as_stock_and_trains(family: str, tmp
     for inputs in (one, two, beside(one, two), text):  # one prompt with two images has two answers
         with torch.no_grad():
             torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, rtol=0, atol=1e-4)
-        answers = (m.generate(**inputs, max_new_tokens=8, do_sample=False) for m in (model, stock))
+        answers: Any = (m.generate(**inputs, max_new_tokens=8, do_sample=False) for m in (model, stock))
         assert torch.equal(*answers)
-    by_name = AutoModelForImageTextToText.from_pretrained(out, trust_remote_code=True)
+    by_name: Any = AutoModelForImageTextToText.from_pretrained(out, trust_remote_code=True)
+    by_kernels: Any
     for by_kernels in (ktc.load(out), ktc.load(out, random_weights=3), by_name):
         assert type(by_kernels).__name__ == type(stock).__name__
         rounded = {name: t.bfloat16() if t.is_floating_point() else t for name, t in one.items()}
@@ -148,12 +149,12 @@ def _train_alike(model: Any, stock: Any, inputs: dict[str, torch.Tensor], folder
 def test_text_only_leaves_the_towers_out_and_says_what_it_saves(tmp_path: Path) -> None:
     folder = checkpoint("qwen3_5_moe", tmp_path / "m")
     out = ktc.compile(folder, "moe-lora", tmp_path / "text", settings={"device": "cpu"}, text_only=True)
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model = ktc.load(out, reference=True)
+    stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = ktc.load(out, reference=True)
     with torch.no_grad():
         given = {"input_ids": torch.arange(9)[None]}
         torch.testing.assert_close(model(**given).logits, stock(**given).logits, rtol=0, atol=1e-4)
-    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
+    whole: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
     saved = sum(p.nbytes for p in whole.parameters()) - sum(p.nbytes for p in stock.bfloat16().parameters())
     manifest = read_manifest(out)
     assert manifest.model.left_out_bytes == saved > 0
