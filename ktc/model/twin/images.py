@@ -40,8 +40,8 @@ def with_image(model: PreTrainedModel, tokens_BT: Tensor, seed: int) -> dict[str
 
 
 def _placeholder(model: PreTrainedModel) -> int:
-    found = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
-    placeholder = next((number for number in found if isinstance(number, int)), None)
+    named = (getattr(model.config, name, None) for name in _PLACEHOLDERS)
+    placeholder = next((number for number in named if isinstance(number, int)), None)
     if placeholder is None:
         raise ValueError("its config names no token that stands for an image")
     return placeholder

@@ -68,7 +68,7 @@ def test_absent_shards_are_counted_by_the_names_of_the_others() -> None:
         ("qwen3_moe", "QwenLMHeadModel", ""),
         ("qwen3_moe", "GPT2DoubleHeadsModel", ""),
         ("qwen3_moe", "Qwen3MoeModel", "a model without a language-model head"),
-        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "a multimodal model"),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ""),  # whole, with its towers
         ("switch_transformers", "SwitchTransformersForConditionalGeneration", "an encoder-decoder model"),
         ("gemma4", "Gemma4ForConditionalGeneration", ""),  # transformers' own causal LM of this config
     ],
