@@ -51,7 +51,7 @@ class TrainProgress:
         elif event == "folder":
             self._session.diagnose(cast("RunFolder", value).left_out)
         elif event == "compiling":
-            line = "  the first step compiles the layers for the GPU, which takes a minute or two"
+            line = "  the first step compiles the layers for the GPU, which takes about a minute"
             self._session.note(line)
             self._session.console.print(line)
         elif event == "step":

@@ -101,7 +101,7 @@ class Stacker(TrainerCallback):
         trainer.add_callback(self)
 
     def compiles(self, model: nn.Module) -> bool:
-        """Return whether the first step compiles layers, which takes a minute or two."""
+        """Return whether the first step compiles layers, which takes about a minute."""
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         stacks = self._mode != "off" and not reason_against(self._trainer, model)
         return self._compiled is not None and stacks and on_gpu and has_compiler()

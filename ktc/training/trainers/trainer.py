@@ -52,7 +52,7 @@ class KTrainerMixin(TrainerHooks):
         stack_micro_batches: whether the micro-batches of a step share one pass over each layer's experts
             (`ktc.training.trainers.stacking`). If that is impossible, "auto" trains without it and "on" refuses (T540).
         compile_layers: whether stacked layers on a GPU with Triton run through `torch.compile`, except for their
-            experts. It takes a minute or two in a run's first step; layers that it cannot take are reported.
+            experts. It takes about a minute in a run's first step; layers that it cannot take are reported.
 
     Raises:
         InputRefused: T530 for a model that is not compiled, T531 for training without an adapter, T532 for FSDP and
