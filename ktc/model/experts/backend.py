@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from ktc.model.experts.coded_matrices import are_coded
 from ktc.model.experts.cpu_backend import Activations, CpuKernel
 from ktc.model.experts.graph_backend import HostNode
 from ktc.model.experts.grouped_products import described, multiplies_codes
@@ -77,7 +78,7 @@ class Offload:
         count, hidden, intermediate, top_k = packed.sizes
         room = tokens * top_k * (hidden + intermediate) * packed.dtype.itemsize <= _ROWS
         if not packed.is_plain:
-            coded = packed.is_coded and multiplies_codes(device)
+            coded = are_coded(*packed.panels) and multiplies_codes(device)
             room = room and tokens * top_k <= count * (MOST_ROWS if coded else 1)
         return room
 

@@ -27,6 +27,11 @@ def codes_of_panels(panels: Panels) -> PanelCodes | None:
             return None
 
 
+def are_coded(*panels: Panels) -> bool:
+    """Return whether a GPU can multiply all of these panels as they are stored."""
+    return all(codes_of_panels(stored) is not None for stored in panels)
+
+
 @dataclass(frozen=True, slots=True)
 class CodedMatrices:
     """The matrices (G, parts * rows, columns) of G experts, in their packed bytes (G, bytes of an expert).

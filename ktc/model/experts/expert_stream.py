@@ -20,7 +20,6 @@ from ktc.model.experts.coded_check import check_codes
 from ktc.model.experts.grouped_products import multiplies_codes
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
-from ktc.model.experts.panels import panels_of
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
 from ktc.model.experts.stream_ring import StreamSource, ring_of
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes, ring_bytes
@@ -43,12 +42,11 @@ class ExpertStream:
         self.device, self.share = device, share
         self.form = form
         form = replace(form, transposed=False)
-        first, down = (panels_of(*experts.stored(part)) for part in ("up", "down"))
-        self._layout = PackedLayout(form, hidden, intermediate, first, down, experts.weight_dtype)
+        self._layout = PackedLayout(form, hidden, intermediate, *experts.panels, experts.weight_dtype)
         self._bytes, self._item = self._layout.nbytes, experts.dtype.itemsize
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         if self._layout.is_coded and multiplies_codes(device):
-            for panels in (first, down):
+            for panels in experts.panels:
                 check_codes(panels, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
         self._chunk = chunk_bytes_on(device)

@@ -26,7 +26,7 @@ from ktc.foundation.formats import FORMATS, STORED, Dense, WeightFormat
 from ktc.foundation.host import NumaNode
 from ktc.model.experts.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.model.experts.lora import NO_LORA, ExpertsLora, lora_arguments
-from ktc.model.experts.panel_codes import codes_of
+from ktc.model.experts.panels import Panels, panels_of
 from ktc.model.experts.saved_buffers import SavedBuffers
 from ktc.model.kernels import kernel_clock
 from ktc.model.kernels.form import ExpertPart, ExpertsSizes
@@ -168,10 +168,9 @@ class PackedExperts:
         return all(isinstance(FORMATS[self.stored(part)[0]], Dense) for part in ("up", "down"))
 
     @functools.cached_property
-    def is_coded(self) -> bool:
-        """Whether a GPU can multiply all weights as they are stored (`coded_matrices`)."""
-        stored = (self.stored(part) for part in ("up", "down"))
-        return all(codes_of(FORMATS[name], group) is not None for name, group in stored)
+    def panels(self) -> tuple[Panels, Panels]:
+        """The panels of gate and up, and of down."""
+        return panels_of(*self.stored("up")), panels_of(*self.stored("down"))
 
     def whole(self) -> Tensor:
         """Return the packed bytes in order of expert, as on one node: a copy if they are cut for several."""

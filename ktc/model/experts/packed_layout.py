@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ktc.model.experts.coded_matrices import CodedMatrices, codes_of_panels
+from ktc.model.experts.coded_matrices import CodedMatrices, are_coded
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.grouped_products import decoded, multiplies_codes
 from ktc.model.experts.panels import WIDTH, Panels, by_output, cut
@@ -72,7 +72,7 @@ class PackedLayout:
     @property
     def is_coded(self) -> bool:
         """Whether a GPU can multiply the weights as they are stored (`coded_matrices`)."""
-        return codes_of_panels(self.first) is not None and codes_of_panels(self.down) is not None
+        return are_coded(self.first, self.down)
 
     def coded(self, packed: Tensor) -> Matrices:
         """Return the matrices as the codes in the bytes of experts: uint8 (G, bytes of one)."""

@@ -201,6 +201,12 @@ class Prefill:
     buffer: int
     resident: bool = False
 
+    @property
+    def only_device(self) -> str | None:
+        """The device that computes all calls from weights that stay there, if there is one."""
+        stays = self.resident and self.tokens <= 1 and len(self.devices) == 1
+        return self.devices[0] if stays else None
+
 
 @dataclass(frozen=True, slots=True)
 class NodeWeights:
@@ -233,6 +239,11 @@ class NodeAction:
     kernel: Spec | None = None
     prefill: Prefill | None = None
     weights: NodeWeights = AS_STORED
+
+    @property
+    def required_device(self) -> str | None:
+        """The device of the node where the block's own does not count."""
+        return (self.prefill and self.prefill.only_device) or self.target.required_device
 
     def at(self, site: str) -> str:
         """Return the FQN of the module in the model, for the block at `site`."""

@@ -66,7 +66,7 @@ def group_sites(draft: PlanDraft) -> PlanDraft:
         block = sites[0].block
         counts[block] = counts.get(block, 0) + 1
         key = block if counts[block] == 1 else f"{block}_{counts[block]}"
-        elsewhere = {a.node: device for a in actions if (device := a.target.required_device)}
+        elsewhere = {a.node: device for a in actions if (device := a.required_device)}
         rewrites.append(BlockRewrite(key, block, tuple(sites), actions, device_of(sites[0].fqn, devices), elsewhere))
     return replace(draft, rewrites=tuple(rewrites))
 

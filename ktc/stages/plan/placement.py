@@ -20,9 +20,12 @@ def require_gpu(device: str, setting: str, claim: Claim, host: Host) -> None:
     """Raise HostLacks (M069) for a GPU that the host lacks."""
     if not device.startswith("cuda:") or int(device.removeprefix("cuda:")) < len(host.gpus):
         return
-    argument = f"{setting} = {device}" if setting else device
-    hint = f"use `{setting or 'device'} = auto` or `cpu`, or describe the target machine with `--host FILE`"
-    message = f"`place({argument})`: this host has {len(host.gpus)} GPUs"
+    wanted, instead = claim.target.name, "write `cpu_moe`"
+    if not claim.target.stays_on_gpu:
+        wanted = f"place({setting} = {device})" if setting else f"place({device})"
+        instead = f"use `{setting or 'device'} = auto` or `cpu`"
+    message = f"`{wanted}`: this host has {len(host.gpus)} GPUs"
+    hint = f"{instead}, or describe the target machine with `--host FILE`"
     raise HostLacks(Diagnostic("M069", message, claim.span, hint=hint))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.host import Host
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
@@ -64,10 +64,7 @@ def _staying(draft: PlanDraft) -> dict[str, Prefill]:
         if not plan.target.stays_on_gpu:
             continue
         device = plan.device if plan.device.startswith("cuda") else "cuda:0"
-        if int(device.removeprefix("cuda:")) >= len(draft.host.gpus):
-            message = f"`gpu_moe`: this host has {len(draft.host.gpus)} GPUs"
-            hint = "write `cpu_moe`, or describe the target machine with `--host FILE`"
-            raise HostLacks(Diagnostic("M069", message, plan.claim.span, hint=hint))
+        require_gpu(device, "", plan.claim, draft.host)
         if why := _unsuited(plan.target, draft.host):
             raise InputRefused(Diagnostic("M078", f"`gpu_moe`: {why}", plan.claim.span, hint="see `ktc explain M078`"))
         prefills[plan.claim.path] = Prefill((device,), 1, stream_buffer(draft.rules), resident=True)

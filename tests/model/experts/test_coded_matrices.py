@@ -20,7 +20,7 @@ from ktc.foundation.formats import FORMATS
 from ktc.model.experts import coded_kernels, grouped_products
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_codes, random_matrices
-from ktc.model.experts.coded_matrices import CodedMatrices
+from ktc.model.experts.coded_matrices import CodedMatrices, are_coded
 from ktc.model.experts.expert_stream import expert_stream
 from ktc.model.experts.packed_layout import PackedLayout
 from ktc.model.experts.panel_codes import codes_of
@@ -47,7 +47,7 @@ def test_formats_whose_codes_a_gpu_multiplies() -> None:
 def test_codes_in_the_bytes_of_the_cpus_kernels_are_decoded_and_multiplied(spec: FusedMoeSpec) -> None:
     module, _ = stored_experts(spec, 3)
     packed = module.weights.packed
-    assert packed is not None and packed.is_coded
+    assert packed is not None and are_coded(*packed.panels)
     layout = expert_stream(packed, module.form, torch.device("cpu"))._layout
     stored = packed.packed.view(3, -1).to(DEVICE)
     for interleaved in (False, True):

@@ -11,6 +11,7 @@ from families import CPU, captured, planned, rules
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, Host
 from ktc.model.kernels.packed_size import packed_bytes
+from ktc.stages.link import dump_stage
 from ktc.stages.plan import Plan
 from ktc.stages.rewrite import recipe, rewrite
 
@@ -178,6 +179,8 @@ def test_experts_of_gpu_moe_stay_on_the_gpu_of_their_block(tmp_path: Path) -> No
     assert steps
     assert all(s.args["resident"] and s.args["prefill"] == ["cuda:1"] and s.args["prefill_tokens"] == 1 for s in steps)
     assert {held.device for held in plan.devices if held.streaming} == {"cuda:1"}
+    shown = dump_stage("planned", captured("deepseek_v2"), None, plan)
+    assert {node.device for block in shown.blocks for node in block.nodes if node.rule} == {"cuda:1"}
     assert any("as one node on `cuda:1`, where the weights stay" in reason.text for reason in plan.reasons)
 
 
