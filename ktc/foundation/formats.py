@@ -176,6 +176,16 @@ class Blocks(Format):
         return self.weights
 
     @property
+    def bits(self) -> int:
+        """The bits of a code."""
+        return sum(part.bits for part in self.codes) or 16
+
+    @property
+    def head(self) -> int:
+        """The bytes of an output's scales in a span of a panel."""
+        return self.span * (self.block_bytes - self.weights * self.bits // 8)
+
+    @property
     def coded(self) -> bool:
         return self.weights > 1
 

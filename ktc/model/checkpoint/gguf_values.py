@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ktc.foundation.formats import BLOCKS, Exponent, Halves, ScaleAndZero
+from ktc.foundation.formats import BLOCKS
+from ktc.model.checkpoint.block_scales import suspects
 from ktc.model.checkpoint.gguf_types import BLOCK_TYPES
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.reader import TensorReader, bands
-from ktc.model.checkpoint.uint4 import scales_and_minima
 
 _BAND: Final = 1 << 20  # weights dequantised per step: some types use forty bytes of temporary memory for each
-_LARGE_EXPONENT: Final = 251  # from here on, 12 times the scale of an MXFP4 block exceeds fp32
 
 
 def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | None, dtype: torch.dtype) -> Tensor:
@@ -69,18 +68,10 @@ def are_finite(blocks: Tensor, type_name: str) -> bool:
     """Return whether no weight is infinite or NaN, determined from the scales of the types that kernels multiply."""
     row = BLOCKS.get(type_name)
     split = blocks.view(-1, row.block_bytes if row else BLOCK_TYPES[type_name].bytes)
-    match row.scales if row else None:
-        case Halves(scale=scale, minimum=minimum):
-            places = (scale,) if minimum is None else (scale, minimum)
-            halves = (split[:, place : place + 2].contiguous().view(torch.float16) for place in places)
-            return all(bool(half.isfinite().all()) for half in halves)
-        case Exponent(at=at):
-            split = split[split[:, at] >= _LARGE_EXPONENT]
-        case ScaleAndZero(at=at):
-            return bool(scales_and_minima(split[:, at : at + 4])[0].isfinite().all())
-        case None:
-            pass
-    return not len(split) or bool(dequantised(split, type_name).isfinite().all())
+    doubtful = split if row is None else suspects(split, row)
+    if doubtful is None:
+        return False
+    return not len(doubtful) or bool(dequantised(doubtful, type_name).isfinite().all())
 
 
 def _bands(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Iterator[Tensor]:

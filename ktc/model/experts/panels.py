@@ -149,24 +149,12 @@ class BlockPanels:
         return max(1, self.row.span * self.row.weights // WIDTH)
 
     @property
-    def _bits(self) -> int:
-        return sum(part.bits for part in self.row.codes) or 16
-
-    @property
     def _head(self) -> int:
-        scales = self.row.scales
-        if scales is None:
-            return 0
-        if isinstance(scales, Exponent):
-            return WIDTH * self.row.span
-        if isinstance(scales, ScaleAndZero):
-            return WIDTH * 4
-        planes = (0 if scales.sixes is None else 12) + (0 if scales.factors is None else 16)
-        return _HALVES * (1 if scales.minimum is None else 2) + WIDTH * planes
+        return WIDTH * self.row.head
 
     def nbytes(self, columns: int) -> int:
         """Count the bytes of one panel."""
-        return -(-columns // (WIDTH * self._span)) * (self._head + self._span * _BLOCK * self._bits // 8)
+        return -(-columns // (WIDTH * self._span)) * (self._head + self._span * _BLOCK * self.row.bits // 8)
 
     def steps(self, panels: Tensor, columns: int) -> Tensor:
         """See `Panels.steps`."""
@@ -183,9 +171,9 @@ class BlockPanels:
     def _numbers(self, codes: Tensor) -> Tensor:
         """Return the values of a block's codes, (..., bytes) -> (..., 1024) in fp32."""
         numbers = self.row.numbers
-        if self._bits == 8:
+        if self.row.bits == 8:
             return codes.view(torch.int8).float()
-        codes_of_block = _fields(codes, 4) if self._bits == 4 else _split_fields(codes, self._bits - 4)
+        codes_of_block = _fields(codes, 4) if self.row.bits == 4 else _split_fields(codes, self.row.bits - 4)
         if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
             return codes_of_block.float() + numbers[0]
         return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[codes_of_block.long()]

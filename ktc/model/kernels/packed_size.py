@@ -35,7 +35,7 @@ def packed_linear_bytes(spec: PackedLinearSpec, outputs: int, inputs: int) -> in
 
 def _block_row_bytes(row: Blocks, columns: int) -> int:
     in_span = row.weights * row.span
-    return -(-columns // in_span) * row.span * row.block_bytes
+    return -(-columns // in_span) * (row.head + in_span * row.bits // 8)
 
 
 def _row_bytes(spec: FusedMoeSpec, weight_format: WeightFormat, columns: int) -> int:

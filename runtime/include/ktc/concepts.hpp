@@ -253,6 +253,9 @@ concept IntegerKernel =
 //                    those of 32 weights of each output in fp32, [scale][32], with their minima, [32].
 //   Span             the scales of all blocks of a span for products of few rows, where blocks share some; void: none.
 //   kQuantises       whether it has `quantise`, which writes a stored block from kWeights floats.
+//   matrix_scale     where all blocks of a matrix share a scale: that of a matrix with the largest magnitude, which
+//                    `quantise` takes too.
+//   put_shared       where a span keeps a scale once that all its blocks store: copies it into the head of the span.
 template <class Format>
 concept BlockFormat = requires(const std::uint8_t* stored, int k, unsigned code) {
   { Format::kName } -> Constant<const char*>;
@@ -269,6 +272,8 @@ concept BlockFormat = requires(const std::uint8_t* stored, int k, unsigned code)
   { Format::code(stored, k) } -> std::same_as<unsigned>;
 } && (!Format::kQuantises || requires(const float* weights, std::uint8_t* stored) {
                         Format::quantise(weights, stored);
+                      } || requires(const float* weights, std::uint8_t* stored, float largest) {
+                        Format::quantise(weights, stored, Format::matrix_scale(largest));
                       });
 
 // The type of a panel: 32 outputs as they are packed, of one format (`ktc/weight_format/`).

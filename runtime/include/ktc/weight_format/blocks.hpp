@@ -80,9 +80,23 @@ struct BlockPanel {
                                 name + " = " + decimal(size) + " is no multiple of it");
   }
 
+  static constexpr bool kMatrixScale = requires(float largest) { Format::matrix_scale(largest); };
+  // The scale that all blocks of a matrix share.
+  template <class Source>
+  static float matrix_scale(const MatrixView<const Source>& source) {
+    float largest = 0;
+    for (std::int64_t row = 0; row < source.rows; ++row) {
+      for (std::int64_t k = 0; k < source.columns; ++k) {
+        largest = std::max(largest, std::abs(static_cast<float>(source.row(row)[k])));
+      }
+    }
+    return Format::matrix_scale(largest);
+  }
+
+  // `shared` is the `matrix_scale` of the whole matrix, where there is one.
   // Throws std::invalid_argument for weights that are not finite, and for formats that are only read.
   template <class Source>
-  static void pack(const MatrixView<const Source>& source, const PartLanes& part) {
+  static void pack(const MatrixView<const Source>& source, const PartLanes& part, [[maybe_unused]] float shared = 0) {
     if constexpr (Format::kQuantises) {
       float weights[Format::kWeights];
       std::uint8_t stored[Format::kStoredBytes];
@@ -94,7 +108,11 @@ struct BlockPanel {
               throw std::invalid_argument("weights that are not finite cannot be quantised");
             }
           }
-          Format::quantise(weights, stored);
+          if constexpr (kMatrixScale) {
+            Format::quantise(weights, stored, shared);
+          } else {
+            Format::quantise(weights, stored);
+          }
           put_block(stored, part, row, k);
         }
       }
@@ -196,6 +214,7 @@ struct BlockPanel {
     const std::int64_t block = first / kPanelWidth;
     if constexpr (Format::kScales > 0) {
       std::byte* head = panel + scales_at(block);
+      if constexpr (requires { Format::put_shared(stored, head, lane); }) Format::put_shared(stored, head, lane);
       Format::put_head(stored, head + block % kSpanBlocks * Format::kBlockHeadBytes, lane);
     }
     for (int k = 0; k < Format::kWeights; ++k) {

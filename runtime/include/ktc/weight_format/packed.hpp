@@ -107,6 +107,12 @@ class Packed {
       return;
     }
     with_panel(part, [&]<class Panel>(Panel) {
+      if constexpr (requires { requires Panel::kMatrixScale; }) {
+        const float shared = Panel::matrix_scale(source);
+        for_shards(packed, expert, part,
+                   [&](const PartLanes& lanes, Range rows) { Panel::pack(rows_of(source, rows), lanes, shared); });
+        return;
+      }
       for_shards(packed, expert, part,
                  [&](const PartLanes& lanes, Range rows) { Panel::pack(rows_of(source, rows), lanes); });
     });
