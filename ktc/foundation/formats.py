@@ -150,7 +150,21 @@ class ScaleAndZero:
     at: int
 
 
+@dataclass(frozen=True, slots=True)
+class Float8Scales:
+    """An E4M3 scale for each 16 weights from byte `at` of a block on, each times the fp32 number at byte `matrix`.
+
+    That number is half the scale of the whole matrix: blocks are made when it is read or quantised.
+    """
+
+    at: int
+    matrix: int
+
+
+BlockScales = Halves | Exponent | ScaleAndZero | Float8Scales
+
 # Blocks of weights (blocks, weights) to the scale, the minimum and the codes that a block stores. None: no minimum.
+# The scales of `Float8Scales` are (blocks, 3): first the one of the matrix, whose blocks these are.
 Quantise = Callable[["Tensor"], "tuple[Tensor, Tensor | None, Tensor]"]
 
 
@@ -159,16 +173,17 @@ class Blocks(Format):
     """Blocks as GGUF files have them: `block_bytes` for `weights` of a row, their scales among them.
 
     A weight is scale x numbers[code], less a minimum. Kernels keep the bits of `span` blocks together. A block of one
-    weight is that weight in fp16. Blocks without a number of GGUF's are in no file: `ktc.model.checkpoint.uint4` makes
-    them.
+    weight is that weight in fp16. Blocks without a number of GGUF's are in no file: `ktc.model.checkpoint` makes them
+    of what checkpoints have. The first `shared` bytes of a block are the same in a whole row, and kept once for a span.
     """
 
     weights: int
     block_bytes: int
     span: int = 1
+    shared: int = 0
     codes: tuple[CodeBits, ...] = ()
     numbers: tuple[int, ...] = ()
-    scales: Halves | Exponent | ScaleAndZero | None = None
+    scales: BlockScales | None = None
     quantise: Quantise | None = None
 
     @property
@@ -183,7 +198,8 @@ class Blocks(Format):
     @property
     def head(self) -> int:
         """The bytes of an output's scales in a span of a panel."""
-        return self.span * (self.block_bytes - self.weights * self.bits // 8)
+        of_block = self.block_bytes - self.shared - self.weights * self.bits // 8
+        return self.shared + self.span * of_block
 
     @property
     def coded(self) -> bool:
@@ -244,6 +260,17 @@ def _to_mxfp4(weights: Tensor) -> tuple[Tensor, None, Tensor]:
     return exponent, None, codes
 
 
+def _to_nvfp4(weights: Tensor) -> tuple[Tensor, None, Tensor]:
+    import torch
+
+    groups = weights.reshape(len(weights), -1, 16)
+    matrix = (weights.abs().amax() / (6 * 448)).clamp(min=2.0**-100)
+    eights = (groups.abs().amax(-1) / (6 * matrix)).clamp(max=448).to(torch.float8_e4m3fn).float()
+    candidates = (eights * (matrix / 2))[..., None] * weights.new_tensor(_E2M1)
+    codes = (candidates[:, :, None] - groups[..., None]).abs().argmin(-1)
+    return torch.cat([(matrix / 2).expand(len(weights), 1), eights], 1), None, codes.flatten(1)
+
+
 # The rows ------------------------------------------------------------------------------------------------------------
 _ROWS: Final[tuple[Format, ...]] = (
     Dense(name="bf16", bits=16, computes="bf16", gguf=30, panel=Panel("dense", "Bf16Panel")),
@@ -295,6 +322,11 @@ _ROWS: Final[tuple[Format, ...]] = (
         weights=32, block_bytes=17, span=2,
         scales=Exponent(0), codes=(CodeBits(1, 4, 16),), numbers=_E2M1, quantise=_to_mxfp4,
     ),
+    Blocks(
+        name="nvfp4", methods=("modelopt",), panel=Panel("nvfp4", "NVFP4Panel"),
+        weights=32, block_bytes=22, span=4, shared=4,
+        scales=Float8Scales(4, 0), codes=(CodeBits(6, 4, 16),), numbers=_E2M1, quantise=_to_nvfp4,
+    ),
     _uint4(32),
     _uint4(64),
     _uint4(128),
@@ -315,7 +347,7 @@ _ROWS: Final[tuple[Format, ...]] = (
     _read_only(29, "iq1_m", 256, 56),
     _read_only(34, "tq1_0", 256, 54),
     _read_only(35, "tq2_0", 256, 66),
-    _read_only(40, "nvfp4", 64, 36),
+    _read_only(40, "ggml_nvfp4", 64, 36),
     _read_only(41, "q1_0", 128, 18),
 )  # fmt: skip
 

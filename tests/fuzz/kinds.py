@@ -169,6 +169,7 @@ def _quantisation_configs() -> Iterator[dict[str, Any]]:
         "quantization_status": "compressed",
     }
     yield {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    yield {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
     yield {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 

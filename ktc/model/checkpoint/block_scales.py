@@ -13,11 +13,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.foundation.formats import POWERS, Blocks, Exponent, Halves, ScaleAndZero
+from ktc.foundation.formats import POWERS, Blocks, Exponent, Float8Scales, Halves, ScaleAndZero
 from ktc.model.checkpoint import uint4
 
 _SIX, _BYTE = 32.0, 74.0  # about the mean of random factors of 6 bits, and the root mean square of signed bytes
 _LARGE_EXPONENT: Final = 251  # from here on, 12 times the scale of an MXFP4 block exceeds fp32
+_LARGE_SCALE: Final = 2.0**110  # of a matrix: 448 x 12 times as much is finite
 
 
 def scales_of(blocks: Tensor, row: Blocks) -> tuple[Tensor, Tensor | None]:
@@ -27,6 +28,8 @@ def scales_of(blocks: Tensor, row: Blocks) -> tuple[Tensor, Tensor | None]:
             return torch.tensor(POWERS, dtype=torch.float32)[blocks[:, at : at + 1].long()], None
         case ScaleAndZero(at=at):
             return uint4.scales_and_minima(blocks[:, at : at + 4])
+        case Float8Scales(at=at, matrix=matrix):
+            return _float8(blocks, at, row.weights) * _float32(blocks, matrix), None
         case Halves() as halves:
             return _halves(blocks, halves)
         case None:
@@ -42,6 +45,9 @@ def put_scales(blocks: Tensor, row: Blocks, scale: Tensor, minimum: Tensor | Non
             blocks[:, at : at + 2] = half_bytes(scale)
             if minimum is not None and minimum_at is not None:
                 blocks[:, minimum_at : minimum_at + 2] = half_bytes(minimum)
+        case Float8Scales(at=at, matrix=matrix):
+            blocks[:, matrix : matrix + 4] = scale[:, :1].contiguous().view(torch.uint8)
+            blocks[:, at : at + scale.shape[1] - 1] = scale[:, 1:].to(torch.float8_e4m3fn).view(torch.uint8)
         case ScaleAndZero() | None:
             pass
 
@@ -58,6 +64,10 @@ def put_random_scales(blocks: Tensor, row: Blocks, scale: float, generator: torc
             of_block = torch.rand(count, generator=generator).add(0.5).mul(scale / size).bfloat16().float()
             zeros = torch.randint(16, (count,), dtype=torch.int32, generator=generator)
             blocks[:, at : at + 4] = uint4.heads(of_block, zeros)
+        case Float8Scales():
+            groups = row.weights // 16
+            eights = torch.rand(count, groups, generator=generator).add(0.5).mul(8).to(torch.float8_e4m3fn)
+            put_scales(blocks, row, torch.cat([torch.full((count, 1), scale / size / 8), eights.float()], 1), None)
         case Halves() as halves:
             for place, value in _half_sizes(halves, scale / size, sum(row.numbers) / len(row.numbers)):
                 of_block = torch.rand(count, 1, generator=generator).add(0.5).mul(value)
@@ -76,6 +86,9 @@ def suspects(blocks: Tensor, row: Blocks) -> Tensor | None:
             return blocks[blocks[:, at] >= _LARGE_EXPONENT]
         case ScaleAndZero(at=at):
             finite = bool(uint4.scales_and_minima(blocks[:, at : at + 4])[0].isfinite().all())
+        case Float8Scales(at=at, matrix=matrix):
+            finite = bool((blocks[:, at : at + row.weights // 16] & 127 != 127).all())  # 127: NaN
+            finite = finite and bool((_float32(blocks, matrix).abs() < _LARGE_SCALE).all())
         case None:
             return blocks
     return blocks[:0] if finite else None
@@ -89,6 +102,16 @@ def half_bytes(values: Tensor) -> Tensor:
 def _half(blocks: Tensor, at: int) -> Tensor:
     """(blocks, 1) values of two bytes each."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _float8(blocks: Tensor, at: int, weights: int) -> Tensor:
+    """(blocks, scales of a block) values of a byte each."""
+    return blocks[:, at : at + weights // 16].contiguous().view(torch.float8_e4m3fn).float()
+
+
+def _float32(blocks: Tensor, at: int) -> Tensor:
+    """(blocks, 1) values of four bytes each."""
+    return blocks[:, at : at + 4].contiguous().view(torch.float32)
 
 
 def _halves(blocks: Tensor, scales: Halves) -> tuple[Tensor, Tensor | None]:

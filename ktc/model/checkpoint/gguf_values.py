@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ktc.foundation.formats import BLOCKS
+from ktc.foundation.formats import BLOCKS, STORED
 from ktc.model.checkpoint.block_scales import suspects
 from ktc.model.checkpoint.gguf_types import BLOCK_TYPES
 from ktc.model.checkpoint.header import TensorEntry
@@ -48,7 +48,7 @@ def dequantised(blocks: Tensor, type_name: str) -> Tensor:
     from gguf.quants import dequantize
 
     with np.errstate(all="ignore"):  # NaN scales yield NaN weights, which the loader reports
-        values = cast("Callable[..., Any]", dequantize)(blocks.numpy(), GGMLQuantizationType[type_name.upper()])
+        values = cast("Callable[..., Any]", dequantize)(blocks.numpy(), GGMLQuantizationType(STORED[type_name].gguf))
     return torch.from_numpy(values)
 
 

@@ -17,8 +17,9 @@ from ktc.foundation.decode import Undecodable, decode
 from ktc.foundation.formats import METHODS
 from ktc.model.checkpoint.module_names import ModuleNames, UnreadablePattern, read_names
 
-HINT = "use the unquantised checkpoint, or one with FP8 blocks, packed INT4 or MXFP4"
+HINT = "use the unquantised checkpoint, or one with FP8 blocks, packed INT4, MXFP4 or NVFP4"
 _ROOT = "quantization_config"
+_MODELOPT, _NVFP4 = "modelopt", "NVFP4"
 _MOST = 1000  # groups, and patterns in total: each is compared with each module
 _Settings = TypeVar("_Settings", "_Fields", "_GroupFields", "WeightSettings")
 
@@ -94,6 +95,8 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
         return QuantisationConfig(), (
             _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(METHODS)}"),
         )
+    if method == _MODELOPT:  # the names of tensors tell which modules are quantised
+        return QuantisationConfig(method), _modelopt_problems(config)
     problems: list[str] = []
     fields = _fields(config, _Fields, _ROOT, problems)
     _check_sizes(fields.weight_block_size, f"{_ROOT}.weight_block_size", problems)
@@ -107,6 +110,15 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
         problems.append(f"`{_ROOT}` in config.json has more than {_MOST} groups or patterns")
     read = QuantisationConfig(str(method), fields.weight_block_size, tuple(groups), ignored)
     return read, tuple(_problem(problem) for problem in problems)
+
+
+def _modelopt_problems(config: Mapping[str, Any]) -> tuple[Diagnostic, ...]:
+    """Return the problem of an algorithm of ModelOpt other than NVFP4."""
+    algorithm: object = config.get("quant_algo", _NVFP4)
+    if algorithm == _NVFP4:
+        return ()
+    shown = f"`{algorithm:.40}`" if isinstance(algorithm, str) else type(algorithm).__name__
+    return (_problem(f"the checkpoint is quantised by ModelOpt's {shown}; ktc reads {_NVFP4}"),)
 
 
 def _problem(message: str) -> Diagnostic:

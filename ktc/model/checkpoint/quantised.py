@@ -2,19 +2,21 @@
 
 Input: the index and `quantization_config` of config.json. Output: one `StoredWeight` per weight, by the name of the
 unquantised weight. Supported: FP8 (`weight` + `weight_scale_inv`), compressed-tensors' packed INT4 (`weight_packed` +
-`weight_scale`) and MXFP4 (`_blocks` + `_scales`). Refused (I117): codes without scales, scales that do not fit the
-config's blocks, other methods and bit widths, tensors that the config excludes from quantisation, and a config that
-`ktc.model.checkpoint.quantisation_config` refuses.
+`weight_scale`) and NVFP4 (the same with `weight_global_scale`), NVFP4 of ModelOpt (`weight` + `weight_scale` +
+`weight_scale_2`) and MXFP4 (`_blocks` + `_scales`). Scales of activations are ignored. Refused (I117): codes without
+scales, scales that do not fit the config's blocks, other methods and bit widths, tensors that the config excludes from
+quantisation, and a config that `ktc.model.checkpoint.quantisation_config` refuses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ktc.diagnostics import Diagnostic
+from ktc.model.checkpoint import nvfp4
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.quantisation_config import HINT, QuantisationConfig, WeightSettings, read_config
 from ktc.model.checkpoint.source import Quantised, Stored, scale_shape
@@ -64,7 +66,10 @@ def _companions(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> Itera
     """Return the tensors that belong to `entry` and are not weights."""
     if entry.name.endswith(".weight_packed"):
         stem = entry.name.removesuffix("_packed")
-        return [name for suffix in ("_scale", "_shape", "_zero_point") if (name := stem + suffix) in tensors]
+        names = (stem + suffix for suffix in ("_scale", "_shape", "_zero_point", "_global_scale"))
+        return [name for name in (*names, _activations_of(entry.name)) if name in tensors]
+    if _is_modelopt(entry, tensors):
+        return [f"{entry.name}_scale", f"{entry.name}_scale_2", _activations_of(entry.name)]
     if entry.name.endswith("_blocks") and entry.dtype == "u8":
         return [entry.name.removesuffix("_blocks") + "_scales"]
     if entry.dtype in _CODES:
@@ -72,7 +77,28 @@ def _companions(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> Itera
     return []
 
 
+def _is_modelopt(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> bool:
+    """Whether a tensor has codes of NVFP4 as ModelOpt writes them, whose names alone are those of plain weights."""
+    return entry.dtype == "u8" and f"{entry.name}_scale_2" in tensors
+
+
+def _activations_of(name: str) -> str:
+    """Return the name of the scale of a module's input, beside codes of NVFP4."""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.{'input_global_scale' if leaf == 'weight_packed' else 'input_scale'}"
+
+
+def scales_of_activations(weights: Iterable[StoredWeight], tensors: Mapping[str, TensorEntry]) -> int:
+    """Count the modules in NVFP4 whose input has a scale in the checkpoint, which is ignored."""
+    coded = (weight for weight in weights if weight.quantised is not None and weight.quantised.method == "nvfp4")
+    return sum(_activations_of(weight.entry.name) in tensors for weight in coded)
+
+
 def _weight(entry: TensorEntry, tensors: Mapping[str, TensorEntry], config: QuantisationConfig) -> StoredWeight:
+    if entry.name.endswith(".weight_packed") and entry.dtype == "u8":
+        return StoredWeight(entry.name.removesuffix("_packed"), entry, _nvfp4_packed(entry, tensors, config))
+    if _is_modelopt(entry, tensors):
+        return StoredWeight(entry.name, entry, _nvfp4(entry, tensors, f"{entry.name}_scale", f"{entry.name}_scale_2"))
     if entry.name.endswith(".weight_packed"):
         return StoredWeight(entry.name.removesuffix("_packed"), entry, _int4(entry, tensors, config))
     if entry.name.endswith("_blocks") and entry.dtype == "u8":
@@ -154,6 +180,35 @@ def _int4(entry: TensorEntry, tensors: Mapping[str, TensorEntry], config: Quanti
         raise _Refused(f"has zero points {zero.dtype} {list(zero.shape)}, expected i32 {expected}")
     _check_not_ignored(stem.removesuffix(".weight"), config)
     return Quantised("int4", shape, (1, size), scale, zero)
+
+
+def _nvfp4_packed(
+    entry: TensorEntry, tensors: Mapping[str, TensorEntry], config: QuantisationConfig
+) -> Quantised:  # fmt: skip
+    """Return the codes of compressed-tensors, whose scales are divided by the one of the matrix."""
+    stem = entry.name.removesuffix("_packed")
+    settings = _settings_of(stem.removesuffix(".weight"), config)
+    if (settings.num_bits, settings.type, settings.group_size, settings.symmetric) != (4, "float", nvfp4.GROUP, True):
+        raise _Refused(
+            f"is packed {settings.type} of {settings.num_bits} bits in groups of {settings.group_size}; of bytes, ktc "
+            f"reads symmetric float of 4 in groups of {nvfp4.GROUP}"
+        )
+    _check_not_ignored(stem.removesuffix(".weight"), config)
+    return replace(_nvfp4(entry, tensors, f"{stem}_scale", f"{stem}_global_scale"), divides=True)
+
+
+def _nvfp4(entry: TensorEntry, tensors: Mapping[str, TensorEntry], scale_name: str, matrix_name: str) -> Quantised:
+    if len(entry.shape) != 2 or 0 in entry.shape or entry.shape[1] % (nvfp4.GROUP // 2):
+        raise _Refused(f"is NVFP4 of shape {list(entry.shape)}, expected rows and bytes for groups of {nvfp4.GROUP}")
+    scale, matrix = _companion(tensors, scale_name), _companion(tensors, matrix_name)
+    rows, columns = entry.shape[0], 2 * entry.shape[1]
+    expected = (rows, columns // nvfp4.GROUP)
+    if (scale.dtype, scale.shape) != ("fp8", expected):
+        found = f"{scale.dtype} {list(scale.shape)}"
+        raise _Refused(f"has scales {found}, expected fp8 {list(expected)} (one per {nvfp4.GROUP} weights)")
+    if matrix.dtype != "f32" or math.prod(matrix.shape) != 1:
+        raise _Refused(f"has `{matrix_name}` {matrix.dtype} {list(matrix.shape)}, expected one f32")
+    return Quantised("nvfp4", (rows, columns), (1, nvfp4.GROUP), scale, matrix_scale=matrix)
 
 
 def _mxfp4(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> Quantised:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, cast
 
@@ -20,14 +20,14 @@ from ktc.model.checkpoint.header import ITEM_SIZE
 Part = Literal["gate", "up", "down", "gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias"]
 Transform = Literal["copy", "per_expert"]
 Operation = Literal["transpose", "deinterleave", "deinterleave_runs", "unsqueeze", "unflatten"]
-Method = Literal["fp8", "int4", "mxfp4"]
+Method = Literal["fp8", "int4", "mxfp4", "nvfp4"]
 _MOST_ITEMS, _MOST_EXPERTS = 1 << 62, 1 << 32  # beyond what an offset in a file can reach, and any model
 _ARGUMENTS: dict[Operation, int] = {
     "transpose": 2, "deinterleave": 1, "deinterleave_runs": 2, "unsqueeze": 1, "unflatten": 2,
 }  # fmt: skip
 _INT4_GROUPS = CODES["int4"].group_sizes
 COUNTED: frozenset[Operation] = frozenset({"deinterleave_runs", "unflatten"})  # the second argument is a number
-_WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2}  # of the stored codes
+_WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2, "nvfp4": 2}  # of the stored codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class Quantised:
 
     `fp8`: `code * scale` in fp32. `int4`: eight codes per int32, lowest bits first, offset by 8, and `(code - zero) *
     scale` in the scale's dtype; zero points are packed in the same way along the rows. `mxfp4`: two E2M1 codes per
-    byte, the low one first; scales are exponents of two with a bias of 127.
+    byte, the low one first; scales are exponents of two with a bias of 127. `nvfp4`: the same codes with E4M3 scales,
+    which are multiplied with the fp32 number `matrix_scale`, or divided by it (`divides`).
     """
 
     method: Method
@@ -70,6 +71,8 @@ class Quantised:
     block: tuple[int, int]
     scale: Stored
     zero_point: Stored | None = None
+    matrix_scale: Stored | None = None
+    divides: bool = False
 
     def __str__(self) -> str:
         rows, columns = self.block
@@ -132,8 +135,8 @@ class WeightSource:
         codes = Stored(self.source_key, self.dtype, self.shape)
         if self.quantised is None:
             return (codes,)
-        zero = self.quantised.zero_point
-        return (codes, self.quantised.scale) if zero is None else (codes, self.quantised.scale, zero)
+        others = (self.quantised.scale, self.quantised.zero_point, self.quantised.matrix_scale)
+        return (codes, *(stored for stored in others if stored is not None))
 
     @property
     def plain_codes(self) -> tuple[Method, int] | None:
@@ -155,13 +158,13 @@ class WeightSource:
 
     @property
     def plain_blocks(self) -> str | None:
-        """The type of blocks that can be kept as stored: GGUF's own, MXFP4, whose bytes are only reordered, or INT4.
+        """The type of blocks that can be kept as stored: GGUF's own, or MXFP4, INT4 and NVFP4 in another order.
 
         A block is a range of a row of a matrix (out, in). Such matrices may be transposed, but not the blocks
         themselves.
         """
         if self.expert is not None:
-            return self._int4_blocks
+            return self._own_blocks
         turned = (Step("transpose", (1, 2)),)
         if self.transform != "per_expert" or len(self.shape) < 3 or self.steps not in ((), turned):
             return None
@@ -172,10 +175,10 @@ class WeightSource:
 
     @property
     def plain_rows(self) -> str | None:
-        """The type of blocks of a whole matrix (out, in) that can be kept as stored, GGUF's or INT4, or None."""
+        """The type of blocks of a whole matrix (out, in) that can be kept as stored, GGUF's, INT4 or NVFP4, or None."""
         whole = self.transform == "copy" and self.expert is None and self.part is None and self.span is None
         plain = whole and not self.steps and not self.viewed and len(self.shape) == 2
-        return (self.dtype if self.block is not None else self._int4_blocks) if plain else None
+        return (self.dtype if self.block is not None else self._own_blocks) if plain else None
 
     @property
     def int4_group(self) -> int:
@@ -192,7 +195,11 @@ class WeightSource:
         return max((group for group in _INT4_GROUPS if fits and size % group == 0), default=0)
 
     @property
-    def _int4_blocks(self) -> str | None:
+    def _own_blocks(self) -> str | None:
+        """The format of blocks that are made of a matrix's codes and scales, None for none."""
+        quantised = self.quantised
+        if quantised is not None and quantised.method == "nvfp4" and not self.steps and self.span is None:
+            return "nvfp4" if quantised.shape[-1] % weights_of_block("nvfp4") == 0 else None
         return f"uint4_g{self.int4_group}" if self.int4_group else None
 
     @property
@@ -257,14 +264,26 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
 
 def write_sources(sources: Sequence[WeightSource]) -> str:
     """Return the text of `weights.json`: a JSON array with one row per line, without fields that have defaults."""
-    rows = (
-        {name: value for name, value in asdict(source).items() if getattr(source, name) != _DEFAULT.get(name, MISSING)}
-        for source in sources
-    )
-    return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"
+    return "[\n" + ",\n".join(json.dumps(_without_defaults(source)) for source in sources) + "\n]\n"
+
+
+def _without_defaults(source: WeightSource) -> dict[str, Any]:
+    """Return the fields that have another value than their default, as JSON has them."""
+    row = asdict(source)
+    if source.quantised is not None:
+        row["quantised"] = _changed(row["quantised"], source.quantised, _DEFAULT_OF_CODES)
+    return _changed(row, source, _DEFAULT)
+
+
+def _changed(row: Mapping[str, Any], value: object, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: field for name, field in row.items() if getattr(value, name) != defaults.get(name, MISSING)}
 
 
 _DEFAULT: dict[str, Any] = {field.name: field.default for field in fields(WeightSource) if field.default is not MISSING}
+
+_DEFAULT_OF_CODES: dict[str, Any] = {
+    field.name: field.default for field in fields(Quantised) if field.default is not MISSING
+}
 
 
 def read_sources(text: str | bytes) -> tuple[WeightSource, ...]:
@@ -278,6 +297,8 @@ def read_sources(text: str | bytes) -> tuple[WeightSource, ...]:
 def _read_source(row: object) -> WeightSource:
     defaults: dict[str, Any] = {name: list[Any]() if value == () else value for name, value in _DEFAULT.items()}
     whole = {**defaults, **cast("dict[str, Any]", row)} if isinstance(row, dict) else row
+    if isinstance(whole, dict) and isinstance(quantised := whole.get("quantised"), dict):
+        whole["quantised"] = {**_DEFAULT_OF_CODES, **cast("dict[str, Any]", quantised)}
     try:
         source = decode(whole, WeightSource)
         _check(source)
@@ -341,6 +362,10 @@ def _check_quantised(source: WeightSource, quantised: Quantised) -> None:
     scales = scale_shape(quantised.shape, quantised.block)
     if math.prod(quantised.scale.shape) != math.prod(scales):
         raise ValueError(f"scales of {list(quantised.scale.shape)} where {list(scales)} are needed")
+    if (quantised.matrix_scale is None) == (quantised.method == "nvfp4"):
+        raise ValueError("nvfp4 without the scale of a matrix, or other codes with one")
+    if quantised.matrix_scale is not None and math.prod(quantised.matrix_scale.shape) != 1:
+        raise ValueError(f"a scale of a matrix of {list(quantised.matrix_scale.shape)}")
     if quantised.zero_point is not None:
         *_, rows, groups = scales
         if quantised.method != "int4" or quantised.zero_point.shape != (-(-rows // 8), groups):

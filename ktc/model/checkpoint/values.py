@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ktc.model.checkpoint import gguf_values
+from ktc.model.checkpoint import gguf_values, nvfp4
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.index import CheckpointIndex
 from ktc.model.checkpoint.int4 import nibbles
@@ -91,6 +91,8 @@ def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSour
         return gguf_values.read_blocks(reader, entry, expert)
     if source.quantised.method == "int4":
         return _int4_blocks(reader, index, source, source.quantised)
+    if source.quantised.method == "nvfp4":
+        return _nvfp4_blocks(reader, index, source, source.quantised)
     *stack, rows, _ = source.quantised.shape
     of_expert = slice(0, math.prod(stack) * rows) if expert is None else slice(expert * rows, (expert + 1) * rows)
     codes, scales = (
@@ -98,6 +100,13 @@ def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSour
         for key in (entry.name, source.quantised.scale.key)
     )
     return gguf_values.mxfp4_blocks(codes, scales.view(torch.uint8))
+
+
+def _nvfp4_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, quantised: Quantised) -> Tensor:
+    codes, scales = (reader.read(index.tensors[key]) for key in (source.source_key, quantised.scale.key))
+    matrix_scale = _matrix_scale(reader, index, quantised)
+    assert matrix_scale is not None, "the row was checked"
+    return nvfp4.blocks_of(codes, scales, matrix_scale)
 
 
 def _int4_blocks(
@@ -128,7 +137,7 @@ def read_rows(
     per_matrix = -(-rows // per_scale)
     all_codes = _as_rows(codes, matrices * rows)
     all_scales = _as_rows(index.tensors[quantised.scale.key], matrices * per_matrix)
-    zeros = _zero_points(reader, index, quantised)
+    zeros, matrix_scale = _zero_points(reader, index, quantised), _matrix_scale(reader, index, quantised)
     out = torch.empty((run.stop - run.start, columns), dtype=dtype)
     band = max(1, _BAND // (columns * per_scale)) * per_scale
     done = 0
@@ -137,9 +146,10 @@ def read_rows(
         first = row // per_scale * per_scale
         stop = min(rows, row + len(out) - done, first + band)
         of_scales = slice(first // per_scale, -(-stop // per_scale))
+        scales = reader.read(all_scales, _shifted(of_scales, matrix * per_matrix))
         weights = _METHODS[quantised.method](
             reader.read(all_codes, _shifted(slice(first, stop), matrix * rows)),
-            reader.read(all_scales, _shifted(of_scales, matrix * per_matrix)),
+            scales if matrix_scale is None else scales.float() * matrix_scale,
             None if zeros is None else zeros[of_scales],
             quantised.block,
             columns,
@@ -164,6 +174,12 @@ def _zero_points(reader: TensorReader, index: CheckpointIndex, quantised: Quanti
         return None
     words = reader.read(index.tensors[quantised.zero_point.key])
     return nibbles(words.t().contiguous())[:, : quantised.shape[-2]].t() - 8
+
+
+def _matrix_scale(reader: TensorReader, index: CheckpointIndex, quantised: Quantised) -> Tensor | None:
+    if quantised.matrix_scale is None:
+        return None
+    return nvfp4.matrix_scale(reader.read(index.tensors[quantised.matrix_scale.key]), divides=quantised.divides)
 
 
 def _fp8(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], columns: int) -> Tensor:
@@ -198,7 +214,7 @@ def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int,
     return _scaled(values, scales, block)
 
 
-def _mxfp4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], columns: int) -> Tensor:
+def _fp4(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], columns: int) -> Tensor:
     table = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
     return _scaled(table[nibbles(codes)[:, :columns].int()], _scale_values(scales), block)
 
@@ -221,7 +237,7 @@ def _by_group(operation: Binary, values: Tensor, of_group: Tensor, size: int) ->
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-_METHODS: dict[Method, Callable[..., Tensor]] = {"fp8": _fp8, "int4": _int4, "mxfp4": _mxfp4}
+_METHODS: dict[Method, Callable[..., Tensor]] = {"fp8": _fp8, "int4": _int4, "mxfp4": _fp4, "nvfp4": _fp4}
 
 
 def _laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:

@@ -13,7 +13,18 @@ from typing import Final, Protocol, cast
 import torch
 from torch import Tensor
 
-from ktc.foundation.formats import FORMATS, POWERS, Blocks, Codes, Dense, Exponent, Halves, ScaleAndZero, WeightFormat
+from ktc.foundation.formats import (
+    FORMATS,
+    POWERS,
+    Blocks,
+    BlockScales,
+    Codes,
+    Dense,
+    Exponent,
+    Float8Scales,
+    ScaleAndZero,
+    WeightFormat,
+)
 from ktc.model.checkpoint.uint4 import scales_and_minima
 
 WIDTH: Final = 32  # outputs of a panel, and weights of each output in a block
@@ -178,7 +189,7 @@ class BlockPanels:
             return codes_of_block.float() + numbers[0]
         return torch.tensor(numbers, dtype=torch.float32, device=codes.device)[codes_of_block.long()]
 
-    def _scales(self, head: Tensor, scales: Halves | Exponent | ScaleAndZero) -> tuple[Tensor, Tensor | None]:
+    def _scales(self, head: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor | None]:
         """Return (..., blocks, scales of one, 32 outputs) and the same of the minima, in fp32."""
         if isinstance(scales, Exponent):
             powers = torch.tensor(POWERS, dtype=torch.float32, device=head.device)
@@ -187,6 +198,10 @@ class BlockPanels:
             of_lanes = scales_and_minima(cut(head, -1, WIDTH, 4))
             scale, least = (value.transpose(-1, -2)[..., None, :, :] for value in of_lanes)
             return scale, least
+        if isinstance(scales, Float8Scales):
+            matrix = head[..., : self.row.shared * WIDTH].view(torch.float32)[..., None, None, :]
+            eights = head[..., self.row.shared * WIDTH :].contiguous().view(torch.float8_e4m3fn).float()
+            return cut(eights, -1, self.row.span, -1, WIDTH) * matrix, None
         scale = head[..., :_HALVES].view(torch.float16).float()[..., None, None, :]
         least = None
         planes = head[..., _HALVES:]

@@ -149,19 +149,27 @@ class CapturedModel:
         asymmetric = f"uint4_g{self.stored_group}"
         if self._weight_settings.get("symmetric", True) is False and asymmetric in BLOCKS:
             return asymmetric
+        if self._is_fp4 and self._quantization.get("quant_method") != "mxfp4":
+            return "nvfp4"
         return METHODS.get(str(self._quantization.get("quant_method")), dtype_name(self.model.dtype))
 
     @property
     def stored_group(self) -> int:
-        """The weights of a row per scale in fp8, int4 or MXFP4, by the config alone; 0 if unknown."""
-        if self._quantization.get("quant_method") == "mxfp4":
-            return 32  # the only size in this format
+        """The weights of a row per scale in fp8 or int4, or per block, by the config alone; 0 if unknown."""
+        if self._is_fp4:
+            return 32  # the only size in these formats
         match self._quantization.get("weight_block_size"):
             case [int(), int() as columns]:
                 return columns
             case _:
                 size = self._weight_settings.get("group_size")
         return size if isinstance(size, int) and size > 0 else 0
+
+    @property
+    def _is_fp4(self) -> bool:
+        """Whether the config is of MXFP4 or NVFP4."""
+        of_group = (self._weight_settings.get("type"), self._weight_settings.get("num_bits"))
+        return self._quantization.get("quant_method") in ("mxfp4", "modelopt") or of_group == ("float", 4)
 
     @property
     def _quantization(self) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from ktc.model.checkpoint import (
     WeightSource,
     stored_weights,
 )
+from ktc.model.checkpoint.quantised import scales_of_activations
 from ktc.model.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
 from ktc.model.hf.missing import why_missing
 from ktc.model.hf.private_api import unexpected_keys
@@ -57,13 +58,15 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
         return WeightMap(gguf.sources, gguf.warnings)
     targets: dict[str, Tensor] = model.state_dict()
     place = placer(model, targets)
+    warnings: list[Diagnostic] = []
     weights, broken = stored_weights(index.tensors, quantization_config_of(model.config))
     if broken:
         raise InputRefused(*_shortened(broken))
+    if rounded := scales_of_activations(weights, index.tensors):
+        warnings.append(_rounds_activations(rounded))
     places = {weight.name: place(weight.name, _decoded_shape(weight)) for weight in weights}
     tied = _tied(model, {spot.target for spot in places.values() if isinstance(spot, Place)})
     problems: list[Diagnostic] = []
-    warnings: list[Diagnostic] = []
     unused: list[str] = []
     taken: dict[Place, WeightSource] = {}
     for weight in weights:
@@ -252,6 +255,12 @@ def _missing(
                 if (expert, part) not in stacked[name]:
                     message = f"the checkpoint lacks the {part} projection of expert {expert} of `{name}`"
                     yield Diagnostic("I115", message, hint=why)
+
+
+def _rounds_activations(count: int) -> Diagnostic:
+    message = f"the checkpoint rounds the input of modules to 4 bits too ({count} of NVFP4); ktc multiplies it in bf16"
+    hint = "answers differ from those of W4A4 engines by what that rounding changes; the weights are the same"
+    return Diagnostic("I124", message, hint=hint, severity="warning")
 
 
 def _described(tensor: Tensor) -> str:

@@ -78,6 +78,8 @@ GROUP = "`quantization_config.config_groups.group_0"
         (fp8_of(128), "expected a list at `.weight_block_size`, found int"),
         (fp8_of([128, 0]), "`quantization_config.weight_block_size` in config.json holds 0, expected 1 or more"),
         ({"quant_method": ["fp8"]}, "quantised by `list`"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantised by ModelOpt's `FP8`; ktc reads NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": [1]}, "quantised by ModelOpt's list"),
         (config_of(ignore=["re:a"] * 1001), "more than 1000 groups or patterns"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: FP8 blocks, packed INT4 and MXFP4 become the weights that their own libraries make of them."""
+"""Quantised checkpoints: FP8, packed INT4, MXFP4 and NVFP4 become the weights that their own libraries make."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import generate_gparam
 from kernel_layers import experts_of
 from quantised_twins import FP8_CONFIG, Tensors, by_element, config_of, fp8, random, twin_of
 from safetensors.torch import save_file
@@ -198,6 +200,75 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     expected = convert_moe_packed_tensors(blocks, scales)
     for expert in range(3):
         assert torch.equal(read(tensors, source, tmp_path, expert), expected[expert])
+
+
+# NVFP4
+
+
+def in_nvfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """The tensors that compressed-tensors makes of a weight, and the fp32 weights that it reads in them."""
+    arguments = QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    overall = cast("Any", generate_gparam)(weight.amin().reshape(1), weight.amax().reshape(1))
+    scale = (overall * weight.unflatten(1, (-1, 16)).abs().amax(-1) / 6).to(torch.float8_e4m3fn).float()
+    state: Any = {"weight": weight, "weight_scale": scale, "weight_global_scale": overall}
+    stored = cast("Any", NVFP4PackedCompressor).compress(state, scheme)
+    restored = cast("Any", NVFP4PackedCompressor).decompress(dict(stored), scheme)["weight"]
+    return dict(stored), restored.float()
+
+
+NVFP4_CONFIG = {
+    **config_of(16, type="float", strategy="tensor_group"), "format": "nvfp4-pack-quantized",
+}  # fmt: skip
+MODELOPT_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+
+
+def as_modelopt(stored: Tensors) -> Tensors:
+    """The same weight as ModelOpt writes it."""
+    scales = {"weight_scale": stored["weight_scale"], "weight_scale_2": 1 / stored["weight_global_scale"].reshape(())}
+    return {"weight": stored["weight_packed"], **scales}
+
+
+@pytest.mark.parametrize("config", [NVFP4_CONFIG, MODELOPT_CONFIG], ids=lambda config: config["quant_method"])
+def test_nvfp4_is_what_compressed_tensors_reads_and_experts_are_kept_as_they_are(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    model, tensors = twin_of("deepseek_v3", tmp_path, moe_intermediate_size=64)
+    expected = dict(tensors)
+    for name in [name for name in tensors if ".mlp.experts." in name or name.endswith("o_proj.weight")]:
+        stored, weight = in_nvfp4(tensors.pop(name).float())
+        stored = stored if config is NVFP4_CONFIG else as_modelopt(stored)
+        tensors |= {f"{name.removesuffix('weight')}{key}": tensor for key, tensor in stored.items()}
+        expected[name] = weight
+    plain, _ = twin_of("deepseek_v3", tmp_path, moe_intermediate_size=64)
+    right = filled(plain, expected, None, tmp_path)
+    found = filled(model, tensors, config, tmp_path)
+    for name, tensor in right.items():  # 1 / scale is rounded: a few weights are another number of bf16
+        assert torch.allclose(found[name].float(), tensor.float(), rtol=2**-7, atol=0), name
+        assert (found[name] != tensor).float().mean() < 0.01, name
+
+    index = open_index(tmp_path)
+    rows = [row for row in map_weights(model, index).sources if row.quantised is not None]
+    assert {row.kept_as for row in rows if row.expert is not None} == {("nvfp4", 32)}
+    assert {row.plain_rows for row in rows if row.expert is None} == {"nvfp4"}
+    with TensorReader(tmp_path) as reader:
+        blocks = read_blocks(reader, index, rows[0], rows[0].expert)
+        weight = values.read_weight(reader, index, rows[0], rows[0].expert, torch.bfloat16)
+    assert gguf_values.are_finite(blocks, "nvfp4")
+    assert torch.equal(dequantise_blocks(blocks, "nvfp4").bfloat16(), weight)
+    blocks[0, 4] = 0x7F
+    assert not gguf_values.are_finite(blocks, "nvfp4")
+
+
+def test_scales_of_activations_are_told_and_not_used(tmp_path: Path) -> None:
+    model, tensors = twin_of("deepseek_v3", tmp_path)
+    stored, _ = in_nvfp4(tensors.pop("model.layers.0.self_attn.o_proj.weight").float())
+    tensors |= {f"model.layers.0.self_attn.o_proj.{key}": tensor for key, tensor in stored.items()}
+    tensors["model.layers.0.self_attn.o_proj.input_global_scale"] = torch.ones(1)
+    model.config.quantization_config = NVFP4_CONFIG
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (warning,) = map_weights(model, open_index(tmp_path)).warnings
+    assert (warning.code, warning.severity, "1 of NVFP4" in warning.message) == ("I124", "warning", True)
 
 
 # Whole checkpoints

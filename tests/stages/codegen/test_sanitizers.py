@@ -19,7 +19,7 @@ from every_kernel import every_spec
 from kernel_layers import ISAS
 
 from ktc.foundation import host, resources
-from ktc.foundation.formats import FORMATS, Blocks, Codes, Exponent, Halves, ScaleAndZero, WeightFormat
+from ktc.foundation.formats import FORMATS, Blocks, Codes, Exponent, Float8Scales, Halves, ScaleAndZero, WeightFormat
 from ktc.foundation.isa import PREFERENCE, Isa
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.linear_spec import PackedLinearSpec
@@ -67,7 +67,7 @@ def whole(spec: FusedMoeSpec, name: WeightFormat) -> int:
 
 
 def stored(name: WeightFormat) -> tuple[int, ...]:
-    """Weights and bytes of a block, and where its scale, its minimum, its exponent and its zero point are."""
+    """Weights and bytes of a block, and where its scale, minimum, exponent, zero point and scale of a matrix are."""
     row = FORMATS[name]
     if not isinstance(row, Blocks):
         return ()
@@ -78,7 +78,8 @@ def stored(name: WeightFormat) -> tuple[int, ...]:
         exponent = row.scales.at
     elif isinstance(row.scales, ScaleAndZero):
         scale_and_zero = row.scales.at
-    return row.weights, row.block_bytes, scale, minimum, exponent, scale_and_zero
+    of_matrix = (row.scales.matrix, row.scales.at) if isinstance(row.scales, Float8Scales) else ()
+    return row.weights, row.block_bytes, scale, minimum, exponent, scale_and_zero, *of_matrix
 
 
 def built(specs: tuple[Spec, ...], isa: Isa, sanitizer: str, folder: Path) -> Path:

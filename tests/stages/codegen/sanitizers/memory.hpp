@@ -61,6 +61,11 @@ inline std::vector<std::uint8_t> random_blocks(std::mt19937& random, const Store
       const auto scale_and_zero = bits | static_cast<std::uint32_t>(random() % 16);
       std::memcpy(block + stored.scale_and_zero, &scale_and_zero, sizeof scale_and_zero);
     }
+    if (stored.of_matrix >= 0) {
+      constexpr float kMatrix = 1e-3F;
+      std::memcpy(block + stored.of_matrix, &kMatrix, sizeof kMatrix);
+      std::memset(block + stored.eights, 0x38, 2);  // one, in E4M3
+    }
     if (stored.exponent >= 0) block[stored.exponent] = 123;
     if (stored.weights == 1) put(block, std::normal_distribution<float>(0, 0.1F)(random));
   }
