@@ -1,4 +1,4 @@
-"""A GPU's products with codes, compared with PyTorch's before the first use of a format on a device.
+"""A GPU's products with codes, compared with PyTorch's as a model is loaded, once for each format and device.
 
 In: the panels of a format, and a device. Out: nothing. Refused (H247): products that are not those of decoded panels.
 """
@@ -12,14 +12,31 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.panel_codes import PanelCodes
+from ktc.model.experts.coded_matrices import CodedMatrices, are_coded
+from ktc.model.experts.grouped_products import multiplies_codes
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.panel_codes import PanelCodes, Scales
 from ktc.model.experts.panels import WIDTH, Panels, by_output, cut
 
 _EXPERTS, _PANELS, _SPANS, _ENDS = 2, 2, 2, (3, 70)
+_LONGEST = 256  # columns of a span; a longer one is a whole row
 _FEW, _SOME = 5, 15  # rows that are multiplied one by one, and in small tiles; all are in large ones
 _BOUND: Final = 0.01  # of the relative error of products of bf16 numbers
-_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "zero": torch.float32}
+_DTYPES: Final = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "zero": torch.float32,
+    "sixes": torch.float16, "factors": torch.float16, "float8": torch.float32,
+}  # fmt: skip
+
+
+_FACTORS: Final[dict[Scales, int]] = {"sixes": 2 * WIDTH, "factors": WIDTH, "float8": WIDTH}
+"""The numbers of a span whose factors follow them."""
+
+
+def check_products(packed: PackedExperts, device: torch.device) -> None:
+    """Compare products with the codes of experts, where a device multiplies them as they are. Raises HostLacks."""
+    if are_coded(*packed.panels) and multiplies_codes(device):
+        for panels in packed.panels:
+            check_codes(panels, device)
 
 
 @functools.cache
@@ -54,10 +71,11 @@ def random_matrices(panels: Panels, device: torch.device) -> tuple[CodedMatrices
     generator = torch.Generator().manual_seed(0)
     nothing = torch.empty(0, 0, dtype=torch.uint8)
     codes = CodedMatrices(nothing, panels, 0, _PANELS, _PANELS * WIDTH - 5, 1).codes
-    columns = _SPANS * codes.span
+    span = min(codes.span, _LONGEST)
+    columns = _SPANS * span
     packed = torch.randint(0, 256, (_EXPERTS, _PANELS * panels.nbytes(columns)), generator=generator).to(torch.uint8)
     packed = packed.masked_fill(packed & 127 == 127, 1)  # NaN in E4M3
-    spans = cut(packed, 1, _PANELS * _SPANS, -1)
+    spans = cut(packed, 1, _PANELS * (_SPANS if span == codes.span else 1), -1)
     spans[..., : codes.head] = _random_scales(codes, spans[..., : codes.head].shape, generator)
     matrices = CodedMatrices(packed.to(device), panels, 0, _PANELS, _PANELS * WIDTH - 5, columns)
     rows = by_output(panels.steps(cut(packed, 1, _PANELS, -1), columns), columns)
@@ -69,6 +87,11 @@ def _random_scales(codes: PanelCodes, shape: torch.Size, generator: torch.Genera
     if codes.scales == "power":
         return torch.randint(120, 130, shape, generator=generator).to(torch.uint8)
     dtype = _DTYPES[codes.scales]
+    if codes.scales in _FACTORS:  # factors may be any bytes
+        floats = torch.rand(*shape[:-1], _FACTORS[codes.scales], generator=generator).add(0.5).to(dtype)
+        others = shape[-1] - floats.shape[-1] * dtype.itemsize
+        factors = torch.randint(0, 256, (*shape[:-1], others), generator=generator).to(torch.uint8)
+        return torch.cat([floats.view(torch.uint8), factors.masked_fill(factors & 127 == 127, 1)], -1)
     scales = torch.rand(*shape[:-1], shape[-1] // dtype.itemsize, generator=generator).add(0.5).to(dtype)
     if codes.scales == "zero":
         zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.int32)

@@ -31,6 +31,7 @@ _PANELS: Final = 4  # that a program multiplies together
 _INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
 _SCALES: Final = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "power": torch.uint8, "zero": torch.int32,
+    "sixes": torch.float16, "factors": torch.float16, "float8": torch.float32,
 }  # fmt: skip
 
 
@@ -85,10 +86,10 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], matrices
     packed, codes = matrices.packed, matrices.codes
     assert packed.is_contiguous() and packed.data_ptr() % 16 == 0, "whole experts, one behind the other"
     sizes = packed.shape[1], matrices.begin, matrices.panel_bytes, matrices.num_panels, matrices.rows, matrices.columns
-    of_codes = packed.view(torch.int16 if codes.bits == 4 else torch.uint8)
+    of_codes = packed.view(torch.uint8 if codes.bits == 8 else torch.int16)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         kernel[grid](
-            *given, of_codes, packed.view(_SCALES[codes.scales]), *sizes,
+            *given, of_codes, packed.view(_SCALES[codes.scales]), packed, *sizes,
             **_constants(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, **more,
         )  # fmt: skip
 
@@ -97,7 +98,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], matrices
 def _constants(codes: PanelCodes) -> dict[str, Any]:
     return {
         "NUMBERS": codes.numbers, "SCALES": codes.scales, "LEAST": codes.least, "GROUP": codes.group,
-        "SPAN": codes.span, "HEAD": codes.head, "NBYTES": codes.nbytes, "SCALE": SCALE_BYTES[codes.scales],
+        "SPAN": codes.span, "NEIGHBOURS": codes.neighbours,
+        "HEAD": codes.head, "NBYTES": codes.nbytes, "SCALE": SCALE_BYTES[codes.scales],
     }  # fmt: skip
 
 
@@ -118,20 +120,60 @@ def _scale_of(scales, at, there, SCALES: tl.constexpr):
 
 
 @triton.jit
+def _float8(code):
+    """Return numbers of E4M3: their bits in the places of fp16's are 2^-8 of them."""
+    bits = ((code & 127) << 7 | (code & 128) << 8).to(tl.int16)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _byte_at(factors, at, there):
+    return tl.load(factors + at, mask=there, other=0).to(tl.int32)
+
+
+@triton.jit
+def _scales_of_span(scales, factors, span, block, half, lane, there, SCALES: tl.constexpr):
+    """Return scales and minima in fp32 that have factors in their span: `sixes`, `factors`, `float8`.
+
+    `span` (int64) are the bytes before a span, `block` and `half` the 16 columns in it, `lane` the output: tensors of
+    one shape.
+    """
+    if SCALES == "float8":
+        of_matrix = tl.load(scales + (span // 4 + lane), mask=there, other=0)
+        scale = _float8(_byte_at(factors, span + 128 + block * 64 + half * 32 + lane, there)) * of_matrix
+        return scale, scale
+    elif SCALES == "factors":
+        of_span = tl.load(scales + (span // 2 + lane), mask=there, other=0).to(tl.float32)
+        byte = _byte_at(factors, span + 64 + block * 64 + half * 32 + lane, there)
+        scale = of_span * ((byte ^ 128) - 128).to(tl.float32)
+        return scale, scale
+    else:
+        of_span = tl.load(scales + (span // 2 + lane), mask=there, other=0).to(tl.float32)
+        least_of_span = tl.load(scales + (span // 2 + 32 + lane), mask=there, other=0).to(tl.float32)
+        plane = span + 128 + (block & 3) * 32 + lane
+        for_scale, for_least = _byte_at(factors, plane, there), _byte_at(factors, plane + 128, there)
+        lower = _byte_at(factors, plane + 256, there)
+        six = tl.where(block < 4, for_scale & 63, lower & 15 | for_scale >> 2 & 48)
+        six_of_least = tl.where(block < 4, for_least & 63, lower >> 4 | for_least >> 2 & 48)
+        return of_span * six.to(tl.float32), least_of_span * six_of_least.to(tl.float32)
+
+
+@triton.jit
 def _number_of(code, NUMBERS: tl.constexpr):
     """Return what codes int32 stand for, in fp32. Integers are made from the bits of 2^23 + code."""
     if NUMBERS == "signed4":
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-    elif NUMBERS == "unsigned4":
+    elif NUMBERS == "signed6":
+        return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388640.0
+    elif NUMBERS == "unsigned4" or NUMBERS == "unsigned5":
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     elif NUMBERS == "int8":
         return ((code ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     elif NUMBERS == "e2m1":  # the bits of an fp16 number that is 2^-15 of it
         bits = ((code & 7) << 9 | (code & 8) << 12).to(tl.int16)
         return bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
-    else:  # e4m3: 2^-8
-        bits = ((code & 127) << 7 | (code & 128) << 8).to(tl.int16)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        return _float8(code)
 
 
 @triton.jit
@@ -140,11 +182,11 @@ def _weight_of(code, scale, least, NUMBERS: tl.constexpr, SCALES: tl.constexpr, 
     if (SCALES == "bf16" and NUMBERS == "signed4") and not _INTERPRETED:
         number = (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136  # 128 + code - 136
         return (number * scale.to(tl.bfloat16)).to(tl.bfloat16)
-    elif NUMBERS == "e2m1" and not _INTERPRETED:
+    elif (NUMBERS == "e2m1" and SCALES == "power") and not _INTERPRETED:
         bits = ((code & 7) << 6 | (code & 8) << 12).to(tl.int16)  # of 2^-127 of it
         number = bits.to(tl.bfloat16, bitcast=True) * 1.7014118346046923e38
         return (number.to(tl.bfloat16) * scale.to(tl.bfloat16)).to(tl.bfloat16)
-    elif LEAST or SCALES == "zero":
+    elif LEAST or SCALES == "zero" or SCALES == "sixes":
         return (_number_of(code, NUMBERS) * scale - least).to(tl.bfloat16)
     else:
         return (_number_of(code, NUMBERS) * scale).to(tl.bfloat16)
@@ -158,10 +200,48 @@ def _row_of(lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr):
     return (inner * PARTS + part if INTERLEAVED else part * rows + inner), inner < rows
 
 
+@triton.constexpr_function
+def _high_bits(numbers: str) -> int:
+    """Return the bits of a code beside its lower four, which are stored in lines of their own."""
+    return {"unsigned5": 1, "signed6": 2}.get(numbers, 0)
+
+
+@triton.jit
+def _four_codes(codes, begin, block, there, NUMBERS: tl.constexpr):
+    """Return the codes in words of 16 bits, each (..., 256): of a line, a lane and a neighbour.
+
+    A word has four: of outputs 0 to 15 for two columns and for the two further ones, then the same of outputs 16 to
+    31. `begin` (..., 1) are the bytes before a span's codes, `block` (..., 1) the numbers of blocks. Codes of five or
+    six bits have their upper bits in one line behind four or two lines of lower ones.
+    """
+    high: tl.constexpr = _high_bits(NUMBERS)
+    word = tl.arange(0, 256)
+    if high == 0:
+        places = (begin + block * 512) // 2 + word
+        low = tl.load(codes + places, mask=there, other=0).to(tl.int32)
+        return low & 15, low >> 8 & 15, low >> 4 & 15, low >> 12 & 15
+    else:
+        lines: tl.constexpr = 4 // high  # of lower bits in a unit
+        line = word // 32
+        unit = (begin + block * (512 + high * 128)) // 2 + line // lines * ((lines + 1) * 32)
+        in_line = word % 32
+        low = tl.load(codes + (unit + line % lines * 32 + in_line), mask=there, other=0).to(tl.int32)
+        up = tl.load(codes + (unit + lines * 32 + in_line), mask=there, other=0).to(tl.int32)
+        shift = line % lines * (2 * high)
+        mask: tl.constexpr = 2 * high - 1  # 1 or 3
+        return (
+            low & 15 | (up >> shift & mask) << 4,
+            low >> 8 & 15 | (up >> shift + 8 & mask) << 4,
+            low >> 4 & 15 | (up >> shift + high & mask) << 4,
+            low >> 12 & 15 | (up >> shift + 8 + high & mask) << 4,
+        )
+
+
 @triton.jit
 def _weights_of_panels(
-    codes, scales, panel, there, block,
+    codes, scales, factors, panel, there, block,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PANELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return weights of panels' blocks of 32 columns in bf16: (panels, 32 outputs, blocks * 32 columns).
@@ -169,40 +249,54 @@ def _weights_of_panels(
     `panel` (PANELS,) int64 are the bytes before panels, `block` (BLOCKS,) the numbers of blocks.
     """
     wide: tl.constexpr = NUMBERS == "int8" or NUMBERS == "e4m3"
+    of_span: tl.constexpr = SCALES == "sixes" or SCALES == "factors" or SCALES == "float8"
     column = block * 32
     span = panel[:, None] + (column // SPAN * NBYTES)[None, :]  # (P, B)
     in_span = (column % SPAN)[None, :]
     lane = tl.arange(0, 32)
-    at = (span + in_span // GROUP * (32 * SCALE))[:, :, None] // SCALE + lane[None, None, :]
-    scale, least = _scale_of(scales, at, there[:, :, None], SCALES)  # (P, B, 32)
-    if LEAST:
-        least = tl.load(scales + at + SPAN // GROUP * 32, mask=there[:, :, None], other=0).to(tl.float32)
+    if not of_span:
+        at = (span + in_span // GROUP * (32 * SCALE))[:, :, None] // SCALE + lane[None, None, :]
+        scale, least = _scale_of(scales, at, there[:, :, None], SCALES)  # (P, B, 32)
+        if LEAST:
+            least = tl.load(scales + at + SPAN // GROUP * 32, mask=there[:, :, None], other=0).to(tl.float32)
     if wide:
         words = span + HEAD + in_span * 32
         places = words[:, :, None] + tl.arange(0, 1024)[None, None, :]
         code = tl.load(codes + places, mask=there[:, :, None], other=0).to(tl.int32)
-        code = tl.reshape(code, (PANELS, BLOCKS, 16, 32, 2))
+        code = tl.reshape(code, (PANELS, BLOCKS, 32 // NEIGHBOURS, 32, NEIGHBOURS))
         w = _weight_of(code, scale[:, :, None, :, None], least[:, :, None, :, None], NUMBERS, SCALES, LEAST)
         return tl.reshape(tl.permute(w, (0, 3, 1, 2, 4)), (PANELS, 32, BLOCKS * 32))
     else:
-        words = (span + HEAD + in_span * 16) // 2
-        places = words[:, :, None] + tl.arange(0, 256)[None, None, :]
-        word = tl.load(codes + places, mask=there[:, :, None], other=0).to(tl.int32)
-        word = tl.reshape(word, (PANELS, BLOCKS, 8, 16, 2))  # of columns 4 * line + neighbour and two further
-        # bits 8 * step + 4 * half: output 16 * half + lane
-        halves_s = tl.permute(tl.reshape(scale, (PANELS, BLOCKS, 2, 16)), (0, 1, 3, 2))
-        s0, s1 = tl.split(halves_s)
-        halves_l = tl.permute(tl.reshape(least, (PANELS, BLOCKS, 2, 16)), (0, 1, 3, 2))
-        l0, l1 = tl.split(halves_l)
-        s0, s1 = s0[:, :, None, :, None], s1[:, :, None, :, None]
-        l0, l1 = l0[:, :, None, :, None], l1[:, :, None, :, None]
+        c0, c1, c2, c3 = _four_codes(
+            codes, (span + HEAD)[:, :, None], (in_span // 32)[:, :, None], there[:, :, None], NUMBERS
+        )
+        c0 = tl.reshape(c0, (PANELS, BLOCKS, 8, 16, 2))  # of columns 4 * line + neighbour and two further
+        c1 = tl.reshape(c1, (PANELS, BLOCKS, 8, 16, 2))
+        c2 = tl.reshape(c2, (PANELS, BLOCKS, 8, 16, 2))
+        c3 = tl.reshape(c3, (PANELS, BLOCKS, 8, 16, 2))
+        if of_span:  # (P, B, 8, 16), of the outputs of either half
+            half = (tl.arange(0, 8) // 4)[None, None, :, None] + tl.zeros((1, 1, 1, 16), tl.int32)
+            lanes = tl.arange(0, 16)[None, None, None, :]
+            wide_span = span[:, :, None, None] + tl.zeros((1, 1, 8, 16), tl.int64)
+            number = (in_span // 32)[:, :, None, None] + tl.zeros((1, 1, 8, 16), tl.int32)
+            known = there[:, :, None, None] & (lanes >= 0)
+            s0, l0 = _scales_of_span(scales, factors, wide_span, number, half, lanes, known, SCALES)
+            s1, l1 = _scales_of_span(scales, factors, wide_span, number, half, lanes + 16, known, SCALES)
+            s0, s1, l0, l1 = s0[:, :, :, :, None], s1[:, :, :, :, None], l0[:, :, :, :, None], l1[:, :, :, :, None]
+        else:
+            halves_s = tl.permute(tl.reshape(scale, (PANELS, BLOCKS, 2, 16)), (0, 1, 3, 2))
+            s0, s1 = tl.split(halves_s)
+            halves_l = tl.permute(tl.reshape(least, (PANELS, BLOCKS, 2, 16)), (0, 1, 3, 2))
+            l0, l1 = tl.split(halves_l)
+            s0, s1 = s0[:, :, None, :, None], s1[:, :, None, :, None]
+            l0, l1 = l0[:, :, None, :, None], l1[:, :, None, :, None]
         first = tl.join(
-            _weight_of(word & 15, s0, l0, NUMBERS, SCALES, LEAST),
-            _weight_of(word >> 8 & 15, s0, l0, NUMBERS, SCALES, LEAST),
+            _weight_of(c0, s0, l0, NUMBERS, SCALES, LEAST),
+            _weight_of(c1, s0, l0, NUMBERS, SCALES, LEAST),
         )
         second = tl.join(
-            _weight_of(word >> 4 & 15, s1, l1, NUMBERS, SCALES, LEAST),
-            _weight_of(word >> 12 & 15, s1, l1, NUMBERS, SCALES, LEAST),
+            _weight_of(c2, s1, l1, NUMBERS, SCALES, LEAST),
+            _weight_of(c3, s1, l1, NUMBERS, SCALES, LEAST),
         )
         w = tl.join(first, second)  # (panel, block, line, lane, neighbour, step, half)
         return tl.reshape(tl.permute(w, (0, 6, 3, 1, 2, 5, 4)), (PANELS, 32, BLOCKS * 32))
@@ -211,8 +305,9 @@ def _weights_of_panels(
 # Kernels -------------------------------------------------------------------------------------------------------------
 @triton.jit
 def _decoded(
-    ends, out, codes, scales, expert_bytes, first, panel_bytes, panels, rows, columns,
+    ends, out, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALL: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +320,23 @@ def _decoded(
     at = expert.to(tl.int64) * expert_bytes + first + panel * panel_bytes + tl.arange(0, 1)
     there = (tl.arange(0, 1) == 0)[:, None] & (block * 32 < columns)[None, :]
     w = _weights_of_panels(
-        codes, scales, at, there, block, NUMBERS, SCALES, LEAST, GROUP, SPAN, HEAD, NBYTES, SCALE, 1, BLOCKS
+        codes,
+        scales,
+        factors,
+        at,
+        there,
+        block,
+        NUMBERS,
+        SCALES,
+        LEAST,
+        GROUP,
+        SPAN,
+        NEIGHBOURS,
+        HEAD,
+        NBYTES,
+        SCALE,
+        1,
+        BLOCKS,
     )
     w = tl.reshape(w, (32, BLOCKS * 32))
     row, is_row = _row_of(tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED)
@@ -247,10 +358,27 @@ def _four_columns(n0, n1, x0, x1, scales, place, there, MINIMA: tl.constexpr, SC
         return tl.sum(n0 * x0 + n1 * x1, 3) * scale[:, None, :]
 
 
+@triton.jit
+def _four_of_span(n0, n1, x0, x1, scales, factors, span, block, lane, there, SCALES: tl.constexpr):
+    """Return the same with scales that have factors in their span, one for each 16 columns."""
+    half = (tl.arange(0, 8) // 4)[None, :, None]
+    wide_span = span[:, None, None] + tl.zeros((1, 8, 1), tl.int64) + tl.zeros((1, 1, 16), tl.int64)
+    known = there[:, None, None] & (half >= 0) & (lane >= 0)[None, None, :]
+    scale, least = _scales_of_span(
+        scales, factors, wide_span, block[:, None, None] + half * 0, half, lane[None, None, :], known, SCALES
+    )
+    if SCALES == "sixes":
+        scale, least = scale[:, :, :, None], least[:, :, :, None]
+        return tl.sum((n0 * scale - least) * x0 + (n1 * scale - least) * x1, 3)
+    else:
+        return tl.sum(n0 * x0 + n1 * x1, 3) * scale
+
+
 @triton.jit(do_not_specialize=["experts"])
 def _few_rows(
-    x, ends, out, experts, codes, scales, expert_bytes, first, panel_bytes, panels, rows, columns,
+    x, ends, out, experts, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -261,11 +389,13 @@ def _few_rows(
     if expert >= experts:
         return
     wide: tl.constexpr = NUMBERS == "int8" or NUMBERS == "e4m3"
-    lines: tl.constexpr = 16 if wide else 8  # of a block: two columns, or four
+    of_span: tl.constexpr = SCALES == "sixes" or SCALES == "factors" or SCALES == "float8"
+    lines: tl.constexpr = 32 // NEIGHBOURS if wide else 8  # of a block: two columns, or four
+    beside: tl.constexpr = NEIGHBOURS if wide else 2
     lanes: tl.constexpr = 32 if wide else 16
     at = expert.to(tl.int64) * expert_bytes + first + panel * panel_bytes
     row = x + slot.to(tl.int64) * columns
-    lane, line, two = tl.arange(0, lanes), tl.arange(0, lines), tl.arange(0, 2)
+    lane, line, two = tl.arange(0, lanes), tl.arange(0, lines), tl.arange(0, beside)
     lower = tl.full((BLOCKS, lines, lanes), 0, tl.float32)
     upper = tl.full((BLOCKS, lines, lanes), 0, tl.float32)
     for first_block in range(0, columns, BLOCKS * 32):
@@ -274,27 +404,33 @@ def _few_rows(
         span, in_span = at + column // SPAN * NBYTES, column % SPAN
         place = (span + in_span // GROUP * (32 * SCALE)) // SCALE
         place = place[:, None] + lane[None, :]
+        from_column = (column[:, None] + line[None, :] * (32 // lines))[:, :, None] + two[None, None, :]
+        x0 = tl.load(row + from_column, mask=from_column < columns, other=0).to(tl.float32)  # (B, lines, beside)
         if wide:
             words = span + HEAD + in_span * 32
-        else:
-            words = (span + HEAD + in_span * 16) // 2
-        places = words[:, None] + tl.arange(0, lines * lanes * 2)[None, :]
-        word = tl.load(codes + places, mask=there[:, None], other=0).to(tl.int32)
-        word = tl.reshape(word, (BLOCKS, lines, lanes, 2))
-        from_column = (column[:, None] + line[None, :] * (32 // lines))[:, :, None] + two[None, None, :]
-        x0 = tl.load(row + from_column, mask=from_column < columns, other=0).to(tl.float32)  # (B, lines, 2)
-        if wide:
+            places = words[:, None] + tl.arange(0, lines * lanes * beside)[None, :]
+            word = tl.load(codes + places, mask=there[:, None], other=0).to(tl.int32)
+            word = tl.reshape(word, (BLOCKS, lines, lanes, beside))
             part = tl.sum(_number_of(word, NUMBERS) * x0[:, :, None, :], 3)
             scale, _ = _scale_of(scales, place, there[:, None], SCALES)
             lower += part * scale[:, None, :]
         else:
+            c0, c1, c2, c3 = _four_codes(
+                codes, (span + HEAD)[:, None], (in_span // 32)[:, None], there[:, None], NUMBERS
+            )
             x1 = tl.load(row + from_column + 2, mask=from_column + 2 < columns, other=0).to(tl.float32)
             x0, x1 = x0[:, :, None, :], x1[:, :, None, :]
-            minima: tl.constexpr = SPAN // GROUP * 32 if LEAST else 0
-            n0, n1 = _number_of(word & 15, NUMBERS), _number_of(word >> 8 & 15, NUMBERS)
-            lower += _four_columns(n0, n1, x0, x1, scales, place, there, minima, SCALES)
-            n0, n1 = _number_of(word >> 4 & 15, NUMBERS), _number_of(word >> 12 & 15, NUMBERS)
-            upper += _four_columns(n0, n1, x0, x1, scales, place + 16, there, minima, SCALES)
+            n0 = _number_of(tl.reshape(c0, (BLOCKS, lines, lanes, 2)), NUMBERS)
+            n1 = _number_of(tl.reshape(c1, (BLOCKS, lines, lanes, 2)), NUMBERS)
+            n2 = _number_of(tl.reshape(c2, (BLOCKS, lines, lanes, 2)), NUMBERS)
+            n3 = _number_of(tl.reshape(c3, (BLOCKS, lines, lanes, 2)), NUMBERS)
+            if of_span:
+                lower += _four_of_span(n0, n1, x0, x1, scales, factors, span, in_span // 32, lane, there, SCALES)
+                upper += _four_of_span(n2, n3, x0, x1, scales, factors, span, in_span // 32, lane + 16, there, SCALES)
+            else:
+                minima: tl.constexpr = SPAN // GROUP * 32 if LEAST else 0
+                lower += _four_columns(n0, n1, x0, x1, scales, place, there, minima, SCALES)
+                upper += _four_columns(n2, n3, x0, x1, scales, place + 16, there, minima, SCALES)
     result = out + slot.to(tl.int64) * PARTS * rows
     total = tl.sum(tl.sum(lower, 1), 0)
     of_lane, is_row = _row_of(lane, panel, rows, PARTS, INTERLEAVED)
@@ -320,8 +456,9 @@ def _tile_of_rows(ends, experts, tile, EXPERTS: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["experts", "tiles"])
 def _some_rows(
-    x, ends, out, experts, tiles, codes, scales, expert_bytes, first, panel_bytes, panels, rows, columns,
+    x, ends, out, experts, tiles, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
     EXPERTS: tl.constexpr, BM: tl.constexpr, PANELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -337,7 +474,23 @@ def _some_rows(
         block = column // 32 + tl.arange(0, BLOCKS)
         there = (panel < panels)[:, None] & (block * 32 < columns)[None, :]
         w = _weights_of_panels(
-            codes, scales, at, there, block, NUMBERS, SCALES, LEAST, GROUP, SPAN, HEAD, NBYTES, SCALE, PANELS, BLOCKS
+            codes,
+            scales,
+            factors,
+            at,
+            there,
+            block,
+            NUMBERS,
+            SCALES,
+            LEAST,
+            GROUP,
+            SPAN,
+            NEIGHBOURS,
+            HEAD,
+            NBYTES,
+            SCALE,
+            PANELS,
+            BLOCKS,
         )
         w = tl.trans(tl.reshape(w, (PANELS * 32, BLOCKS * 32)))
         values = tl.load(of_row + (column + k)[None, :], mask=(column + k < columns)[None, :], other=0)

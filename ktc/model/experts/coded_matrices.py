@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ktc.model.experts.panel_codes import PanelCodes, codes_of
-from ktc.model.experts.panels import WIDTH, BlockPanels, GroupPanels, Panels
+from ktc.model.experts.panels import WIDTH, BlockPanels, GroupPanels, Panels, RowPanels
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def codes_of_panels(panels: Panels) -> PanelCodes | None:
     match panels:
         case GroupPanels():
             return codes_of(panels.row, panels.group)
-        case BlockPanels():
+        case BlockPanels() | RowPanels():
             return codes_of(panels.row)
         case _:
             return None

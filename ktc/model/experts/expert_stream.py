@@ -16,8 +16,7 @@ from typing import Final
 
 import torch
 
-from ktc.model.experts.coded_check import check_codes
-from ktc.model.experts.grouped_products import multiplies_codes
+from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
@@ -45,9 +44,7 @@ class ExpertStream:
         self._layout = PackedLayout(form, hidden, intermediate, *experts.panels, experts.weight_dtype)
         self._bytes, self._item = self._layout.nbytes, experts.dtype.itemsize
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
-        if self._layout.is_coded and multiplies_codes(device):
-            for panels in experts.panels:
-                check_codes(panels, device)
+        check_products(experts, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
         self._chunk = chunk_bytes_on(device)
         self._runs = Chunks(decoded, self._bytes, self._chunk, buffer, experts.is_plain).cut(share)

@@ -29,6 +29,8 @@ from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 from ktc.model.decode_steps.gpu_norms import fuse_norms
 from ktc.model.decode_steps.native_step import native_steps
+from ktc.model.experts.coded_check import check_products
+from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import generation_config, remote_code, stock_model
 from ktc.model.hf.private_api import kept_in_fp32
 from ktc.model.kernels.kernel_library import KernelLibrary, on_torch_threads
@@ -107,6 +109,7 @@ def load_as(
     remembered = remember(model, manifest.rewrites)
     realise(model, manifest.rewrites, library, folder)
     if not reference:
+        check_gpu_products(model)
         check_bytes(model, manifest, folder, placement)  # before anything is read; `completed` checks the loaded model
     with progress_bar(f"loading {folder.name}") as bar:
         fill(model, placement, progress=options.get("progress") or bar)
@@ -148,6 +151,14 @@ def completed(
         cast("Any", model).decode_graphs = native_steps(made_from.library.kernel(entry), num_threads(manifest))
     cast("Any", model).loaded_from = made_from
     return _finished(model, folder, base, placement)
+
+
+def check_gpu_products(model: nn.Module) -> None:
+    """Compare products with the codes of experts, on the GPUs that compute them. Raises HostLacks (H247)."""
+    for module in model.modules():
+        if isinstance(module, FusedMoe) and module.offload is not None and module.weights.packed is not None:
+            for device in module.offload.devices:
+                check_products(module.weights.packed, device)
 
 
 def num_threads(manifest: Manifest) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import FORMATS
-from ktc.model.experts import coded_kernels, grouped_products
+from ktc.model.experts import coded_check, coded_kernels, grouped_products
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_codes, random_matrices
 from ktc.model.experts.coded_matrices import CodedMatrices, are_coded
@@ -27,6 +27,7 @@ from ktc.model.experts.panel_codes import codes_of
 from ktc.model.experts.panels import panels_of
 from ktc.model.experts.resident_backend import GpuResident
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
+from ktc.model.loading.load_as import check_gpu_products
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 EXACT = DEVICE.type == "cuda"
@@ -34,12 +35,13 @@ BOUND = 0.01
 INT4 = spec_of(ISAS[0], codes=("int4", 32))
 OTHERS = [spec_of(ISAS[0], codes=("int4", 128)), spec_of(ISAS[0], codes=("fp8", 128)), in_blocks("q8_0", "q4_0"),
           in_blocks("q4_1", "mxfp4"), in_blocks("uint4_g32", "uint4_g128"),
+          in_blocks("q4_k", "q6_k"), in_blocks("q5_k", "nvfp4"),
           spec_of(ISAS[0], "bf16", "silu biased", codes=("int4", 32))]  # fmt: skip
 
 
-def test_formats_whose_codes_a_gpu_multiplies() -> None:
+def test_a_gpu_multiplies_the_codes_of_every_format() -> None:
     coded = {name for name, row in FORMATS.items() if codes_of(row, 128) is not None}
-    assert coded == {"int4", "fp8", "q8_0", "q4_0", "q4_1", "mxfp4", "uint4_g32", "uint4_g64", "uint4_g128"}
+    assert coded == {name for name, row in FORMATS.items() if row.coded}
 
 
 @pytest.mark.slow
@@ -68,7 +70,8 @@ def assert_products(coded: CodedMatrices, matrix: Tensor, ends: Tensor) -> None:
         assert error(products(rows, coded, ends).float(), wanted) <= BOUND
 
 
-FORMS = [("mxfp4", 0), ("q4_1", 0), ("q8_0", 0), ("int4", 32), ("int4", 128), ("fp8", 128), ("uint4_g32", 0)]
+FORMS = [("mxfp4", 0), ("q4_1", 0), ("q8_0", 0), ("int4", 32), ("int4", 128), ("fp8", 128), ("uint4_g32", 0),
+         ("q4_k", 0), ("q5_k", 0), ("q6_k", 0), ("nvfp4", 0), ("int8", 0)]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", [quick_or_slow(form, form == FORMS[0]) for form in FORMS], ids=str)
@@ -82,6 +85,16 @@ def test_a_device_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(HostLacks, match="products of one row of codes e2m1 are wrong on") as refused:
         check_codes.__wrapped__(panels_of("mxfp4"), DEVICE)
     assert refused.value.diagnostics[0].code == "H247"
+
+
+def test_loading_a_model_checks_the_products_of_its_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = stored_experts(INT4, 3)
+    module.offload = Offload((DEVICE,), min_tokens=1, resident=True)
+    seen: list[object] = []
+    monkeypatch.setattr(coded_check, "multiplies_codes", lambda device: True)
+    monkeypatch.setattr(coded_check, "check_codes", lambda panels, device: seen.append((panels, device)))
+    check_gpu_products(module)
+    assert seen == [(panels_of("int4", 32), DEVICE)] * 2
 
 
 def test_only_experts_with_rows_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
