@@ -260,15 +260,21 @@ def _to_mxfp4(weights: Tensor) -> tuple[Tensor, None, Tensor]:
     return exponent, None, codes
 
 
-def _to_nvfp4(weights: Tensor) -> tuple[Tensor, None, Tensor]:
-    import torch
+def _e4m3(values: Tensor) -> Tensor:
+    """Round values from 0 to 448 to numbers of E4M3, ties to even."""
+    step = values.new_tensor(POWERS)[values.frexp()[1].clamp(min=-5).long() + 124]  # of three places; from 2^-9 on
+    return (values / step).round() * step
 
+
+def _to_nvfp4(weights: Tensor) -> tuple[Tensor, None, Tensor]:
     groups = weights.reshape(len(weights), -1, 16)
     matrix = (weights.abs().amax() / (6 * 448)).clamp(min=2.0**-100)
-    eights = (groups.abs().amax(-1) / (6 * matrix)).clamp(max=448).to(torch.float8_e4m3fn).float()
+    eights = _e4m3((groups.abs().amax(-1) / (6 * matrix)).clamp(max=448))
     candidates = (eights * (matrix / 2))[..., None] * weights.new_tensor(_E2M1)
     codes = (candidates[:, :, None] - groups[..., None]).abs().argmin(-1)
-    return torch.cat([(matrix / 2).expand(len(weights), 1), eights], 1), None, codes.flatten(1)
+    scales = weights.new_empty(len(weights), 1 + eights.shape[1])
+    scales[:, 0], scales[:, 1:] = matrix / 2, eights
+    return scales, None, codes.flatten(1)
 
 
 # The rows ------------------------------------------------------------------------------------------------------------

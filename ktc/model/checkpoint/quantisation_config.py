@@ -95,7 +95,7 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
         return QuantisationConfig(), (
             _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(METHODS)}"),
         )
-    if method == _MODELOPT:  # the names of tensors tell which modules are quantised
+    if method == _MODELOPT:  # quantised modules are known by the names of their tensors
         return QuantisationConfig(method), _modelopt_problems(config)
     problems: list[str] = []
     fields = _fields(config, _Fields, _ROOT, problems)

@@ -78,7 +78,7 @@ def _companions(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> Itera
 
 
 def _is_modelopt(entry: TensorEntry, tensors: Mapping[str, TensorEntry]) -> bool:
-    """Whether a tensor has codes of NVFP4 as ModelOpt writes them, whose names alone are those of plain weights."""
+    """Return whether a tensor has codes of NVFP4 as ModelOpt writes them, under the name of a plain weight."""
     return entry.dtype == "u8" and f"{entry.name}_scale_2" in tensors
 
 
@@ -204,8 +204,8 @@ def _nvfp4(entry: TensorEntry, tensors: Mapping[str, TensorEntry], scale_name: s
     rows, columns = entry.shape[0], 2 * entry.shape[1]
     expected = (rows, columns // nvfp4.GROUP)
     if (scale.dtype, scale.shape) != ("fp8", expected):
-        found = f"{scale.dtype} {list(scale.shape)}"
-        raise _Refused(f"has scales {found}, expected fp8 {list(expected)} (one per {nvfp4.GROUP} weights)")
+        stored = f"{scale.dtype} {list(scale.shape)}"
+        raise _Refused(f"has scales {stored}, expected fp8 {list(expected)} (one per {nvfp4.GROUP} weights)")
     if matrix.dtype != "f32" or math.prod(matrix.shape) != 1:
         raise _Refused(f"has `{matrix_name}` {matrix.dtype} {list(matrix.shape)}, expected one f32")
     return Quantised("nvfp4", (rows, columns), (1, nvfp4.GROUP), scale, matrix_scale=matrix)

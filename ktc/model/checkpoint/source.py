@@ -297,9 +297,8 @@ def read_sources(text: str | bytes) -> tuple[WeightSource, ...]:
 def _read_source(row: object) -> WeightSource:
     defaults: dict[str, Any] = {name: list[Any]() if value == () else value for name, value in _DEFAULT.items()}
     whole = {**defaults, **cast("dict[str, Any]", row)} if isinstance(row, dict) else row
-    quantised: object = whole.get("quantised") if isinstance(whole, dict) else None
-    if isinstance(whole, dict) and isinstance(quantised, dict):
-        whole["quantised"] = {**_DEFAULT_OF_CODES, **cast("dict[str, Any]", quantised)}
+    if isinstance(whole, dict) and isinstance(whole["quantised"], dict):
+        whole["quantised"] = {**_DEFAULT_OF_CODES, **cast("dict[str, Any]", whole["quantised"])}
     try:
         source = decode(whole, WeightSource)
         _check(source)

@@ -159,6 +159,19 @@ def _scales_of_span(scales, factors, span, block, half, lane, there, SCALES: tl.
 
 
 @triton.jit
+def _scales_of_lines(scales, factors, span, block, there, SCALES: tl.constexpr):
+    """Return scales of outputs 0 to 15 and of the others, then their minima: (panels, blocks, 8 lines, 16, 1)."""
+    half = (tl.arange(0, 8) // 4)[None, None, :, None] + tl.zeros((1, 1, 1, 16), tl.int32)
+    lane = tl.arange(0, 16)[None, None, None, :]
+    wide_span = span[:, :, None, None] + tl.zeros((1, 1, 8, 16), tl.int64)
+    number = block[:, :, None, None] + tl.zeros((1, 1, 8, 16), tl.int32)
+    known = there[:, :, None, None] & (lane >= 0)
+    s0, l0 = _scales_of_span(scales, factors, wide_span, number, half, lane, known, SCALES)
+    s1, l1 = _scales_of_span(scales, factors, wide_span, number, half, lane + 16, known, SCALES)
+    return s0[:, :, :, :, None], s1[:, :, :, :, None], l0[:, :, :, :, None], l1[:, :, :, :, None]
+
+
+@triton.jit
 def _number_of(code, NUMBERS: tl.constexpr):
     """Return what codes int32 stand for, in fp32. Integers are made from the bits of 2^23 + code."""
     if NUMBERS == "signed4":
@@ -174,6 +187,12 @@ def _number_of(code, NUMBERS: tl.constexpr):
         return bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
     else:
         return _float8(code)
+
+
+@triton.jit
+def _numbers_of(code, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the numbers of codes of 16 outputs in blocks: (blocks, 8 lines, 16, 2)."""
+    return _number_of(tl.reshape(code, (BLOCKS, 8, 16, 2)), NUMBERS)
 
 
 @triton.jit
@@ -274,15 +293,8 @@ def _weights_of_panels(
         c1 = tl.reshape(c1, (PANELS, BLOCKS, 8, 16, 2))
         c2 = tl.reshape(c2, (PANELS, BLOCKS, 8, 16, 2))
         c3 = tl.reshape(c3, (PANELS, BLOCKS, 8, 16, 2))
-        if of_span:  # (P, B, 8, 16), of the outputs of either half
-            half = (tl.arange(0, 8) // 4)[None, None, :, None] + tl.zeros((1, 1, 1, 16), tl.int32)
-            lanes = tl.arange(0, 16)[None, None, None, :]
-            wide_span = span[:, :, None, None] + tl.zeros((1, 1, 8, 16), tl.int64)
-            number = (in_span // 32)[:, :, None, None] + tl.zeros((1, 1, 8, 16), tl.int32)
-            known = there[:, :, None, None] & (lanes >= 0)
-            s0, l0 = _scales_of_span(scales, factors, wide_span, number, half, lanes, known, SCALES)
-            s1, l1 = _scales_of_span(scales, factors, wide_span, number, half, lanes + 16, known, SCALES)
-            s0, s1, l0, l1 = s0[:, :, :, :, None], s1[:, :, :, :, None], l0[:, :, :, :, None], l1[:, :, :, :, None]
+        if of_span:
+            s0, s1, l0, l1 = _scales_of_lines(scales, factors, span, in_span // 32, there, SCALES)
         else:
             halves_s = tl.permute(tl.reshape(scale, (PANELS, BLOCKS, 2, 16)), (0, 1, 3, 2))
             s0, s1 = tl.split(halves_s)
@@ -420,10 +432,8 @@ def _few_rows(
             )
             x1 = tl.load(row + from_column + 2, mask=from_column + 2 < columns, other=0).to(tl.float32)
             x0, x1 = x0[:, :, None, :], x1[:, :, None, :]
-            n0 = _number_of(tl.reshape(c0, (BLOCKS, lines, lanes, 2)), NUMBERS)
-            n1 = _number_of(tl.reshape(c1, (BLOCKS, lines, lanes, 2)), NUMBERS)
-            n2 = _number_of(tl.reshape(c2, (BLOCKS, lines, lanes, 2)), NUMBERS)
-            n3 = _number_of(tl.reshape(c3, (BLOCKS, lines, lanes, 2)), NUMBERS)
+            n0, n1 = _numbers_of(c0, NUMBERS, BLOCKS), _numbers_of(c1, NUMBERS, BLOCKS)
+            n2, n3 = _numbers_of(c2, NUMBERS, BLOCKS), _numbers_of(c3, NUMBERS, BLOCKS)
             if of_span:
                 lower += _four_of_span(n0, n1, x0, x1, scales, factors, span, in_span // 32, lane, there, SCALES)
                 upper += _four_of_span(n2, n3, x0, x1, scales, factors, span, in_span // 32, lane + 16, there, SCALES)
@@ -432,13 +442,11 @@ def _few_rows(
                 lower += _four_columns(n0, n1, x0, x1, scales, place, there, minima, SCALES)
                 upper += _four_columns(n2, n3, x0, x1, scales, place + 16, there, minima, SCALES)
     result = out + slot.to(tl.int64) * PARTS * rows
-    total = tl.sum(tl.sum(lower, 1), 0)
     of_lane, is_row = _row_of(lane, panel, rows, PARTS, INTERLEAVED)
-    tl.store(result + of_lane, total.to(out.dtype.element_ty), mask=is_row)
+    tl.store(result + of_lane, tl.sum(tl.sum(lower, 1), 0).to(out.dtype.element_ty), mask=is_row)
     if not wide:
-        total = tl.sum(tl.sum(upper, 1), 0)
         of_lane, is_row = _row_of(lane + 16, panel, rows, PARTS, INTERLEAVED)
-        tl.store(result + of_lane, total.to(out.dtype.element_ty), mask=is_row)
+        tl.store(result + of_lane, tl.sum(tl.sum(upper, 1), 0).to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused, render
