@@ -88,6 +88,8 @@ def _with_towers(config: PretrainedConfig, model_type: str) -> PretrainedConfig:
     part = cast("dict[str, Any]", settings[name])
     settings[name] = {**part, **_filled(part, model_type)}
     settings["architectures"] = [multimodal_name(model_type)]
+    if settings.get("vision_config", 0) is None:  # every checkpoint with images has it
+        settings["vision_config"] = {}
     return type(config).from_dict(settings)
 
 

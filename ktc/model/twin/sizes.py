@@ -26,7 +26,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
-_TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size")  # of towers: the width of what the language model gets
+# Of towers: the width of what the language model gets, and the width of a tower that a projector names.
+_TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "projection_hidden_size")
 _HEADS = ("num_attention_heads", "n_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _GROUPS = {"n_group": "topk_group", "num_expert_group": "topk_group"}

@@ -159,3 +159,16 @@ def test_text_only_leaves_the_towers_out_and_says_what_it_saves(tmp_path: Path) 
     manifest = read_manifest(out)
     assert manifest.model.left_out_bytes == saved > 0
     assert "--text-only" in manifest.renewal(out)
+
+
+WITH_IMAGES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral_large4", "qwen4_exp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_the_twins_of_other_families_read_images_in_the_proof(family: str) -> None:
+    model: Any = small(family)
+    given = with_image(model, torch.arange(5, 15)[None], seed=0)
+    answer = model.generate(**given, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert answer.shape[1] == given["input_ids"].shape[1] + 2
+    assert multimodal_class(model.config) is type(model)
