@@ -118,7 +118,7 @@ def _modelopt_problems(config: Mapping[str, Any]) -> tuple[Diagnostic, ...]:
     if algorithm == _NVFP4:
         return ()
     shown = f"`{algorithm:.40}`" if isinstance(algorithm, str) else type(algorithm).__name__
-    return (_problem(f"the checkpoint is quantised by ModelOpt's {shown}; ktc reads {_NVFP4}"),)
+    return (_problem(f"the checkpoint is quantised by ModelOpt's {shown}; ktc reads {_NVFP4} as `quant_algo`"),)
 
 
 def _problem(message: str) -> Diagnostic:

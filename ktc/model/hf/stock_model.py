@@ -53,7 +53,9 @@ def multimodal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     It is the class of `AutoModelForImageTextToText`, if `architectures` names it or no causal LM takes the config.
     """
     name = multimodal_name(config.model_type)
-    is_named = name in (config.architectures or ())
+    written: object = config.architectures  # of a file that anybody may have written
+    listed = cast("list[object]", written) if isinstance(written, list) else []
+    is_named = name in listed
     if name is None or not (is_named or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return None
     return cast("type[PreTrainedModel] | None", getattr(transformers, name, None))
