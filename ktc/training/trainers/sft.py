@@ -13,4 +13,4 @@ class KTSFTTrainer(KTrainerMixin, SFTTrainer):
     @property
     def has_loss_in_tiles(self) -> bool:
         """Whether the loss has some logits at a time (`ktc/model/hf/logit_tiles.py`), and never those of all tokens."""
-        return self.compute_loss_func is None and self.label_smoother is None
+        return not self.compute_loss_func and not self.args.label_smoothing_factor
