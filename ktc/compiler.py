@@ -121,6 +121,28 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
         from ktc.foundation.measured_host import this_host
 
         host = this_host()
+    ruleset, captured, weights = read(
+        model, rules, settings, observe,
+        to_compile=to_compile, random_weights=random_weights, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+
+    def in_format(name: str) -> dsl.RuleSet:
+        return dsl.load(rules, {**(settings or {}), FORMAT: name})
+
+    return _decide(ruleset, captured, weights, host, observe, must_fit, in_format)
+
+
+def read(  # noqa: PLR0913 - the options of `analyse`
+    model: Model,
+    rules: str | Path,
+    settings: Mapping[str, str] | None = None,
+    observe: Observe = _unobserved,
+    *,
+    to_compile: bool = False,
+    random_weights: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[dsl.RuleSet, CapturedModel, WeightMap]:
+    """Run the stages that no machine changes: rules, the captured model, and the rows of its checkpoint."""
     ruleset = dsl.load(rules, settings or {})
     observe("rules", ruleset)
     fetch = to_compile and not random_weights
@@ -135,11 +157,7 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     if source.index is not None:
         weights = map_weights(captured.model, source.index)
         observe("weights", weights)
-
-    def in_format(name: str) -> dsl.RuleSet:
-        return dsl.load(rules, {**(settings or {}), FORMAT: name})
-
-    return _decide(ruleset, captured, weights, host, observe, must_fit, in_format)
+    return ruleset, captured, weights
 
 
 def _decide(
@@ -227,4 +245,4 @@ def dumps(
     return [dump_stage(stage, analysis.captured, analysis.matches, analysis.plan, analysis.blocks) for stage in stages]
 
 
-__all__ = ["Analysis", "KtcError", "Model", "Report", "analyse", "check", "compile", "dumps", "inspect"]
+__all__ = ["Analysis", "KtcError", "Model", "Report", "analyse", "check", "compile", "dumps", "inspect", "read"]

@@ -102,14 +102,14 @@ def plan_command(
     machines = _machines(hosts)
     budgets, lengths = _budgets(what_if or ()), _lengths(tokens)
     with session.console.status("capturing and planning"):
-        analysis = compiler.analyse(model, rules, chosen, machines[0][1], trust_remote_code=trust)
+        program, captured, weights = compiler.read(model, rules, chosen, trust_remote_code=trust)
         cases = (
             Case(name, host, budget, BatchShape(batch, length))
             for (name, host), budget, length in itertools.product(machines, _combined(budgets), lengths)
         )
-        planned = plan_cases(analysis.captured, analysis.weights.sources, analysis.ruleset, cases)
+        planned = plan_cases(captured, weights.sources, program, cases)
         rows = [_Row(case, chosen) for case, chosen in planned]
-    session.sources = analysis.ruleset.sources
+    session.sources = program.sources
     session.result({"model": model, "rules": rules, "cases": [_to_json(row) for row in rows]})
     several = len(rows) > 1
     session.show(_cases_table(rows) if several else _plans_table(rows[0]))
@@ -122,7 +122,7 @@ def plan_command(
     if plot is not None:
         from ktc.tools.bench.plan_picture import draw
 
-        draw(plot, analysis.captured, [(row.case, row.chosen) for row in rows if not isinstance(row.chosen, KtcError)])
+        draw(plot, captured, [(row.case, row.chosen) for row in rows if not isinstance(row.chosen, KtcError)])
         session.show(f"{plot} shows them")
     pairs = (word for name, value in chosen.items() for word in ("--set", f"{name}={value}"))
     machine = ("--host", hosts) if hosts and len(machines) == 1 else ()

@@ -7,6 +7,7 @@ Converters may change more than names. The modules that read or write such files
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, cast
 
 from ktc.foundation import versions
@@ -30,6 +31,7 @@ def gguf_architecture(model_type: str) -> str | None:
     return next((name for name, kinds in ARCHITECTURES.items() if model_type in kinds), None)
 
 
+@cache
 def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str | None]:
     """Return a function from a tensor's name in transformers to its name in the file, `None` if it has none."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from ktc.model.experts.stream_sizes import MOST_ROWS
-from ktc.stages.cost.types import Use, Work
+from ktc.stages.cost.types import Core, Use, Work
 
-_BACK: Final = 2.0  # operators and moved bytes of backward, in those of forward
+_BACK: Final = 2.0  # moved bytes of backward, in those of forward
+_ISSUED_BACK: Final = 1.25  # time to issue backward, in that of forward: twice the kernels, but by autograd in C++
+FUSED_NORM: Final = 6  # kernels that a norm in a CUDA graph has less
 # Of routed experts, in operators of other modules, which are cheaper for Python. Half a millisecond for a chunk.
-_GROUPED: Final = 30  # as one grouped product each for gate and up, and for down
-_ROUTED, _CHUNK = 15, 12  # of kernels' experts on a GPU: sorting and sums, and then each chunk
+_GROUPED: Final = 18  # as one grouped product each for gate and up, and for down
+_ROUTED, _CHUNK = 15, 13  # of kernels' experts on a GPU: sorting and sums, and then each chunk
 _UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of weights whose codes it does not multiply
 _EXPERTS_AGAIN: Final = 2 / 3  # of the products of experts sent to a GPU: backward computes gate and up again
 _SCORES_BACK: Final = 2.5  # of attention: scores again, and the gradients of scores, query, key and value
@@ -49,7 +51,10 @@ class Amounts:
     def scored(self, work: Work) -> float:
         """Return the FLOPs of attention's scores and values."""
         passes = 1 + self.again + (_SCORES_BACK if self.use.trains else 0.0)
-        return 2 * self.use.tokens * self.use.positions * work.scores * passes
+        return 2 * self.use.tokens * self._positions(work.core) * work.core.scores * passes
+
+    def _positions(self, core: Core) -> float:
+        return self.use.positions(core.window, masked=core.masked)
 
     def read(self, work: Work) -> float:
         """Return the bytes of weights in one pass: of routed experts, those that tokens use."""
@@ -73,27 +78,38 @@ class Amounts:
         return work.coded and rows <= MOST_ROWS
 
     def moved(self, work: Work) -> float:
-        """Return the bytes that operators read and write beside weights, and that attention reads of its cache."""
-        cached = self.use.batch * self.use.length * work.cached if self.use.phase == "decode" else 0.0
-        return self.tokens(work) * work.moved * self._operations + cached
+        """Return the bytes that operators read and write beside weights: states, scores in memory, and the cache."""
+        core, moved = work.core, self.tokens(work) * work.moved * self._moves
+        if self.use.phase != "decode":
+            return moved + self.use.tokens * self._positions(core) * core.pair * self._moves
+        per_position = core.cached if core.fused else core.cached + core.repeated + core.pair
+        return moved + self.use.batch * self.use.in_cache(core.window) * per_position
 
     def operators(self, work: Work) -> float:
-        """Return the number of PyTorch operators."""
-        return self.calls * work.operators * self._operations
+        """Return the number of PyTorch operators, those that Python issues: backward has no Python of its own."""
+        return self.calls * work.operators * self._issues
+
+    def nodes(self, work: Work) -> float:
+        """Return the nodes of a CUDA graph, which has the norms in two kernels each."""
+        return self.calls * (work.operators - FUSED_NORM * work.norms)
 
     def issued(self, work: Work) -> float:
-        """Return the number of PyTorch operators that Python issues for a work on a GPU, as those of other modules."""
+        """Return the number of PyTorch operators that Python issues for a work on a GPU."""
         experts = work.experts
         if experts is None:
             return self.operators(work)
         stays = len(experts.devices) < 2 and (work.decoded or (experts.resident and self._multiplies_codes(work)))
         at_once = not work.packed or (stays and not self.use.trains) or self.use.phase == "decode"
         count = _GROUPED if at_once else _ROUTED + _CHUNK * experts.chunks
-        return self.calls * count * self._operations
+        return self.calls * count * self._issues
 
     @property
-    def _operations(self) -> float:
+    def _moves(self) -> float:
         return 1 + self.again + (_BACK if self.use.trains else 0.0)
+
+    @property
+    def _issues(self) -> float:
+        return 1 + self.again + (_ISSUED_BACK if self.use.trains else 0.0)
 
     def intensity(self, work: Work) -> float:
         """Return the FLOPs per byte that is read or written."""

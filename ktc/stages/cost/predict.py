@@ -21,10 +21,16 @@ _OPTIMIZER_BYTES: Final = 28  # of AdamW per fp32 parameter: gradient, two momen
 _OPTIMIZER_OPERATORS: Final = 14  # per tensor on the CPU, with the norm that clips
 _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel updates many
 
-# Measured on an H200 with 16 AMX cores and 8 layers of DeepSeek-V2-Lite (docs/benchmarks.md, "Plans").
-_LAUNCHES: Final = 5  # kernels of a captured operator with the Python around it, in launches of one small kernel
-_NODES: Final = 8  # the same in a CUDA graph, in nodes that wait for nothing
-_MICRO_BATCH: Final = 1000  # a trainer's own work on a sequence, its head and its loss, in launches
+# Fitted to runs on H100 and H200, of two models and 8 to 48 layers (docs/benchmarks.md, "Plans"), in launches of one
+# small kernel.
+_LAUNCHES: Final = 4.2  # an operator with the Python around it
+_CALL: Final = 50  # operators outside the layers: embedding, positions, mask, the preparation of `generate`
+_STEP: Final = 170  # Python between two steps of a CUDA graph, and the copies around one
+_NODES: Final = 2.3  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
+_MICRO_BATCH: Final = 1700  # a trainer's own work on a sequence, its head and its loss
+# What of the others' time remains, where a GPU, buses and Python work side by side: one thread issues both kernels and
+# copies, and the ring of sent weights holds about a layer.
+_BESIDE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +66,30 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
         if gpu and work.experts is not None and "cpu" in busy:
             crossed = clock.crossing(gpu, work)
             crossings, waited = crossings + crossed, waited + crossed + busy["cpu"]
+    if gpu and not clock.issue.cuda_graph:
+        engines["host"] += amounts.calls * _CALL * _LAUNCHES * clock.launch(gpu)
     if use.trains:
         kinds["optimizer"] = clock.optimizer(works)
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
         waited += use.batch * _MICRO_BATCH * clock.launch(gpu)
     binds = max(engines, key=lambda name: engines[name])
     traffic = traffic_of(works, amounts)
-    return Prediction(use, _total(engines, in_turn, waited), kinds, engines, crossings, binds, traffic)
+    between = _STEP * clock.launch(gpu) if clock.issue.cuda_graph else 0.0
+    return Prediction(use, _total(engines, in_turn, waited) + between, kinds, engines, crossings, binds, traffic)
 
 
 def _total(engines: Mapping[str, float], in_turn: float, waited: float) -> float:
-    """Return the seconds of a call: the longest of what runs side by side, then what a GPU waits for.
+    """Return the seconds of a call: of what runs side by side, then what a GPU waits for.
 
     GPUs that have layers in turn do not work side by side: `in_turn` is the sum over all works.
     """
-    beside = [in_turn, *(seconds for engine, seconds in engines.items() if engine != "cpu")]
-    on_cpu = engines.get("cpu", 0.0)
-    return max(beside, default=0.0) + max(waited, on_cpu)
+    kinds = {"cuda": in_turn}
+    for engine, seconds in engines.items():
+        kind = engine.partition(":")[0]
+        kinds[kind] = max(kinds.get(kind, 0.0), seconds)
+    on_cpu = kinds.pop("cpu", 0.0)
+    longest = max(kinds.values())
+    return longest + _BESIDE * (sum(kinds.values()) - longest) + max(waited, on_cpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,7 @@ class _Clock:
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         one = cpu.call if self.issue.native_step else cpu.operator
         issued = amounts.operators(work) * one.median
-        attention = cpu.latent_attention if work.latent else cpu.attention
+        attention = cpu.latent_attention if work.core.latent else cpu.attention
         return products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth + issued
 
     # On a GPU --------------------------------------------------------------------------------------------------------
@@ -120,12 +133,12 @@ class _Clock:
         amounts, gpu = self.amounts, self._gpu(device)
         rate, bandwidth = _products_of(gpu, work), gpu.bandwidth.median
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
-        attention = gpu.latent_attention if work.latent else gpu.attention
+        attention = gpu.latent_attention if work.core.latent else gpu.attention
         busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
         if work.packed:
             busy += amounts.unpacking(work) / bandwidth
         if self.issue.cuda_graph:
-            return {device: busy + amounts.operators(work) * _NODES * gpu.graph_node.median}
+            return {device: busy + amounts.nodes(work) * _NODES * gpu.graph_node.median}
         return {device: busy, "host": amounts.issued(work) * _LAUNCHES * gpu.launch.median}
 
     def _gpu(self, device: str) -> GpuRates:

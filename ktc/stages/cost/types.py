@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
@@ -28,10 +28,18 @@ class Use:
         """The tokens that one call computes."""
         return self.batch if self.phase == "decode" else self.batch * self.length
 
-    @property
-    def positions(self) -> float:
-        """The positions that a token attends to, on average."""
-        return float(self.length) if self.phase == "decode" else (self.length + 1) / 2
+    def positions(self, window: int = 0, *, masked: bool = False) -> float:
+        """Return the positions whose scores a token computes, on average; `masked`: also those that it does not see.
+
+        A `window` of 0 is unlimited. PyTorch computes a window by a mask, so that all pairs have scores.
+        """
+        if self.phase == "decode":
+            return float(self.in_cache(window))
+        return float(self.length) if masked or 0 < window < self.length else (self.length + 1) / 2
+
+    def in_cache(self, window: int) -> int:
+        """Return the positions of a sequence that a layer's cache holds."""
+        return min(self.length, window) if window else self.length
 
     @property
     def trains(self) -> bool:
@@ -70,16 +78,42 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class Core:
+    """The core of attention. `scores` are multiply-adds per token and position; a `window` of 0 is unlimited.
+
+    `latent` has values narrower than keys. `cached` are bytes of a position in the cache, and `repeated` those that
+    PyTorch moves beside them in decoding, for heads that share keys. Operators that keep all scores in memory, as with
+    sinks, move `pair` bytes for a token and position; others keep none. With `fused` a kernel computes decoding.
+    """
+
+    scores: float = 0.0
+    latent: bool = False
+    cached: float = 0.0
+    repeated: float = 0.0
+    pair: float = 0.0
+    window: int = 0
+    fused: bool = False
+
+    @property
+    def masked(self) -> bool:
+        """Whether a token computes the scores of positions that it does not see."""
+        return self.pair > 0
+
+
+NO_CORE: Final = Core()
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """One kind of module in a layer (None: outside the layers), in numbers that no use changes.
 
     `products` are multiply-adds per token with frozen weights, and `weights` the bytes of these as stored, of which
     `streamed` cross the bus in every pass. `adapter` has the parameters of LoRA, `adapters` the number of its tensors.
     `hidden` are the bytes of a token's hidden state, `moved` those per token that operators read and write, and
-    `operators` how many there are. `scores` are multiply-adds per token and position of attention, and `cached`
-    bytes per position; `latent` attention has values narrower than keys. `packed` weights are in the kernel's
-    layout. A GPU has `decoded` them for all calls, multiplies them as they are `coded`, or decodes them in each
-    call. Weights that are `scattered` are not cut for the NUMA nodes of the machine.
+    `operators` how many there are, with those of `norms` RMS norms. `packed` weights are in the kernel's layout. A GPU
+    has `decoded` them for all calls, multiplies them as they are `coded`, or decodes them in each call. Weights that
+    are `scattered` are not cut for the NUMA nodes of the machine.
+    `core` is attention without its projections.
     """
 
     kind: str
@@ -94,9 +128,8 @@ class Work:
     hidden: int = 0
     moved: float = 0.0
     operators: int = 0
-    scores: float = 0.0
-    latent: bool = False
-    cached: float = 0.0
+    norms: int = 0
+    core: Core = NO_CORE
     experts: RoutedExperts | None = None
     packed: bool = False
     decoded: bool = False

@@ -16,21 +16,26 @@ from ktc.model.experts.panel_codes import codes_of
 from ktc.model.experts.stream_sizes import Chunks, chunk_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
+from ktc.model.hf.private_api import attention_of
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.model.targets.target import NodeAction, Prefill
 from ktc.stages.capture import BlockSite, CapturedModel
-from ktc.stages.cost.types import RoutedExperts, Work
+from ktc.stages.cost.types import Core, RoutedExperts, Work
 from ktc.stages.plan.activations import per_token
 from ktc.stages.plan.placement import device_of
 from ktc.stages.plan.types import BlockRewrite, Plan
 
 # Of an RMS norm in eager PyTorch, and of the residual addition after it.
 _NORM_OPERATORS, _NORM_PASSES = 7, 10
-_FREE = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} | {"getitem", "sym_size", "split"}
+_VIEWS = {"getitem", "sym_size", "split", "slice", "view_as_complex", "view_as_real"}
+_FREE = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} | _VIEWS
 _GROUPED_OPERATORS = 12  # of experts as grouped products: sorting, gathering, products, activation, sums
 _LORA_OPERATORS = 6  # dropout, A, B, scaling, the addition, a cast
+# Of attention that keeps its scores: products, scale, mask, sinks, maximum, difference, softmax, casts. Each reads the
+# scores, writes them, or both.
+_SCORES_OPERATORS, _SCORES_PASSES = 12, 15
 
 
 def work_of(captured: CapturedModel, plan: Plan) -> tuple[Work, ...]:
@@ -63,7 +68,8 @@ class _Works:
         device = device_of(site.fqn.rpartition(".")[0], self._devices)
         moved = 2 * _NORM_PASSES * hidden * self._item
         nbytes = hidden * self._item
-        return Work("norms", site.layer, device, "", hidden=nbytes, moved=moved, operators=2 * (_NORM_OPERATORS + 1))
+        operators = 2 * (_NORM_OPERATORS + 1)
+        return Work("norms", site.layer, device, "", hidden=nbytes, moved=moved, operators=operators, norms=2)
 
     def _head(self) -> Work:
         head = self._captured.ends[1]
@@ -97,17 +103,22 @@ class _Works:
         rest = Work("mlp", None, device, self._dtype, hidden=int(self._captured.facts["hidden"]) * self._item)
         for node in nodes_of(graph):
             name = ops.operator(node)
-            if node.op not in ("call_function", "call_module") or name in _FREE:
+            if not _computes(node):
                 continue
-            moved = per_token(node) + sum(map(per_token, node.all_input_nodes))
             if name == "experts":
-                yield self._experts(node, actions.get(node.name, []), device, moved)
+                yield self._experts(node, actions.get(node.name, []), device, _moved(node))
                 continue
-            rest = replace(rest, moved=rest.moved + moved, operators=rest.operators + 1)
+            inside = [one for one in _inside(graph, node) if _computes(one)]
+            rest = replace(
+                rest,
+                moved=rest.moved + sum(map(_moved, inside)),
+                operators=rest.operators + len(inside),
+                norms=rest.norms + (name == "rms_norm"),
+            )
             if name == "linear":
                 rest = self._linear(rest, node, actions.get(node.name, []), site)
             elif name == "sdpa":
-                rest = replace(self._attention(rest, node, site), kind="attention")
+                rest = self._attention(rest, node, actions.get(node.name, []), site)
         yield rest
 
     def _linear(self, work: Work, node: fx.Node, actions: list[NodeAction], site: BlockSite) -> Work:
@@ -135,13 +146,30 @@ class _Works:
         lora = self._plan.lora
         return 0 if lora is None else lora.rank_pattern.get(fqn, lora.r)
 
-    def _attention(self, work: Work, node: fx.Node, site: BlockSite) -> Work:
+    def _attention(self, work: Work, node: fx.Node, actions: list[NodeAction], site: BlockSite) -> Work:
         query, key, value = (tuple(map(int, _sizes(source))) for source in node.all_input_nodes[:3])
-        scores = query[0] * (query[1] + value[1])
-        cache = self._captured.cache
+        about, cache = ops.attributes(node), self._captured.cache
         cached = cache[site.layer].per_token if cache is not None and site.layer < len(cache) else 0
         cached = cached or self._item * key[0] * (key[1] + value[1])
-        return replace(work, scores=scores, latent=value[1] < query[1], cached=cached)
+        groups = query[0] // key[0]
+        keeps_scores = self._keeps_scores or about["sinks"] or about["softcap"] or about["bias"]
+        core = Core(
+            query[0] * (query[1] + value[1]),
+            latent=value[1] < query[1],
+            cached=cached,
+            repeated=2 * groups * cached if groups > 1 else 0,  # a copy for each query head, written and read
+            pair=_SCORES_PASSES * query[0] * self._item if keeps_scores else 0,
+            window=max(0, int(about["window"])),
+            fused=any(action.kernel is not None for action in actions),
+        )
+        return replace(
+            work, kind="attention", core=core, operators=work.operators + (_SCORES_OPERATORS - 1) * bool(keeps_scores)
+        )
+
+    @property
+    def _keeps_scores(self) -> bool:
+        """Whether the model's own code computes attention, and not PyTorch's fused operator."""
+        return attention_of(self._captured.model.config.get_text_config()) == "eager"
 
     def _experts(self, node: fx.Node, actions: list[NodeAction], device: str, moved: float) -> Work:
         about = ops.attributes(node)
@@ -199,6 +227,21 @@ class _Works:
             "mlp", None, device, self._dtype, products=sum(sizes), weights=sum(sizes) * self._item,
             operators=4 * len(sizes),
         )  # fmt: skip
+
+
+def _inside(graph: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Return the operators that a folded node stands for, or the node itself."""
+    return nodes_of(graph.get_submodule(str(node.target))) if node.op == "call_module" else [node]
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node is an operator with a kernel, and not a view."""
+    return node.op in ("call_function", "call_module") and ops.operator(node) not in _FREE
+
+
+def _moved(node: fx.Node) -> float:
+    """Return the bytes per token that an operator reads and writes."""
+    return per_token(node) + sum(map(per_token, node.all_input_nodes))
 
 
 def _sizes(node: fx.Node) -> tuple[int, int]:

@@ -75,6 +75,12 @@ class PlanDraft:
     reasons: tuple[Reason, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     over_budget: tuple[Diagnostic, ...] = ()
+    trains: bool = field(init=False)  # whether the program trains: asked for each node of each candidate
+
+    def __post_init__(self) -> None:
+        """Decide once per draft whether the program trains."""
+        adapts = self.rules.plan.get("mode") == "train" or any(claim.facet == "adapter" for claim in self.claims)
+        object.__setattr__(self, "trains", adapts)
 
     def with_warnings(self, *warnings: Diagnostic) -> PlanDraft:
         """Return the draft with further warnings."""
@@ -103,12 +109,6 @@ class PlanDraft:
     def devices(self) -> dict[str, str]:
         """The device of each placed module by FQN. Other modules are on the device of their nearest ancestor."""
         return {placement.fqn: placement.device for placement in self.placements}
-
-    @property
-    def trains(self) -> bool:
-        """Whether the program trains."""
-        adapts = any(claim.facet == "adapter" for claim in self.claims)
-        return self.rules.plan.get("mode") == "train" or adapts
 
     @property
     def mode(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from families import CPU, full_size
+from families import CPU, captured, full_size
 
 from ktc.foundation.host import Gpu
 from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
@@ -15,7 +15,7 @@ from ktc.stages.cost import Use, Work, predict, work_of
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.predict import Issue, at
 from ktc.stages.cost.traffic import traffic_of
-from ktc.stages.cost.types import RoutedExperts
+from ktc.stages.cost.types import Core, RoutedExperts
 from ktc.stages.match import match
 from ktc.stages.plan import Plan, make_plan
 
@@ -72,7 +72,7 @@ def test_an_expert_of_one_token_has_one_flop_per_byte() -> None:
 def test_a_step_from_memory_takes_the_time_of_its_bytes(v2_lite: CapturedModel) -> None:
     works = work_of(v2_lite, planned(v2_lite))
     step = predict(works, Use("decode", 1, 4096), rates(), 16)
-    read = 2 * 2_451_308_544 + 27 * 4096 * works[1].cached
+    read = 2 * 2_451_308_544 + 27 * 4096 * works[1].core.cached
     assert step.binds == "cpu"
     assert step.seconds == pytest.approx(read / (440 * GB), rel=0.05)
 
@@ -84,8 +84,10 @@ def test_streamed_experts_take_the_bus_and_hide_what_runs_beside_it(v2_lite: Cap
     ]
     step = predict(works, Use("train", 16, 512), rates(bandwidth=8000 * GB), 16)
     nbytes = sum(work.weights for work in works if work.experts)
+    bus, gpu, host = (step.engines[name] for name in ("bus:cuda:0", "cuda:0", "host"))
     assert step.binds == "bus:cuda:0"
-    assert step.engines["bus:cuda:0"] == step.seconds == pytest.approx(2 * nbytes / (25 * GB))
+    assert bus == pytest.approx(2 * nbytes / (25 * GB))
+    assert step.seconds == pytest.approx(bus + 0.2 * (gpu + host))
 
 
 def test_a_gpu_waits_for_experts_on_the_cpu(v2_lite: CapturedModel) -> None:
@@ -93,6 +95,43 @@ def test_a_gpu_waits_for_experts_on_the_cpu(v2_lite: CapturedModel) -> None:
     step = predict(works, Use("decode", 1, 1024), rates(host_node=50e-6), 16, Issue(cuda_graph=True))
     assert step.seconds == pytest.approx(step.engines["cuda:0"] + step.engines["cpu"] + step.crossings)
     assert step.crossings == pytest.approx(26 * 2 * 50e-6, rel=0.01)
+
+
+WINDOWED = Core(scores=10.0, cached=4.0, repeated=64.0, window=128)
+
+
+@pytest.mark.parametrize(
+    ("core", "length", "prompt", "decoding"),
+    [
+        (replace(WINDOWED, window=0), 512, 256.5, 512),
+        (WINDOWED, 128, 64.5, 128),
+        (WINDOWED, 512, 512, 128),  # a mask: scores of all pairs, of which a token sees a window
+        (replace(WINDOWED, pair=30.0), 128, 128, 128),
+    ],
+)
+def test_scores_are_counted_as_they_are_computed(core: Core, length: int, prompt: float, decoding: int) -> None:
+    work = Work("attention", 0, "cpu", "bf16", core=core)
+    read, step = Amounts(Use("prefill", 1, length)), Amounts(Use("decode", 1, length))
+    assert read.scored(work) == 2 * length * prompt * 10
+    assert read.moved(work) == length * prompt * core.pair
+    assert step.scored(work) == 2 * decoding * 10
+    assert step.moved(work) == decoding * (4 + 64 + core.pair)
+    assert step.moved(replace(work, core=replace(core, fused=True))) == decoding * 4
+
+
+def test_sinks_keep_all_scores_in_memory_and_windows_are_those_of_the_layers() -> None:
+    model, other = captured("gpt_oss"), captured("qwen3_moe")
+    config = model.model.config
+    cores = [work.core for work in work_of(model, planned(model)) if work.kind == "attention"]
+    assert {core.window for core in cores} == {config.sliding_window, 0}
+    assert all(core.pair == 15 * config.num_attention_heads * 2 for core in cores)
+    assert all(work.core.pair == 0 for work in work_of(other, planned(other)))
+
+
+def test_a_graph_has_norms_in_two_kernels(v2_lite: CapturedModel) -> None:
+    norms = work_of(v2_lite, planned(v2_lite))[0]
+    amounts = Amounts(Use("decode", 1, 8))
+    assert (amounts.operators(norms), amounts.nodes(norms)) == (16, 4)
 
 
 def test_figures_of_other_thread_counts_are_between_those_around_them() -> None:
