@@ -7,8 +7,9 @@ case of `--what-if`; with `--plot` a picture of both. Nothing is compiled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -22,12 +23,14 @@ from ktc.cli.model_and_rules import model_and_rules
 from ktc.cli.options import AUTO, Experts, ForUse, Model, OptionalRules, Settings, Trust
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
-from ktc.diagnostics import Diagnostic, InputRefused, KtcError
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ktc.foundation.host import Host
+    from ktc.language.dsl.ruleset import RuleSet
+    from ktc.stages.capture import CapturedModel
     from ktc.stages.choose import Case, Chosen, Priced
 
 Budgets = tuple[tuple[str, tuple[int, ...]], ...]
@@ -35,10 +38,28 @@ Budgets = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A case and the plan that is chosen for it, or why there is none."""
+    """A case and the plan that is chosen for it, or why there is none.
+
+    `chunks` are those that a GPU computes a layer's experts in, 0 where none does; `ring` are the bytes that weights
+    pass through on their way to it, 0 where none are sent.
+    """
 
     case: Case
     chosen: Chosen | KtcError
+    chunks: int = 0
+    ring: int = 0
+
+    @classmethod
+    def of(cls, case: Case, chosen: Chosen | KtcError, captured: CapturedModel) -> _Row:
+        """Read the settings of the chosen plan."""
+        if isinstance(chosen, KtcError):
+            return cls(case, chosen)
+        from ktc.stages.cost import work_of
+
+        experts = [work.experts for work in work_of(captured, chosen.plan) if work.experts is not None and work.packed]
+        actions = (action for rewrite in chosen.plan.rewrites for action in rewrite.actions)
+        rings = (one.prefill.buffer for one in actions if one.prefill is not None and not one.prefill.resident)
+        return cls(case, chosen, max((one.chunks for one in experts if one.devices), default=0), max(rings, default=0))
 
 
 @in_session(writes=("plot",))
@@ -89,6 +110,7 @@ def plan_command(
     require_rules(rules, chosen)
     for described in (hosts or "").split(","):
         require_host(described.strip() or None)
+    budgets, lengths = _budgets(what_if or ()), _lengths(tokens)
     session.require_versions()
     from ktc import compiler
     from ktc.stages.choose import Case
@@ -100,25 +122,27 @@ def plan_command(
 
         require_drawable(plot, "a plan's picture")
     machines = _machines(hosts)
-    budgets, lengths = _budgets(what_if or ()), _lengths(tokens)
+    _require_devices(budgets, machines)
     with session.console.status("capturing and planning"):
         program, captured, weights = compiler.read(model, rules, chosen, trust_remote_code=trust)
         cases = (
             Case(name, host, budget, BatchShape(batch, length))
             for (name, host), budget, length in itertools.product(machines, _combined(budgets), lengths)
         )
-        planned = plan_cases(captured, weights.sources, program, cases)
-        rows = [_Row(case, chosen) for case, chosen in planned]
+        planned = plan_cases(captured, weights.sources, program, cases, partial(_in_format, rules, chosen))
+        rows = [_Row.of(case, one, captured) for case, one in planned]
     session.sources = program.sources
     session.result({"model": model, "rules": rules, "cases": [_to_json(row) for row in rows]})
     several = len(rows) > 1
     session.show(_cases_table(rows) if several else _plans_table(rows[0]))
     if not several and not isinstance(rows[0].chosen, KtcError):
-        for line in (*_traffic(rows[0].chosen.best), *_processes(rows[0].chosen)):
+        for line in (*_chunks(rows[0]), *_traffic(rows[0].chosen.best), *_processes(rows[0].chosen)):
             session.show(line)
     refused = [row.chosen for row in rows if isinstance(row.chosen, KtcError)]
     if refused and len(refused) == len(rows):
         raise refused[0]
+    if all(isinstance(row.chosen, KtcError) or row.chosen.plan.over_budget for row in rows):
+        raise HostLacks(*next(row.chosen.plan.over_budget for row in rows if not isinstance(row.chosen, KtcError)))
     if plot is not None:
         from ktc.tools.bench.plan_picture import draw
 
@@ -154,6 +178,14 @@ def _calibrate(session: Session, out: Path, size_of: _Size) -> None:
     session.show(tables(report))
 
 
+def _in_format(rules: str, settings: Mapping[str, str], name: str) -> RuleSet:
+    """Return the program with the routed experts in another format."""
+    from ktc.language import dsl
+    from ktc.stages.choose import FORMAT
+
+    return dsl.load(rules, {**settings, FORMAT: name})
+
+
 # Reading the options -------------------------------------------------------------------------------------------------
 def _machines(named: str | None) -> list[tuple[str, Host]]:
     from ktc.foundation.host_file import read_host
@@ -176,10 +208,25 @@ def _budgets(options: Sequence[str]) -> Budgets:
         if (device != "cpu" and not (device.startswith("cuda:") and number.isdecimal())) or None in parsed:
             message = f"`--what-if` needs DEVICE=SIZE,SIZE as in `cuda:0=12GB,24GB`, found `{option}`"
             faults.append(Diagnostic("U004", message))
+        if any(device == name for name, _ in budgets):
+            hint = f"give all sizes at once: `--what-if {device}=SIZE,SIZE`"
+            faults.append(Diagnostic("U004", f"two `--what-if` name `{device}`", hint=hint))
         budgets.append((device, tuple(nbytes for nbytes in parsed if nbytes is not None)))
     if faults:
         raise InputRefused(*faults)
     return tuple(budgets)
+
+
+def _require_devices(budgets: Budgets, machines: Sequence[tuple[str, Host]]) -> None:
+    """Raise InputRefused (U004) for budgets of GPUs that a machine lacks: they would change nothing."""
+    lacking = [
+        Diagnostic("U004", f"`--what-if` names `{device}`, and `{name}` has {len(host.gpus)} GPUs")
+        for device, _ in budgets
+        for name, host in machines
+        if device != "cpu" and int(device.removeprefix("cuda:")) >= len(host.gpus)
+    ]
+    if lacking:
+        raise InputRefused(*lacking)
 
 
 def _combined(budgets: Budgets) -> list[dict[str, int]]:
@@ -264,6 +311,14 @@ def _cases_table(rows: Sequence[_Row]) -> Table:
     return table
 
 
+def _chunks(row: _Row) -> Iterator[str]:
+    """Yield the settings of experts on a GPU that the prediction assumes."""
+    if row.chunks:
+        ring = f", and sent weights pass through a ring of {size(row.ring)} (`stream_buffer`)" if row.ring else ""
+        parts = "one chunk" if row.chunks == 1 else f"{row.chunks} chunks"
+        yield f"assumed: a GPU computes the experts of a layer in {parts} in calls of many tokens{ring}"
+
+
 def _traffic(best: Priced) -> Iterator[str]:
     """Yield what crosses each link in a call of each use, where anything does."""
     for one in best.predictions:
@@ -299,7 +354,8 @@ def _to_json(row: _Row) -> dict[str, Any]:
         return about | {"diagnostics": [to_json(one) for one in row.chosen.diagnostics]}
     one = row.chosen.processes
     processes = None if one is None else asdict(one) | {"tokens_per_second": one.tokens_per_second}
-    return about | {"plans": list(_plans_json(row.chosen)), "processes": processes}
+    settings = {"chunks": row.chunks, "stream_buffer": row.ring}
+    return about | {"plans": list(_plans_json(row.chosen)), "processes": processes, "settings": settings}
 
 
 def _plans_json(chosen: Chosen) -> Iterator[dict[str, Any]]:

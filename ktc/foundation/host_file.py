@@ -126,6 +126,8 @@ def _with_facts(root: Entries, here: Host) -> Host:
     cores = root.value("cores", _threads, f"a count from 1 to {MOST_THREADS}")
     threads = root.value("threads", _threads, f"a count from 1 to {MOST_THREADS}")
     numa = root.value("numa", _threads, f"a count from 1 to {MOST_THREADS}")
+    if (numa or 1) > (most := threads or cores or here.threads):
+        root.file.fault("H203", (*root.keys, "numa"), f"`numa` = {numa} nodes need as many threads, there are {most}")
     memory = root.value("memory", parse_bytes, 'a size such as "512GiB"')
     cpu = root.inside("cpu")
     cpu.refuse_unknown("name", *CPU_KEYS)
@@ -165,7 +167,8 @@ def parse_bytes(value: object) -> int | None:
     size = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?(?:iB|B)?)", str(value).strip())
     if not size or size[2] not in _BYTE_UNITS:
         return None
-    return int(float(size[1]) * _BYTE_UNITS[size[2]]) or None
+    nbytes = int(float(size[1]) * _BYTE_UNITS[size[2]])
+    return nbytes if 0 < nbytes < _MOST_BYTES else None
 
 
 def _name(value: object) -> str | None:

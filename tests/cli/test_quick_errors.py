@@ -51,6 +51,8 @@ MISTAKES = {
     "plan nofolder": "I100",
     "plan tiny:qwen3_moe --host nofile": "H205",
     "plan nofolder --calibrate": "L400",
+    "plan tiny:qwen3_moe --host h100 --what-if cuda:7=12GB": "U004",
+    "plan tiny:qwen3_moe --host h100 --what-if cuda:0=12GB --what-if cuda:0=24GB": "U004",
     "graph": "U010",
     "graph nofolder": "I100",
     "graph --diff a b": "I100",

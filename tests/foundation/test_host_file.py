@@ -114,6 +114,12 @@ def test_impossible_numbers_are_refused_at_their_place(tmp_path: Path, line: str
     assert place in ("call_us", "2", "median", "bus_gbps", "peer_gbps", "read_gbps")
 
 
+@pytest.mark.parametrize("text", ["cores = 4\nnuma = 5", 'memory = "9999999999TiB"', 'memory = "0GiB"'])
+def test_impossible_machines_are_refused(tmp_path: Path, text: str) -> None:
+    (fault,) = refused(tmp_path, text).diagnostics
+    assert fault.code == "H203" and fault.span is not None and fault.span.line == text.count("\n") + 1
+
+
 def test_all_faults_of_rates_come_together(tmp_path: Path) -> None:
     text = (
         "cores = 0\n[cpu]\nbandwith_gbps = 3\nbandwidth_gbps = { 0 = 1, x = 2, 2 = { median = 1, spred = 2 } }\n"

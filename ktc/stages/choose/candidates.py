@@ -28,14 +28,14 @@ _FILLED: Final = (1.0, 0.9, 0.75, 0.5)  # shares of the room that resident exper
 class Question:
     """What candidates are made of: a model, its plan and works on the CPU alone, the host, and bytes that GPUs hold.
 
-    `room` has the bytes of each GPU for weights. `experts` has the FQN of the experts by layer.
+    `uses` have their weights in the sum that is made least. `room` has the bytes of each GPU for weights. `experts` has the FQN of the experts by layer.
     """
 
     captured: CapturedModel
     plan: Plan
     works: tuple[Work, ...]
     host: Host
-    use: Use
+    uses: tuple[tuple[Use, float], ...]
     room: tuple[int, ...]
 
     @property
@@ -124,10 +124,13 @@ def _bytes(work: Work) -> float:
 
 
 def _gain(question: Question, work: Work) -> float:
-    """Return the seconds that a work saves on the first GPU."""
+    """Return the seconds that a work saves on the first GPU in all uses."""
     rates, threads = question.host.rates, question.host.workers
     cpu, gpu = (replace(work, device=device) for device in ("cpu", "cuda:0"))
-    return predict((cpu,), question.use, rates, threads).seconds - predict((gpu,), question.use, rates, threads).seconds
+    return sum(
+        weight * (predict((cpu,), use, rates, threads).seconds - predict((gpu,), use, rates, threads).seconds)
+        for use, weight in question.uses
+    )
 
 
 # Routed experts ------------------------------------------------------------------------------------------------------
@@ -145,7 +148,8 @@ def _sent(question: Question, on_gpu: Choices, gpus: tuple[str, ...], left: int)
         if count > 0:
             resident = frozenset(question.experts[layer] for layer in spread(layers, count))
             rest = f", of {len(layers) - count} sent for calls of {least:,} tokens or more" * (count < len(layers))
-            yield Candidate(f"experts of {count} layers on {where}{rest}", replace(sent, resident=resident))
+            layers_of = f"{count} layer" + "s" * (count > 1)
+            yield Candidate(f"experts of {layers_of} on {where}{rest}", replace(sent, resident=resident))
 
 
 def _whole(question: Question, gpus: tuple[str, ...]) -> Iterator[Candidate]:

@@ -86,8 +86,8 @@ class Planner:
             int((1 - _WORKSPACE) * (budget_of(f"cuda:{number}", self._rules, self._host) or 0))
             for number in range(len(self._host.gpus))
         )
-        use = uses_of(base.mode, self._must_fit)[-1][0]
-        return Question(self._captured, base, work_of(self._captured, base), self._host, use, room)
+        uses = uses_of(base.mode, self._must_fit)
+        return Question(self._captured, base, work_of(self._captured, base), self._host, uses, room)
 
     def _attempts(self, question: Question) -> list[Priced]:
         return [self._attempt(candidate) for candidate in candidates(question) if candidate is not CPU]
@@ -113,7 +113,7 @@ def predictions_of(
     works = work_of(captured, plan)
     stacked = any(spec.op == "fused_moe" for spec in plan.kernels)
     uses = tuple(use for use, _ in uses_of(plan.mode, shape))
-    issue = Issue(plan.cuda_graph, plan.native_step, 1 if stacked else uses[0].batch)
+    issue = Issue(plan.cuda_graph, plan.native_step, 1 if stacked else uses[0].batch, whole=True)
     return tuple(predict(works, use, host.rates, host.workers, issue) for use in uses)
 
 

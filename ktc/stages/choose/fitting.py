@@ -81,12 +81,14 @@ def _formats(chosen: Chosen, rules: RuleSet, in_format: Callable[[str], Chosen])
             other = in_format(name)
         except KtcError:
             continue  # the checkpoint or the sizes do not permit it
-        needed = needed_bytes(_tightest(other))
+        needed = needed_bytes(tightest := _tightest(other))
         if sum(needed.values()) < least:
             least = sum(needed.values())
-            fits = "still does not fit" if other.plan.over_budget else "fits"
+            use = _least(tightest)
+            short = f"leaves too little for batch {use.batch} and length {use.length}, and needs in all"
+            fits = "still does not fit" if other.plan.over_budget else short if _shortfall(tightest) else "fits"
             sizes = ", ".join(f"{gib(size)} on `{device}`" for device, size in needed.items())
-            yield f"`--set {FORMAT}={name}` {fits} with {sizes}: it {COSTS[name]}"
+            yield f"`--set {FORMAT}={name}` {fits}{'' if fits is short else ' with'} {sizes}: it {COSTS[name]}"
 
 
 def with_less_room(host: Host, planned: Mapping[str, int]) -> Host | None:

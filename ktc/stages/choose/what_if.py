@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ktc.diagnostics import KtcError
@@ -11,6 +11,7 @@ from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.checkpoint import WeightSource
 from ktc.stages.capture import CapturedModel
 from ktc.stages.choose.choose import Planner
+from ktc.stages.choose.fitting import with_ways_out
 from ktc.stages.choose.types import Chosen
 from ktc.stages.match import match
 from ktc.stages.plan.types import ANY_SIZE, BatchShape
@@ -27,13 +28,24 @@ class Case:
 
 
 def what_if(
-    captured: CapturedModel, weights: Sequence[WeightSource], rules: RuleSet, cases: Iterable[Case]
-) -> Iterator[tuple[Case, Chosen | KtcError]]:
-    """Yield each case with what the planner chooses, or with its refusal."""
+    captured: CapturedModel, weights: Sequence[WeightSource], rules: RuleSet, cases: Iterable[Case],
+    in_format: Callable[[str], RuleSet] | None = None,
+) -> Iterator[tuple[Case, Chosen | KtcError]]:  # fmt: skip
+    """Yield each case with what the planner chooses, or with its refusal.
+
+    With `in_format`, the program in another format of the experts, a plan that does not fit has the ways out.
+    """
     for case in cases:
-        program = replace(rules, plan={**rules.plan, **case.budgets})
-        try:
+
+        def choose(program: RuleSet, case: Case = case) -> Chosen:
+            program = replace(program, plan={**program.plan, **case.budgets})
             matches = match(captured, program, case.host)
-            yield case, Planner(captured, weights, matches, program, case.host, case.shape).chosen()
+            return Planner(captured, weights, matches, program, case.host, case.shape).chosen()
+
+        try:
+            chosen = choose(rules)
+            if in_format is not None:
+                chosen = with_ways_out(chosen, rules, lambda name, choose=choose: choose(in_format(name)))
+            yield case, chosen
         except KtcError as error:
             yield case, error

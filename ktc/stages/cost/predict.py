@@ -14,7 +14,7 @@ from typing import Final
 
 from ktc.foundation.rates import Figure, GpuRates, Rates
 from ktc.stages.cost.amounts import Amounts
-from ktc.stages.cost.traffic import traffic_of
+from ktc.stages.cost.traffic import states, traffic_of
 from ktc.stages.cost.types import Prediction, Use, Work
 
 _OPTIMIZER_BYTES: Final = 28  # of AdamW per fp32 parameter: gradient, two moments, the parameter, read and written
@@ -37,12 +37,14 @@ _BESIDE: Final = 0.2
 class Issue:
     """Whether decoding steps are CUDA graphs, or native programs on the CPU; otherwise PyTorch issues operators.
 
-    A training step of a model without kernels for its experts has a call per sequence; with them, one for all.
+    A training step of a model without kernels for its experts has a call per sequence; with them, one for all. A
+    `whole` model does more than its layers: a part of one is predicted without that.
     """
 
     cuda_graph: bool = False
     native_step: bool = False
     calls: int = 1
+    whole: bool = False
 
 
 AS_PYTORCH: Final = Issue()
@@ -66,15 +68,16 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
         if gpu and work.experts is not None and "cpu" in busy:
             crossed = clock.crossing(gpu, work)
             crossings, waited = crossings + crossed, waited + crossed + busy["cpu"]
-    if gpu and not clock.issue.cuda_graph:
+        waited += clock.shared(work)
+    if gpu and issue.whole and not clock.issue.cuda_graph:
         engines["host"] += amounts.calls * _CALL * _LAUNCHES * clock.launch(gpu)
     if use.trains:
         kinds["optimizer"] = clock.optimizer(works)
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
-        waited += use.batch * _MICRO_BATCH * clock.launch(gpu)
+        waited += use.batch * _MICRO_BATCH * clock.launch(gpu) * issue.whole
     binds = max(engines, key=lambda name: engines[name])
     traffic = traffic_of(works, amounts)
-    between = _STEP * clock.launch(gpu) if clock.issue.cuda_graph else 0.0
+    between = _STEP * clock.launch(gpu) * issue.whole if clock.issue.cuda_graph else 0.0
     return Prediction(use, _total(engines, in_turn, waited) + between, kinds, engines, crossings, binds, traffic)
 
 
@@ -159,11 +162,24 @@ class _Clock:
         busy: dict[str, float] = {}
         for device in devices:
             for engine, seconds in self._on_gpu(work, device).items():
-                busy[engine] = busy.get(engine, 0.0) + seconds / (len(devices) if engine != "host" else 1)
+                busy[engine] = seconds if engine == "host" else seconds / len(devices)
             if not work.experts.resident:
                 sent = self.amounts.passes * work.weights / len(devices)
                 busy[f"bus:{device}"] = sent / self._bus(len(devices), device)
         return busy
+
+    def shared(self, work: Work) -> float:
+        """Return the seconds that GPUs which share a layer wait for each other.
+
+        Python issues the chunks of one after those of another, and hidden states and sums cross between them.
+        """
+        devices = work.experts.sent_to(self.amounts.use.tokens) if work.experts else ()
+        if len(devices) < 2:
+            return 0.0
+        first = self._gpu(devices[0])
+        issued = self.amounts.issued(work) * _LAUNCHES * first.launch.median
+        link = first.bus.median / 2 if self.rates.peer is None else self.rates.peer.median
+        return (len(devices) - 1) * (issued + 2 * states(work, self.amounts) / link)
 
     def _bus(self, buses: int, device: str) -> float:
         """Return the bytes/s of one of several buses that work at once."""

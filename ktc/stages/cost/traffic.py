@@ -17,7 +17,7 @@ def traffic_of(works: Sequence[Work], amounts: Amounts) -> Mapping[tuple[str, st
     stands = next((work.device for work in works if work.kind == "norms"), _HOST)  # the device of the hidden state
     for work in works:
         if work.kind == "norms":
-            total[_link(stands, work.device)] += _states(work, amounts)
+            total[_link(stands, work.device)] += states(work, amounts)
             stands = work.device
         for link, nbytes in _of_work(work, stands, amounts):
             total[link] += nbytes
@@ -28,16 +28,16 @@ def _of_work(work: Work, stands: str, amounts: Amounts) -> Iterator[tuple[tuple[
     if work.experts is None:
         yield _link(_HOST, work.device), amounts.passes * work.streamed
         if work.kind in ("attention", "mlp"):
-            yield _link(stands, work.device), 2 * _states(work, amounts)
+            yield _link(stands, work.device), 2 * states(work, amounts)
         return
     devices = work.experts.sent_to(amounts.use.tokens) or (work.device,)
     for device in devices:
-        yield _link(stands, device), 2 * _states(work, amounts)
+        yield _link(stands, device), 2 * states(work, amounts)
         if work.packed and device != _HOST and not work.experts.resident:
             yield _link(_HOST, device), amounts.passes * work.weights / len(devices)
 
 
-def _states(work: Work, amounts: Amounts) -> float:
+def states(work: Work, amounts: Amounts) -> float:
     """Return the bytes of hidden states in one direction, and of their gradients in the other."""
     return (1 + amounts.again + amounts.use.trains) * amounts.use.tokens * work.hidden
 
