@@ -124,6 +124,7 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     ruleset, captured, weights = read(
         model, rules, settings, observe,
         to_compile=to_compile, random_weights=random_weights, trust_remote_code=trust_remote_code,
+        text_only=text_only,
     )  # fmt: skip
 
     def in_format(name: str) -> dsl.RuleSet:
@@ -141,6 +142,7 @@ def read(
     to_compile: bool = False,
     random_weights: bool = False,
     trust_remote_code: bool = False,
+    text_only: bool = False,
 ) -> tuple[dsl.RuleSet, CapturedModel, WeightMap]:
     """Run the stages that no machine changes: rules, the captured model, and the rows of its checkpoint."""
     ruleset = dsl.load(rules, settings or {})

@@ -28,7 +28,8 @@ _FILLED: Final = (1.0, 0.9, 0.75, 0.5)  # shares of the room that resident exper
 class Question:
     """What candidates are made of: a model, its plan and works on the CPU alone, the host, and bytes that GPUs hold.
 
-    `uses` have their weights in the sum that is made least. `room` has the bytes of each GPU for weights. `experts` has the FQN of the experts by layer.
+    `uses` have their weights in the sum that is made least. `room` has the bytes of each GPU for weights. `experts` has
+    the FQN of the experts by layer.
     """
 
     captured: CapturedModel

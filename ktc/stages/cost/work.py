@@ -231,7 +231,11 @@ class _Works:
 
 def _inside(graph: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     """Return the operators that a folded node stands for, or the node itself."""
-    return nodes_of(graph.get_submodule(str(node.target))) if node.op == "call_module" else [node]
+    if node.op != "call_module":
+        return [node]
+    folded = graph.get_submodule(str(node.target))
+    assert isinstance(folded, fx.GraphModule), "a folded node is a graph"
+    return nodes_of(folded)
 
 
 def _computes(node: fx.Node) -> bool:

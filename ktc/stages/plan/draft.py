@@ -75,7 +75,7 @@ class PlanDraft:
     reasons: tuple[Reason, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     over_budget: tuple[Diagnostic, ...] = ()
-    trains: bool = field(init=False)  # whether the program trains: asked for each node of each candidate
+    trains: bool = field(init=False)  # whether the program trains: every node of every candidate reads it
 
     def __post_init__(self) -> None:
         """Decide once per draft whether the program trains."""
