@@ -133,7 +133,7 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     return _decide(ruleset, captured, weights, host, observe, must_fit, in_format)
 
 
-def read(
+def read(  # noqa: PLR0913 - the options of `analyse`
     model: Model,
     rules: str | Path,
     settings: Mapping[str, str] | None = None,
