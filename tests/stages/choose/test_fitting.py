@@ -63,6 +63,6 @@ def test_a_format_that_is_too_large_too_says_so_and_no_coarser_one_is_left_out()
 
 
 def test_a_format_that_leaves_too_little_for_the_input_is_not_said_to_fit() -> None:
-    words = hint(chosen(replace(CPU, memory=24 * GIB), use="train"))
+    words = hint(chosen(replace(CPU, memory=22 * GIB), use="train"))
     assert "`--set format=int4` leaves too little for batch 1 and length 2048, and needs in all" in words
     assert "`--set format=int4` fits" not in words
