@@ -114,7 +114,9 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
 
 def _modelopt_problems(config: Mapping[str, Any]) -> tuple[Diagnostic, ...]:
     """Return the problem of an algorithm of ModelOpt other than NVFP4."""
-    algorithm: object = config.get("quant_algo", _NVFP4)
+    nested: object = config.get("quantization")  # as in hf_quant_config.json
+    inner = cast("Mapping[str, Any]", nested) if isinstance(nested, Mapping) else {}
+    algorithm: object = config.get("quant_algo", inner.get("quant_algo", _NVFP4))
     if algorithm == _NVFP4:
         return ()
     shown = f"`{algorithm:.40}`" if isinstance(algorithm, str) else type(algorithm).__name__

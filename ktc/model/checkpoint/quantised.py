@@ -98,6 +98,8 @@ def _weight(entry: TensorEntry, tensors: Mapping[str, TensorEntry], config: Quan
     if entry.name.endswith(".weight_packed") and entry.dtype == "u8":
         return StoredWeight(entry.name.removesuffix("_packed"), entry, _nvfp4_packed(entry, tensors, config))
     if _is_modelopt(entry, tensors):
+        if f"{entry.name.rpartition('.')[0]}.pre_quant_scale" in tensors:
+            raise _Refused("has inputs with factors of their own (`pre_quant_scale`), as ModelOpt's NVFP4_AWQ")
         return StoredWeight(entry.name, entry, _nvfp4(entry, tensors, f"{entry.name}_scale", f"{entry.name}_scale_2"))
     if entry.name.endswith(".weight_packed"):
         return StoredWeight(entry.name.removesuffix("_packed"), entry, _int4(entry, tensors, config))

@@ -151,7 +151,8 @@ class CapturedModel:
             return asymmetric
         if self._is_fp4 and self._quantization.get("quant_method") != "mxfp4":
             return "nvfp4"
-        return METHODS.get(str(self._quantization.get("quant_method")), dtype_name(self.model.dtype))
+        method = str(self._quantization.get("quant_method"))
+        return dtype_name(self.model.dtype) if method == "modelopt" else METHODS.get(method, dtype_name(self.model.dtype))
 
     @property
     def stored_group(self) -> int:
@@ -168,8 +169,11 @@ class CapturedModel:
     @property
     def _is_fp4(self) -> bool:
         """Whether the config is of MXFP4 or NVFP4."""
-        of_group = (self._weight_settings.get("type"), self._weight_settings.get("num_bits"))
-        return self._quantization.get("quant_method") in ("mxfp4", "modelopt") or of_group == ("float", 4)
+        method, settings = self._quantization.get("quant_method"), self._weight_settings
+        if method == "modelopt":
+            return self._quantization.get("quant_algo", "NVFP4") == "NVFP4"
+        of_group = (settings.get("type"), settings.get("num_bits"), settings.get("group_size"))
+        return method == "mxfp4" or of_group == ("float", 4, 16)
 
     @property
     def _quantization(self) -> Mapping[str, Any]:

@@ -80,6 +80,7 @@ GROUP = "`quantization_config.config_groups.group_0"
         ({"quant_method": ["fp8"]}, "quantised by `list`"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantised by ModelOpt's `FP8`; ktc reads NVFP4"),
         ({"quant_method": "modelopt", "quant_algo": [1]}, "quantised by ModelOpt's list"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4_AWQ"}}, "ModelOpt's `NVFP4_AWQ`; ktc"),
         (config_of(ignore=["re:a"] * 1001), "more than 1000 groups or patterns"),
     ],
 )

@@ -271,6 +271,18 @@ def test_scales_of_activations_are_told_and_not_used(tmp_path: Path) -> None:
     assert (warning.code, warning.severity, "1 of NVFP4" in warning.message) == ("I124", "warning", True)
 
 
+def test_nvfp4_whose_inputs_have_factors_is_refused(tmp_path: Path) -> None:
+    model, tensors = twin_of("deepseek_v3", tmp_path)
+    stored, _ = in_nvfp4(tensors.pop("model.layers.0.self_attn.o_proj.weight").float())
+    tensors |= {f"model.layers.0.self_attn.o_proj.{key}": tensor for key, tensor in as_modelopt(stored).items()}
+    tensors["model.layers.0.self_attn.o_proj.pre_quant_scale"] = torch.ones(64)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputRefused) as refused:
+        map_weights(model, open_index(tmp_path))
+    (problem,) = refused.value.diagnostics
+    assert (problem.code, "NVFP4_AWQ" in problem.message) == ("I117", True)
+
+
 # Whole checkpoints
 
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"

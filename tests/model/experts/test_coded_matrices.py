@@ -39,7 +39,7 @@ OTHERS = [spec_of(ISAS[0], codes=("int4", 128)), spec_of(ISAS[0], codes=("fp8", 
           spec_of(ISAS[0], "bf16", "silu biased", codes=("int4", 32))]  # fmt: skip
 
 
-def test_a_gpu_multiplies_the_codes_of_every_format() -> None:
+def test_every_coded_format_has_codes_for_gpus() -> None:
     coded = {name for name, row in FORMATS.items() if codes_of(row, 128) is not None}
     assert coded == {name for name, row in FORMATS.items() if row.coded}
 
