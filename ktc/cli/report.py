@@ -165,7 +165,9 @@ def _model(value: ModelSource) -> str:
 def _capture(value: CapturedModel) -> str:
     opaque = sum(block.graph is None for block in value.blocks)
     blocks = f"{count(len(value.blocks), 'distinct block')} at {count(len(value.sites), 'place')}"
-    return f"{blocks}, {opaque} opaque" if opaque else blocks
+    recurrent = sum(block.recurrent for block in value.blocks)
+    further = [f"{opaque} opaque"] * bool(opaque) + [f"{recurrent} with an opaque recurrence"] * bool(recurrent)
+    return ", ".join((blocks, *further))
 
 
 def _weights(value: WeightMap) -> str:

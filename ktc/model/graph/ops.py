@@ -29,7 +29,7 @@ TRANSPARENT = frozenset({
 })  # fmt: skip
 COMMUTATIVE = frozenset({"add", "mul"})
 # Operators at which `from(t)` in a pattern stops.
-SEMANTIC = frozenset({"linear", "sdpa", "experts"})
+SEMANTIC = frozenset({"linear", "sdpa", "experts", "recurrence"})
 # Required arguments that no pattern names: with another value the node is another operator.
 PLAIN: dict[str, dict[str, Any]] = {
     "topk": {"largest": True}, "add": {"alpha": 1}, "sub": {"alpha": 1}, "div": {"rounding_mode": None},
@@ -54,7 +54,7 @@ _NAMES: dict[str, str] = {
 }  # fmt: skip
 _OPERANDS = {
     "linear": 1, "rms_norm": 1, "layer_norm": 1, "softmax": 1, "topk": 1, "sum": 1, "max": 1, "mean": 1, "split": 1,
-    "masked_fill": 2, "experts": 3, "sdpa": 3, "rope": 1, "zeros_like": 1, "full_like": 1, "slice": 1,
+    "conv1d": 1, "masked_fill": 2, "experts": 3, "sdpa": 3, "rope": 1, "zeros_like": 1, "full_like": 1, "slice": 1,
 }  # fmt: skip
 # Optional arguments of `sdpa`; the attributes of these names are whether they are given.
 _SDPA_OPTIONS = ("sinks", "mask", "softcap", "bias")
@@ -123,6 +123,21 @@ def _weights_of(
 def data_mask(mask: Tensor, inputs: list[Tensor]) -> Tensor:
     """Choose keys by a module's own code, which reads data: the graph has its place and not its computation."""
     raise NotImplementedError("the mask of this block is computed by its own code alone")
+
+
+def recurrence(*values: Tensor) -> Tensor:
+    """Join positions other than by attention: the opaque core of a recurrent layer, which its block computes."""
+    raise NotImplementedError("the core of a recurrent layer is computed by its own code alone")
+
+
+def computed(*values: Tensor) -> Tensor:
+    """Compute with values by code that a graph of a recurrent layer does not show."""
+    raise NotImplementedError("a graph of a recurrent layer shows no code between its parts")
+
+
+def norm(value: Tensor) -> Tensor:
+    """Normalise a value by a module with code of its own: of a recurrent layer, often with a gate."""
+    raise NotImplementedError("a norm of a recurrent layer is computed by its own code alone")
 
 
 def transfer(value: Tensor, device: str) -> Tensor:

@@ -37,6 +37,7 @@ from ktc.stages.capture.normal_form import normalise
 from ktc.stages.capture.own_markers import not_recognised, recognised
 from ktc.stages.capture.reasons import reason_of
 from ktc.stages.capture.record import Call, record
+from ktc.stages.capture.recurrence import recurrent_graph
 from ktc.stages.capture.shared_weights import shared_names, sharing
 from ktc.stages.capture.trace import recording_reads
 from ktc.stages.capture.types import (
@@ -168,6 +169,8 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
     except Exception as error:  # noqa: BLE001 - as below; a list of modules is not always a loop over experts
         no_experts = str(error) if isinstance(error, NoExperts) else reason_of(error)
     try:
+        if (recurrent := recurrent_graph(block, *call)) is not None:
+            return BlockGraph(key, name, _with_own_linears(recurrent, block))
         if long := reason_not_exported(block, *call):
             return BlockGraph(key, name, None, long)
         graph = _with_own_linears(normalise(export_block(block, *call)), block)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ktc.model.checkpoint import CheckpointIndex
 
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")  # where families write the number of experts
+_JOINING = frozenset({"recurrence", "conv1d", "convolution"})  # operators that join positions, besides attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,11 @@ class BlockGraph:
     experts: ExpertList | None = None  # the list whose loop the graph replaces
     own_experts: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
     refuted: str = ""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the graph is that of a recurrent layer, whose core it does not show."""
+        return self.graph is not None and any(ops.operator(node) == "recurrence" for node in nodes_of(self.graph))
 
     @property
     def unchanged(self) -> str:
@@ -194,8 +200,17 @@ class CapturedModel:
             "layers": len({s.layer for s in self.sites}),
             "hidden": self._hidden(),
             "experts": self._experts(),
+            "recurrent": self._recurrent(),
             "dtype": dtype_name(self.model.dtype),
         }
+
+    def _recurrent(self) -> int:
+        """Return the number of layers that join positions by a recurrence or a convolution."""
+        graphs = {block.key: block.graph for block in self.blocks if block.graph is not None}
+        joining = {
+            key for key, graph in graphs.items() if any(ops.operator(node) in _JOINING for node in nodes_of(graph))
+        }
+        return len({site.layer for site in self.sites if site.block in joining})
 
     def _hidden(self) -> int:
         """Return the embedding's width if the config has another name for it; 0 if there is no embedding."""

@@ -93,13 +93,18 @@ class _Works:
         return tuple(replace(work, layer=site.layer) for work in self._known[key])
 
     def _block(self, site: BlockSite, rewrite: BlockRewrite | None, device: str) -> Iterator[Work]:
-        graph = self._captured.block(site.block).graph
-        if graph is None:
-            yield self._opaque(site, device)
-            return
-        actions: dict[str, list[NodeAction]] = {}
+        block = self._captured.block(site.block)
+        graph, actions = block.graph, dict[str, list[NodeAction]]()
         for action in rewrite.actions if rewrite else ():
             actions.setdefault(action.node, []).append(action)
+        if graph is None or block.recurrent:
+            work = self._opaque(site, device)
+            for node in [] if graph is None else nodes_of(graph):
+                if ops.operator(node) == "linear":
+                    adapted = self._linear(work, node, actions.get(node.name, []), site)
+                    work = replace(adapted, products=work.products, weights=work.weights)
+            yield work
+            return
         rest = Work("mlp", None, device, self._dtype, hidden=int(self._captured.facts["hidden"]) * self._item)
         for node in nodes_of(graph):
             name = ops.operator(node)

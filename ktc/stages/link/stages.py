@@ -10,7 +10,7 @@ from typing import cast
 from torch import fx
 
 from ktc.stages.capture import BlockGraph, BlockSite, CapturedModel
-from ktc.stages.match import Binding, Match, Matches, NodeRef, SubMatch
+from ktc.stages.match import Binding, Match, Matches, NodeRef, NodeSet, SubMatch
 from ktc.stages.pictures.dump import SCHEMA, BlockDump, MatchDump, ModelDump, ModuleDump, NodeDump, Stage, dump_block
 from ktc.stages.plan import BlockRewrite, Plan
 from ktc.stages.plan.placement import device_of
@@ -122,6 +122,8 @@ def _captures(bindings: Mapping[str, Binding], prefix: str = "") -> Iterator[tup
     for name, binding in bindings.items():
         if isinstance(binding, SubMatch):
             yield from _captures(binding.bindings, f"{prefix}{name}.")
+        elif isinstance(binding, NodeSet):
+            yield f"{prefix}{name}", ", ".join(binding.nodes)
         elif isinstance(binding, NodeRef):
             yield f"{prefix}{name}", binding.node + (f"[{binding.index}]" if binding.index else "")
         else:

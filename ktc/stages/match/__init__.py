@@ -5,6 +5,6 @@ a new match, so the order of rules has no effect.
 """
 
 from ktc.stages.match.select import match
-from ktc.stages.match.types import Binding, Match, Matches, NearMiss, NodeRef, SubMatch
+from ktc.stages.match.types import Binding, Match, Matches, NearMiss, NodeRef, NodeSet, SubMatch
 
-__all__ = ["Binding", "Match", "Matches", "NearMiss", "NodeRef", "SubMatch", "match"]
+__all__ = ["Binding", "Match", "Matches", "NearMiss", "NodeRef", "NodeSet", "SubMatch", "match"]

@@ -12,7 +12,7 @@ from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.targets.settings import Value
 from ktc.stages.capture import CapturedModel
-from ktc.stages.match.types import Binding, Match, NodeRef, SubMatch
+from ktc.stages.match.types import Binding, Match, NodeRef, NodeSet, SubMatch
 
 _BITS = {"f64": 64, "f32": 32, "i64": 64, "fp8": 8}
 
@@ -85,6 +85,10 @@ class Facts:
                 return self.captured.facts["dtype"]
             case "intensity":
                 return self._intensity(match, binding)
+            case "head":
+                return path == self.captured.ends[1]
+            case "routes":
+                return isinstance(binding, NodeRef) and routes(self.node(match.block, binding.node))
             case _ if isinstance(binding, NodeRef):
                 return ops.attributes(self.node(match.block, binding.node)).get(name)
             case _:
@@ -151,9 +155,31 @@ class Facts:
 def _leaves(binding: Binding) -> list[str]:
     if isinstance(binding, NodeRef):
         return [binding.node]
+    if isinstance(binding, NodeSet):
+        return list(binding.nodes)
     if not isinstance(binding, SubMatch):
         return []
     return list(dict.fromkeys(leaf for inner in binding.bindings.values() for leaf in _leaves(inner)))
+
+
+def routes(linear: fx.Node) -> bool:
+    """Return whether the result of a linear layer chooses or weighs experts.
+
+    Experts may run in another block than their router: then a choice of the largest scores without attention is one.
+    """
+    names = {ops.operator(node) for node in linear.graph.nodes}
+    seen, todo = {linear}, list(linear.users)
+    while todo:
+        node = todo.pop()
+        routing = {argument for argument in node.args[1:3] if isinstance(argument, fx.Node)}
+        if ops.operator(node) == "experts" and seen & routing:
+            return True
+        if ops.operator(node) == "topk" and not names & {"experts", "sdpa"}:
+            return True
+        if node not in seen and ops.operator(node) != "experts":
+            seen.add(node)
+            todo += node.users
+    return False
 
 
 def common_path(site: str, fqns: list[str]) -> str:

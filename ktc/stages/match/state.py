@@ -10,7 +10,7 @@ from torch import fx
 from ktc.model.graph import ops
 from ktc.model.graph.fold import tensor_inputs
 from ktc.model.graph.typed import input_of
-from ktc.stages.match.types import Binding, NodeRef, SubMatch
+from ktc.stages.match.types import Binding, NodeRef, NodeSet, SubMatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,21 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Several:
+    """The values that `every` found, in the order of the graph."""
+
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """The current bindings: values by name, members of sub-patterns not yet entered, and the nodes used."""
 
-    names: Mapping[str, Value | Sub]
+    names: Mapping[str, Value | Several | Sub]
     pending: Mapping[tuple[str, str], Value]
     nodes: frozenset[fx.Node]
 
-    def bind(self, name: str, value: Value | Sub) -> State:
+    def bind(self, name: str, value: Value | Several | Sub) -> State:
         return replace(self, names={**self.names, name: value})
 
 
@@ -77,6 +84,17 @@ def sources_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     return list(sources), passed
 
 
+def upstream_of(node: fx.Node) -> list[fx.Node]:
+    """Return `node` and all nodes that flow into it, near and far, in the order of the graph."""
+    reached, todo = set[fx.Node](), [node]
+    while todo:
+        current = todo.pop()
+        if current not in reached:
+            reached.add(current)
+            todo += tensor_inputs(current)
+    return sorted(reached)
+
+
 def _result_index(getitem: fx.Node) -> int:
     index = getitem.args[1]
     assert isinstance(index, int), f"`{getitem.name}` does not take a single result"
@@ -96,6 +114,8 @@ def freeze(sub: Sub) -> SubMatch:
     for name, value in sub.state.names.items():
         if isinstance(value, Sub):
             frozen[name] = freeze(value)
+        elif isinstance(value, Several):
+            frozen[name] = NodeSet(tuple(one.node.name for one in value.values if one.node is not None))
         else:
             frozen[name] = value.scalar if value.node is None else NodeRef(value.node.name, value.index)
     return SubMatch(sub.pattern, frozen)

@@ -16,7 +16,7 @@ from ktc.diagnostics import Span
 from ktc.language.dsl import syntax
 from ktc.language.dsl.ruleset import PatternDefinition, RuleSet
 from ktc.model.graph import ops
-from ktc.stages.match.state import EMPTY, State, Sub, Value, freeze, look, settle, sources_of
+from ktc.stages.match.state import EMPTY, Several, State, Sub, Value, freeze, look, settle, sources_of, upstream_of
 from ktc.stages.match.types import SubMatch
 
 STEP_BUDGET = 20_000  # per root; a pattern that needs more is refused as ambiguous
@@ -167,6 +167,9 @@ class TermMatcher:
         if wanted == "from":
             yield from self._from(pattern, call.operands[0], value, state)
             return
+        if wanted == "every":
+            yield from self._every(pattern, call.operands[0], value, state)
+            return
         if wanted == "const":
             if value.node is None:
                 yield state
@@ -200,6 +203,22 @@ class TermMatcher:
         fitting = [states for source in sources if (states := list(self._term(pattern, term, Value(source), here)))]
         if len(fitting) == 1:
             yield from fitting[0]
+
+    def _every(self, pattern: PatternDefinition, term: syntax.Term, value: Value, state: State) -> Iterator[State]:
+        """Bind the name `term` to every node that fits its definition among those that flow into `value`."""
+        if value.node is None or not isinstance(term, syntax.Use):
+            return
+        name, fitting = term.parts[0], list[Value]()
+        for node in upstream_of(value.node):
+            if ops.operator(node) in ops.TRANSPARENT or node.op in ("placeholder", "get_attr"):
+                continue
+            found = next(self._term(pattern, term, Value(node), state), None)
+            if found is not None:
+                names = {other: bound for other, bound in found.names.items() if other != name}
+                state = replace(found, names=names)
+                fitting.append(Value(node))
+        if fitting:
+            yield state.bind(name, Several(tuple(fitting)))
 
     def _all(self, pattern: PatternDefinition, pairs: list[tuple[syntax.Term, Value]], state: State) -> Iterator[State]:
         if not pairs:

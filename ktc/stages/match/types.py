@@ -17,6 +17,13 @@ class NodeRef:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeSet:
+    """All nodes that `every` found, by their names, in the order of the graph."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SubMatch:
     """The bindings of an inlined pattern."""
 
@@ -24,7 +31,7 @@ class SubMatch:
     bindings: Mapping[str, Binding]
 
 
-Binding = NodeRef | SubMatch | int | float
+Binding = NodeRef | NodeSet | SubMatch | int | float
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_by_name
 from ktc.model.targets.node_plan import Claim
 from ktc.stages.capture import CapturedModel
-from ktc.stages.match import Binding, Match, Matches, NodeRef, SubMatch
+from ktc.stages.match import Binding, Match, Matches, NodeRef, NodeSet, SubMatch
 from ktc.stages.plan.draft import PlanDraft
 
 Slot = tuple[str, str, str]  # facet, site or module path, node
@@ -94,6 +94,8 @@ def _roots(binding: Binding) -> list[str]:
     """Return the node of a capture; for a sub-pattern, every node it bound."""
     if isinstance(binding, NodeRef):
         return [binding.node]
+    if isinstance(binding, NodeSet):
+        return list(binding.nodes)
     if isinstance(binding, SubMatch):
         return [name for inner in binding.bindings.values() for name in _roots(inner)]
     return []

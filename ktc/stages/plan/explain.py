@@ -17,6 +17,7 @@ def explain(draft: PlanDraft) -> PlanDraft:
     nodes = {rewrite.key: by_site[rewrite.sites[0].fqn] for rewrite in draft.rewrites}
     reasons = (
         *(reason for rewrite in draft.rewrites for reason in _of_rewrite(draft, rewrite, nodes[rewrite.key])),
+        *_of_recurrences(draft),
         *(_of_uncaptured(draft, plan) for plan in draft.nodes if plan.target.replaces_modules and not plan.claim.node),
         *_of_placements(draft.placements),
         *_untouched(draft),
@@ -44,6 +45,15 @@ def _of_rewrite(draft: PlanDraft, rewrite: BlockRewrite, nodes: Sequence[NodePla
             by = f"rule `{adapter.rule}` ({adapter.span})"
             yield Reason(what, f"take LoRA on {_ranks(draft.lora, first.claim.path)}, in the same node: {by}")
         yield from (Reason(what, text) for text in why[1:])
+
+
+def _of_recurrences(draft: PlanDraft) -> Iterator[Reason]:
+    """Yield that the cores of rewritten recurrent layers run as stock."""
+    for rewrite in draft.rewrites:
+        block = draft.captured.block(rewrite.block)
+        if block.recurrent:
+            text = f"is recurrent: rules rewrite its projections, and the core of `{block.class_name}` runs as stock"
+            yield Reason(collapse([site.fqn for site in rewrite.sites]), text)
 
 
 def _ranks(lora: LoraPlan, path: str) -> str:

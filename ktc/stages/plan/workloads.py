@@ -121,8 +121,8 @@ def _notes(captured: CapturedModel) -> Iterator[str]:
     yield "budgets leave a tenth of each device to CUDA or the process itself, unless the program sets them"
     if captured.cache is None:
         yield "this model's cache could not be measured and is not counted"
-    if any(block.graph is None for block in captured.blocks):
-        yield "blocks that could not be captured count as usual layers"
+    if any(block.graph is None or block.recurrent for block in captured.blocks):
+        yield "recurrent layers and blocks that could not be captured count as usual layers"
 
 
 # The search ----------------------------------------------------------------------------------------------------------
@@ -274,10 +274,11 @@ def _cached(draft: PlanDraft, nodes: Sequence[NodePlan], per_position: int) -> i
 
 def _block(draft: PlanDraft, key: str, nodes: Sequence[NodePlan], hidden: int) -> _Block:
     """Return the bytes of a block of which `nodes` are rewritten."""
-    graph, item = draft.captured.block(key).graph, draft.captured.model.dtype.itemsize
-    if graph is None:
-        return _Block(Footprint(_OPAQUE * hidden, 4.0 * hidden * item))
-    memories = [(plan.claim.node, _memory(draft, plan)) for plan in nodes]
+    block, item = draft.captured.block(key), draft.captured.model.dtype.itemsize
+    graph, memories = block.graph, [(plan.claim.node, _memory(draft, plan)) for plan in nodes]
+    if graph is None or block.recurrent:
+        usual = Footprint(_OPAQUE * hidden, 4.0 * hidden * item)
+        return _Block(usual, product=_widest(*(memory.product for _, memory in memories)))
     adapters = {node: memory.lora for node, memory in memories if memory.lora}
     slots = next((memory.slots for _, memory in memories if memory.slots), None)
     running = footprint(graph, adapters, hidden)

@@ -231,6 +231,7 @@ class _PatternCheck:
             self._term(operand)
         if len(call.callee) == 1 and call.callee[0] in OPERATORS:
             operator = OPERATORS[call.callee[0]]
+            self._check_every(call)
             self._check_operands(call, operator, results)
             self._check_attributes(call, operator)
             return Capture(operator.kind)
@@ -239,6 +240,15 @@ class _PatternCheck:
             return VALUE
         self._check_pattern_call(call, pattern)
         return pattern.as_capture()
+
+    def _check_every(self, call: syntax.Call) -> None:
+        """Report `every` of a term that is not the name of one value: it binds that name to all that fit."""
+        if call.callee[0] != "every" or not call.operands:
+            return
+        operand = call.operands[0]
+        if not isinstance(operand, syntax.Use) or len(operand.parts) > 1 or self._known(operand).pattern is not None:
+            hint = "write `parts = linear(_)`, then `every(parts)`"
+            self.report.error("E025", "`every` takes the name of a binding that is an operator", call.span, hint=hint)
 
     def _check_operands(self, call: syntax.Call, operator: Operator, results: int) -> None:
         fewest, most = operator.operands

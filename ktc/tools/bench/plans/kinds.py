@@ -25,7 +25,7 @@ def modules_of(captured: CapturedModel, model: nn.Module) -> dict[str, list[nn.M
     for site in captured.sites:
         graph = captured.block(site.block).graph
         nodes = [] if graph is None else nodes_of(graph)
-        attention = any(ops.operator(node) == "sdpa" for node in nodes)
+        attention = any(ops.operator(node) in ("sdpa", "recurrence") for node in nodes)
         kinds["attention" if attention else "mlp"].append(model.get_submodule(site.fqn))
         for node in nodes:
             if ops.operator(node) == "experts" and (fqn := f"{site.fqn}.{node.meta['fqn']}".rstrip(".")) != site.fqn:
