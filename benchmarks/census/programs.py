@@ -14,6 +14,7 @@ from ktc.diagnostics import KtcError
 from ktc.foundation.host import Host
 from ktc.language import dsl
 from ktc.language.dsl import RuleSet
+from ktc.model.hf.private_api import read_as_experts
 from ktc.stages.capture import CapturedModel
 from ktc.stages.link.adapter import adapter_json
 from ktc.stages.match import Matches, match
@@ -55,7 +56,7 @@ def _twin_proof(captured: CapturedModel, twin: ProofTwin, program: str) -> TwinP
         _, plan, blocks = rewritten(captured, program)
         if not blocks:
             return TwinProof(program, failure="it rewrites nothing")
-        adapter = plan.lora and adapter_json(plan.lora)
+        adapter = plan.lora and adapter_json(plan.lora, read_as_experts(str(captured.model.config.model_type)))
     except KtcError as error:
         return TwinProof(program, failure=f"{error.diagnostics[0].code}: {error.diagnostics[0].message}")
     carried = [carried_over(captured, block, twin) for block in blocks]

@@ -77,7 +77,9 @@ _BINARY = ("add", "mul", "sub", "div", "matmul", "pow", "eq", "ge", "gt", "le", 
 _ALONG_A_DIMENSION = ("softmax", "log_softmax", "sum", "mean", "amax", "cumsum")
 
 OPERATORS: Mapping[str, Operator] = {
-    "linear": _operator(1, 1, kind="linear", in_features="int", out_features="int", bias="bool", routes="bool", head="bool"),
+    "linear": _operator(
+        1, 1, kind="linear", in_features="int", out_features="int", bias="bool", routes="bool", head="bool"
+    ),
     "experts": _operator(3, 3, kind="experts", num_experts="int", hidden="int", inter="int", act="act"),
     "embedding": _operator(1, 1, kind="embedding", rows="int", dim="int"),
     "rms_norm": _operator(1, 1, kind="norm", eps="float"),
@@ -177,9 +179,7 @@ ROLES: Mapping[str, Role] = {
         {"q_a": "linear"},
         _types(heads="int", kv_rank="int", rope_dim="int", nope_dim="int", v_dim="int"),
     ),
-    "recurrent": Role(
-        {"inputs": "linear", "o": "linear", "core": "recurrence"}, {"conv": "conv", "norm": "norm"}, {}
-    ),
+    "recurrent": Role({"inputs": "linear", "o": "linear", "core": "recurrence"}, {"conv": "conv", "norm": "norm"}, {}),
 }
 
 
@@ -204,7 +204,14 @@ BLOCKS: Mapping[str, Mapping[str, Type]] = {
 FACTS: Mapping[str, Mapping[str, Type]] = {
     "host": {"isa": type_of("set[isa]"), "cores": INT, "numa": INT, "memory": SIZE},
     "gpu": {"count": INT, "memory": SIZE},
-    "model": {"type": STRING, "layers": INT, "hidden": INT, "experts": INT, "recurrent": INT, "dtype": type_of("dtype")},
+    "model": {
+        "type": STRING,
+        "layers": INT,
+        "hidden": INT,
+        "experts": INT,
+        "recurrent": INT,
+        "dtype": type_of("dtype"),
+    },
 }
 # Of the blocks' keys. Those of the `lora` block are the bounds of an adapter's settings.
 BOUNDS: Mapping[str, Bounds] = {

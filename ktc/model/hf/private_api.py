@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -21,6 +22,34 @@ EXPERTS = "_experts_implementation_internal"
 def attention_of(config: object) -> str | None:
     """Return the attention implementation that a config chooses; None for another object."""
     return getattr(config, "_attn_implementation", None)
+
+
+def refused_by_peft(model_type: str, name: str) -> bool:
+    """Return whether PEFT refuses LoRA on layers called `name` in models of this type; releases before that do not."""
+    from peft import LoraConfig
+    from peft.tuners import tuners_utils
+
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
+    if check is None:
+        return False
+    try:
+        check(LoraConfig(), SimpleNamespace(config=SimpleNamespace(model_type=model_type)), name)
+    except ValueError:
+        return True
+    return False
+
+
+def read_as_experts(model_type: str) -> frozenset[str]:
+    """Return the names of layers that PEFT takes for routed experts or their router in models of this type."""
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # releases before that read names as they are
+        return frozenset()
+    kinds, names = (
+        cast("Any", conversion)._MODEL_TO_CONVERSION_PATTERN,
+        cast("Any", conversion)._MOE_TARGET_MODULE_MAPPING,
+    )
+    return frozenset(names.get(kinds.get(model_type), ()))
 
 
 def experts_of(config: object) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ktc.model.targets.module_target import ModuleTarget
 from ktc.model.targets.settings import Alpha, Dropout, NoConfig, Rank
-from ktc.model.targets.target import LoraBytes, NodeAction, NodeLora, NodeMemory
+from ktc.model.targets.target import LoraBytes, NodeAction, NodeLora, NodeMemory, Unsuited
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -32,6 +32,16 @@ class LoraLinear(ModuleTarget):
     accepts: ClassVar = ("linear",)
     adapts: ClassVar = "linear"
     module: ClassVar = "lora_linear"
+
+    def unsuited(self, seen: CapturedNode) -> Unsuited | None:
+        """Return that PEFT refuses the layer: by its name, in models whose fused code reads the weight alone."""
+        from ktc.model.hf.private_api import refused_by_peft
+
+        name = self.module_of(seen.core).rpartition(".")[2]
+        if not refused_by_peft(seen.model_type, name):
+            return None
+        reason = f"PEFT refuses an adapter on `{name}` in a `{seen.model_type}` model, whose kernels skip it"
+        return Unsuited("M096", reason, "keeps that layer as it is", "the layer stays as it is")
 
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
         """Return that the layer takes LoRA."""

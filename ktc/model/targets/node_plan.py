@@ -77,7 +77,7 @@ class CapturedNode:
 
     `node` is None outside the captured blocks. `stock` is the module of the node's block, or the module itself.
     `sources` are the rows of the checkpoint for the module's own tensors; `config_format` counts without a checkpoint.
-    `trains` is whether the program trains anything.
+    `trains` is whether the program trains anything; `model_type` is the family in the words of transformers.
     """
 
     node: fx.Node | None
@@ -87,6 +87,7 @@ class CapturedNode:
     sources: tuple[WeightSource, ...] = ()
     config_format: StoredFormat = ("", 0)
     trains: bool = False
+    model_type: str = ""
 
     @property
     def core(self) -> fx.Node:

@@ -176,7 +176,9 @@ def _joins_positions(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     given, made = _tensors((args, kwargs)), _tensors(result)
     if name in _ALONG:
         before = list(given[0].shape)
-        return SEQUENCE in before and any(list(tensor.shape).count(SEQUENCE) < before.count(SEQUENCE) for tensor in made)
+        return SEQUENCE in before and any(
+            list(tensor.shape).count(SEQUENCE) < before.count(SEQUENCE) for tensor in made
+        )
     if name in _SUMS:
         dims = args[1] if len(args) > 1 else kwargs.get("dim")
         along = [dims] if isinstance(dims, int) else dims

@@ -6,6 +6,7 @@ like in `target_modules` of a mixture-of-experts model as the routed experts, fo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -15,12 +16,12 @@ _NOTHING = "dummy-target-modules"  # peft.utils.constants.DUMMY_TARGET_MODULES: 
 _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
-def adapter_json(lora: LoraPlan) -> dict[str, Any]:
-    """Return the arguments of `LoraConfig` for a planned adapter.
+def adapter_json(lora: LoraPlan, of_experts: Collection[str] = _EXPERT_NAMES) -> dict[str, Any]:
+    """Return the arguments of `LoraConfig` for a planned adapter. PEFT takes layers called `of_experts` for experts.
 
     Raises `InputRefused` (I150) for a dropout on a layer that PEFT can only name by its weight.
     """
-    by_weight = [fqn for fqn in lora.targets if fqn.rpartition(".")[2] in _EXPERT_NAMES]
+    by_weight = [fqn for fqn in lora.targets if fqn.rpartition(".")[2] in of_experts]
     if by_weight and lora.lora_dropout:
         message = f"`{by_weight[0]}` cannot have a LoRA dropout: PEFT adapts it by its weight, without one"
         raise InputRefused(Diagnostic("I150", message, hint="write `dropout = 0` in the `lora` block"))

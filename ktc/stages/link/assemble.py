@@ -10,6 +10,7 @@ from typing import Any
 
 from ktc.foundation.host import Host
 from ktc.foundation.isa import PREFERENCE
+from ktc.model.hf.private_api import read_as_experts
 from ktc.model.hf.stock_model import has_towers, left_out_bytes
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.manifest.assumptions import NO_ASSUMPTIONS, Assumptions
@@ -64,7 +65,7 @@ def assemble(
         has_towers=has_towers(captured.model),
         left_out_bytes=left_out_bytes(captured.model, captured.source.config),
         model_type=captured.source.config.model_type,
-        lora=plan.lora and adapter_json(plan.lora),
+        lora=plan.lora and adapter_json(plan.lora, read_as_experts(str(captured.model.config.model_type))),
         proofs=tuple(proof.to_json() for proof in proofs),
         own_code=captured.source.own_code,
         code=captured.source.code,

@@ -73,11 +73,26 @@ def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -
         for site in captured.sites_of(block.key):
             matches += [_at_site(m, site.fqn, site.layer, captured) for m in local]
     leaf_class = _LEAF_CLASSES.get(rule.root)
-    inside = {site.fqn for site in captured.sites}
-    outside = [
-        m for m in captured.modules if m.class_name == leaf_class and not any(m.fqn.startswith(f + ".") for f in inside)
-    ]
+    inside = _inside(captured) if leaf_class else frozenset[str]()
+    outside = [m for m in captured.modules if m.class_name == leaf_class and m.fqn not in inside]
     return [*matches, *(_module_match(rule, m) for m in outside)], sorted(misses, key=lambda m: -m.matched)
+
+
+def _inside(captured: CapturedModel) -> frozenset[str]:
+    """Return the modules of blocks: those that a graph shows, and all modules of opaque blocks and of experts' blocks.
+
+    A graph shows what its block's hidden states are computed from. Code for another result of the block is outside.
+    """
+    inside = set[str]()
+    for block in captured.blocks:
+        nodes = [] if block.graph is None else nodes_of(block.graph)
+        shown = {str(node.meta["fqn"]) for node in nodes if node.op != "get_attr" and "fqn" in node.meta}
+        whole = not nodes or block.experts is not None or any(ops.operator(node) == "experts" for node in nodes)
+        for site in captured.sites_of(block.key):
+            prefix = f"{site.fqn}."
+            below = (m.fqn for m in captured.modules if m.fqn.startswith(prefix))
+            inside |= {fqn for fqn in below if whole or fqn.removeprefix(prefix) in shown}
+    return frozenset(inside)
 
 
 def _module_match(rule: RuleDefinition, module: ModuleInfo) -> Match:

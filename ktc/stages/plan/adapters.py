@@ -31,7 +31,7 @@ def plan_lora(draft: PlanDraft) -> PlanDraft:
     if not adapting:
         lora = LoraPlan((), (), DEFAULT_RANK, DEFAULT_RANK, DEFAULT_DROPOUT, {}, {}, whole, modules)
         return replace(draft, lora=lora)
-    dropout = _dropout(adapting, rules)
+    dropout = dropout_of(adapting, rules)
     experts = {weight.fqn: weight for weight in adapted_weights(captured, draft.claims, dropout)}
     sizes = _linear_sizes(captured, linears)
     first = next((claim for claim in linears.values()), adapting[0])
@@ -105,7 +105,7 @@ def _setting(claim: Claim, rules: RuleSet, name: str) -> float:
     return float(value)
 
 
-def _dropout(claims: Sequence[Claim], rules: RuleSet) -> float:
+def dropout_of(claims: Sequence[Claim], rules: RuleSet) -> float:
     """Return the one dropout of the whole adapter: PEFT's LoraConfig has a single value."""
     values = {float(v) for c in claims if isinstance(v := c.target.settings.get("dropout"), int | float)}
     default = rules.lora.get("dropout")

@@ -132,6 +132,7 @@ class PlanDraft:
             self.request.rows.get(claim.path, ()),
             (captured.stored_format, captured.stored_group),
             self.trains,
+            str(captured.model.config.model_type),
         )
 
     def lora_of(self, plan: NodePlan) -> NodeLora | None:

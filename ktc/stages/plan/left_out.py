@@ -16,11 +16,13 @@ from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.model.graph import ops
+from ktc.model.hf.private_api import read_as_experts
 from ktc.model.targets.attention_kernel import no_codes
 from ktc.model.targets.node_plan import Claim
 from ktc.model.targets.settings import AUTO, FLASH_DECODE, INT8
 from ktc.model.targets.target import Unsuited
 from ktc.stages.capture import CapturedModel
+from ktc.stages.plan.adapters import dropout_of
 from ktc.stages.plan.collapse import collapse
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import device_of
@@ -54,6 +56,25 @@ def leave_unsuited(draft: PlanDraft) -> PlanDraft:
 
     draft = replace(draft, claims=tuple(claim for claim in draft.claims if not consumed(claim)))
     return _leave(draft, lambda claim: claim.target.unsuited(draft.captured_node(claim)) if claim.node else None, _stay)
+
+
+def leave_expert_names(draft: PlanDraft) -> PlanDraft:
+    """Leave out adapters with dropout on layers that PEFT takes for experts by their names. Raises InputRefused (M096).
+
+    PEFT adapts such a layer by its weight alone, where it has no dropout.
+    """
+    names = read_as_experts(str(draft.captured.model.config.model_type))
+    adapting = [claim for claim in draft.claims if claim.target.adapts]
+    if not names or not adapting or not dropout_of(adapting, draft.rules):
+        return draft
+    reason = "PEFT takes layers of these names for routed experts, and adapts their weights without a dropout"
+    why = Unsuited("M096", reason, "keep their linear layers as they are", "such layers stay as they are")
+
+    def named(claim: Claim) -> Unsuited | None:
+        linear = claim.node and claim.target.adapts == "linear"
+        return why if linear and claim.path.rpartition(".")[2] in names else None
+
+    return _leave(draft, named, _stay)
 
 
 def leave_to_pytorch(draft: PlanDraft) -> PlanDraft:

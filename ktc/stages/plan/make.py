@@ -16,6 +16,7 @@ from ktc.stages.plan.decode_steps import decide_steps
 from ktc.stages.plan.draft import PlanDraft, Request
 from ktc.stages.plan.explain import explain
 from ktc.stages.plan.left_out import (
+    leave_expert_names,
     leave_first_layers,
     leave_gpus_to_pytorch,
     leave_shared_modules,
@@ -37,6 +38,7 @@ PASSES: Final[tuple[Callable[[PlanDraft], PlanDraft], ...]] = (
     claim_nodes,
     leave_shared_modules,
     leave_unsuited,
+    leave_expert_names,
     leave_to_pytorch,
     plan_weights,
     place,

@@ -131,7 +131,7 @@ def _kinds(captured: CapturedModel) -> dict[str, str]:
 
 
 def _kind_of(block: BlockGraph) -> str:
-    """Attention has a core, also a recurrent one; a dense or shared MLP is what has neither that nor a memory of its own."""
+    """Attention has a core, perhaps a recurrent one; a dense or shared MLP has neither that nor a memory of its own."""
     if block.graph is None:
         return "other"
     names = {ops.operator(node) for node in nodes_of(block.graph)}
