@@ -40,7 +40,7 @@ def refused_by_peft(model_type: str, name: str) -> bool:
 
 
 def read_as_experts(model_type: str) -> frozenset[str]:
-    """Return the names of layers that PEFT takes for routed experts or their router in models of this type."""
+    """Return the names that PEFT interprets as those of routed experts or their router in models of this type."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
     except ImportError:  # releases before that read names as they are

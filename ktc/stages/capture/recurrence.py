@@ -61,7 +61,7 @@ def recurrent_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if len(linears) < 2 or "" in linears:
         return None
     flow = _Flow(block, (args, dict(kwargs)))
-    kinds = {**dict.fromkeys(linears, "linear"), **dict.fromkeys(_norms(block), "norm")}
+    kinds: dict[str, _Kind] = {**dict.fromkeys(linears, "linear"), **dict.fromkeys(_norms(block), "norm")}
     watched = ((module, kinds[name], name) for name, module in named_modules(block) if name in kinds)
     with replaced_forwards([(m, flow.recording(kind, name, m)) for m, kind, name in watched]), torch.no_grad(), flow:
         result = block(*args, **kwargs)
@@ -104,11 +104,11 @@ class _Flow(TorchDispatchMode):
 
     def sources(self, values: object) -> frozenset[_Source]:
         """Return the sources of all tensors in a value."""
-        found = set[_Source]()
+        behind = set[_Source]()
         for tensor in _tensors(values):
-            found |= self._of[id(tensor)][1] if id(tensor) in self._of else frozenset()
-            found |= self._written.get(tensor.untyped_storage(), frozenset())
-        return frozenset(found)
+            behind |= self._of[id(tensor)][1] if id(tensor) in self._of else frozenset()
+            behind |= self._written.get(tensor.untyped_storage(), frozenset())
+        return frozenset(behind)
 
     def recording(self, kind: _Kind, name: str, module: nn.Module) -> Callable[..., Any]:
         """Return a `forward` of a module whose result is a source."""
@@ -181,8 +181,8 @@ def _joins_positions(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         )
     if name in _SUMS:
         dims = args[1] if len(args) > 1 else kwargs.get("dim")
-        along = [dims] if isinstance(dims, int) else dims
-        return isinstance(along, list | tuple) and any(given[0].shape[dim] == SEQUENCE for dim in along)
+        along = [dim for dim in (dims if isinstance(dims, list | tuple) else [dims]) if isinstance(dim, int)]
+        return any(given[0].shape[dim] == SEQUENCE for dim in along)
     pairs = any(list(tensor.shape).count(SEQUENCE) > 1 for tensor in made)
     return pairs and not any(list(tensor.shape).count(SEQUENCE) > 1 for tensor in given)
 
@@ -215,7 +215,7 @@ class _Layer:
         return _Layer(flow.input, before, norms, out)
 
     def graph(self, name: str) -> fx.GraphModule:
-        """Return the layer as a graph of class `name`. What gates the result of the core is one of its operands."""
+        """Return the layer as a graph of class `name`. Gates of the core's result are operands of the core."""
         drawn = _Drawing()
         drawn.nodes[self.input] = drawn.graph.placeholder("hidden_states")
         drawn.nodes[self.input].meta["val"] = self.input.value

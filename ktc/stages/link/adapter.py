@@ -17,7 +17,7 @@ _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w
 
 
 def adapter_json(lora: LoraPlan, of_experts: Collection[str] = _EXPERT_NAMES) -> dict[str, Any]:
-    """Return the arguments of `LoraConfig` for a planned adapter. PEFT takes layers called `of_experts` for experts.
+    """Return the arguments of `LoraConfig` for a planned adapter. PEFT interprets the names `of_experts` as experts.
 
     Raises `InputRefused` (I150) for a dropout on a layer that PEFT can only name by its weight.
     """

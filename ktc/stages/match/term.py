@@ -212,10 +212,10 @@ class TermMatcher:
         for node in upstream_of(value.node):
             if ops.operator(node) in ops.TRANSPARENT or node.op in ("placeholder", "get_attr"):
                 continue
-            found = next(self._term(pattern, term, Value(node), state), None)
-            if found is not None:
-                names = {other: bound for other, bound in found.names.items() if other != name}
-                state = replace(found, names=names)
+            after = next(self._term(pattern, term, Value(node), state), None)
+            if after is not None:
+                names = {other: bound for other, bound in after.names.items() if other != name}
+                state = replace(after, names=names)
                 fitting.append(Value(node))
         if fitting:
             yield state.bind(name, Several(tuple(fitting)))
@@ -247,7 +247,7 @@ def _outputs(pattern: PatternDefinition) -> tuple[str, ...]:
     return tuple(output.text for output in pattern.declaration.outputs)
 
 
-def _first_output(rules: RuleSet, sub: Sub) -> Value | Sub | None:
+def _first_output(rules: RuleSet, sub: Sub) -> Value | Several | Sub | None:
     return sub.state.names.get(rules.patterns[sub.pattern].declaration.outputs[0].text)
 
 

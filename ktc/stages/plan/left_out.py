@@ -59,7 +59,7 @@ def leave_unsuited(draft: PlanDraft) -> PlanDraft:
 
 
 def leave_expert_names(draft: PlanDraft) -> PlanDraft:
-    """Leave out adapters with dropout on layers that PEFT takes for experts by their names. Raises InputRefused (M096).
+    """Leave out adapters with dropout on layers whose names PEFT interprets as those of experts. Raises (M096).
 
     PEFT adapts such a layer by its weight alone, where it has no dropout.
     """
@@ -67,7 +67,7 @@ def leave_expert_names(draft: PlanDraft) -> PlanDraft:
     adapting = [claim for claim in draft.claims if claim.target.adapts]
     if not names or not adapting or not dropout_of(adapting, draft.rules):
         return draft
-    reason = "PEFT takes layers of these names for routed experts, and adapts their weights without a dropout"
+    reason = "PEFT interprets their names as routed experts, whose adapters have no dropout"
     why = Unsuited("M096", reason, "keep their linear layers as they are", "such layers stay as they are")
 
     def named(claim: Claim) -> Unsuited | None:
