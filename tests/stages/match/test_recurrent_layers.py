@@ -1,4 +1,4 @@
-"""Recurrent layers' promises: their projections are found by structure, and adapters cover what PEFT's `all-linear` does.
+"""Recurrent layers: their projections are found by structure, and adapters cover what PEFT's `all-linear` does.
 
 `FAMILIES` are the families with such layers, with the class of a layer and the names that stock PEFT and ktc do not
 share. PEFT itself is asked for its names, on the same small model.
