@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -61,7 +61,8 @@ def recurrent_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if len(linears) < 2 or "" in linears:
         return None
     flow = _Flow(block, (args, dict(kwargs)))
-    kinds: dict[str, _Kind] = {**dict.fromkeys(linears, "linear"), **dict.fromkeys(_norms(block), "norm")}
+    kinds: dict[str, _Kind] = {name: "linear" for name in linears}
+    kinds |= {name: "norm" for name in _norms(block)}
     watched = ((module, kinds[name], name) for name, module in named_modules(block) if name in kinds)
     with replaced_forwards([(m, flow.recording(kind, name, m)) for m, kind, name in watched]), torch.no_grad(), flow:
         result = block(*args, **kwargs)
@@ -180,9 +181,9 @@ def _joins_positions(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             list(tensor.shape).count(SEQUENCE) < before.count(SEQUENCE) for tensor in made
         )
     if name in _SUMS:
-        dims = args[1] if len(args) > 1 else kwargs.get("dim")
-        along = [dim for dim in (dims if isinstance(dims, list | tuple) else [dims]) if isinstance(dim, int)]
-        return any(given[0].shape[dim] == SEQUENCE for dim in along)
+        dims: object = args[1] if len(args) > 1 else kwargs.get("dim")
+        along = cast("Sequence[object]", dims) if isinstance(dims, list | tuple) else (dims,)
+        return any(isinstance(dim, int) and given[0].shape[dim] == SEQUENCE for dim in along)
     pairs = any(list(tensor.shape).count(SEQUENCE) > 1 for tensor in made)
     return pairs and not any(list(tensor.shape).count(SEQUENCE) > 1 for tensor in given)
 
