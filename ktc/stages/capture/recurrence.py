@@ -61,8 +61,8 @@ def recurrent_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if len(linears) < 2 or "" in linears:
         return None
     flow = _Flow(block, (args, dict(kwargs)))
-    kinds: dict[str, _Kind] = {name: "linear" for name in linears}
-    kinds |= {name: "norm" for name in _norms(block)}
+    kinds: dict[str, _Kind] = dict.fromkeys(linears, "linear")
+    kinds |= dict.fromkeys(_norms(block), "norm")
     watched = ((module, kinds[name], name) for name, module in named_modules(block) if name in kinds)
     with replaced_forwards([(m, flow.recording(kind, name, m)) for m, kind, name in watched]), torch.no_grad(), flow:
         result = block(*args, **kwargs)
