@@ -6,6 +6,7 @@ exported once (`identity` says which blocks are equal).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 
@@ -168,9 +169,12 @@ def _capture_block(key: str, block: nn.Module, call: Call, failure: str | None) 
             return BlockGraph(key, name, _with_own_linears(loop[0], block), experts=loop[1])
     except Exception as error:  # noqa: BLE001 - as below; a list of modules is not always a loop over experts
         no_experts = str(error) if isinstance(error, NoExperts) else reason_of(error)
-    try:
+    with contextlib.suppress(
+        Exception
+    ):  # the block's own code runs for it, and may raise anything: it is exported then
         if (recurrent := recurrent_graph(block, *call)) is not None:
             return BlockGraph(key, name, _with_own_linears(recurrent, block))
+    try:
         if long := reason_not_exported(block, *call):
             return BlockGraph(key, name, None, long)
         graph = _with_own_linears(normalise(export_block(block, *call)), block)

@@ -11,6 +11,7 @@ from ktc.foundation.formats import BLOCKS, METHODS
 from ktc.model.experts.own_module import OwnExperts
 from ktc.model.graph import ops
 from ktc.model.graph.typed import dtype_name, named_modules, nodes_of
+from ktc.model.hf.stock_model import text_tower
 
 if TYPE_CHECKING:
     from torch import fx
@@ -85,6 +86,13 @@ class BlockGraph:
     experts: ExpertList | None = None  # the list whose loop the graph replaces
     own_experts: tuple[OwnExperts, ...] = ()  # its experts modules of the model's own code
     refuted: str = ""
+    joined: bool = False  # whether its graph joined positions, where it was left as it is later
+
+    @property
+    def joins_positions(self) -> bool:
+        """Whether it joins positions by a recurrence or a convolution."""
+        nodes = [] if self.graph is None else nodes_of(self.graph)
+        return self.joined or any(ops.operator(node) in _JOINING for node in nodes)
 
     @property
     def recurrent(self) -> bool:
@@ -129,7 +137,9 @@ class CapturedModel:
     def leaving(self, refuted: Mapping[str, tuple[str, str]]) -> CapturedModel:
         """Return the model with some blocks to be left as they are: by key, the code of the finding and the reason."""
         blocks = tuple(
-            replace(b, graph=None, refuted=refuted[b.key][0], opaque=refuted[b.key][1]) if b.key in refuted else b
+            replace(b, graph=None, refuted=refuted[b.key][0], opaque=refuted[b.key][1], joined=b.joins_positions)
+            if b.key in refuted
+            else b
             for b in self.blocks
         )
         return replace(self, blocks=blocks)
@@ -141,6 +151,13 @@ class CapturedModel:
     def sites_of(self, key: str) -> tuple[BlockSite, ...]:
         """Return the sites of the block `key`, in the order of the layers."""
         return tuple(s for s in self.sites if s.block == key)
+
+    @property
+    def text(self) -> str:
+        """The start of the FQNs of the language model in a model with towers, "" for a model of text."""
+        tower = text_tower(self.model)
+        name = next(fqn for fqn, module in named_modules(self.model) if module is tower)
+        return f"{name}." if name else ""
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -158,7 +175,9 @@ class CapturedModel:
         if self._is_fp4 and self._quantization.get("quant_method") != "mxfp4":
             return "nvfp4"
         method = str(self._quantization.get("quant_method"))
-        return dtype_name(self.model.dtype) if method == "modelopt" else METHODS.get(method, dtype_name(self.model.dtype))
+        return (
+            dtype_name(self.model.dtype) if method == "modelopt" else METHODS.get(method, dtype_name(self.model.dtype))
+        )
 
     @property
     def stored_group(self) -> int:
@@ -206,10 +225,7 @@ class CapturedModel:
 
     def _recurrent(self) -> int:
         """Return the number of layers that join positions by a recurrence or a convolution."""
-        graphs = {block.key: block.graph for block in self.blocks if block.graph is not None}
-        joining = {
-            key for key, graph in graphs.items() if any(ops.operator(node) in _JOINING for node in nodes_of(graph))
-        }
+        joining = {block.key for block in self.blocks if block.joins_positions}
         return len({site.layer for site in self.sites if site.block in joining})
 
     def _hidden(self) -> int:

@@ -74,7 +74,9 @@ def _candidates(rule: RuleDefinition, rules: RuleSet, captured: CapturedModel) -
             matches += [_at_site(m, site.fqn, site.layer, captured) for m in local]
     leaf_class = _LEAF_CLASSES.get(rule.root)
     inside = _inside(captured) if leaf_class else frozenset[str]()
-    outside = [m for m in captured.modules if m.class_name == leaf_class and m.fqn not in inside]
+    text, head = captured.text, captured.ends[1]  # towers run as their own code
+    of_text = [m for m in captured.modules if m.fqn.startswith(text) or m.fqn == head]
+    outside = [m for m in of_text if m.class_name == leaf_class and m.fqn not in inside]
     return [*matches, *(_module_match(rule, m) for m in outside)], sorted(misses, key=lambda m: -m.matched)
 
 

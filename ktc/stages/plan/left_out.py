@@ -71,8 +71,7 @@ def leave_expert_names(draft: PlanDraft) -> PlanDraft:
     why = Unsuited("M096", reason, "keep their linear layers as they are", "such layers stay as they are")
 
     def named(claim: Claim) -> Unsuited | None:
-        linear = claim.node and claim.target.adapts == "linear"
-        return why if linear and claim.path.rpartition(".")[2] in names else None
+        return why if claim.target.adapts == "linear" and claim.path.rpartition(".")[2] in names else None
 
     return _leave(draft, named, _stay)
 

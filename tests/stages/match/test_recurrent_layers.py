@@ -130,3 +130,22 @@ def _losses(model: nn.Module, config: dict[str, object]) -> list[float]:
         optimiser.zero_grad()
         losses.append(float(loss))
     return losses
+
+
+def test_adapters_stay_in_the_language_model_of_a_model_with_towers() -> None:
+    config = twin.shrink(twin.default_config("qwen3_5_moe", whole=True))
+    config.get_text_config().dtype = config.dtype = torch.bfloat16
+    model = capture(ModelSource("whole", None, config, None))
+    rules = dsl.load("moe-lora", {})
+    plan = make_plan(model, (), match(model, rules, CPU), rules, CPU)
+    assert isinstance(plan.lora, LoraPlan)
+    targets = adapter_json(plan.lora, ())["target_modules"]
+    assert [name for name in targets if "in_proj_qkv" in name]
+    assert not [name for name in targets if "visual" in name]
+
+
+def test_a_recurrent_block_that_is_left_as_it_is_changes_no_other_adapter() -> None:
+    model = capture(ModelSource("left", None, twin.shrink(twin.default_config("qwen3_next")), None))
+    (block,) = (block for block in model.blocks if block.recurrent)
+    left = model.leaving({block.key: ("P001", "its proof failed")})
+    assert left.facts["recurrent"] == model.facts["recurrent"] > 0
