@@ -61,10 +61,10 @@ def recurrent_graph(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     if len(linears) < 2 or "" in linears:
         return None
     flow = _Flow(block, (args, dict(kwargs)))
-    kinds: dict[str, _Kind] = dict.fromkeys(linears, "linear")
-    kinds |= dict.fromkeys(_norms(block), "norm")
-    watched = ((module, kinds[name], name) for name, module in named_modules(block) if name in kinds)
-    with replaced_forwards([(m, flow.recording(kind, name, m)) for m, kind, name in watched]), torch.no_grad(), flow:
+    norms = {name: block.get_submodule(name) for name in _norms(block)}
+    watched = [(module, flow.recording("linear", name, module)) for name, module in linears.items()]
+    watched += [(module, flow.recording("norm", name, module)) for name, module in norms.items()]
+    with replaced_forwards(watched), torch.no_grad(), flow:
         result = block(*args, **kwargs)
     layer = None if flow.attends else _Layer.of(flow, main_output(result, flow.hidden))
     return None if layer is None else _named_sizes(normalise(layer.graph(type(block).__name__)))
