@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -23,6 +22,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf import stock_model
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.private_api import gate_code
+from ktc.model.loading.load import stock_class
 from ktc.model.manifest import manifest as compiled
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
@@ -86,9 +86,10 @@ def read_base(folder: Path) -> BaseModel:
     """Return the stock model of a compiled folder or a checkpoint. Raise `InputRefused` (A603, A606, L400 ...)."""
     name, model_class = str(folder.absolute()), None
     if (folder / compiled.FILE).is_file():
-        record = compiled.read_manifest(folder).model
+        manifest = compiled.read_manifest(folder)
+        record = manifest.model
+        model_class = None if record.own_code else stock_class(manifest, folder)
         folder, name = Path(record.folder), record.name
-        model_class = None if record.own_code else getattr(transformers, record.class_name, None)
     if not (folder / "config.json").is_file():
         raise InputRefused(no_original(folder))
     try:

@@ -20,6 +20,7 @@ from ktc.inference.quantize.scheme import Scheme
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.index import CheckpointIndex
 from ktc.model.hf.conversions import Place, placer
+from ktc.model.hf.stock_model import text_tower
 
 Modules = Literal["experts", "linears", "trained"]
 """The routed experts alone, or all linear layers but the head and routers too, or what training rounded."""
@@ -86,17 +87,20 @@ def _size(entry: TensorEntry, scheme: Scheme) -> int:
 
 
 def _linears(base: BaseModel) -> frozenset[str]:
-    """Return the weights of linear layers that may be quantised: not the head, no router, and no gate of one output.
+    """Return the weights of linear layers that may be quantised: not the head, no router, no gate of one output,
+    and none of a tower.
 
     Engines keep routers and the gate of shared experts in full precision, and ignore codes for them.
     """
     model: Any = base.model
-    head = model.get_output_embeddings()
+    head, of_text = model.get_output_embeddings(), set(map(id, text_tower(model).modules()))
     kept = {1, *(target.experts for target in base.targets.values() if target.experts)}
     return frozenset(
         f"{name}{_WEIGHT}"
         for name in base.linears
-        if (module := model.get_submodule(name)) is not head and module.weight.shape[0] not in kept
+        if (module := model.get_submodule(name)) is not head
+        and id(module) in of_text
+        and module.weight.shape[0] not in kept
     )
 
 

@@ -115,7 +115,7 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
 def _modelopt_problems(config: Mapping[str, Any]) -> tuple[Diagnostic, ...]:
     """Return the problem of an algorithm of ModelOpt other than NVFP4."""
     nested: object = config.get("quantization")  # as in hf_quant_config.json
-    inner = cast("Mapping[str, Any]", nested) if isinstance(nested, Mapping) else {}
+    inner = cast("Mapping[str, Any]", nested if isinstance(nested, Mapping) else {})
     algorithm: object = config.get("quant_algo", inner.get("quant_algo", _NVFP4))
     if algorithm == _NVFP4:
         return ()

@@ -50,13 +50,14 @@ def build(
 def multimodal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class with towers for images or sound that `config` is of; `None` for a model of text.
 
-    It is the class of `AutoModelForImageTextToText`, if `architectures` names it or no causal LM takes the config.
+    It is the class of `AutoModelForImageTextToText`, if `architectures` names it or no causal LM takes the config. A
+    config of a model's own code has none.
     """
     name = multimodal_name(config.model_type)
     written: object = config.architectures  # of a file that anybody may have written
     listed = cast("list[object]", written) if isinstance(written, list) else []
-    is_named = name in listed
-    if name is None or not (is_named or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    is_named, has_own_code = name in listed, not type(config).__module__.startswith("transformers.")
+    if name is None or has_own_code or not (is_named or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return None
     return cast("type[PreTrainedModel] | None", getattr(transformers, name, None))
 

@@ -5,6 +5,7 @@ Reads config.json and the headers of the weights, never a weight. Refuses anythi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,7 @@ from ktc.model.hf.model_names import TINY, looks_like_hub_id, not_a_model, requi
 from ktc.model.hf.stock_model import multimodal_name
 from ktc.stages.capture.types import ModelSource
 
-_MOST = {"layers": 10_000, "experts": 100_000}
+_MOST = {"layers": 10_000, "depth": 10_000, "experts": 100_000}
 
 
 def open_model(
@@ -49,7 +50,7 @@ def _text_class(source: ModelSource) -> str:
     if whole is not None and text is not None and text != whole:
         return text
     message, hint = (
-        f"transformers has no class for the text of `{model_type}` alone",
+        f"`AutoModelForCausalLM` of transformers has no class for the text of `{model_type}` alone",
         "compile it without `--text-only`",
     )
     if whole is None:
@@ -69,7 +70,11 @@ def _opened(model: str | Path | PreTrainedModel, fetch_weights: bool, *, trust_r
         here = Path(name).resolve() if name and (Path(name) / "config.json").is_file() else None
         own_code = here is not None and remote_code.is_own_code(type(model))
         code = remote_code.code_files(here) if here is not None and own_code else {}
-        return ModelSource(str(here or name or type(model).__name__), here, model.config, _index(here), own_code, code)
+        config = model.config
+        if multimodal_name(config.model_type) is not None and not own_code:
+            config = copy.deepcopy(config)
+            config.architectures = [type(model).__name__]  # a config made by hand names none, and text is the default
+        return ModelSource(str(here or name or type(model).__name__), here, config, _index(here), own_code, code)
     name = str(model)
     if name.startswith(TINY):
         folder = twin.write(name.removeprefix(TINY), environment.cache_dir() / "models")
@@ -93,7 +98,9 @@ def _opened(model: str | Path | PreTrainedModel, fetch_weights: bool, *, trust_r
 def _is_stock(folder: Path) -> bool:
     """Return whether transformers has the model that config.json names, so that no code of the folder is needed."""
     content = cast("dict[str, Any]", read_json(read_regular(folder / "config.json")))
-    return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or _by_architecture(content) is not None
+    model_type = str(content.get("model_type"))
+    known = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or multimodal_name(model_type) is not None
+    return known or _by_architecture(content) is not None
 
 
 def _untrusted(folder: Path, file: str) -> Diagnostic:
