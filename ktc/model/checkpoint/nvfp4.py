@@ -6,8 +6,10 @@ bytes of blocks as `ktc.foundation.formats` lays them out.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # quick errors read headers of checkpoints without torch
+    from torch import Tensor
 
 GROUP = 16
 _BLOCK = 32
@@ -15,6 +17,8 @@ _BLOCK = 32
 
 def blocks_of(codes: Tensor, scales: Tensor, matrix: Tensor) -> Tensor:
     """Return uint8 (rows, bytes of a row): codes (rows, K / 2), E4M3 scales (rows, K / 16), K whole blocks of 32."""
+    import torch
+
     rows = len(codes)
     pairs = codes.view(rows, -1, _BLOCK // 2)
     in_order = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(2)
