@@ -17,7 +17,8 @@ namespace stress {
 enum class Element { kBf16, kFp16, kFp32, kFp64 };
 
 // How a file stores rows in blocks: weights and bytes of a block, and the bytes at which it has fp16 scales and minima,
-// an exponent, an fp32 scale whose lowest byte is a zero point, or one of the matrix and two E4M3 scales; -1 without. Rows not in blocks have 0 bytes.
+// an exponent, an fp32 scale whose lowest byte is a zero point, or one of the matrix and two E4M3 scales; -1 without.
+// Rows not in blocks have 0 bytes.
 struct StoredBlocks {
   std::int64_t weights = 1;
   std::int64_t bytes = 0;
