@@ -332,24 +332,9 @@ def _decoded(
     at = expert.to(tl.int64) * expert_bytes + first + panel * panel_bytes + tl.arange(0, 1)
     there = (tl.arange(0, 1) == 0)[:, None] & (block * 32 < columns)[None, :]
     w = _weights_of_panels(
-        codes,
-        scales,
-        factors,
-        at,
-        there,
-        block,
-        NUMBERS,
-        SCALES,
-        LEAST,
-        GROUP,
-        SPAN,
-        NEIGHBOURS,
-        HEAD,
-        NBYTES,
-        SCALE,
-        1,
-        BLOCKS,
-    )
+        codes, scales, factors, at, there, block,
+        NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, 1, BLOCKS,
+    )  # fmt: skip
     w = tl.reshape(w, (32, BLOCKS * 32))
     row, is_row = _row_of(tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED)
     column = tl.program_id(0) * BLOCKS * 32 + tl.arange(0, BLOCKS * 32)
@@ -482,24 +467,9 @@ def _some_rows(
         block = column // 32 + tl.arange(0, BLOCKS)
         there = (panel < panels)[:, None] & (block * 32 < columns)[None, :]
         w = _weights_of_panels(
-            codes,
-            scales,
-            factors,
-            at,
-            there,
-            block,
-            NUMBERS,
-            SCALES,
-            LEAST,
-            GROUP,
-            SPAN,
-            NEIGHBOURS,
-            HEAD,
-            NBYTES,
-            SCALE,
-            PANELS,
-            BLOCKS,
-        )
+            codes, scales, factors, at, there, block,
+            NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, PANELS, BLOCKS,
+        )  # fmt: skip
         w = tl.trans(tl.reshape(w, (PANELS * 32, BLOCKS * 32)))
         values = tl.load(of_row + (column + k)[None, :], mask=(column + k < columns)[None, :], other=0)
         if _INTERPRETED:  # the interpreter multiplies the bits of bf16 as integers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ BATCH, LENGTH, CACHED = 2, 24, 9
 _IMAGE, _ANSWER = 7, 4  # the seed of its pixels, and the tokens of an answer
 LONG = 1100  # tokens beyond what authors take as long
 _ABSENT = object()  # the value of a setting that a config does not have
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,8 @@ def whole_difference(
         case = functools.partial(_compared, forward, seed)
         compared = decided(case(stock, rewritten), case, in_double)
         if compared.refused:
+            if forward in with_images:
+                log.warning("the twin of `%s` takes no image that ktc makes: none is compared", type(stock).__name__)
             continue
         if compared.raised:
             where = f"{forward.name} of the whole model: {forward.reader}"
