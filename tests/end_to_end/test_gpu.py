@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,14 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ktc
 from ktc.foundation import resources
+from ktc.model.experts.backend import Offload
+from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.peft_glue import read_lora_config
+from ktc.training import KTrainer
+from ktc.training.trainers import stacking
+from ktc.training.trainers.expert_adapters import Adapters
+from ktc.training.trainers.layer_pass import Offloaded
+from ktc.training.trainers.stacking import Stacker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -155,3 +163,43 @@ def test_weights_that_pass_through_the_gpu_train_as_those_that_stay(tmp_path: Pa
     assert expected[-1] < expected[0]
     for plan in ("streamed", "resident"):
         assert losses_of_four_steps(plan, tmp_path) == pytest.approx(expected, rel=0.01), plan
+
+
+@pytest.mark.parametrize("tokens_of_a_pass", [1 << 20, 96])
+def test_what_waits_in_host_memory_changes_no_step(
+    tokens_of_a_pass: int, compiled_twin: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters of experts, with their gradients and optimizer, and the states of layers: beside all on the GPU."""
+    out = compiled_twin("tiny:qwen3_moe", "moe-experts-lora", "auto")
+    monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cuda:0": tokens_of_a_pass})
+
+    def run(*, on_host: bool, level: Offloaded) -> tuple[list[float], dict[str, torch.Tensor], str]:
+        monkeypatch.setattr(Adapters, "fits", not on_host)
+        torch.manual_seed(0)
+        model = get_peft_model(ktc.load(out), read_lora_config(out))
+        for module in model.modules():
+            if isinstance(module, FusedMoe):
+                module.offload = Offload((torch.device("cuda:0"),), min_tokens=1)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=4,
+            logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=5e-3,
+        )  # fmt: skip
+        ids = torch.randint(3, model.config.vocab_size, (12, 48), generator=torch.Generator().manual_seed(1))
+        dataset = [{"input_ids": row, "labels": row} for row in ids]
+        trainer = KTrainer(model=model, args=arguments, train_dataset=dataset, compile_layers=False)
+        sized = Stacker._sized
+        monkeypatch.setattr(Stacker, "_sized", lambda *given: replace(sized(*given), offloaded=level))
+        trainer.train()
+        monkeypatch.setattr(Stacker, "_sized", sized)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        weights = {name: weight.detach().cpu() for name, weight in model.named_parameters() if weight.requires_grad}
+        return losses, weights, trainer.expert_adapters
+
+    losses, weights, where = run(on_host=False, level=Offloaded.NOTHING)
+    assert "on cuda:0" in where
+    for level in Offloaded:
+        ours, found, where = run(on_host=True, level=level)
+        assert "in host memory" in where
+        assert ours == pytest.approx(losses, rel=1e-5)
+        for name, weight in weights.items():
+            assert float((found[name] - weight).norm()) <= 2e-3 * float(weight.norm()), name

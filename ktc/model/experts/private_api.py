@@ -82,3 +82,11 @@ def floats_as_constants() -> AbstractContextManager[None]:
     kernel for the CPU, for which torch tries each of the CPU's instruction sets: 50 of 80 seconds of a first step.
     """
     return cast("Any", torch)._dynamo.config.patch(specialize_float=True)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has ended, before `backward` returns to its caller.
+
+    Public hooks belong to tensors and nodes; none is called after all of a graph.
+    """
+    cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(call)

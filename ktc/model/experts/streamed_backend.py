@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ktc.model.experts.chunk_products import ChunkProducts
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
+from ktc.model.experts.host_factors import Parameters, add_gradients, parameters_on_host
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
@@ -83,25 +84,37 @@ def compute(
     """
     home = streams[0].device
     x, weights, index = (tensor.to(home) for tensor in (x_TH, weights_TK, index_TK))
-    tensors = index, x, weights, *lora.on(home).factors
+    on_host = parameters_on_host(lora) if home.type == "cuda" else None
+    tensors = index, x, weights, *(lora if on_host else lora.on(home)).factors
     with torch.autocast(home.type, enabled=False):  # as the kernel, which computes in the experts' dtype
-        return cast("Tensor", _StreamedExperts.apply(streams, lora.scales, torch.is_grad_enabled(), *tensors))
+        call = _Call(tuple(streams), lora.scales, on_host, torch.is_grad_enabled())
+        return cast("Tensor", _StreamedExperts.apply(call, *tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call has beside its tensors. With `on_host`, factors are views of these parameters in host memory.
+
+    They are sent to the device in both passes, and their gradients are added there.
+    """
+
+    streams: tuple[ExpertStream, ...]
+    scales: tuple[float, float]
+    on_host: Parameters | None
+    keeps: bool
 
 
 class _StreamedExperts(torch.autograd.Function):
     """Forward keeps hidden states (in host memory), routing and factors, and none of its results."""
 
     @staticmethod
-    def forward(
-        ctx: Any, streams: Sequence[ExpertStream], scales: tuple[float, float], keep: bool, index: Tensor, x: Tensor,
-        weights: Tensor, *factors: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        slots = Slots.of(index, streams[-1].share.stop)
-        lora = ExpertsLora.of(factors, scales)
-        shares = [_Share(stream, slots, x, weights, lora) for stream in streams]
+    def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor, *factors: Tensor | None) -> Tensor:
+        slots = Slots.of(index, call.streams[-1].share.stop)
+        lora = ExpertsLora.of(factors, call.scales).on(x.device)
+        shares = [_Share(stream, slots, x, weights, lora) for stream in call.streams]
         out = _sum([share.forward() for share in shares])
-        ctx.streams, ctx.scales, ctx.slots = streams, scales, slots
-        if keep and any(ctx.needs_input_grad):
+        ctx.call, ctx.slots = call, slots
+        if call.keeps and any(ctx.needs_input_grad):
             ctx.x = SavedOnHost(x)
             ctx.save_for_backward(weights, *factors)
         return out.to(x.dtype)
@@ -110,13 +123,17 @@ class _StreamedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, *factors = ctx.saved_tensors
-        x, (grad,) = cast("SavedOnHost", ctx.x).back(), grads
-        lora = ExpertsLora.of(factors, ctx.scales)
-        shares = [_Share(stream, ctx.slots, x, weights, lora) for stream in ctx.streams]
+        call, x, (grad,) = cast("_Call", ctx.call), cast("SavedOnHost", ctx.x).back(), grads
+        lora = ExpertsLora.of(factors, call.scales).on(x.device)
+        shares = [_Share(stream, ctx.slots, x, weights, lora) for stream in call.streams]
         gradients = [share.backward(grad) for share in shares]
         d_x, d_weights = (_sum(list(parts)) for parts in zip(*gradients, strict=True))
         d_factors = [_sum(list(parts)) for parts in zip(*(share.gradients for share in shares), strict=True)]
-        return None, None, None, None, d_x.to(x.dtype), d_weights.view_as(weights).to(weights.dtype), *d_factors
+        if call.on_host is not None:
+            add_gradients(call.on_host, factors, tuple(d_factors))
+            d_factors = [None] * len(d_factors)
+        d_weights = d_weights.view_as(weights).to(weights.dtype)
+        return None, None, d_x.to(x.dtype), d_weights, *d_factors
 
 
 class _Share:

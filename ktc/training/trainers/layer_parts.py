@@ -31,7 +31,8 @@ class _PartEnd(BaseException):
         self.value = value
 
 
-def _values(tensor: Tensor | None, offloaded: HostOffloaded | None) -> Tensor | None:
+def values_of(tensor: Tensor | None, offloaded: HostOffloaded | None) -> Tensor | None:
+    """Return a tensor, or the values of the offloaded one whose placeholder it is."""
     return tensor if tensor is None or offloaded is None else offloaded.values(tensor)
 
 
@@ -84,7 +85,7 @@ class LayerRun:
         `attended` is the attention's output, or the placeholder of `offloaded`.
         """
         assert self._split.experts is not None, "a dense layer has no such part"
-        attended = _values(attended, offloaded)
+        attended = values_of(attended, offloaded)
         compiled = self._run_compiled("route", x, attended)
         if compiled is not None:
             return compiled[0]
@@ -131,7 +132,7 @@ class LayerRun:
 
         `attended` and `routed` are values, or the placeholders of offloaded ones.
         """
-        attended, routed = _values(attended, offloaded), _values(routed, routed_offloaded)
+        attended, routed = values_of(attended, offloaded), values_of(routed, routed_offloaded)
         cuts, part = self._attended(attended)
         calls: list[int] = []
         if routed is not None:

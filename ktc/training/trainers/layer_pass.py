@@ -2,13 +2,14 @@
 
 In: the layers and the recorded calls of every chunk. Out: the last layer's output of every chunk, with its graph.
 Attention, routing and the code after the experts run chunk by chunk, and again in backward. So a GPU keeps only each
-layer's input and the attention's output, of many tokens the input alone. The experts' node is computed once, and its
-saved tensors are on the host.
+layer's input and the attention's output, or some of it waits in host memory (`Offloaded`). The experts' node is
+computed once, and its saved tensors are on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, Final, cast
 
 import torch
@@ -18,7 +19,7 @@ from ktc.model.experts.saved_on_host import HostOffloaded
 from ktc.model.experts.staging import parts, to_host
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.layer_parts import LayerRun
+from ktc.training.trainers.layer_parts import LayerRun, values_of
 from ktc.training.trainers.recomputed import recomputed
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer, fused_in
 
@@ -27,9 +28,24 @@ Carried = tuple[Tensor | None, HostOffloaded | None]  # a part's result, or the 
 _MANY: Final = 16_384  # tokens of a pass from which computing takes longer than the bus, which then has time for more
 
 
+class Offloaded(IntEnum):
+    """What of a layer on a GPU waits for backward in host memory."""
+
+    NOTHING = 0
+    ATTENTION = 1  # the attention's output
+    INPUT = 2  # that, and the layer's input
+
+    @property
+    def told(self) -> str:
+        """What waits, in words."""
+        inputs = "inputs of layers and " if self is Offloaded.INPUT else ""
+        return f"{inputs}outputs of attention wait for backward in host memory" if self else ""
+
+
 def through_layers(
-    layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], compiled: CompiledParts | None = None
-) -> list[Tensor]:
+    layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], compiled: CompiledParts | None = None,
+    offloaded: Offloaded = Offloaded.NOTHING,
+) -> list[Tensor]:  # fmt: skip
     """Return the output (B, T, H) of the last layer for each chunk. With `compiled`, parts of layers are compiled.
 
     Raises:
@@ -37,12 +53,13 @@ def through_layers(
     """
     states = [chunk.hidden for chunk in chunks]
     first = next((number for number, split in enumerate(layers) if _trains(split.layer)), len(layers))
-    offload = sum(state.shape[0] * state.shape[1] for state in states) >= _MANY
+    if sum(state.shape[0] * state.shape[1] for state in states) >= _MANY:
+        offloaded = max(offloaded, Offloaded.ATTENTION)
     for index, split in enumerate(layers):
         states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
         if index == first:  # its parts have gradients, those of its parameters
             states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
-        states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled, offload=offload)
+        states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled, offloaded)
     return states
 
 
@@ -52,7 +69,7 @@ def _trains(layer: nn.Module) -> bool:
 
 def _through(
     split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None,
-    *, offload: bool,
+    offloaded: Offloaded,
 ) -> list[Tensor]:  # fmt: skip
     runs = [
         LayerRun(split, call, x.device, None if compiled is None else compiled.of(split, call, x))
@@ -60,14 +77,17 @@ def _through(
     ]
     none: Sequence[Carried] = [(None, None)] * len(runs)
     attended, routed, routes = none, none, list["Routes"]()
-    if split.attention is not None and split.experts is not None and not offload:
-        outputs = [_part(run, run.attend_and_route, x) for run, x in zip(runs, states, strict=True)]
+    of_one_layer = (split.attention is not None) + (split.experts is not None)
+    inputs: list[tuple[Any, ...]] = [
+        _offloaded(x, 1 + of_one_layer) if offloaded >= Offloaded.INPUT and _may_wait(x) else (x, None) for x in states
+    ]
+    if split.attention is not None and split.experts is not None and not offloaded:
+        outputs = [_part(run, run.attend_and_route, *given) for run, given in zip(runs, inputs, strict=True)]
         attended, routes = [(out[0], None) for out in outputs], [cast("Routes", out[1:]) for out in outputs]
     elif split.attention is not None:
-        outputs = [cast("Tensor", _part(run, run.attend, x)) for run, x in zip(runs, states, strict=True)]
-        uses = 1 if split.experts is None else 2
-        attended = [_offloaded(out, uses) if offload and out.is_cuda else (out, None) for out in outputs]
-    inputs: list[tuple[Any, ...]] = [(x, *carried) for x, carried in zip(states, attended, strict=True)]
+        outputs = [cast("Tensor", _part(run, run.attend, *given)) for run, given in zip(runs, inputs, strict=True)]
+        attended = [_offloaded(out, of_one_layer) if offloaded and out.is_cuda else (out, None) for out in outputs]
+    inputs = [given + carried for given, carried in zip(inputs, attended, strict=True)]
     if split.experts is not None:
         routes = routes or [
             cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)
@@ -78,9 +98,18 @@ def _through(
     return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
 
-def _part(run: LayerRun, part: Callable[..., Any], *tensors: Tensor | HostOffloaded | None) -> Any:
+def _may_wait(x: Tensor) -> bool:
+    return x.is_cuda and x.requires_grad
+
+
+def _part(run: LayerRun, part: Callable[..., Any], x: Tensor, offloaded: HostOffloaded | None, *others: Any) -> Any:
+    """Run a part of a layer, whose input is `x` or that of which `x` is the placeholder."""
+
+    def of_values(x: Tensor, offloaded: HostOffloaded | None, *others: Any) -> Any:
+        return part(values_of(x, offloaded), *others)
+
     run.begin_part()
-    return recomputed(part, *tensors, as_in_backward=run.is_compiled)
+    return recomputed(of_values, x, offloaded, *others, as_in_backward=run.is_compiled)
 
 
 def _offloaded(result: Tensor, uses: int = 1) -> Carried:

@@ -21,23 +21,29 @@ from ktc.model.experts import stream_sizes
 from ktc.model.experts.expert_stream import chunk_bytes_on
 from ktc.model.experts.module import FusedMoe
 from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.layer_pass import Offloaded
 from ktc.training.trainers.split_layer import SplitLayer, fused_in
 
 _USED = 0.8  # of the free memory: estimates err, and other programs need memory too
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
+_COMING = 4  # states of each kind that are on a GPU for a moment, on their way to host memory or back
 MANY = sys.maxsize  # tokens: a pass is large enough for any backend
 # Tokens of a chunk of attention. The least are enough work for a GPU per launch; with the most, launches cost little
 # beside it, and the chunk of a wide model takes 2 GB. Few values, so that a resumed run finds the same one.
 CHUNKS = (2048, 4096, 8192)
 
 
-def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
+def bytes_per_token(
+    layers: Sequence[SplitLayer], call: ModelCall, offloaded: Offloaded = Offloaded.NOTHING
+) -> dict[str, int]:
     """Count the bytes that each device holds of a token from forward to backward."""
     width = call.hidden.shape[-1] * call.hidden.element_size()
     per_token: dict[str, int] = {"cpu": 0}
-    offloaded: dict[str, int] = {}  # bytes of one layer at a time
+    one_layer: dict[str, int] = {}  # bytes of one layer at a time
     for split, device in zip(layers, call.devices, strict=True):
-        per_token[str(device)] = per_token.get(str(device), 0) + width * (1 if split.attention is None else 2)
+        states = 1 if split.attention is None else 2
+        on_host = min(offloaded, states) if device.type == "cuda" else 0
+        per_token[str(device)] = per_token.get(str(device), 0) + width * (states - on_host)
         if split.experts is not None:
             fused = fused_in(split.experts)
             backend = fused.backend(MANY)
@@ -45,11 +51,14 @@ def bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, 
             if backend.device.type != "cpu":
                 sizes = call.hidden.shape[-1], fused.top_k, call.hidden.element_size()
                 layer = stream_sizes.result_bytes(*sizes)
-                offloaded[str(backend.device)] = max(layer, offloaded.get(str(backend.device), 0))
+                one_layer[str(backend.device)] = max(layer, one_layer.get(str(backend.device), 0))
         if split.attention is not None and device.type == "cuda":
-            per_token["cpu"] += width  # where passes of many tokens keep attention's output
-    for device, layer in offloaded.items():
+            per_token["cpu"] += width * max(1, on_host)  # where passes of many tokens keep attention's output
+    for device, layer in one_layer.items():
         per_token[device] = per_token.get(device, 0) + layer
+    if offloaded:
+        for device in {str(device) for device in call.devices if device.type == "cuda"}:
+            per_token[device] += _COMING * width * offloaded
     per_token[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
     return per_token
 

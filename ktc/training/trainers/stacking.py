@@ -9,7 +9,7 @@ Refused (T540): stacking that was requested but is impossible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -26,7 +26,7 @@ from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logi
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks
-from ktc.training.trainers.layer_pass import through_layers
+from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
@@ -63,6 +63,8 @@ class Stacking:
     tokens: int
     chunk_tokens: int = CHUNKS[0]
     bytes_per_token: tuple[tuple[str, int], ...] = ()
+    offloaded: Offloaded = Offloaded.NOTHING  # what waits for backward in host memory
+    scarce: str = ""  # the device whose memory is the first that a longer pass would fill
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
 
@@ -72,7 +74,8 @@ class Stacking:
         loss = f"; the loss is not computed in ktc's chunks: {self.whole_loss}" if self.whole_loss else ""
         sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
         layers = f"; {self.not_compiled}" if self.not_compiled else ""
-        return f"stacked, {sizes}: {self.reason}{loss}{layers}"
+        waiting = f"; {self.offloaded.told}" if self.offloaded else ""
+        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}"
 
 
 class Stacker(TrainerCallback):
@@ -184,7 +187,7 @@ class Stacker(TrainerCallback):
         """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
         assert self.decision is not None
         chunks = in_chunks(calls, self.decision.chunk_tokens)
-        outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled)
+        outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded)
         rows = [call.hidden.shape[0] for call in calls]
         finals = [piece for out in outs for piece in _split_chunk(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
@@ -213,27 +216,41 @@ class Stacker(TrainerCallback):
         Raises:
             CannotStack: not even two micro-batches fit, of a step that has several.
         """
-        per_token = bytes_per_token(self._layers, calls[0])
         prepare_experts(self._layers)  # their memory is not free any more
+        whole = reason_for_whole_logits(self._trainer)
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         loss = loss_bytes(self._trainer, max(num_tokens(inputs) for inputs in waiting), vocabulary)
-        whole = reason_for_whole_logits(self._trainer)
         coming = coming_bytes(model, self._trainer.optimizer)
-        free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in per_token}
+        devices = {"cpu", *(str(device) for call in calls for device in call.devices), *expert_bytes(self._layers)}
+        free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
         largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
+        sizes = [self._with_offloaded(offloaded, calls, free, loss) for offloaded in Offloaded]
+        enough = (size for size in sizes if size.tokens >= wanted)
+        size = next(enough, max(sizes, key=lambda size: (size.tokens, -size.offloaded)))
+        decision = replace(size, whole_loss=whole)
+        least = largest * min(2, len(calls))
+        if size.tokens < least and self._mode != "on":
+            raise CannotStack(f"the free memory on `{size.scarce}` holds {size.tokens} tokens of a pass")
+        if size.tokens < wanted:
+            bounded = f"the free memory on `{size.scarce}` bounds a pass"
+            return replace(decision, reason=bounded, tokens=max(size.tokens, least))
+        return decision
+
+    def _with_offloaded(
+        self, offloaded: Offloaded, calls: Sequence[ModelCall], free: Mapping[str, int], loss: int
+    ) -> Stacking:
+        """Return the tokens that fit one pass with this much in host memory, and where memory is scarce."""
+        wanted, largest = sum(_tokens(call) for call in calls), max(_tokens(call) for call in calls)
+        per_token = bytes_per_token(self._layers, calls[0], offloaded)
         of_experts = expert_bytes(self._layers)
         chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted, of_experts)
         working = working_bytes(calls[0], max(min(chunk, wanted), largest), loss, of_experts)
         fits = fitting_tokens(per_token, working, free)
         scarce = min(fits, key=lambda device: fits[device])
-        by_device = tuple(sorted(per_token.items()))
-        least = largest * min(2, len(calls))
-        if fits[scarce] < least and self._mode != "on":
-            raise CannotStack(f"the free memory on `{scarce}` holds {fits[scarce]} tokens of a pass")
-        if fits[scarce] < wanted:
-            tokens = max(fits[scarce], least)
-            return Stacking(True, f"the free memory on `{scarce}` bounds a pass", tokens, chunk, by_device, whole)
-        return Stacking(True, "a step's micro-batches fit the free memory", fits[scarce], chunk, by_device, whole)
+        reason = "a step's micro-batches fit the free memory"
+        return Stacking(
+            True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce
+        )
 
 
 def reason_against(trainer: Any, model: nn.Module) -> str:

@@ -13,6 +13,7 @@ from ktc.model.experts.private_api import (
     HOOKS,
     ConversionHook,
     LoadHooks,
+    at_end_of_backward,
     floats_as_constants,
     schema_of,
     unsaved_buffers,
@@ -99,3 +100,26 @@ def test_compiled_code_has_a_modules_floats_as_constants_inside_the_context() ->
     (graph,) = counter.graphs
     inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     assert [value.dtype for value in inputs if isinstance(value, Tensor)] == [torch.float32]  # a float would be fp64
+
+
+def test_a_function_is_called_once_a_backward_pass_has_ended() -> None:
+    called = list[str]()
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            at_end_of_backward(lambda: called.append("end"))
+            called.append("node")
+            return grads[0]
+
+    x = torch.ones(2, requires_grad=True)
+    first = Noting.apply(x)
+    assert isinstance(first, Tensor)
+    second = Noting.apply(first * 2)
+    assert isinstance(second, Tensor)
+    second.sum().backward()
+    assert called == ["node", "node", "end", "end"]

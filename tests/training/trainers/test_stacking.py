@@ -26,7 +26,7 @@ from ktc.stages.link import link
 from ktc.training import KTSFTTrainer
 from ktc.training.trainers import chunked_loss as chunked_loss_module
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks, record
-from ktc.training.trainers.layer_pass import through_layers
+from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.split_layer import split_layers
 from ktc.training.trainers.stack_size import bytes_per_token, fitting_chunk, fitting_tokens
 from ktc.training.trainers.stacking import Stacker, StackMode, passes, reason_against
@@ -295,3 +295,26 @@ def test_experts_of_a_gpu_leave_states_alone_on_the_host(
     held = bytes_per_token(layers, call)
     item, choices = call.hidden.element_size(), next(m.top_k for m in model.modules() if isinstance(m, FusedMoe))
     assert held == {"cpu": (len(layers) * (2 + 2) + 3) * width * item, "cuda:0": (12 + choices * item) * width}
+
+
+def test_states_of_a_gpu_wait_on_the_host_where_a_pass_would_not_fit(package: Callable[[str], Path]) -> None:
+    model = peft_model(package("qwen3_moe"))
+    layers = split_layers(model)
+    ids = rows((64,))[0]["input_ids"]
+    call = record(layers, lambda: model(input_ids=torch.tensor([ids]), use_cache=False))
+    width = call.hidden.shape[-1] * call.hidden.element_size()
+    on_gpu = ModelCall(call.hidden, (torch.device("cuda:0"),) * len(layers), call.layers)
+    held = {level: bytes_per_token(layers, on_gpu, level) for level in Offloaded}
+    states = {level: sizes["cuda:0"] // width - 3 for level, sizes in held.items()}  # without the last output's
+    assert states == {Offloaded.NOTHING: 2 * len(layers), Offloaded.ATTENTION: len(layers) + 4, Offloaded.INPUT: 8}
+    assert held[Offloaded.INPUT]["cpu"] == held[Offloaded.NOTHING]["cpu"] + len(layers) * width
+    assert bytes_per_token(layers, call, Offloaded.INPUT) == bytes_per_token(layers, call)
+
+    def least(free: int) -> Offloaded:
+        stacker = Stacker(Trainer(model, TrainingArguments(report_to=[])))
+        stacker._layers = layers
+        sizes = [stacker._with_offloaded(level, [on_gpu], {"cuda:0": free, "cpu": 1 << 40}, 0) for level in Offloaded]
+        return next((size.offloaded for size in sizes if size.tokens >= 64), Offloaded.INPUT)
+
+    assert least(1 << 40) is Offloaded.NOTHING
+    assert least(1 << 10) is Offloaded.INPUT
