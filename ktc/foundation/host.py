@@ -269,13 +269,14 @@ def _gpu(properties: Any, index: int) -> Gpu:
 
 
 def taken_of(memory: int, free: int) -> int:
-    """Return the bytes of a GPU that other programs have, in sixteenths of it, 0 for no more than a context's.
+    """Return the bytes of a GPU that other programs have, 0 for no more than a context's.
 
-    In such steps, a plan made again a minute later is the same.
+    What is left is rounded down, by an eighth of it at most. So a plan made again a minute later is the same.
     """
-    others = memory - free - _CONTEXT_BYTES
-    step = max(1, memory // 16)
-    return min(memory, -(-others // step) * step) if others > 0 else 0
+    if memory - free <= _CONTEXT_BYTES:
+        return 0
+    step = 1 << max(0, (free // 8).bit_length() - 1)
+    return memory - free // step * step
 
 
 def _answer(program: str, *arguments: str) -> str:
