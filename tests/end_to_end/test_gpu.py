@@ -172,6 +172,7 @@ def test_what_waits_in_host_memory_changes_no_step(
     """Adapters of experts, with their gradients and optimizer, and the states of layers: beside all on the GPU."""
     out = compiled_twin("tiny:qwen3_moe", "moe-experts-lora", "auto")
     monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cuda:0": tokens_of_a_pass})
+    initial: dict[str, torch.Tensor] = {}
 
     def run(*, on_host: bool, level: Offloaded) -> tuple[list[float], dict[str, torch.Tensor], str]:
         monkeypatch.setattr(Adapters, "fits", not on_host)
@@ -182,8 +183,9 @@ def test_what_waits_in_host_memory_changes_no_step(
                 module.offload = Offload((torch.device("cuda:0"),), min_tokens=1)
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=4,
-            logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=5e-3,
+            logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=0.3, optim="sgd",
         )  # fmt: skip
+        initial.update({name: weight.detach().cpu().clone() for name, weight in model.named_parameters()})
         ids = torch.randint(3, model.config.vocab_size, (12, 48), generator=torch.Generator().manual_seed(1))
         dataset = [{"input_ids": row, "labels": row} for row in ids]
         trainer = KTrainer(model=model, args=arguments, train_dataset=dataset, compile_layers=False)
@@ -195,13 +197,12 @@ def test_what_waits_in_host_memory_changes_no_step(
         weights = {name: weight.detach().cpu() for name, weight in model.named_parameters() if weight.requires_grad}
         return losses, weights, trainer.expert_adapters
 
-    losses, _, where = run(on_host=False, level=Offloaded.NOTHING)
+    on_gpu, expected, where = run(on_host=False, level=Offloaded.NOTHING)
     assert "on cuda:0" in where
-    on_host, weights, where = run(on_host=True, level=Offloaded.NOTHING)
-    assert "in host memory" in where
-    assert on_host == pytest.approx(losses, rel=5e-3)  # AdamW of the CPU rounds otherwise
-    for level in (Offloaded.ATTENTION, Offloaded.INPUT):
-        again, found, _ = run(on_host=True, level=level)
-        assert again == pytest.approx(on_host, rel=1e-5)
-        for name, weight in weights.items():
-            assert float((found[name] - weight).norm()) <= 1e-4 * float(weight.norm()), name
+    change = float(torch.cat([weight.flatten() - initial[name].flatten() for name, weight in expected.items()]).norm())
+    for level in Offloaded:
+        losses, weights, where = run(on_host=True, level=level)
+        assert "in host memory" in where
+        assert losses == pytest.approx(on_gpu, rel=2e-3)
+        away = torch.cat([weights[name].flatten() - weight.flatten() for name, weight in expected.items()])
+        assert float(away.norm()) <= 0.03 * change  # sums in bf16 have another order

@@ -1,14 +1,17 @@
 """Factors of LoRA in page-locked host memory, of experts that a GPU multiplies.
 
-In: a layer's factors as views of parameters, and gradients on the GPU. Out: the parameters, and their gradients in
-page-locked memory. No values stay on the GPU from forward to backward, and the host does not wait for a layer's
-gradients: it waits at the end of the backward pass. A hook on such a parameter is not called.
+In: a layer's factors as views of parameters, and gradients on the GPU. Out: the factors there in both passes, and the
+gradients of the parameters in page-locked memory. No values stay on the GPU from forward to backward. Factors are sent
+ahead of their use, because a copy that is due would queue behind the weights that were sent ahead. The host does not
+wait for a layer's gradients: it waits at the end of the backward pass. A hook on such a parameter is not called.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,6 +20,8 @@ from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.private_api import at_end_of_backward
 
 Parameters = tuple[Tensor | None, ...]
+_AHEAD: Final = 3  # layers whose factors are sent ahead: a ring of weights holds about as many
+_MOST_AHEAD: Final = 256 << 20  # bytes of them, beyond which one layer is sent ahead
 
 
 def parameters_on_host(lora: ExpertsLora) -> Parameters | None:
@@ -38,6 +43,102 @@ def _parameter(lora: Lora, factor: Tensor) -> Tensor | None:
     memory = factor.untyped_storage().data_ptr()
     views = (leaf for leaf in lora.parameters if leaf.untyped_storage().data_ptr() == memory)
     return next((leaf for leaf in views if leaf.is_leaf and leaf.requires_grad), None)
+
+
+def on_device(lora: ExpertsLora, device: torch.device, *, in_backward: bool) -> ExpertsLora:
+    """Return the factors of a layer on a device, for one of its two passes, with those of the next passes underway."""
+    values = _sender(device).take(_Use.of(lora.factors, in_backward=in_backward))
+    return ExpertsLora.of(values, lora.scales)
+
+
+def forget() -> None:
+    """Forget which pass follows which, and the factors that were sent ahead: their parameters move or end."""
+    _sender.cache_clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A layer's factors in one of its passes. Uses of the same memory in the same pass are equal."""
+
+    factors: tuple[Tensor | None, ...]
+    key: tuple[int, ...]
+
+    @classmethod
+    def of(cls, factors: Sequence[Tensor | None], *, in_backward: bool) -> _Use:
+        detached = tuple(factor if factor is None else factor.detach() for factor in factors)
+        return cls(detached, (int(in_backward), *(0 if factor is None else factor.data_ptr() for factor in detached)))
+
+    @property
+    def in_backward(self) -> bool:
+        return bool(self.key[0])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(factor.nbytes for factor in self.factors if factor is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Values that are on a GPU once `arrived` is."""
+
+    use: _Use
+    values: tuple[Tensor | None, ...]
+    arrived: torch.cuda.Event
+
+
+class _Sender:
+    """The copies of factors to one GPU. It learns which use follows which: in each step it is the same.
+
+    After backward, an optimizer changes the values: nothing that was sent before is read in a later forward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._following: dict[tuple[int, ...], _Use] = {}
+        self._last: _Use | None = None
+        self._sent: dict[tuple[int, ...], _Sent] = {}  # ahead of their use, the earliest first
+
+    def take(self, use: _Use) -> tuple[Tensor | None, ...]:
+        """Return values that the device's current stream may read, and send those of the uses that follow."""
+        if use.in_backward:
+            self._sent = {key: sent for key, sent in self._sent.items() if sent.use.in_backward}
+        sent = self._sent.pop(use.key, None) or self._send(use)
+        if self._last is not None:
+            self._following[self._last.key] = use
+        self._last = use
+        self._send_following(use)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(sent.arrived)
+        for value in sent.values:
+            if value is not None:
+                value.record_stream(current)
+        return sent.values
+
+    def _send_following(self, use: _Use) -> None:
+        ahead = _AHEAD if _AHEAD * use.nbytes <= _MOST_AHEAD else 1
+        for _ in range(ahead):
+            following = self._following.get(use.key)
+            if following is None or (use.in_backward and not following.in_backward):
+                break
+            use = following
+            if use.key not in self._sent:
+                self._sent[use.key] = self._send(use)
+        while len(self._sent) > ahead:  # those that did not come
+            self._sent.pop(next(iter(self._sent)))
+
+    def _send(self, use: _Use) -> _Sent:
+        arrived = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            values = tuple(
+                factor if factor is None else factor.to(self._device, non_blocking=True) for factor in use.factors
+            )
+            arrived.record(self._stream)
+        return _Sent(use, values, arrived)
+
+
+@functools.cache
+def _sender(device: torch.device) -> _Sender:
+    return _Sender(device)
 
 
 def add_gradients(parameters: Sequence[Tensor | None], factors: Sequence[Tensor | None], gradients: Parameters) -> None:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ktc.model.experts.chunk_products import ChunkProducts
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
-from ktc.model.experts.host_factors import Parameters, add_gradients, parameters_on_host
+from ktc.model.experts.host_factors import Parameters, add_gradients, on_device, parameters_on_host
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
@@ -103,6 +103,11 @@ class _Call:
     on_host: Parameters | None
     keeps: bool
 
+    def lora(self, factors: Sequence[Tensor | None], device: torch.device, *, in_backward: bool) -> ExpertsLora:
+        """Return the factors on a device for one of the call's passes."""
+        lora = ExpertsLora.of(factors, self.scales)
+        return lora if self.on_host is None else on_device(lora, device, in_backward=in_backward)
+
 
 class _StreamedExperts(torch.autograd.Function):
     """Forward keeps hidden states (in host memory), routing and factors, and none of its results."""
@@ -110,7 +115,7 @@ class _StreamedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor, *factors: Tensor | None) -> Tensor:
         slots = Slots.of(index, call.streams[-1].share.stop)
-        lora = ExpertsLora.of(factors, call.scales).on(x.device)
+        lora = call.lora(factors, x.device, in_backward=False)
         shares = [_Share(stream, slots, x, weights, lora) for stream in call.streams]
         out = _sum([share.forward() for share in shares])
         ctx.call, ctx.slots = call, slots
@@ -124,7 +129,7 @@ class _StreamedExperts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, *factors = ctx.saved_tensors
         call, x, (grad,) = cast("_Call", ctx.call), cast("SavedOnHost", ctx.x).back(), grads
-        lora = ExpertsLora.of(factors, call.scales).on(x.device)
+        lora = call.lora(factors, x.device, in_backward=True)
         shares = [_Share(stream, ctx.slots, x, weights, lora) for stream in call.streams]
         gradients = [share.backward(grad) for share in shares]
         d_x, d_weights = (_sum(list(parts)) for parts in zip(*gradients, strict=True))

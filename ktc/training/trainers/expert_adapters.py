@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ktc.model.experts import host_factors
 from ktc.model.experts.adapter_memory import fits, trained_bytes
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
@@ -74,6 +75,7 @@ def beside_experts(model: nn.Module, trainer: Any) -> Generator[str]:
                 _lock(group.factors)
         yield "; ".join(group.told(moved=moved) for group, moved in zip(adapters, fitting, strict=True))
     finally:
+        host_factors.forget()
         _move(before, trainer.optimizer)
 
 

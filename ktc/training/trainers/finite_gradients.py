@@ -13,11 +13,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from ktc.diagnostics import Diagnostic, KtcError
 from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
 from ktc.training.trainers.checkpoints import last_kept
+from ktc.training.trainers.gradient_norm import total_norm
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -29,7 +29,7 @@ def require_finite(model: nn.Module, named: Named, step: int, run: Path) -> None
         KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
     """
     gradients = [parameter.grad for _, parameter in named if parameter.grad is not None]
-    if not gradients or bool(get_total_norm(gradients).isfinite()):
+    if not gradients or bool(total_norm(gradients).isfinite()):
         return
     name, gradient = next(_not_finite(named), ("", None))
     if gradient is None:  # their squares are too large for a sum

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 
 from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.patching import Patch
+from ktc.training.trainers import gradient_norm
 
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
 
@@ -159,9 +160,15 @@ class _InPlace(Patch):
     def verify_device_map(self, model: nn.Module) -> bool:
         return False  # with a device map, accelerate refuses to train in several processes
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        if norm_type != 2:  # noqa: PLR2004
+            return cast("Any", super()).clip_grad_norm_(parameters, max_norm, norm_type)
+        cast("Any", self).unscale_gradients()
+        return gradient_norm.clip(parameters, max_norm)
+
 
 def keep_in_place(accelerator: Any) -> None:
-    """Make the accelerator cast and compile, but neither place the model nor wrap it.
+    """Make the accelerator cast and compile, but neither place the model nor wrap it. It clips with all threads.
 
     Its settings turn off either only for the whole accelerator, data included.
     """

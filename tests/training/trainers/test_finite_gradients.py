@@ -17,6 +17,7 @@ import ktc
 from ktc.diagnostics import KtcError
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
+from ktc.training.trainers.gradient_norm import clip, total_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,3 +73,19 @@ def test_the_place_is_named_and_the_last_checkpoint_is_whole(
     saved = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
     assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_the_norm_is_that_of_all_values_together() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(*shape)) for shape in ((300, 256), (7,), (2, 3), (4, 300, 256))]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    exact = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+    torch.testing.assert_close(total_norm(gradients).double(), exact, rtol=1e-6, atol=0)
+    before = [gradient.clone() for gradient in gradients]
+    torch.testing.assert_close(clip(parameters, 1.0).double(), exact, rtol=1e-6, atol=0)
+    for clipped, gradient in zip(gradients, before, strict=True):
+        torch.testing.assert_close(clipped, gradient / float(exact), rtol=1e-5, atol=1e-8)
+    gradients[3][1, 2, 3] = float("nan")
+    assert not bool(total_norm(gradients).isfinite())
