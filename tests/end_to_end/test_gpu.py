@@ -205,4 +205,4 @@ def test_what_waits_in_host_memory_changes_no_step(
         assert "in host memory" in where
         assert losses == pytest.approx(on_gpu, rel=2e-3)
         away = torch.cat([weights[name].flatten() - weight.flatten() for name, weight in expected.items()])
-        assert float(away.norm()) <= 0.03 * change  # sums in bf16 have another order
+        assert float(away.norm()) <= 0.06 * change  # sums in bf16 have another order

@@ -161,7 +161,7 @@ class _InPlace(Patch):
         return False  # with a device map, accelerate refuses to train in several processes
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        if norm_type != 2:  # noqa: PLR2004
+        if norm_type != 2:
             return cast("Any", super()).clip_grad_norm_(parameters, max_norm, norm_type)
         cast("Any", self).unscale_gradients()
         return gradient_norm.clip(parameters, max_norm)
