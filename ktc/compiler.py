@@ -207,17 +207,17 @@ def proven(analysis: Analysis, observe: Observe = _unobserved) -> tuple[Analysis
 def inspect(
     model: Model, rules: str | Path, *,
     settings: Mapping[str, str] | None = None, host: Host | None = None, trust_remote_code: bool = False,
-    observe: Observe = _unobserved,
+    text_only: bool = False, observe: Observe = _unobserved,
 ) -> Report:  # fmt: skip
     """Run the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
-    analysis = analyse(model, rules, settings, host, observe, trust_remote_code=trust_remote_code)
+    analysis = analyse(model, rules, settings, host, observe, trust_remote_code=trust_remote_code, text_only=text_only)
     return Report.of(*proven(analysis, observe))
 
 
 def check(
     rules: str | Path, model: Model | None = None, *,
     settings: Mapping[str, str] | None = None, host: Host | None = None, trust_remote_code: bool = False,
-    observe: Observe = _unobserved,
+    text_only: bool = False, observe: Observe = _unobserved,
 ) -> tuple[Diagnostic, ...]:  # fmt: skip
     """Return every finding about `rules`, and with `model` about their fit; empty means good.
 
@@ -225,7 +225,8 @@ def check(
     """
     try:
         if model is not None:
-            return analyse(model, rules, settings, host, observe, trust_remote_code=trust_remote_code).diagnostics
+            options = {"trust_remote_code": trust_remote_code, "text_only": text_only}
+            return analyse(model, rules, settings, host, observe, **options).diagnostics
         ruleset = dsl.load(rules, settings or {})
         observe("rules", ruleset)
     except (InputRefused, HostLacks) as error:
@@ -235,15 +236,15 @@ def check(
 
 def dumps(
     model: Model, rules: str | Path, stages: Sequence[Stage], *, host: Host | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False, text_only: bool = False,
 ) -> list[ModelDump]:  # fmt: skip
     """Return the graphs of `model` at some stages. The stage `captured` alone needs no rule to match."""
     from ktc.stages.link import dump_stage
 
     if tuple(stages) == ("captured",):
-        source = open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code)
+        source = open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code, text_only=text_only)
         return [dump_stage("captured", capture(source), None, None)]
-    analysis = analyse(model, rules, host=host, trust_remote_code=trust_remote_code)
+    analysis = analyse(model, rules, host=host, trust_remote_code=trust_remote_code, text_only=text_only)
     return [dump_stage(stage, analysis.captured, analysis.matches, analysis.plan, analysis.blocks) for stage in stages]
 
 

@@ -7,17 +7,19 @@ on this machine or is another model (A603), and one whose class is of its own co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktc.adapters.adapter import Adapter, require_base
-from ktc.adapters.folder import no_original
+from ktc.adapters.folder import no_original, split_name
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf import stock_model
 from ktc.model.hf.foreign_errors import first_line
@@ -76,10 +78,32 @@ class BaseModel:
 
 def find_base(adapter: Adapter, given: Path | None = None) -> BaseModel:
     """Return the model that `adapter` was trained on; `given` is a compiled model or a checkpoint."""
-    base = read_base(given if given is not None else _local(adapter))
+    base = _as_adapted(read_base(given if given is not None else _local(adapter)), adapter)
     if given is not None:
         require_base(adapter, base.name)
     return base
+
+
+def _as_adapted(base: BaseModel, adapter: Adapter) -> BaseModel:
+    """Return the text alone of a model with towers, if that has the layers of the adapter and the whole lacks them."""
+    name = stock_model.text_class_name(base.config) if stock_model.has_towers(base.model) else None
+    text_class = cast("type[PreTrainedModel] | None", getattr(transformers, name or "", None))
+    layers = {_before_number(factor[0]) for entry in adapter.tensors if (factor := split_name(entry.name)) is not None}
+    if text_class is None or _has_modules(base.model, layers):
+        return base
+    text = _built(base.config, text_class)
+    if not _has_modules(text, layers):
+        return base
+    return replace(base, model=text, targets=targets_of(text), linears=linears_of(text))
+
+
+def _before_number(name: str) -> str:
+    """Return the name of the list that a layer is in: `model.layers` for `model.layers.0.mlp`."""
+    return ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
+
+
+def _has_modules(model: nn.Module, names: Iterable[str]) -> bool:
+    return set(names) <= {name for name, _ in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
 
 
 def read_base(folder: Path) -> BaseModel:
@@ -95,12 +119,16 @@ def read_base(folder: Path) -> BaseModel:
     try:
         config = cast("PreTrainedConfig", AutoConfig.from_pretrained(folder, trust_remote_code=False))
         vars(config).pop("auto_map", None)
-        model = stock_model.build_on_meta(config, cast("torch.dtype", config.dtype or torch.float32), model_class)
+        model = _built(config, model_class)
     except (OSError, ValueError, KeyError) as error:
         message = f"the installed transformers does not build `{folder.name}` by itself: {first_line(error)}"
         hint = "adapters of models with code of their own are used as they are, with that code"
         raise InputRefused(Diagnostic("A606", message, hint=hint)) from error
     return BaseModel(folder, name, config, model, targets_of(model), linears_of(model))
+
+
+def _built(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None) -> PreTrainedModel:
+    return stock_model.build_on_meta(config, cast("torch.dtype", config.dtype or torch.float32), model_class)
 
 
 def linears_of(model: nn.Module) -> frozenset[str]:

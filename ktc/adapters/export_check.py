@@ -8,6 +8,7 @@ its factors are compared. Refused: a layout that the installed peft does not rea
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
@@ -114,8 +115,9 @@ def _judged(result: Mapping[str, Any], squares: float, weights: int) -> Checked:
 def _twin(base: BaseModel) -> PreTrainedModel:
     """Build a model of the base's kind with random weights, at its own sizes where those are small."""
     numbers = (tensor.numel() for tensor in cast("Iterable[Tensor]", base.model.parameters()))
-    config = base.config if sum(numbers) <= _SMALL else twin.shrink(base.config)
+    config = copy.deepcopy(base.config) if sum(numbers) <= _SMALL else twin.shrink(base.config)
     vars(config).pop("quantization_config", None)
+    config.architectures = [type(base.model).__name__]  # of a model with towers, or of its text alone
     return twin.build(config, _SEED)
 
 

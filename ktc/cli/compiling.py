@@ -26,6 +26,7 @@ from ktc.cli.options import (
     Output,
     Rules,
     Settings,
+    TextOnly,
     Trust,
     Use,
 )
@@ -59,9 +60,7 @@ def compile_command(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a compiled model.")] = False,
     trust: Trust = False,
     pack: Annotated[bool, typer.Option("--pack", help="Store the packed experts in OUT: it loads faster.")] = False,
-    text_only: Annotated[
-        bool, typer.Option("--text-only", help="Leave out the towers for images and sound; OUT reads text alone.")
-    ] = False,
+    text_only: TextOnly = False,
     proven_on: Annotated[
         ProvenOn, typer.Option("--prove", help="Prove on small weights, or also on the real ones as `ktc prove` does.")
     ] = "witness",
@@ -120,6 +119,7 @@ def check_command(
     batch: Annotated[
         int | None, typer.Option("--batch", min=1, help="Sequences per batch that must fit in memory.")
     ] = None,
+    text_only: TextOnly = False,
     trust: Trust = False,
 ) -> None:
     """Check RULES. With MODEL, also show where the rules match, the plan and the memory it needs.
@@ -156,13 +156,14 @@ def check_command(
                 report.observe,
                 must_fit=BatchShape(batch, length),
                 trust_remote_code=trust,
+                text_only=text_only,
             )
         report.finish_check()
         if report.can_be_compiled and host_file is None:
             pairs = [f"{name}={value}" for name, value in chosen.items()]
-            session.next(*compiling(model, rules, pairs, trust=trust))
+            session.next(*compiling(model, rules, pairs, trust=trust, text_only=text_only))
         else:
-            session.next("ktc", "graph", model, "--rules", rules, *loading(None, trust))
+            session.next("ktc", "graph", model, "--rules", rules, *loading(None, trust, text_only=text_only))
 
 
 @in_session()
@@ -179,6 +180,7 @@ def graph_command(
         tuple[str, str] | None,
         typer.Option("--diff", metavar="A B", help="Compare two compiled models, graph files, or stages of MODEL."),
     ] = None,
+    text_only: TextOnly = False,
     trust: Trust = False,
     output: Output = None,
 ) -> None:
@@ -188,7 +190,9 @@ def graph_command(
     from ktc.cli import graph
 
     color = session.color and output is None
-    request = graph.Request(model, rules, stage, layer, "json" if session.as_json else form, diff, color, trust)
+    request = graph.Request(
+        model, rules, stage, layer, "json" if session.as_json else form, diff, color, trust, text_only
+    )
     with session.console.status("capturing and drawing"):
         text = graph.render(request)
     if session.as_json:

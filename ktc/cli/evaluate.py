@@ -33,6 +33,7 @@ from ktc.cli.options import (
     Seed,
     SystemPrompt,
     Temperature,
+    TextOnly,
     Trust,
     Weights,
 )
@@ -108,6 +109,7 @@ def command(
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     reference: Reference = False,
+    text_only: TextOnly = False,
     recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -157,7 +159,7 @@ def command(
                 return opened, evaluator.generation(items, scored, system=system, token_accuracy=token_accuracy)
             return opened, evaluator.choices(questions, by or "text", system=system, raw=raw)
 
-    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
+    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights, text_only=text_only)
     opened, evaluation = run_compiled(session, model, wish, run)
     if output is not None:
         write_rows(output, evaluation.predictions)
@@ -167,7 +169,7 @@ def command(
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
     session.show(f"{evaluation.definition}\n{versions}")
     if opened.streams:
-        session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
+        session.next(*serving(shown(model), adapter, weights=weights, trust=trust, text_only=text_only))
 
 
 def _check_combination(task: Task, by: By | None, given: Mapping[str, bool]) -> None:

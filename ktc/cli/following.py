@@ -29,23 +29,30 @@ def after_compiling(out: Path, *, weights: Path | None = None, trust: bool = Fal
 
 
 def answering(
-    out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False
-) -> Words:
+    out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False,
+    text_only: bool = False,
+) -> Words:  # fmt: skip
     """Return the command that starts a conversation with the compiled model `out`, or with a model by its name."""
     named = relative(out.absolute()) if isinstance(out, Path) else out
-    return ("ktc", "chat", named, *_adapter(adapter), *loading(weights, trust))
+    return ("ktc", "chat", named, *_adapter(adapter), *loading(weights, trust, text_only=text_only))
 
 
-def serving(out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False) -> Words:
+def serving(
+    out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False,
+    text_only: bool = False,
+) -> Words:  # fmt: skip
     """Return the command that serves the compiled model `out`, or a model by its name."""
-    return ("ktc", "serve", out, *_adapter(adapter), *loading(weights, trust))
+    return ("ktc", "serve", out, *_adapter(adapter), *loading(weights, trust, text_only=text_only))
 
 
-def compiling(model: str | Path, rules: str = AUTO, settings: Iterable[str] = (), *, trust: bool = False) -> Words:
+def compiling(
+    model: str | Path, rules: str = AUTO, settings: Iterable[str] = (), *, trust: bool = False, text_only: bool = False
+) -> Words:
     """Return the command that compiles `model`, into a folder of its name that does not exist yet."""
     chosen = (word for setting in settings for word in ("--set", setting))
     program = () if rules == AUTO else (rules,)
-    return ("ktc", "compile", model, *program, "-o", _unused(str(model)), *chosen, *loading(None, trust))
+    options = loading(None, trust, text_only=text_only)
+    return ("ktc", "compile", model, *program, "-o", _unused(str(model)), *chosen, *options)
 
 
 def checking(rules: RuleSet, named: str | Path) -> Words | None:
@@ -70,8 +77,9 @@ def checking(rules: RuleSet, named: str | Path) -> Words | None:
     return None
 
 
-def loading(weights: Path | None, trust: bool) -> Iterator[object]:
-    """Yield the options with which the model was loaded: another command needs them too."""
+def loading(weights: Path | None, trust: bool, *, text_only: bool = False) -> Iterator[object]:
+    """Yield the options with which the model was compiled and loaded: another command needs them too."""
+    yield from ("--text-only",) if text_only else ()
     yield from () if weights is None else ("--weights", weights)
     yield from ("--trust-remote-code",) if trust else ()
 

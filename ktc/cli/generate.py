@@ -34,6 +34,7 @@ from ktc.cli.options import (
     Seed,
     SystemPrompt,
     Temperature,
+    TextOnly,
     Trust,
     Weights,
     answers_option,
@@ -97,6 +98,7 @@ def command(
     batch_size: BatchSize = 8,
     prefill_chunk: PrefillChunk = None,
     reference: Reference = False,
+    text_only: TextOnly = False,
     recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -116,7 +118,7 @@ def command(
     require_writable(output)
     if prompt is not None and not prompt.strip():
         raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
-    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
+    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights, text_only=text_only)
 
     def answers(opened: LanguageModel) -> None:
         if prompt is not None:
@@ -131,7 +133,7 @@ def command(
     if chat:
         _converse(session, opened, sampling, system)
     if opened.streams:
-        session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
+        session.next(*serving(shown(model), adapter, weights=weights, trust=trust, text_only=text_only))
 
 
 @in_session("verbose", "quiet", "log_file")
@@ -148,6 +150,7 @@ def chat_command(
     seed: Seed = 0,
     prefill_chunk: PrefillChunk = None,
     reference: Reference = False,
+    text_only: TextOnly = False,
     recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -157,11 +160,11 @@ def chat_command(
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, tuple(stop or ()), seed)
     sampling.check()
-    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights)
+    wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights, text_only=text_only)
     opened = _open(session, model, wish, sampling, None, adapter=adapter, reference=reference, chunk=prefill_chunk)
     _converse(session, opened, sampling, system)
     if opened.streams:
-        session.next(*serving(shown(model), adapter, weights=weights, trust=trust))
+        session.next(*serving(shown(model), adapter, weights=weights, trust=trust, text_only=text_only))
 
 
 def _open(

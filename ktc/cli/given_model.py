@@ -47,12 +47,16 @@ class Wish:
     recompile: bool = False
     trust: bool = False
     weights: Path | None = None
+    text_only: bool = False
 
     @classmethod
-    def of(cls, use: Use, *, recompile: bool, trust: bool, weights: Path | None, experts: bool = False) -> Wish:
+    def of(
+        cls, use: Use, *, recompile: bool, trust: bool, weights: Path | None, text_only: bool = False,
+        experts: bool = False,
+    ) -> Wish:  # fmt: skip
         """Return the wish of a command; `experts` adds adapters on the routed experts."""
         settings = {"use": use} | ({"experts": "true"} if experts else {})
-        return cls(use, settings, recompile, trust, weights)
+        return cls(use, settings, recompile, trust, weights, text_only)
 
 
 def is_compiled(given: str) -> bool:
@@ -190,7 +194,7 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
     from ktc.stages.link import cached
 
     host = host or this_host()
-    source = open_model(given, trust_remote_code=wish.trust)
+    source = open_model(given, trust_remote_code=wish.trust, text_only=wish.text_only)
     out = cached.cached_out(source, dsl.load(AUTO, wish.settings), wish.settings, host)
     with cached.locked_out(out) as exists:
         if exists and not wish.recompile:
@@ -200,7 +204,7 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
         with report.progress():
             compiler.compile(
                 given, AUTO, out, settings=wish.settings, host=host, force=exists, trust_remote_code=wish.trust,
-                observe=report.observe,
+                text_only=wish.text_only, observe=report.observe,
             )  # fmt: skip
         report.warn()
     session.tell(f"compiled into {relative(out)}, again with `--recompile`")
@@ -209,9 +213,14 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
 
 def _refuse_idle(given: str, wish: Wish) -> None:
     """Raise InputRefused (U006) for options that only a MODEL has."""
-    named = (("--recompile", wish.recompile), ("--experts", "experts" in wish.settings))
+    named = (
+        ("--recompile", wish.recompile),
+        ("--experts", "experts" in wish.settings),
+        ("--text-only", wish.text_only),
+    )
     idle = [option for option, is_given in named if is_given]
     if idle and (Path(given) / _MANIFEST).is_file():
-        hint = f"compile again: `ktc compile MODEL -o {given} --force`" + " --experts" * ("--experts" in idle)
+        further = "".join(f" {option}" for option in idle if option != "--recompile")
+        hint = f"compile again: `ktc compile MODEL -o {given} --force{further}`"
         message = f"`{idle[0]}` is for a model that is compiled first, and `{given}` is compiled already"
         raise InputRefused(Diagnostic("U006", message, hint=hint))

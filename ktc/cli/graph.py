@@ -35,6 +35,7 @@ class Request:
     diff: tuple[str, str] | None
     color: bool = False
     trust_remote_code: bool = False
+    text_only: bool = False
 
 
 def render(request: Request) -> str:
@@ -85,7 +86,8 @@ def following(request: Request) -> Words:
         return ()
     if (Path(request.model) / "ktc.json").is_file():
         return ("ktc", "prove", request.model)
-    return ("ktc", "check", request.rules, request.model, *loading(None, request.trust_remote_code))
+    options = loading(None, request.trust_remote_code, text_only=request.text_only)
+    return ("ktc", "check", request.rules, request.model, *options)
 
 
 def _difference(request: Request, first: str, second: str) -> str:
@@ -118,7 +120,9 @@ def _dumps(request: Request, model: str, stages: Sequence[Stage]) -> list[ModelD
         return [read_dump(path / "graph" / f"{stage}.json") for stage in stages]
     from ktc import compiler
 
-    return compiler.dumps(model, request.rules, stages, trust_remote_code=request.trust_remote_code)
+    return compiler.dumps(
+        model, request.rules, stages, trust_remote_code=request.trust_remote_code, text_only=request.text_only
+    )
 
 
 def _measured(out: Path) -> tuple[Measured, ...]:

@@ -123,6 +123,10 @@ Trust = Annotated[
     bool,
     loading_option("--trust-remote-code", help="Run the Python code in the model's folder."),
 ]
+TextOnly = Annotated[
+    bool,
+    _compiling_option("--text-only", help="Leave out the towers for images and sound: the model reads text alone."),
+]
 AdapterFolder = Annotated[
     Path | None, typer.Option("--adapter", metavar="A", help="Use this adapter: a folder that PEFT saved.")
 ]

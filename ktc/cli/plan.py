@@ -20,7 +20,7 @@ from ktc.cli.compiling import settings_of
 from ktc.cli.early_checks import require_compiled, require_host, require_model, require_rules
 from ktc.cli.following import loading
 from ktc.cli.model_and_rules import model_and_rules
-from ktc.cli.options import AUTO, Experts, ForUse, Model, OptionalRules, Settings, Trust
+from ktc.cli.options import AUTO, Experts, ForUse, Model, OptionalRules, Settings, TextOnly, Trust
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError
@@ -90,6 +90,7 @@ def plan_command(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="With --calibrate: make random weights instead of reading them.")
     ] = False,
+    text_only: TextOnly = False,
     trust: Trust = False,
 ) -> None:
     """Show the plans that are possible, their predicted speed and their bytes, the chosen one first."""
@@ -124,7 +125,7 @@ def plan_command(
     machines = _machines(hosts)
     _require_devices(budgets, machines)
     with session.console.status("capturing and planning"):
-        program, captured, weights = compiler.read(model, rules, chosen, trust_remote_code=trust)
+        program, captured, weights = compiler.read(model, rules, chosen, trust_remote_code=trust, text_only=text_only)
         cases = (
             Case(name, host, budget, BatchShape(batch, length))
             for (name, host), budget, length in itertools.product(machines, _combined(budgets), lengths)
@@ -150,7 +151,7 @@ def plan_command(
         session.show(f"{plot} shows them")
     pairs = (word for name, value in chosen.items() for word in ("--set", f"{name}={value}"))
     machine = ("--host", hosts) if hosts and len(machines) == 1 else ()
-    session.next("ktc", "check", rules, model, *pairs, *machine, *loading(None, trust))
+    session.next("ktc", "check", rules, model, *pairs, *machine, *loading(None, trust, text_only=text_only))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import typer
 from ktc.cli.amounts import size
 from ktc.cli.early_checks import require_given, require_readable
 from ktc.cli.given_model import GivenModel, Recompile, Wish, display_name, run_compiled, tell_random_weights
-from ktc.cli.options import Reference, Trust, Weights
+from ktc.cli.options import Reference, TextOnly, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 
@@ -87,6 +87,7 @@ def command(
         float, typer.Option("--grace", min=0, help="Seconds for running answers at the end.")
     ] = 10.0,
     reference: Reference = False,
+    text_only: TextOnly = False,
     recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -109,7 +110,7 @@ def command(
     access = read_access(updates, update_key)
     key_sha256 = None if api_key_file is None else read_key(api_key_file, "G730", serve.KEY_HINT)
     session.diagnose(serve.exposure(host, key_sha256 is not None))
-    wish = Wish.of("serve", recompile=recompile, trust=trust, weights=weights)
+    wish = Wish.of("serve", recompile=recompile, trust=trust, weights=weights, text_only=text_only)
 
     def load(out: Path) -> ServedModels:
         tell_random_weights(session, out, adapters, weights)

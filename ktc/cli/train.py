@@ -22,7 +22,7 @@ from ktc.cli.amounts import relative
 from ktc.cli.early_checks import require_given
 from ktc.cli.following import answering, loading
 from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_after, run_compiled, shown
-from ktc.cli.options import Experts, Trust, Weights
+from ktc.cli.options import Experts, TextOnly, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
@@ -72,6 +72,7 @@ def train_command(
         typer.Option("--trace", metavar="FILE.json", help="Write the timeline of one step as a Chrome trace."),
     ] = None,
     experts: Experts = False,
+    text_only: TextOnly = False,
     recompile: Recompile = False,
     weights: Weights = None,
     trust: Trust = False,
@@ -99,7 +100,7 @@ def train_command(
     from ktc.cli.train_progress import TrainProgress, show_data
     from ktc.training.tune import train
 
-    wish = Wish.of("train", recompile=recompile, trust=trust, weights=weights, experts=experts)
+    wish = Wish.of("train", recompile=recompile, trust=trust, weights=weights, text_only=text_only, experts=experts)
     place = output or train.default_output(named_after(model))
     paths = train.RunPaths(named_after(model), place, resume, force, weights, trust, trace)
     settings = train.settings_for(paths, config, flags)
@@ -124,7 +125,7 @@ def train_command(
 
     runs, seen = list[Path](), set[str]()
     result = run_compiled(session, model, wish, run)
-    _finish(session, model, replace(paths, out=runs[-1]), result)
+    _finish(session, model, wish, replace(paths, out=runs[-1]), result)
 
 
 def command() -> Command:
@@ -181,20 +182,20 @@ def _stopping(session: Session) -> Generator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _finish(session: Session, model: str, paths: RunPaths, result: TrainResult) -> None:
+def _finish(session: Session, model: str, wish: Wish, paths: RunPaths, result: TrainResult) -> None:
     from ktc.cli.train_progress import report_table
 
     report = result.report
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
-        again = shlex.join(_resuming(model, paths))
+        again = shlex.join(_resuming(model, wish, paths))
         session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"to continue: `{again}`")])
         session.exit_code = INTERRUPTED
         return
     session.show(report_table(report))
     run = relative(result.output.absolute())
     session.show(f"{run} has the adapter, report.html and the checkpoints")
-    session.next(*answering(shown(model), run, weights=paths.weights, trust=paths.trusted))
+    session.next(*answering(shown(model), run, weights=paths.weights, trust=paths.trusted, text_only=wish.text_only))
 
 
 def _data_json(data: PreparedData) -> dict[str, Any]:
@@ -202,7 +203,14 @@ def _data_json(data: PreparedData) -> dict[str, Any]:
     return {"train": asdict(data.train.summary), "held_out": held_out}
 
 
-def _resuming(model: str, paths: RunPaths) -> list[str]:
+def _resuming(model: str, wish: Wish, paths: RunPaths) -> list[str]:
     """Return the command that continues the run, with the options that `train.yaml` does not store."""
-    options = ("--output", paths.output, "--resume", "auto", *loading(paths.weights, paths.trusted))
+    options = (
+        "--output",
+        paths.output,
+        "--resume",
+        "auto",
+        *loading(paths.weights, paths.trusted, text_only=wish.text_only),
+    )
+    options += ("--experts",) if "experts" in wish.settings else ()
     return ["ktc", "train", *map(str, (model, *options))]

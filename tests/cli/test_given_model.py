@@ -28,6 +28,7 @@ from ktc.cli.given_model import (
 from ktc.cli.session import Session
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, detect
+from ktc.model.twin import default_config, shrink
 from ktc.stages.plan.placement import BUDGET_SHARE
 
 WISH = Wish.of("generate", recompile=False, trust=False, weights=None)
@@ -64,6 +65,16 @@ def test_a_model_is_compiled_once_and_again_when_asked(compilations: list[dict[s
     assert compilations[2]["settings"] == {"use": "train", "experts": "true"}
 
 
+def test_the_text_alone_of_a_model_is_compiled_into_another_folder(
+    compilations: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    shrink(default_config("qwen3_5_moe", whole=True)).save_pretrained(tmp_path / "m")
+    alone = Wish.of("generate", recompile=False, trust=False, weights=None, text_only=True)
+    folders = [compiled(Session(quiet=True), str(tmp_path / "m"), wish) for wish in (WISH, alone, alone)]
+    assert folders[0] != folders[1] == folders[2]
+    assert [one["text_only"] for one in compilations] == [False, True]
+
+
 def test_a_compiled_model_is_taken_as_it_is(tmp_path: Path, compilations: list[dict[str, Any]]) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -73,6 +84,7 @@ def test_a_compiled_model_is_taken_as_it_is(tmp_path: Path, compilations: list[d
     for idle in (
         Wish.of("train", recompile=True, trust=False, weights=None),
         Wish.of("train", recompile=False, trust=False, weights=None, experts=True),
+        Wish.of("train", recompile=False, trust=False, weights=None, text_only=True),
     ):
         with pytest.raises(InputRefused, match="is compiled already") as refused:
             compiled(Session(), str(out), idle)

@@ -24,7 +24,7 @@ from ktc.model.attention.decode import DecodeAttention, paged_layers
 from ktc.model.attention.paged_tensor import copies
 from ktc.model.decode_steps.growing_cache import GrowingLayer
 from ktc.model.decode_steps.int8_cache import Int8Layer
-from ktc.model.hf.stock_model import has_towers
+from ktc.model.hf.stock_model import finds_positions
 
 _JOINABLE: Final = (DynamicLayer, GrowingLayer, Int8Layer, DynamicSlidingWindowLayer)
 _KINDS: Final = frozenset({"full_attention", "sliding_attention"})  # of `layer_types`
@@ -90,8 +90,8 @@ class ModelRunner:
         return NativeRows.of(self._base)
 
     def _reason(self, cache: DynamicCache | None) -> str:
-        if has_towers(self._base):
-            return "it reads images, and the model itself keeps the positions behind them"
+        if finds_positions(self._base):
+            return "it reads images, and its own code keeps the positions behind them"
         if not isinstance(cache, DynamicCache):
             return "its cache is not transformers' `DynamicCache`"
         if "position_ids" not in self._arguments or "attention_mask" not in self._arguments:

@@ -8,6 +8,7 @@ sound that names such a class is the whole model with its towers; the others are
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ktc.model.hf.private_api import model_of_config
+
+log = logging.getLogger(__name__)
 
 
 def build_on_meta(
@@ -67,6 +70,21 @@ def multimodal_name(model_type: str) -> str | None:
     return cast("dict[str, str]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES).get(model_type)
 
 
+def text_class_name(config: PreTrainedConfig) -> str | None:
+    """Return the name of the class that reads the text alone of a checkpoint with towers, if transformers has one."""
+    name = cast("dict[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).get(config.model_type)
+    return None if name == multimodal_name(config.model_type) else name
+
+
+def finds_positions(model: nn.Module) -> bool:
+    """Return whether code of `model` finds positions of several axes by the images of a prompt, in each step anew.
+
+    Such a model keeps how far the positions behind images differ from the number of tokens: its steps are not those of
+    a model of text.
+    """
+    return any(hasattr(module, "get_rope_index") for module in model.modules())
+
+
 def has_towers(model: PreTrainedModel) -> bool:
     """Return whether `model` reads images or sound beside text: its config has a part for text alone."""
     return type(model).__name__ == multimodal_name(model.config.model_type) and bool(
@@ -75,13 +93,19 @@ def has_towers(model: PreTrainedModel) -> bool:
 
 
 def left_out_bytes(model: PreTrainedModel, config: PreTrainedConfig) -> int:
-    """Return the bytes of parameters that the whole model of `config` has besides those of `model`, a part for text."""
+    """Return the bytes of parameters that the whole model of `config` has besides those of `model`, a part for text.
+
+    They are 0 for a model with all of its parts, and where the installed transformers cannot build the whole.
+    """
     name = multimodal_name(config.model_type)
     whole_class = cast("type[PreTrainedModel] | None", getattr(transformers, name or "", None))
     if whole_class is None or isinstance(model, whole_class) or not config.sub_configs:
         return 0
-    with torch.device("meta"):
-        whole = build(copy.deepcopy(config), model.dtype, whole_class)
+    try:
+        whole = build_on_meta(copy.deepcopy(config), model.dtype, whole_class)
+    except Exception:  # towers that are left out may be of another version, and their code raises anything
+        log.warning("the towers that are left out cannot be built, so their size is not known", exc_info=True)
+        return 0
     return max(0, parameter_bytes(whole) - parameter_bytes(model))
 
 

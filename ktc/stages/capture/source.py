@@ -22,7 +22,7 @@ from ktc.model.checkpoint import CheckpointIndex, has_weights, open_index
 from ktc.model.hf import remote_code
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.model_names import TINY, looks_like_hub_id, not_a_model, require_config
-from ktc.model.hf.stock_model import multimodal_name
+from ktc.model.hf.stock_model import multimodal_name, text_class_name
 from ktc.stages.capture.types import ModelSource
 
 _MOST = {"layers": 10_000, "depth": 10_000, "experts": 100_000}
@@ -45,17 +45,17 @@ def open_model(
 
 def _text_class(source: ModelSource) -> str:
     """Return the name of the class of text alone. Raises InputRefused (I123)."""
-    model_type = source.config.model_type
-    whole, text = multimodal_name(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if whole is not None and text is not None and text != whole:
-        return text
-    message, hint = (
-        f"`AutoModelForCausalLM` of transformers has no class for the text of `{model_type}` alone",
-        "compile it without `--text-only`",
-    )
-    if whole is None:
+    config = source.config
+    if multimodal_name(config.model_type) is None or not config.sub_configs:
         message = f"`{source.name}` is a model of text already, so `--text-only` leaves nothing out"
-    raise InputRefused(Diagnostic("I123", message, hint=hint))
+    elif (text := text_class_name(config)) is not None:
+        return text
+    else:
+        message = f"`AutoModelForCausalLM` of transformers does not read the text of `{config.model_type}` alone"
+        part = config.get_text_config().model_type
+        other = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(part)
+        message += f": `{other}` is of checkpoints of `{part}`" if other else ": it has no class for that"
+    raise InputRefused(Diagnostic("I123", message, hint="compile it without `--text-only`"))
 
 
 def _opened(model: str | Path | PreTrainedModel, fetch_weights: bool, *, trust_remote_code: bool) -> ModelSource:

@@ -58,6 +58,7 @@ def _digest(source: ModelSource, rules: RuleSet, settings: Mapping[str, str], ho
         "config": None if source.folder is None else file_digest(source.folder / "config.json"),
         "checkpoint": None if source.index is None else checkpoint_digest(source.index),
         "code": dict(source.code),
+        "class": source.config.architectures,  # `--text-only` names another one
         "rules": dict(rules.sources),
         "settings": dict(settings),
         "host": asdict(host),

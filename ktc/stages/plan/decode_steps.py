@@ -14,7 +14,7 @@ from typing import Final, cast
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic
-from ktc.model.hf.stock_model import has_towers
+from ktc.model.hf.stock_model import finds_positions
 from ktc.model.kernels.linear_spec import ISAS
 from ktc.model.kernels.step_spec import StepSpec
 from ktc.stages.plan.draft import PlanDraft
@@ -81,7 +81,7 @@ def _no_program(draft: PlanDraft) -> str:
 
 
 def _varying(draft: PlanDraft) -> str:
-    if has_towers(draft.captured.model):
+    if finds_positions(draft.captured.model):
         return "the model reads images, and its own code finds the positions of the tokens behind them in each step"
     paths = (claim.path for claim in draft.claims if claim.target.varies_by_step)
     return next((f"`{path}` is sparse, and chooses other positions in each step" for path in paths), "")

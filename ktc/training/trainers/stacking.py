@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
-from ktc.model.hf.stock_model import has_towers
+from ktc.model.hf.stock_model import finds_positions
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
@@ -261,7 +261,7 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
         "a step has one micro-batch": args.gradient_accumulation_steps == 1 and not _multiplied_on_a_gpu(model),
         "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
         or getattr(config, "output_router_logits", False),
-        "the model reads images": has_towers(cast("Any", getattr(model, "get_base_model", lambda: model))()),
+        "the model finds the positions behind images itself": finds_positions(model),
         "the model is compiled by torch": bool(args.torch_compile),
         "the trainer makes its inputs itself": prepares_inputs_itself(trainer),
         "activations are offloaded": getattr(args, "activation_offloading", False),

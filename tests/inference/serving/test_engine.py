@@ -19,6 +19,7 @@ from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.request import End, Event, Limits, Refused, Request
+from ktc.model import twin
 from ktc.model.attention.absorbed import Absorption, absorb
 from ktc.model.attention.decoding import decoding
 from ktc.model.attention.latent_sizes import LatentSizes
@@ -382,3 +383,24 @@ def test_prompts_that_a_small_rest_of_a_chunk_would_cut_begin_with_the_next(
             served.answers.wait(str(at))
     assert sum(passes) == 65
     assert 4 not in passes and passes[0] in (12, 13)
+
+
+def whole(family: str) -> PreTrainedModel:
+    """Return a small model with its towers."""
+    return twin.build(twin.shrink(twin.default_config(family, whole=True)), seed=0)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "kimi_k25"])
+def test_models_that_read_images_answer_text_together_where_a_position_is_one_number(family: str) -> None:
+    model = whole(family)
+    config = config_of(model)
+    with Served(model, Limits()) as served:
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(str(at), prompt, 8, config)
+        found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
+    assert not ModelRunner(model).unbatched_reason
+    assert found == [alone(model, prompt, config, 8) for prompt in PROMPTS]
+
+
+def test_models_whose_positions_have_several_axes_answer_in_turns() -> None:
+    assert "keeps the positions behind them" in ModelRunner(whole("qwen3_vl_moe")).unbatched_reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,23 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from stacked_training import assert_alike, trained
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 import ktc
 from ktc.diagnostics import InputRefused
-from ktc.model.hf.stock_model import has_towers, multimodal_class, text_tower
+from ktc.model.hf.stock_model import (
+    finds_positions,
+    has_towers,
+    left_out_bytes,
+    multimodal_class,
+    parameter_bytes,
+    text_tower,
+)
 from ktc.model.manifest.manifest import read_manifest
 from ktc.model.twin import build, default_config, shrink, with_image
 from ktc.stages.capture import open_model
+from ktc.stages.proof.whole import whole_difference
 
 FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
 
@@ -72,6 +82,11 @@ def test_a_config_that_names_a_class_of_images_is_the_whole_model() -> None:
     assert multimodal_class(shrink(default_config("qwen3_moe"))) is None
 
 
+def test_only_models_with_positions_of_several_axes_find_them_by_images() -> None:
+    families = ("qwen3_vl_moe", "qwen3_5_moe", "gemma4", "llama4", "kimi_k25")
+    assert [finds_positions(small(family)) for family in families] == [True, True, False, False, False]
+
+
 def test_the_layers_of_a_whole_model_are_those_of_its_text() -> None:
     model = small("qwen3_vl_moe")
     assert has_towers(model)
@@ -88,12 +103,46 @@ def test_an_image_for_a_twin_changes_what_it_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("qwen3_vl_moe", "no class for the text"), ("qwen3_moe", "a model of text already")]
+    ("family", "reason"),
+    [
+        ("qwen3_vl_moe", "it has no class for that"),
+        ("kimi_k25", "`DeepseekV3ForCausalLM` is of checkpoints of `deepseek_v3`"),
+        ("qwen3_moe", "a model of text already"),
+        ("mistral4", "a model of text already"),  # among the classes of images and text, without a part for images
+    ],
 )
 def test_text_only_is_refused_where_nothing_can_be_left_out(family: str, reason: str, tmp_path: Path) -> None:
     shrink(default_config(family, whole=True)).save_pretrained(tmp_path)
     with pytest.raises(InputRefused, match=f"I123.*{reason}"):
         open_model(tmp_path, text_only=True)
+
+
+def test_every_stage_reads_the_text_alone(tmp_path: Path) -> None:
+    shrink(default_config("qwen3_5_moe", whole=True)).save_pretrained(tmp_path)
+    (dump,) = ktc.compiler.dumps(tmp_path, "moe-lora", ["captured"], text_only=True)
+    assert dump.blocks
+    assert not any("language_model" in site for block in dump.blocks for site in block.sites)
+    (refused,) = ktc.check("moe-lora", small("qwen3_moe"), text_only=True)
+    assert refused.code == "I123"
+
+
+def test_towers_that_cannot_be_built_have_no_known_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = shrink(default_config("qwen3_5_moe", whole=True))
+    config.architectures = ["Qwen3_5MoeForCausalLM"]
+    text, whole = build(copy.deepcopy(config), seed=0), small("qwen3_5_moe")
+    assert left_out_bytes(text, config) == parameter_bytes(whole) - parameter_bytes(text)
+    config.vision_config.num_heads = 0
+    assert left_out_bytes(text, config) == 0
+    assert "their size is not known" in caplog.text
+
+
+def test_a_proof_without_images_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = small("qwen3_vl_moe")
+    vars(model.config)["image_token_id"] = None
+    assert whole_difference(model, model, 0, lambda: (model, model)) == (0.0, "")
+    assert [record.message for record in caplog.records if "takes no image" in record.message] == [
+        "the twin of `Qwen3VLMoeForConditionalGeneration` takes no image that ktc makes: none is compared"
+    ]
 
 
 @pytest.mark.slow
@@ -159,6 +208,23 @@ def test_text_only_leaves_the_towers_out_and_says_what_it_saves(tmp_path: Path) 
     manifest = read_manifest(out)
     assert manifest.model.left_out_bytes == saved > 0
     assert "--text-only" in manifest.renewal(out)
+
+
+@pytest.mark.slow
+def test_native_steps_and_stacked_micro_batches_of_a_model_with_towers_are_its_own(tmp_path: Path) -> None:
+    folder = checkpoint("gemma4", tmp_path / "m")
+    out = ktc.compile(folder, "moe-inference", tmp_path / "answers", settings={"device": "cpu"})
+    model: Any = ktc.load(out)
+    text = {"input_ids": torch.arange(30, 45)[None], "attention_mask": torch.ones(1, 15, dtype=torch.long)}
+    for inputs in (text, with_image(model, torch.arange(5, 25)[None], seed=0)):
+        options: dict[str, Any] = {**inputs, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        graphs, model.decode_graphs = model.decode_graphs, None
+        wanted = model.generate(**options)
+        model.decode_graphs = graphs
+        assert graphs is not None
+        assert torch.equal(model.generate(**options), wanted)
+    out = ktc.compile(folder, "moe-lora", tmp_path / "tuned", settings={"device": "cpu"})
+    assert_alike(*(trained(out, tmp_path / mode, mode) for mode in ("on", "off")), tolerance=1e-5)
 
 
 WITH_IMAGES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral_large4", "qwen4_exp")
