@@ -19,14 +19,15 @@ from ktc.model.checkpoint.header import ITEM_SIZE
 
 Part = Literal["gate", "up", "down", "gate_up", "gate_bias", "up_bias", "gate_up_bias", "down_bias"]
 Transform = Literal["copy", "per_expert"]
-Operation = Literal["transpose", "deinterleave", "deinterleave_runs", "unsqueeze", "unflatten"]
+Operation = Literal["transpose", "deinterleave", "deinterleave_runs", "unsqueeze", "unflatten", "chunk"]
 Method = Literal["fp8", "int4", "mxfp4", "nvfp4"]
 _MOST_ITEMS, _MOST_EXPERTS = 1 << 62, 1 << 32  # beyond what an offset in a file can reach, and any model
 _ARGUMENTS: dict[Operation, int] = {
     "transpose": 2, "deinterleave": 1, "deinterleave_runs": 2, "unsqueeze": 1, "unflatten": 2,
+    "chunk": 3,
 }  # fmt: skip
 _INT4_GROUPS = CODES["int4"].group_sizes
-COUNTED: frozenset[Operation] = frozenset({"deinterleave_runs", "unflatten"})  # the second argument is a number
+COUNTED: frozenset[Operation] = frozenset({"deinterleave_runs", "unflatten", "chunk"})  # then numbers
 _WEIGHTS_PER_ITEM: dict[Method, int] = {"fp8": 1, "int4": 8, "mxfp4": 2, "nvfp4": 2}  # of the stored codes
 
 
@@ -37,7 +38,8 @@ class Step:
     `transpose` swaps two dimensions. `deinterleave` moves the even elements of a dimension before the odd ones.
     `deinterleave_runs` does so in each of several runs, for example one per head; their number is its second argument.
     `unsqueeze` inserts a dimension of size 1 before the given one. `unflatten` cuts a dimension into as many equal
-    ranges as its second argument; as the first step of `per_expert` on dimension 0, each range is one expert.
+    ranges as its second argument; as the first step of `per_expert` on dimension 0, each range is one expert. `chunk`
+    takes one of several equal ranges of a dimension: the number of the range, and how many there are.
     """
 
     operation: Operation
@@ -243,6 +245,11 @@ def _shape_after_step(step: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
     runs = {"deinterleave": 1, "deinterleave_runs": step.dims[-1] if step.dims else 0}.get(step.operation)
     if not fits or (runs is not None and (runs < 1 or shape[step.dims[0]] % (2 * runs))):
         raise ValueError(f"`{step}` does not fit {list(shape)}")
+    if step.operation == "chunk":
+        dim, number, count = step.dims
+        if not 0 <= number < count or shape[dim] % count:
+            raise ValueError(f"`{step}` does not fit {list(shape)}")
+        return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
     if step.operation == "unflatten":
         dim, count = step.dims
         if count < 1 or shape[dim] % count:

@@ -258,10 +258,15 @@ def _unflatten(tensor: Tensor, dim: int, count: int) -> Tensor:
     return cast("Tensor", tensor.unflatten(dim, (count, -1)))
 
 
+def _chunk(tensor: Tensor, dim: int, number: int, count: int) -> Tensor:
+    return tensor.chunk(count, dim)[number]
+
+
 _STEPS: dict[Operation, Callable[..., Tensor]] = {
     "transpose": torch.transpose,
     "deinterleave": _deinterleave,
     "deinterleave_runs": _deinterleave,
     "unsqueeze": torch.unsqueeze,
     "unflatten": _unflatten,
+    "chunk": _chunk,
 }

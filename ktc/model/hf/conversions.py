@@ -1,8 +1,8 @@
 """The destination of a checkpoint's tensor by name: transformers' own conversion mapping, read but not run.
 
 Input: the stock model on meta. Output: a function from a checkpoint name to a `Place`, and names of experts. Supported
-are renamings, the stacking of experts, `Transpose`, `Interleave` and `Concatenate` of several tensors; other chains are
-`Unmappable`.
+are renamings, the stacking of experts, `Concatenate` of several tensors, `Transpose`, `Interleave`, `PermuteForRope`,
+and `Chunk` of one tensor into several; other chains are `Unmappable`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeAlias
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
@@ -56,10 +56,20 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """The destinations of a tensor that holds several parameters, such as those of q, k and v."""
+
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unmappable:
     """The reason why a name has no destination."""
 
     reason: str
+
+
+Placed: TypeAlias = Place | Split | Unmappable
 
 
 def renamings_and_converters(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
@@ -69,13 +79,13 @@ def renamings_and_converters(model: PreTrainedModel) -> tuple[list[WeightRenamin
     return renamings, [step for step in mapping if isinstance(step, WeightConverter)]
 
 
-def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str, Sequence[int]], Place | Unmappable]:
+def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str, Sequence[int]], Placed]:
     """Return a function from a checkpoint's name and shape to its place among `targets`, the model's state dict."""
     renamings, converters = renamings_and_converters(model)
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     prefix = model.base_model_prefix
 
-    def place(name: str, shape: Sequence[int]) -> Place | Unmappable:
+    def place(name: str, shape: Sequence[int]) -> Placed:
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
         if target not in targets and name in targets:  # a renaming for another file's names
             return Place(name)
@@ -87,15 +97,19 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str,
         which = converter.source_patterns.index(pattern)
         if _is_checked_transpose(converter) and target in targets and tuple(shape) == tuple(targets[target].shape):
             return Place(target)
-        chain = ", ".join(spelled(operation) for operation in converter.operations)
-        return _converted(converter, which, target, number and int(number[1])) or Unmappable(
-            f"needs a conversion that ktc does not do: {chain}"
-        )
+        if number is None and len(converter.source_patterns) == 1:
+            return _of_one_tensor(converter, target, model.config)
+        return _of_several(converter, which, target, number and int(number[1])) or _unmappable(converter)
 
     return place
 
 
-def _converted(converter: WeightConverter, which: int, target: str, number: int | None) -> Place | None:
+def _unmappable(converter: WeightConverter) -> Unmappable:
+    chain = ", ".join(spelled(operation) for operation in converter.operations)
+    return Unmappable(f"needs a conversion that ktc does not do: {chain}")
+
+
+def _of_several(converter: WeightConverter, which: int, target: str, number: int | None) -> Place | None:
     """Return the place of the `which`-th source of a chain of operations; `None` for an unknown chain."""
     chain = tuple(spelled(operation) for operation in converter.operations)
     sources, leaf = len(converter.source_patterns), target.rpartition(".")[2]
@@ -106,13 +120,22 @@ def _converted(converter: WeightConverter, which: int, target: str, number: int 
             return Place(target, number, "gate" if which == 0 else "up")
         part = STACKED_PARTS.get(leaf)
         return Place(target, number, part) if chain == ("MergeModulelist(0)",) and part in ("up", "down") else None
-    if len(converter.operations) != 1:
-        return None
     operation = converter.operations[0]
-    if type(operation).__name__ == "Concatenate" and sources > 1:
+    if len(chain) == 1 and type(operation).__name__ == "Concatenate":
         return Place(target, joined=(int(vars(operation)["dim"]), which, sources))
-    step = _step(operation)
-    return Place(target, steps=(step,)) if step is not None and sources == 1 else None
+    return None
+
+
+def _of_one_tensor(converter: WeightConverter, target: str, config: PreTrainedConfig) -> Placed:
+    """Return the place of a tensor that a chain of operations changes, or splits into those of several parameters."""
+    first, *others = converter.target_patterns
+    chains = [_steps(converter, number, config) for number in range(1 + len(others))]
+    names = [target, *(target.replace(first, pattern) for pattern in others)]
+    splits = any(type(operation).__name__ == "Chunk" for operation in converter.operations)
+    places = tuple(Place(name, steps=chain) for name, chain in zip(names, chains, strict=True) if chain is not None)
+    if len(places) != len(chains) or splits != bool(others) or len(set(names)) != len(names):
+        return _unmappable(converter)
+    return Split(places) if others else places[0]
 
 
 def _is_checked_transpose(converter: WeightConverter) -> bool:
@@ -121,15 +144,28 @@ def _is_checked_transpose(converter: WeightConverter) -> bool:
     return len(converter.operations) == 1 and any(checked)
 
 
-def _step(operation: ConversionOps) -> Step | None:
-    settings = cast("dict[str, int]", vars(operation))
-    match type(operation).__name__:
-        case "Transpose":
-            return Step("transpose", (settings["dim0"], settings["dim1"]))
-        case "Interleave" if not settings.get("inverse"):
-            return Step("deinterleave", (settings["dim"],))
-        case _:
-            return None
+def _steps(converter: WeightConverter, number: int, config: PreTrainedConfig) -> tuple[Step, ...] | None:
+    """Return the changes of layout between a tensor and its `number`-th target; `None` for an unknown operation."""
+    count = len(converter.target_patterns)
+    steps: list[Step] = []
+    for operation in converter.operations:
+        settings: dict[str, Any] = vars(operation)
+        match type(operation).__name__:
+            case "Transpose":
+                steps.append(Step("transpose", (settings["dim0"], settings["dim1"])))
+            case "Interleave" if not settings.get("inverse"):
+                steps.append(Step("deinterleave", (settings["dim"],)))
+            case "Chunk" if settings["num_shards_attribute"] is None:
+                steps.append(Step("chunk", (settings["dim"], number, count)))
+            case "PermuteForRope" if not settings["inverse"]:
+                pattern = converter.target_patterns[number] if count > 1 else converter.source_patterns[0]
+                named = settings["permute_layer_names"]
+                if named is None or any(name in pattern for name in named):
+                    part = getattr(config, settings["subconfig_key"] or "", config)
+                    steps.append(Step("deinterleave_runs", (0, int(getattr(part, "num_attention_heads", 1)))))
+            case _:
+                return None
+    return tuple(steps)
 
 
 def spelled(operation: ConversionOps) -> str:

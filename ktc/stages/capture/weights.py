@@ -28,7 +28,7 @@ from ktc.model.checkpoint import (
     stored_weights,
 )
 from ktc.model.checkpoint.quantised import scales_of_activations
-from ktc.model.hf.conversions import STACKED_PARTS, Place, Unmappable, placer
+from ktc.model.hf.conversions import STACKED_PARTS, Place, Placed, Split, Unmappable, placer
 from ktc.model.hf.missing import why_missing
 from ktc.model.hf.private_api import unexpected_keys
 from ktc.model.hf.stock_model import quantization_config_of
@@ -64,13 +64,12 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
         raise InputRefused(*_shortened(broken))
     if rounded := scales_of_activations(weights, index.tensors):
         warnings.append(_rounds_activations(rounded))
-    places = {weight.name: place(weight.name, _decoded_shape(weight)) for weight in weights}
-    tied = _tied(model, {spot.target for spot in places.values() if isinstance(spot, Place)})
+    places = [(weight, spot) for weight in weights for spot in _spots(place(weight.name, _decoded_shape(weight)))]
+    tied = _tied(model, {spot.target for _, spot in places if isinstance(spot, Place)})
     problems: list[Diagnostic] = []
     unused: list[str] = []
     taken: dict[Place, WeightSource] = {}
-    for weight in weights:
-        spot = places[weight.name]
+    for weight, spot in places:
         if isinstance(spot, Unmappable):
             hint = "see docs/design.md for what is next"
             problems.append(Diagnostic("I119", f"tensor `{weight.entry.name}` {spot.reason}", hint=hint))
@@ -93,6 +92,10 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
+
+
+def _spots(placed: Placed) -> tuple[Place | Unmappable, ...]:
+    return placed.places if isinstance(placed, Split) else (placed,)
 
 
 def _tied(model: PreTrainedModel, present: Collection[str]) -> dict[str, str | None]:
