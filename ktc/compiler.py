@@ -225,8 +225,9 @@ def check(
     """
     try:
         if model is not None:
-            options = {"trust_remote_code": trust_remote_code, "text_only": text_only}
-            return analyse(model, rules, settings, host, observe, **options).diagnostics
+            return analyse(
+                model, rules, settings, host, observe, trust_remote_code=trust_remote_code, text_only=text_only
+            ).diagnostics
         ruleset = dsl.load(rules, settings or {})
         observe("rules", ruleset)
     except (InputRefused, HostLacks) as error:
