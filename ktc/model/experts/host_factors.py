@@ -30,11 +30,11 @@ def parameters_on_host(lora: ExpertsLora) -> Parameters | None:
     None for all of them together unless each is a trained leaf in page-locked memory: factors that were joined or
     converted have values of their own.
     """
-    found: list[Tensor | None] = []
+    parameters: list[Tensor | None] = []
     for product in lora.products:
-        found += (None, None) if product is None else (_parameter(product, side) for side in (product.a, product.b))
+        parameters += (None, None) if product is None else (_parameter(product, side) for side in (product.a, product.b))
     wanted = [factor for factor in lora.factors if factor is not None]
-    return tuple(found) if wanted and len(wanted) == sum(leaf is not None for leaf in found) else None
+    return tuple(parameters) if wanted and len(wanted) == sum(leaf is not None for leaf in parameters) else None
 
 
 def _parameter(lora: Lora, factor: Tensor) -> Tensor | None:
