@@ -32,7 +32,10 @@ def parameters_on_host(lora: ExpertsLora) -> Parameters | None:
     """
     parameters: list[Tensor | None] = []
     for product in lora.products:
-        parameters += (None, None) if product is None else (_parameter(product, side) for side in (product.a, product.b))
+        if product is None:
+            parameters += (None, None)
+        else:
+            parameters += (_parameter(product, side) for side in (product.a, product.b))
     wanted = [factor for factor in lora.factors if factor is not None]
     return tuple(parameters) if wanted and len(wanted) == sum(leaf is not None for leaf in parameters) else None
 
