@@ -12,7 +12,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.foundation.host import Host
 from ktc.foundation.module_paths import from_inside
+from ktc.language.dsl import syntax
+from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.experts.adapter_memory import planned_on_gpu, trained_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
@@ -49,9 +52,10 @@ def count_memory(draft: PlanDraft) -> PlanDraft:
 
 
 def compare_with_budgets(draft: PlanDraft) -> PlanDraft:
-    """Record the devices whose budget is exceeded."""
+    """Record the devices whose budget is exceeded, and warn of budgets of GPUs that the host lacks."""
     assert draft.memory is not None, "the pass before counts the memory"
-    return replace(draft, over_budget=over_budget(draft.memory, draft.mode, draft.request.must_fit))
+    decided = replace(draft, over_budget=over_budget(draft.memory, draft.mode, draft.request.must_fit))
+    return decided.with_warnings(*_idle_budgets(draft.rules, draft.host))
 
 
 def require_feasible(plan: Plan) -> None:
@@ -85,6 +89,17 @@ def _does_not_fit(uses: Sequence[Workload], mode: str) -> Diagnostic | None:
     message = f"{use.name} at batch {use.batch} and length {use.length} is short of {short}"
     hint = f"what fits: length {use.max_length} at batch 1, batch {use.max_batch} at length {use.length}"
     return Diagnostic("M075", message, hint=hint)
+
+
+def _idle_budgets(rules: RuleSet, host: Host) -> Iterator[Diagnostic]:
+    """Yield a warning (M069) for each budget of a GPU that is not there."""
+    blocks = (block for unit in rules.units for block in unit.module.declarations if isinstance(block, syntax.Block))
+    spans = {setting.key.text: setting.key.span for block in blocks for setting in block.settings}
+    for device in rules.plan:
+        if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= len(host.gpus):
+            message = f"the budget of `{device}` has no effect: this host has {len(host.gpus)} GPUs"
+            hint = "leave it out, or describe the target machine with `--host FILE`"
+            yield Diagnostic("M069", message, spans.get(device), hint=hint, severity="warning")
 
 
 # Weights -------------------------------------------------------------------------------------------------------------

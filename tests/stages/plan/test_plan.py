@@ -140,6 +140,13 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert [diagnostic.code for diagnostic in error.value.diagnostics] == ["M069"]  # once for both places
 
 
+def test_a_budget_of_a_gpu_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    _, plan = planned(captured("deepseek_v2"), rules(EXPERTS + "plan { cpu = 8GB  cuda:3 = 8GB }", tmp_path))
+    (warning,) = [diagnostic for diagnostic in plan.warnings if diagnostic.code == "M069"]
+    assert (warning.severity, "`cuda:3`" in warning.message) == ("warning", True)
+    assert warning.span is not None
+
+
 def test_a_device_that_cannot_hold_its_weights_is_told(tmp_path: Path) -> None:
     _, plan = planned(captured("deepseek_v2"), rules(EXPERTS, tmp_path), replace(CPU, memory=100_000))
     assert [d.code for d in plan.over_budget] == ["M070"]
