@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,7 +46,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 if TYPE_CHECKING:
     from ktc.inference.generate.answers import Pace
     from ktc.inference.generate.language_model import LanguageModel
-    from ktc.inference.generate.prompts import Row
+    from ktc.inference.generate.prompts import Prompt, Row
     from ktc.inference.generate.sampling import Sampling
 
 MaxNewTokens = Annotated[
@@ -79,6 +79,10 @@ def command(
         Path | None,
         typer.Option("--file", metavar="F.jsonl", help="Answer every row: JSON objects with `prompt` or `messages`."),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", metavar="FILE", help="An image before the prompt, for a model with towers; repeatable."),
+    ] = None,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Start a conversation, as `ktc chat`; the default on a terminal without a prompt."),
@@ -109,6 +113,7 @@ def command(
     prompt = prompt if text is None else text
     chat = chat or (prompt is None and file is None and output is None and session.is_conversation)
     _check_combination(prompt, file, chat, output, session.as_json, raw)
+    images = _read_images(tuple(image or ()), prompt, prefill_chunk)
     from ktc.inference.generate.prompts import read_rows
     from ktc.inference.generate.sampling import Sampling
 
@@ -122,13 +127,13 @@ def command(
 
     def answers(opened: LanguageModel) -> None:
         if prompt is not None:
-            _answer_one(session, opened, prompt, sampling, system, raw)
+            _answer_one(session, opened, _prompt(opened, prompt, images, system, raw), sampling)
         elif not chat:
             _answer_file(session, opened, rows, sampling, output, batch_size, system, raw)
 
     opened = _open(
         session, model, wish, sampling, answers,
-        adapter=adapter, reference=reference, chunk=prefill_chunk, raw=raw,
+        adapter=adapter, reference=reference, chunk=prefill_chunk, raw=raw, with_images=bool(images),
     )  # fmt: skip
     if chat:
         _converse(session, opened, sampling, system)
@@ -169,7 +174,7 @@ def chat_command(
 
 def _open(
     session: Session, model: str, wish: Wish, sampling: Sampling, answers: Callable[[LanguageModel], None] | None, *,
-    adapter: Path | None, reference: bool, chunk: int | None, raw: bool = False,
+    adapter: Path | None, reference: bool, chunk: int | None, raw: bool = False, with_images: bool = False,
 ) -> LanguageModel:  # fmt: skip
     """Return the model, compiled first if it is not, after its `answers`. `chunk`: tokens of a prompt per pass.
 
@@ -184,7 +189,7 @@ def _open(
         tell_random_weights(session, out, (adapter,), wish.weights)
         opened = open_language_model(
             out, adapter=adapter, reference=reference, weights=wish.weights, trust_remote_code=wish.trust,
-            name=display_name(model),
+            name=display_name(model), with_images=with_images,
         )  # fmt: skip
         session.raise_if_interrupted()
         tell_template(session, opened, raw)
@@ -222,11 +227,33 @@ def tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
         session.diagnose([Diagnostic("G704", message, hint=hint, severity="note")])
 
 
-def _answer_one(session: Session, opened: LanguageModel, text: str, sampling: Sampling, system: str, raw: bool) -> None:
-    from ktc.inference.generate.answers import answer
+def _read_images(files: tuple[Path, ...], prompt: str | None, chunk: int | None) -> tuple[Any, ...]:
+    """Return the images of `--image`. Raises InputRefused (G700, G733) and HostLacks (H230)."""
+    if not files:
+        return ()
+    if prompt is None:
+        hint = "`ktc generate OUT PROMPT --image FILE`"
+        raise InputRefused(Diagnostic("G700", "`--image` needs one prompt", hint=hint))
+    if chunk is not None:
+        message = "`--prefill-chunk` cannot split a prompt with images"
+        raise InputRefused(Diagnostic("G700", message, hint="leave it out"))
+    from ktc.inference.generate.images import read_images
+
+    return read_images(files)
+
+
+def _prompt(opened: LanguageModel, text: str, images: tuple[Any, ...], system: str, raw: bool) -> Prompt:
+    from ktc.inference.generate.images import render_with_images
     from ktc.inference.generate.prompts import render
 
-    prompt = render(opened, text, system=system, raw=raw)
+    if images:
+        return render_with_images(opened.processor, text, images, system=system, raw=raw)
+    return render(opened, text, system=system, raw=raw)
+
+
+def _answer_one(session: Session, opened: LanguageModel, prompt: Prompt, sampling: Sampling) -> None:
+    from ktc.inference.generate.answers import answer
+
     with shown_once(session) as write:
         answered, pace = answer(opened, prompt, sampling, None if session.as_json else write)
     if not session.as_json:

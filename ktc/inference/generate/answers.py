@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ktc.inference.generate.language_model import LanguageModel
 from ktc.inference.generate.prompts import Prompt, require_fit
 from ktc.inference.generate.sampling import Sampling
+from ktc.model.hf.processor import on_device
 from ktc.model.attention.reads import SparseReads, counters, reads_since
 
 Finish = Literal["stop", "length", "interrupted"]
@@ -132,10 +133,16 @@ def _generate(
     streamer: Any = None,
     interrupted: Event | None = None,
 ) -> list[Answer]:
-    """Generate for one batch. `room` is the token limit of the whole file, so batching does not change answers."""
+    """Generate for one batch, or for one prompt with pixels.
+
+    `room` is the token limit of the whole file, so batching does not change answers.
+    """
     if room is None:
         room = require_fit(opened, prompts, sampling.max_new_tokens)
     inputs = padded(opened, [prompt.input_ids for prompt in prompts], "left")
+    if any(prompt.pixels for prompt in prompts):
+        assert len(prompts) == 1, "images of several prompts are not padded"
+        inputs |= on_device(prompts[0].pixels, opened.device, opened.model.dtype)
     options: dict[str, Any] = {"generation_config": _config(opened, sampling, room)}
     if sampling.stop:
         options["tokenizer"] = opened.tokenizer

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.inference.generate.images import open_processor
 from ktc.model.hf.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
@@ -23,13 +24,17 @@ _TOKENIZER = "tokenizer_config.json"
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """`model` is the compiled model, or a `PeftModel` around it; `max_length` the model's maximum sequence length."""
+    """`model` is the compiled model, or a `PeftModel` around it; `max_length` the model's maximum sequence length.
+
+    `processor` is the checkpoint's, for images; None where it was not asked for.
+    """
 
     model: Any
     tokenizer: Any
     name: str
     adapter: str
     max_length: int | None
+    processor: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -68,10 +73,12 @@ def open_language_model(
     weights: Path | None = None,
     trust_remote_code: bool = False,
     name: str = "",
+    with_images: bool = False,
 ) -> LanguageModel:
     """Return the compiled model in `out`, in evaluation mode. Raises as `ktc.load` and `attach` do, and G701.
 
-    `name` is its name for people and clients, by default that of the folder.
+    `name` is its name for people and clients, by default that of the folder. `with_images` reads its processor before
+    the weights, and raises as `open_processor` does.
 
     The tokenizer is the adapter's if its folder has one (trainers save it there, with the template of the training),
     otherwise that of OUT.
@@ -85,6 +92,7 @@ def open_language_model(
         read_adapter(adapter)
     folder = adapter if adapter is not None and (adapter / _TOKENIZER).is_file() else out
     tokenizer = read_tokenizer(folder, "G701", padding_side="left")
+    processor = open_processor(out, trusted=trust_remote_code) if with_images else None
     model: Any = load(out, weights=weights, reference=reference, trust_remote_code=trust_remote_code)
     _require_rows(tokenizer, model, out.name)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -93,7 +101,7 @@ def open_language_model(
     model.eval()
     limit = longest if isinstance(longest, int) and longest > 0 else None
     name = name or out.resolve().name
-    return LanguageModel(model, tokenizer, name, "" if adapter is None else str(adapter), limit)
+    return LanguageModel(model, tokenizer, name, "" if adapter is None else str(adapter), limit, processor)
 
 
 def read_adapter_tokenizer(adapter: Path, opened: LanguageModel) -> Any:

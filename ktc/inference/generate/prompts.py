@@ -8,7 +8,7 @@ invalid rows, all of a file together (G706).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -37,13 +37,15 @@ class Message:
 class Prompt:
     """`text` is the model's input, including the template; `place` is its origin.
 
-    `special`: the tokenizer added its special tokens, which a template writes itself.
+    `special`: the tokenizer added its special tokens, which a template writes itself. `pixels` are the processor's
+    tensors of images, by the names of the model's arguments.
     """
 
     text: str
     input_ids: tuple[int, ...]
     place: Span | None = None
     special: bool = True
+    pixels: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

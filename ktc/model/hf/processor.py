@@ -1,0 +1,124 @@
+"""The processor of a checkpoint that reads images: it writes placeholders into the text, and makes pixels of images.
+
+In: the folder of a compiled model, then messages with images. Out: the arguments of a call of the model, as
+transformers' `AutoProcessor` makes them. Refused: a model without towers, a folder without such a processor, and
+messages that its template or its code rejects. Nothing is fetched, and no code of the folder runs unless it is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.regular_files import require_regular
+from ktc.model.hf.foreign_errors import first_line
+from ktc.model.hf.tokenizer import read_tokenizer
+
+_FILES: Final = ("*.json", "*.jinja", "*.model", "*.txt")
+_VIDEO: Final = "video_processor"  # requires torchvision, and no image needs it
+
+
+class RejectedMessages(Exception):
+    """Messages that the processor does not take, with its own words."""
+
+
+def is_class_of_images(name: str) -> bool:
+    """Return whether a class of transformers by this name reads images beside text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return name in cast("dict[str, str]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES).values()
+
+
+def read_processor(folder: Path, code: str, *, trusted: bool = False) -> Any:
+    """Return the processor of `folder`; without torchvision one of images alone. Raises InputRefused with `code`."""
+    from transformers import AutoProcessor
+
+    try:
+        require_regular(folder, _FILES)
+        processor: Any = AutoProcessor.from_pretrained(str(folder), trust_remote_code=trusted, local_files_only=True)
+    except ImportError as error:
+        processor = _of_images_alone(folder, code)
+        if processor is None:
+            raise _unreadable(folder, code, error) from error
+    except Exception as error:  # foreign code on files that anybody may have written
+        raise _unreadable(folder, code, error) from error
+    if not hasattr(processor, "image_processor"):
+        message = f"`{folder}` has no processor for images"
+        raise InputRefused(Diagnostic(code, message, hint="copy `*processor_config.json` of the original"))
+    return processor
+
+
+def _of_images_alone(folder: Path, code: str) -> Any:
+    """Return the processor of the folder's model type without its part for videos; None for one of another build."""
+    import transformers
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    settings, _ = transformers.PretrainedConfig.get_config_dict(str(folder), local_files_only=True)
+    name = cast("dict[str, str]", PROCESSOR_MAPPING_NAMES).get(str(settings.get("model_type")))
+    stock: Any = getattr(transformers, name or "", None)
+    if stock is None or set(stock.get_attributes()) != {"image_processor", "tokenizer", _VIDEO}:
+        return None
+
+    def require_class(processor: Any, argument_name: str, argument: Any) -> Any:
+        proper = cast("Any", stock).check_argument_for_proper_class
+        return None if argument is None else proper(processor, argument_name, argument)
+
+    made: Any = type(stock.__name__, (stock,), {"check_argument_for_proper_class": require_class})
+    try:
+        parts = {
+            "image_processor": AutoImageProcessor.from_pretrained(str(folder), local_files_only=True),
+            "tokenizer": read_tokenizer(folder, code),
+        }
+        written, _ = made.get_processor_dict(str(folder), local_files_only=True)
+        return made.from_args_and_dict([parts.get(part) for part in stock.get_attributes()], written)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise _unreadable(folder, code, error) from error
+
+
+def _unreadable(folder: Path, code: str, error: BaseException) -> InputRefused:
+    message = f"`{folder}` has no processor that can be read: {first_line(error)}"
+    hint = "`pip install torchvision`" if "torchvision" in str(error).lower() else "copy those files of the original"
+    return InputRefused(Diagnostic(code, message, hint=hint))
+
+
+def image_inputs(
+    processor: Any, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, prompt: bool = True, **variables: Any
+) -> dict[str, Any]:
+    """Return `input_ids` (1, T) int64, `attention_mask`, and tensors of pixels, of messages with images.
+
+    Contents are lists of parts: `{"type": "text", "text": ...}` and `{"type": "image", "image": an RGB image}`. With
+    `prompt` the text ends where an answer begins. `variables` are those of the template. Raises RejectedMessages.
+    """
+    if not getattr(processor, "chat_template", None):
+        raise RejectedMessages("the processor has no chat template, which places images in a text")
+    given = [dict(message) for message in messages]
+    try:
+        made: Any = processor.apply_chat_template(
+            given, tools=tools, add_generation_prompt=prompt, tokenize=True, return_dict=True, return_tensors="pt",
+            **variables,
+        )  # fmt: skip
+    except Exception as error:
+        raise RejectedMessages(first_line(error) or type(error).__name__) from error
+    return dict(made)
+
+
+def raw_inputs(processor: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
+    """Return the inputs of a text that has the placeholders of its images. Raises RejectedMessages."""
+    try:
+        return dict(processor(text=[text], images=list(images), return_tensors="pt"))
+    except Exception as error:
+        raise RejectedMessages(first_line(error) or type(error).__name__) from error
+
+
+def on_device(inputs: Mapping[str, Any], device: Any, dtype: Any) -> dict[str, Any]:
+    """Return tensors on `device`, those of floating point as `dtype`, and other values as they are."""
+    import torch
+
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }  # fmt: skip
