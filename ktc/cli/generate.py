@@ -81,7 +81,9 @@ def command(
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option("--image", metavar="FILE", help="An image before the prompt, for a model with towers; repeatable."),
+        typer.Option(
+            "--image", metavar="FILE", help="An image before the prompt, for a model with towers; repeatable."
+        ),
     ] = None,
     chat: Annotated[
         bool,
@@ -113,7 +115,7 @@ def command(
     prompt = prompt if text is None else text
     chat = chat or (prompt is None and file is None and output is None and session.is_conversation)
     _check_combination(prompt, file, chat, output, session.as_json, raw)
-    images = _read_images(tuple(image or ()), prompt, prefill_chunk)
+    images = _read_images(tuple(image or ()), prompt, prefill_chunk, text_only)
     from ktc.inference.generate.prompts import read_rows
     from ktc.inference.generate.sampling import Sampling
 
@@ -227,10 +229,13 @@ def tell_template(session: Session, opened: LanguageModel, raw: bool) -> None:
         session.diagnose([Diagnostic("G704", message, hint=hint, severity="note")])
 
 
-def _read_images(files: tuple[Path, ...], prompt: str | None, chunk: int | None) -> tuple[Any, ...]:
-    """Return the images of `--image`. Raises InputRefused (G700, G733) and HostLacks (H230)."""
+def _read_images(files: tuple[Path, ...], prompt: str | None, chunk: int | None, text_only: bool) -> tuple[Any, ...]:
+    """Return the images of `--image`. Raises InputRefused (G700, G731, G733) and HostLacks (H230)."""
     if not files:
         return ()
+    if text_only:
+        message = "`--text-only` leaves out the towers that read `--image`"
+        raise InputRefused(Diagnostic("G731", message, hint="leave one of the two out"))
     if prompt is None:
         hint = "`ktc generate OUT PROMPT --image FILE`"
         raise InputRefused(Diagnostic("G700", "`--image` needs one prompt", hint=hint))

@@ -1,8 +1,8 @@
 """Images from outside: of a file or of a data URI, decoded by Pillow within limits, or refused with a reason.
 
 In: a path or a data URI, and `ImageLimits`. Out: an RGB image, turned as its EXIF data says, as transformers makes it.
-Refused (`ImageRefused`): other formats and drawings such as SVG, damaged and animated files, addresses of a network, and
-everything beyond the limits, before it is decoded. HostLacks (H230) without Pillow. Nothing is fetched.
+Refused (`ImageRefused`): other formats and drawings such as SVG, damaged and animated files, addresses of a network,
+and everything beyond the limits, before it is decoded. HostLacks (H230) without Pillow. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _decoded(content: bytes, limits: ImageLimits) -> Image:
     with _refusing(), Image.open(BytesIO(content), formats=FORMATS) as opened:
         _require_size(*opened.size, limits)
         if getattr(opened, "is_animated", False):
-            raise ImageRefused(f"it is animated, with {getattr(opened, 'n_frames', 2)} frames", "send one of its frames")
+            frames = getattr(opened, "n_frames", 2)
+            raise ImageRefused(f"it is animated, with {frames} frames", "send one of them")
         opened.load()
         return ImageOps.exif_transpose(opened).convert("RGB")
 
@@ -145,6 +146,6 @@ def _refusing() -> Generator[None]:
         raise ImageRefused("it has too many pixels", "make it smaller") from error
     except MemoryError as error:
         raise ImageRefused("memory is missing for its pixels", "make it smaller") from error
-    except Exception as error:  # noqa: BLE001 - readers of damaged files raise OSError, SyntaxError, ValueError, ...
+    except Exception as error:  # readers of damaged files raise OSError, SyntaxError, ValueError and others
         words = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ImageRefused(f"it is damaged or incomplete: {words}", "save it again") from error

@@ -153,5 +153,5 @@ def test_a_path_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(versions, "installed", lambda _: None)
-    with pytest.raises(HostLacks, match="H230.*pillow"):
+    with pytest.raises(HostLacks, match=r"H230.*pillow"):
         read_image(tmp_path / "image", SMALL)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from ktc.inference.generate.language_model import LanguageModel
 from ktc.inference.generate.prompts import Prompt, require_fit
 from ktc.inference.generate.sampling import Sampling
-from ktc.model.hf.processor import on_device
 from ktc.model.attention.reads import SparseReads, counters, reads_since
+from ktc.model.hf.processor import on_device
 
 Finish = Literal["stop", "length", "interrupted"]
 DEFAULT_NEW_TOKENS = 256

@@ -57,7 +57,7 @@ def open_processor(out: Path, *, trusted: bool = False) -> Any:
 def render_with_images(
     processor: Any, text: str, images: Sequence[Image], *, system: str = "", raw: bool = False
 ) -> Prompt:
-    """Return the tokens and pixels of a question about images, which stand before its text.
+    """Return the tokens and pixels of a question about images, which precede its text.
 
     With `raw` the text has the processor's placeholders itself. Raises InputRefused (G733).
     """

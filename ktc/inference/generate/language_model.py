@@ -26,7 +26,7 @@ _TOKENIZER = "tokenizer_config.json"
 class LanguageModel:
     """`model` is the compiled model, or a `PeftModel` around it; `max_length` the model's maximum sequence length.
 
-    `processor` is the checkpoint's, for images; None where it was not asked for.
+    `processor` is the checkpoint's, for images; None for text alone.
     """
 
     model: Any

@@ -35,9 +35,10 @@ def read_processor(folder: Path, code: str, *, trusted: bool = False) -> Any:
     """Return the processor of `folder`; without torchvision one of images alone. Raises InputRefused with `code`."""
     from transformers import AutoProcessor
 
+    auto: Any = AutoProcessor
     try:
         require_regular(folder, _FILES)
-        processor: Any = AutoProcessor.from_pretrained(str(folder), trust_remote_code=trusted, local_files_only=True)
+        processor = auto.from_pretrained(str(folder), trust_remote_code=trusted, local_files_only=True)
     except ImportError as error:
         processor = _of_images_alone(folder, code)
         if processor is None:
@@ -53,23 +54,22 @@ def read_processor(folder: Path, code: str, *, trusted: bool = False) -> Any:
 def _of_images_alone(folder: Path, code: str) -> Any:
     """Return the processor of the folder's model type without its part for videos; None for one of another build."""
     import transformers
-    from transformers import AutoImageProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto import processing_auto
 
     settings, _ = transformers.PretrainedConfig.get_config_dict(str(folder), local_files_only=True)
-    name = cast("dict[str, str]", PROCESSOR_MAPPING_NAMES).get(str(settings.get("model_type")))
-    stock: Any = getattr(transformers, name or "", None)
+    names: Mapping[str, str] = cast("Any", processing_auto).PROCESSOR_MAPPING_NAMES
+    name, library = names.get(str(settings.get("model_type"))), cast("Any", transformers)
+    stock: Any = getattr(library, name or "", None)
     if stock is None or set(stock.get_attributes()) != {"image_processor", "tokenizer", _VIDEO}:
         return None
 
     def require_class(processor: Any, argument_name: str, argument: Any) -> Any:
-        proper = cast("Any", stock).check_argument_for_proper_class
-        return None if argument is None else proper(processor, argument_name, argument)
+        return None if argument is None else stock.check_argument_for_proper_class(processor, argument_name, argument)
 
     made: Any = type(stock.__name__, (stock,), {"check_argument_for_proper_class": require_class})
     try:
         parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(str(folder), local_files_only=True),
+            "image_processor": library.AutoImageProcessor.from_pretrained(str(folder), local_files_only=True),
             "tokenizer": read_tokenizer(folder, code),
         }
         written, _ = made.get_processor_dict(str(folder), local_files_only=True)

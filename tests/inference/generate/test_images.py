@@ -86,7 +86,7 @@ def test_a_prompt_with_images_is_the_one_of_transformers_parts(original: Path, t
     assert list(prompt.input_ids) == wanted["input_ids"][0].tolist()
     for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids"):
         assert torch.equal(prompt.pixels[name], wanted[name])
-    with pytest.raises(InputRefused, match="G733.*does not take the prompt"):
+    with pytest.raises(InputRefused, match=r"G733.*does not take the prompt"):
         render_with_images(processor, "no placeholder", [picture()], raw=True)
 
 
@@ -99,6 +99,7 @@ def test_images_are_refused_before_anything_is_loaded(compiled: Path, run: Run, 
         ((compiled, "Hi", "--image", bad, "--image", tmp_path / "none"), "G733"),
         ((compiled, "--chat", "--image", good), "G700"),
         ((compiled, "Hi", "--image", good, "--prefill-chunk", "8"), "G700"),
+        (("tiny:qwen3_moe", "Hi", "--image", good, "--text-only"), "G731"),
     ):
         exit_code, _, told = run(*arguments)
         assert exit_code == 2
@@ -117,6 +118,5 @@ def test_a_folder_without_a_processor_is_refused(original: Path, tmp_path: Path)
 
 
 def test_a_model_of_text_names_the_reason(compiled: Path) -> None:
-    with pytest.raises(InputRefused, match="G731.*reads text alone: its class is"):
+    with pytest.raises(InputRefused, match=r"G731.*reads text alone: its class is"):
         open_processor(compiled)
-
