@@ -21,7 +21,7 @@ from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
 from ktc.model.experts.stream_ring import StreamSource, ring_of
-from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes, ring_bytes
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, ChunkBytes, Chunks, chunk_bytes, ring_bytes
 from ktc.model.kernels.form import ExpertsForm
 
 
@@ -47,7 +47,7 @@ class ExpertStream:
         check_products(experts, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
         self._chunk = chunk_bytes_on(device)
-        self._runs = Chunks(decoded, self._bytes, self._chunk, buffer, experts.is_plain).cut(share)
+        self._runs = Chunks(decoded, self._bytes, self._chunk.matrices, buffer, experts.is_plain).cut(share)
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
         holds = ResidentMatrices if experts.is_plain else ResidentBytes
@@ -76,7 +76,7 @@ class ExpertStream:
     def most_rows(self) -> int:
         """The rows that a chunk's products are to have at once."""
         sizes = self._layout
-        return max(1, self._chunk // (max(sizes.hidden, sizes.parts * sizes.intermediate) * self._item))
+        return max(1, self._chunk.rows // (max(sizes.hidden, sizes.parts * sizes.intermediate) * self._item))
 
     def chunks(self, chosen: Sequence[int], *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield the runs of neighbours that have experts of `chosen`, with their matrices, in order or in reverse."""
@@ -94,12 +94,12 @@ class ExpertStream:
 
 
 @functools.cache
-def chunk_bytes_on(device: torch.device) -> int:
-    """Return the bytes of a chunk's decoded matrices on a device, by what is free there at the first call."""
+def chunk_bytes_on(device: torch.device) -> ChunkBytes:
+    """Return the bytes of a chunk on a device, by what is free there at the first call."""
     return chunk_bytes(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0)
 
 
-_Key = tuple[ExpertsForm, torch.device, int, range, bool, int, int]
+_Key = tuple[ExpertsForm, torch.device, int, range, bool, int, ChunkBytes]
 _made: Final[weakref.WeakKeyDictionary[PackedExperts, dict[_Key, ExpertStream]]] = weakref.WeakKeyDictionary()
 
 

@@ -14,29 +14,36 @@ DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work
 MOST_ROWS: Final = 256
 PIECES: Final = 4  # that a ring holds at least
 
-# Bytes of decoded matrices in a chunk, and of its rows in their widest form: a part of the GPU's memory. Each chunk
-# costs Python about half a millisecond, and its products have some eight such arrays of rows.
-_LEAST_CHUNK: Final = 128 << 20
-_MOST_CHUNK: Final = 1 << 30
-_PART: Final = 128
+# Bytes of decoded matrices in a chunk, and of its rows in their widest form: parts of the GPU's memory. A chunk costs
+# Python half a millisecond forward and more than one backward, and its products have some eight such arrays of rows.
+_LEAST: Final = 128 << 20
+_MOST: Final = 1 << 30
+_PART_OF_MATRICES, _PART_OF_ROWS = 24, 128
 _ARRAYS: Final = 8
 _SUMS: Final = 12  # bytes per token and unit of width
 _CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces
 _PLAIN_CHUNKS: Final = 4  # of plain weights that stay, which take no memory beside their rows
 
 
-def chunk_bytes(memory: int) -> int:
-    """Return the bytes of a chunk's decoded matrices on a device with `memory` free bytes."""
-    return min(max(_LEAST_CHUNK, memory // _PART), _MOST_CHUNK)
+@dataclass(frozen=True, slots=True)
+class ChunkBytes:
+    """The most bytes that a chunk has of decoded matrices, and of rows in their widest form."""
+
+    matrices: int
+    rows: int
 
 
-def working_bytes(chunk: int, rows: int | None = None) -> int:
+def chunk_bytes(memory: int) -> ChunkBytes:
+    """Return the bytes of a chunk on a device with `memory` free bytes."""
+    return ChunkBytes(*(min(max(_LEAST, memory // part), _MOST) for part in (_PART_OF_MATRICES, _PART_OF_ROWS)))
+
+
+def working_bytes(chunk: ChunkBytes, rows: int | None = None) -> int:
     """Return the bytes that the products of a chunk take at most: its matrices, and arrays of its rows.
 
-    `rows` are the bytes of all rows of a call in their widest form, None for any number: a chunk has no more of them
-    than of matrices.
+    `rows` are the bytes of all rows of a call in their widest form, None for any number.
     """
-    return chunk + _ARRAYS * (chunk if rows is None else min(rows, chunk))
+    return chunk.matrices + _ARRAYS * (chunk.rows if rows is None else min(rows, chunk.rows))
 
 
 def result_bytes(hidden: int, top_k: int, item: int) -> int:
@@ -48,8 +55,8 @@ def result_bytes(hidden: int, top_k: int, item: int) -> int:
 class Chunks:
     """The sizes that decide how a layer's experts are cut.
 
-    `decoded` and `stored` are the bytes of an expert as it is multiplied and as it is kept, `chunk` those that a chunk
-    may have. `buffer` is that of the ring, 0 for weights that stay; `plain` ones need no decoding.
+    `decoded` and `stored` are the bytes of an expert as it is multiplied and as it is kept, `chunk` those of matrices
+    that a chunk may have. `buffer` is that of the ring, 0 for weights that stay; `plain` ones need no decoding.
     """
 
     decoded: int

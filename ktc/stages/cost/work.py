@@ -222,7 +222,7 @@ class _Works:
         gpus, count = self._plan.host.gpus, spec.num_experts or 1
         memory = gpus[int(prefill.devices[0].partition(":")[2] or 0)].free if gpus else 0
         buffer = 0 if prefill.resident else prefill.buffer
-        cut = Chunks(decoded, packed_bytes(spec) // count, chunk_bytes(memory), buffer, plain)
+        cut = Chunks(decoded, packed_bytes(spec) // count, chunk_bytes(memory).matrices, buffer, plain)
         return len(cut.cut(range(-(-count // len(prefill.devices)))))
 
     def _opaque(self, site: BlockSite, device: str) -> Work:

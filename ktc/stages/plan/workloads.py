@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from ktc.model.experts.stream_sizes import chunk_bytes, result_bytes, working_bytes
+from ktc.model.experts.stream_sizes import ChunkBytes, chunk_bytes, result_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.logit_tiles import tile_bytes
@@ -63,19 +63,19 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """The largest layer of experts that a GPU multiplies: decoded bytes, of which a chunk has at most `chunk`.
+    """The largest layer of experts that a GPU multiplies: its decoded bytes, and the limits of a chunk.
 
     `rows` and `results` are the bytes of a token's rows in their widest form, and of its sums and results.
     """
 
     decoded: int
-    chunk: int
+    chunk: ChunkBytes
     rows: int
     results: int
 
     def workspace(self, tokens: int) -> int:
         """Return the bytes of a call beside its weights."""
-        spare = max(0, self.chunk - self.decoded)  # a small layer is one chunk
+        spare = max(0, self.chunk.matrices - self.decoded)  # a small layer is one chunk
         return working_bytes(self.chunk, tokens * self.rows) - spare + tokens * self.results
 
 

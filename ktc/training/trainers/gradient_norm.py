@@ -7,7 +7,7 @@ memory with one thread, 160 ms for 315 million values; norms of its rows are com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -32,4 +32,4 @@ def clip(parameters: Iterable[Tensor], most: float) -> Tensor:
 def _with_same_norm(gradient: Tensor) -> Tensor:
     if gradient.device.type != "cpu" or gradient.ndim < 2 or gradient.numel() < _LARGE:
         return gradient
-    return torch.linalg.vector_norm(gradient, dim=-1)
+    return cast("Tensor", torch.linalg.vector_norm(gradient, dim=-1))
