@@ -10,7 +10,7 @@ CXX_FILES = $(shell find runtime tests benchmarks -name '*.hpp' -o -name '*.cpp'
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 PIP_INSTALL := $(PIP) -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup lock demo learn learn-int4 test test-all zoo trainer-options mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format docs clean
+.PHONY: setup lock demo learn learn-int4 learn-curves test test-all zoo trainer-options mutants versions sanitize tiles census fuzz reliability attack kt-environment llama-environment lf-environment check format docs clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ learn: $(READY)
 # The same model tuned and served in bf16 and INT4, in every way: docs/details/quantisation.md.
 learn-int4: $(READY)
 	PYTHONPATH=benchmarks $(BIN)/python -m learning.modes $(LEARN)
+
+# An adapter on its experts trained by stock PEFT and by ktc, in bf16 and INT4, on a GPU too where there is one.
+learn-curves: $(READY)
+	PYTHONPATH=benchmarks $(BIN)/python -m learning.curves $(LEARN)
 
 check: $(READY)
 	$(BIN)/ruff check .

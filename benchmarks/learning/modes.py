@@ -113,7 +113,7 @@ def run(folder: Path, pretrain_steps: int, steps: int, *, seed: int) -> tuple[Ro
     world = make_world(seed)
     data, held_out = write_data(world, folder / "data")["style"]
     pretrained(world, folder / "model-fp32", pretrain_steps, EXPERT_WIDTH)
-    model = _in_bf16(folder)
+    model = in_bf16(folder)
     _write_text(model, held_out)
     outs = {each.name: _compiled(model, each.rules, each.settings, folder / f"out_{each.name}") for each in TRAININGS}
     adapters = {name: _trained(out, data, folder / f"adapter-{name}", steps, seed) for name, out in outs.items()}
@@ -124,7 +124,7 @@ def run(folder: Path, pretrain_steps: int, steps: int, *, seed: int) -> tuple[Ro
     return tuple(_measured(arm, outs, adapters, merged, held_out) for arm in ARMS)
 
 
-def _in_bf16(folder: Path) -> Path:
+def in_bf16(folder: Path) -> Path:
     """Save the pre-trained model in bf16, the dtype in which models are published."""
     model, wanted = AutoModelForCausalLM.from_pretrained(folder / "model-fp32"), folder / "model"
     model.to(torch.bfloat16).save_pretrained(wanted)
