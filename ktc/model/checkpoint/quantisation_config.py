@@ -90,11 +90,8 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
         return QuantisationConfig(), (_problem(f"`{_ROOT}` in config.json is a {type(raw).__name__}, not an object"),)
     config = cast("Mapping[str, Any]", raw)
     method: object = config.get("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
-        shown = method[:40] if isinstance(method, str) else "None" if method is None else type(method).__name__
-        return QuantisationConfig(), (
-            _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(METHODS)}"),
-        )
+    if unknown := unknown_method(config):
+        return QuantisationConfig(), (unknown,)
     if method == _MODELOPT:  # quantised modules are known by the names of their tensors
         return QuantisationConfig(method), _modelopt_problems(config)
     problems: list[str] = []
@@ -110,6 +107,15 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
         problems.append(f"`{_ROOT}` in config.json has more than {_MOST} groups or patterns")
     read = QuantisationConfig(str(method), fields.weight_block_size, tuple(groups), ignored)
     return read, tuple(_problem(problem) for problem in problems)
+
+
+def unknown_method(config: Mapping[str, Any]) -> Diagnostic | None:
+    """Return the problem (I117) of a checkpoint that is quantised by a method that ktc does not read."""
+    method: object = config.get("quant_method")
+    if isinstance(method, str) and method in METHODS:
+        return None
+    shown = method[:40] if isinstance(method, str) else "None" if method is None else type(method).__name__
+    return _problem(f"the checkpoint is quantised by `{shown}`; ktc reads {', '.join(METHODS)}")
 
 
 def _modelopt_problems(config: Mapping[str, Any]) -> tuple[Diagnostic, ...]:

@@ -19,6 +19,7 @@ from ktc.foundation.decode import read_json
 from ktc.foundation.regular_files import read_regular
 from ktc.model import twin
 from ktc.model.checkpoint import CheckpointIndex, has_weights, open_index
+from ktc.model.checkpoint.quantisation_config import unknown_method
 from ktc.model.hf import remote_code
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.model_names import TINY, looks_like_hub_id, not_a_model, require_config
@@ -35,9 +36,13 @@ def open_model(
     """Open MODEL: its config, and the headers of the weights that are present locally.
 
     With `text_only` the model is the one that `AutoModelForCausalLM` makes, without towers for images and sound.
-    Raises as `_opened` does, and InputRefused (I123) for a model without such a part.
+    Raises as `_opened` does, and InputRefused for a model without such a part (I123) and for one that is quantised by
+    a method that ktc does not read (I117).
     """
     source = _opened(model, fetch_weights, trust_remote_code=trust_remote_code)
+    quantised: object = getattr(source.config, "quantization_config", None)  # config.json may be all that is there
+    if isinstance(quantised, Mapping) and (unknown := unknown_method(cast("Mapping[str, Any]", quantised))):
+        raise InputRefused(unknown)
     if text_only:
         source.config.architectures = [_text_class(source)]
     return source

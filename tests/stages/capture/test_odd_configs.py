@@ -107,3 +107,10 @@ def test_a_router_that_chooses_no_expert_is_refused() -> None:
     rules = dsl.load("moe-lora", {})
     with pytest.raises(InputRefused, match="M074"):
         make_plan(model, (), match(model, rules, CPU), rules, CPU, BatchShape())
+
+
+def test_a_config_alone_says_that_its_weights_cannot_be_read(tmp_path: Path) -> None:
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    text = refusal(tmp_path, {**config_of("qwen3_moe").to_dict(), "quantization_config": quantised})
+    assert "I117" in text
+    assert "`bitsandbytes`" in text
