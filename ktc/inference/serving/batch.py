@@ -123,11 +123,13 @@ class UnbatchedSequences:
 
     def step(self) -> Tensor:
         """Read the last token of every sequence; return the logits of the next."""
-        device = self._runner.device
-        return torch.cat([
-            self._runner.logits(torch.tensor([generation.tokens[-1:]], device=device), cache, None, None)
-            for generation, cache in zip(self.running, self._caches, strict=True)
-        ])  # fmt: skip
+        return torch.cat([self._logits(*both) for both in zip(self.running, self._caches, strict=True)])
+
+    def _logits(self, generation: Generation, cache: Any) -> Tensor:
+        if generation.passes is not None:
+            return generation.passes.logits(generation.tokens)
+        last = torch.tensor([generation.tokens[-1:]], device=self._runner.device)
+        return self._runner.logits(last, cache, None, None)
 
 
 def _swap_out(rows: list[Any], at: int) -> None:

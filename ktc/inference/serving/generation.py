@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,10 +16,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ktc.inference.serving.request import End, Request
+from ktc.inference.serving.stock_passes import StockPasses
+from ktc.model.hf.processor import on_device
+from ktc.model.hf.stock_model import finds_positions
 
 
 class Generation:
-    """`tokens` are the prompt and the answer so far; the cache of a running one lacks the last of them."""
+    """`tokens` are the prompt and the answer so far; the cache of a running one lacks the last of them.
+
+    `passes` are stock's for a prompt with images, and of a model that keeps positions itself.
+    """
 
     def __init__(self, request: Request, model: Any) -> None:
         """Prepare a request. Raises ValueError for a generation config that transformers rejects."""
@@ -27,7 +33,7 @@ class Generation:
         self.tokens = list(request.tokens)
         prompt = torch.tensor([request.tokens], device=model.get_input_embeddings().weight.device)
         prepared = _prepared(request, prompt, model)
-        self.cache = prepared.cache
+        self.cache, self.passes = prepared.cache, prepared.passes(request)
         self._processors, self._drawn = prepared.processors, bool(prepared.config.do_sample)
         self._ends = _ids(prepared.config)
         self._seen = prompt if self._processors else None
@@ -39,7 +45,8 @@ class Generation:
     def restart(self, model: Any) -> None:
         """Take an empty cache, for a prefill of all tokens so far."""
         device = model.get_input_embeddings().weight.device
-        self.cache = _prepared(self.request, torch.tensor([self.request.tokens], device=device), model).cache
+        prepared = _prepared(self.request, torch.tensor([self.request.tokens], device=device), model)
+        self.cache, self.passes = prepared.cache, prepared.passes(self.request)
 
     @property
     def is_greedy(self) -> bool:
@@ -92,6 +99,8 @@ class _Prepared:
     cache: DynamicCache | None
     processors: Any
     config: Any
+    model: Any
+    arguments: Mapping[str, Any]
 
     def __call__(
         self, model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
@@ -99,12 +108,22 @@ class _Prepared:
     ) -> Tensor:  # fmt: skip
         self.processors, self.config = logits_processor, generation_config
         self.cache = inputs.get("past_key_values")
+        self.model, self.arguments = model, inputs
         return input_ids
+
+    def passes(self, request: Request) -> StockPasses | None:
+        """Return the passes of a request as stock makes them; None where ktc's own do."""
+        if not request.pixels and not finds_positions(self.model):
+            return None
+        return StockPasses(self.model, self.arguments, len(request.tokens))
 
 
 def _prepared(request: Request, prompt: Tensor, model: Any) -> _Prepared:
     prepared = _Prepared()
-    model.generate(prompt, generation_config=_config(request), custom_generate=prepared)
+    images = on_device(request.pixels, prompt.device, model.dtype)
+    if images:
+        images["attention_mask"] = torch.ones_like(prompt)
+    model.generate(prompt, **images, generation_config=_config(request), custom_generate=prepared)
     return prepared
 
 

@@ -54,6 +54,10 @@ class PrefillBatch:
 
         Return None before.
         """
+        if (passes := self.generations[0].passes) is not None:
+            assert len(self.generations) == 1 and stop >= self._width, "such a prompt is read alone, in one pass"
+            self._done = self._width
+            return passes.logits(self.generations[0].tokens)
         columns = slice(self._done, min(stop, self._width))
         mask = self._mask[:, : self._before + columns.stop]
         logits = self._runner.logits(

@@ -1,4 +1,4 @@
-"""Every private name of transformers' server that ktc uses.
+"""Every private name of transformers' server, and of its `generate`, that ktc's server uses.
 
 `tests/inference/serving/test_private_api.py` checks each name with the oldest and the newest release (`make versions`).
 """
@@ -57,6 +57,11 @@ class HandlerHooks:
 def messages_of_input(handler: Any, body: dict[str, Any]) -> tuple[list[Any], Any]:
     """Return the input of a request to `/v1/responses` as messages, and its tools as those of a chat."""
     return handler._normalize_input(body), handler._normalize_tools(body.get("tools"))
+
+
+def next_arguments(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` for the token after a pass: cache, mask and positions."""
+    return model._update_model_kwargs_for_generation(outputs, arguments)
 
 
 _CALLS: Final = "tool_calls"  # the part of a response template with the calls

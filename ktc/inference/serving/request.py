@@ -6,6 +6,7 @@ tokens as they come, and how it ended.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,8 @@ class Request:
     """One sequence to continue. `config` is a `GenerationConfig`; `seed` None draws by no seed of the user's.
 
     `adapter` "" is the model without one. A `stop` text, read by the fast `tokenizer`, ends the answer after the token
-    that completes it. With a `grammar` the answer is JSON, and ends with its value.
+    that completes it. With a `grammar` the answer is JSON, and ends with its value. `pixels` are tensors of images, by
+    the names of the model's arguments: such a prompt is read alone, in one pass, and is in no prefix cache.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Request:
     stop: tuple[str, ...] = ()
     tokenizer: Any = field(default=None, repr=False)
     grammar: AnswerGrammar | None = None
+    pixels: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
     @property
     def max_cached_tokens(self) -> int:

@@ -159,7 +159,7 @@ class Scheduler:
             if prefill.num_left > budget and 2 * budget < chunk and batched:
                 return  # a pass over few tokens reads nearly all experts: the prompts begin with the next iteration
             before = prefill.num_left
-            decided = prefill.advance(budget if batched else before)
+            decided = prefill.advance(budget if batched and not prefill.is_whole else before)
             budget -= before - prefill.num_left
             if not prefill.num_left:
                 self._prefill = None
@@ -197,7 +197,7 @@ class Scheduler:
     def _num_uncached(self, request: Request) -> int:
         """Return the number of tokens to prefill."""
         tokens = self._tokens(request)
-        return len(tokens) - self._num_cached(request.adapter, tokens)
+        return len(tokens) - (0 if request.pixels else self._num_cached(request.adapter, tokens))
 
     def _tokens(self, request: Request) -> tuple[int, ...]:
         return self._preempted.get(request.name, request.tokens)
@@ -205,6 +205,8 @@ class Scheduler:
     def _is_beside(self, first: Request, request: Request, rows: Sequence[int], max_tokens: int) -> bool:
         """Return whether a request can be prefilled beside others; `rows` are the tokens to compute, its own last."""
         if self._size is None or first.adapter != request.adapter or {first.name, request.name} & self._prefill_alone:
+            return False
+        if first.pixels or request.pixels:
             return False
         if self._size.has_windows and (rows[-1] < len(self._tokens(request)) or rows[0] < len(self._tokens(first))):
             return False  # several rows over cached beginnings need a cache without windows
@@ -248,6 +250,11 @@ class _Prefill:
     def __init__(self, requests: tuple[Request, ...], width: int) -> None:
         self.requests, self.left = requests, set[str]()
         self._width, self._num_computed = width, 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is computed in one pass, since the pixels of a prompt are."""
+        return any(request.pixels for request in self.requests)
 
     @property
     def num_left(self) -> int:

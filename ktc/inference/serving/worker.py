@@ -119,6 +119,8 @@ class Worker:
         return prepared
 
     def _begin(self, generations: Sequence[Generation]) -> PrefillBatch:
+        if any(generation.request.pixels for generation in generations):
+            return PrefillBatch(self._runner, generations)
         beginnings = [self.prefixes.find(generation.request.adapter, generation.tokens) for generation in generations]
         self.num_cached_tokens += sum(row.length for row in beginnings if row is not None)
         return PrefillBatch(self._runner, generations, beginnings)
@@ -134,7 +136,7 @@ class Worker:
         try:
             for at, (generation, prompt) in enumerate(zip(prefill.generations, prompts, strict=True)):
                 row = prefill.row(at) if isinstance(batch, RowBatch) else prefill.cache
-                if isinstance(batch, RowBatch) and self._caches_prefixes:
+                if isinstance(batch, RowBatch) and self._caches_prefixes and not generation.request.pixels:
                     row = batch.hold(row, prefill.beginnings[at])
                     self.prefixes.add(adapter, prompt, row)
                 if self.scheduler.is_live(generation.request.name):
@@ -171,7 +173,8 @@ class Worker:
             ends = self._add_tokens(generations, choose_tokens(generations, logits))
             for at in reversed(range(len(ends))):
                 if (end := ends[at]) is not None:
-                    if self._caches_prefixes and isinstance(batch, RowBatch) and not end.error:
+                    is_kept = self._caches_prefixes and not generations[at].request.pixels and not end.error
+                    if is_kept and isinstance(batch, RowBatch):
                         self.prefixes.add(adapter, generations[at].tokens[:-1], batch.row(at))
                     batch.leave(at)
             self._settle(adapter)

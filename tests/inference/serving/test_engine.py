@@ -12,7 +12,7 @@ import pytest
 import torch
 from decoding_models import latent_modules, stock_model
 from engine_answers import Answers, alone, config_of
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ktc.inference.serving import worker
 from ktc.inference.serving.batch import RowBatch
@@ -404,3 +404,24 @@ def test_models_that_read_images_answer_text_together_where_a_position_is_one_nu
 
 def test_models_whose_positions_have_several_axes_answer_in_turns() -> None:
     assert "keeps the positions behind them" in ModelRunner(whole("qwen3_vl_moe")).unbatched_reason
+
+
+@pytest.mark.parametrize("family", ["gemma4", "kimi_k25", "qwen3_vl_moe", "qwen3_5_moe"])
+def test_prompts_with_images_have_stocks_answers_beside_others(family: str) -> None:
+    model = whole(family)
+    config, words = config_of(model), torch.arange(5, 30)[None]
+    with_images = [twin.with_image(model, words, seed) for seed in (0, 1, 0)]
+    asked = GenerationConfig.from_dict({**config.to_dict(), "max_new_tokens": 10})
+    wanted: list[Any] = [model.generate(**given, generation_config=asked) for given in with_images]
+    length = with_images[0]["input_ids"].shape[1]
+    with Served(model, Limits(prefill_chunk=8, prefix_bytes=1 << 24)) as served:
+        for at, given in enumerate(with_images):
+            pixels = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+            served.ask(f"image {at}", given["input_ids"][0].tolist(), 10, config, pixels=pixels)
+            served.ask(f"text {at}", PROMPTS[at], 12, config)
+        found = [served.answers.wait(f"image {at}")[0] for at in range(len(with_images))]
+        texts = [served.answers.wait(f"text {at}")[0] for at in range(len(with_images))]
+        assert served.engine.num_cached_tokens == 0
+    assert found == [answer[0, length:].tolist() for answer in wanted]
+    assert found[0] == found[2] != found[1]  # equal tokens: no cache of prefixes mixes images
+    assert texts == [alone(model, PROMPTS[at], config, 12) for at in range(len(with_images))]
