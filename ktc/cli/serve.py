@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # The titles of groups of options in `--help`.
 _address_option: Final = partial(typer.Option, rich_help_panel="Address and access")
 _load_option: Final = partial(typer.Option, rich_help_panel="Load and memory")
+_images_option: Final = partial(typer.Option, rich_help_panel="Images, for a model that reads them")
 _updates_option: Final = partial(typer.Option, rich_help_panel="New weights while it runs")
 
 
@@ -65,6 +66,15 @@ def command(
             help="Keys and values kept for prompts that begin alike; 0: none. Default: an eighth of the free memory.",
         ),
     ] = None,
+    max_images: Annotated[
+        int, _images_option("--max-images", min=0, help="Images that a request may have; 0: none.")
+    ] = 8,
+    max_image_size: Annotated[
+        float, _images_option("--max-image-size", min=0.001, metavar="MIB", help="The size of an image's file.")
+    ] = 10.0,
+    max_image_pixels: Annotated[
+        float, _images_option("--max-image-pixels", min=0.001, metavar="MILLIONS", help="The pixels of an image.")
+    ] = 32.0,
     updates: Annotated[
         Path | None,
         _updates_option(
@@ -103,6 +113,8 @@ def command(
     from ktc.inference.serving.request import Limits
 
     serve.require_server()
+    from ktc.foundation.images import ImageLimits
+    from ktc.inference.serving.request_images import ImageAllowance
     from ktc.inference.serving.update_routes import read_access
 
     adapters = tuple(adapter or ())
@@ -126,13 +138,16 @@ def command(
         prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
         limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
         log_line = None if session.quiet else _write_line
-        server, notes = serve.make_server(models, limits, access, key_sha256, grace, log_line)
-        session.diagnose(notes)
+        pixels = int(max_image_pixels * 1e6)
+        allowed = ImageAllowance(max_images, ImageLimits(int(max_image_size * 2**20), pixels))
+        server, notes = serve.make_server(models, limits, access, key_sha256, grace, log_line, allowed)
+        session.diagnose((*models.notes, *notes))
         opened = models.default.opened
         session.result({
             "url": serve.url(listening), "model": opened.name, "models": list(models.names),
             "adapter": opened.adapter or None, "cache_bytes": cache_bytes,
             "prefix_cache_bytes": prefix_bytes, "updates": access is not None,
+            "images": max_images if opened.processor is not None else 0,
         })  # fmt: skip
         names = ", ".join(models.names)
         # The address is the result of a command that does not end, so `-q` keeps it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -25,6 +25,7 @@ from ktc.inference.serving.models import ServedModels
 from ktc.inference.serving.private_api import StreamError
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request import Event, Refused, Request
+from ktc.inference.serving.request_images import ImageAllowance, ReadImages
 from ktc.inference.serving.request_log import LoggedRequest, RequestLog
 from ktc.inference.serving.tool_calls import ForgivingParser, has_template
 
@@ -41,8 +42,11 @@ class Answers(GenerateManager):
 
     engine: Engine
 
-    def __init__(self, models: ServedModels, metrics: Metrics, log_of_requests: RequestLog) -> None:
+    def __init__(
+        self, models: ServedModels, metrics: Metrics, log_of_requests: RequestLog, images: ImageAllowance
+    ) -> None:
         """Make it without the thread of transformers, which would call `generate`."""
+        self.images = images
         self._models, self._metrics, self._log = models, metrics, log_of_requests
         self._running: dict[str, _Running] = {}  # of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,8 +116,17 @@ class Answers(GenerateManager):
         config.pad_token_id = served.opened.pad_id
         return Request(
             uuid.uuid4().hex, tokens, config.max_new_tokens, config, getattr(config, SEED, None), served.adapter,
-            _stop_texts(config), tokenizer, getattr(config, GRAMMAR, None),
+            _stop_texts(config), tokenizer, getattr(config, GRAMMAR, None), self._pixels(tokenizer),
         )  # fmt: skip
+
+    def _pixels(self, tokenizer: Any) -> Mapping[str, Any]:
+        """Return the pixels of a request. Raises RequestRefused (429) where those of all would take too much memory."""
+        pixels = tokenizer.pixels if isinstance(tokenizer, ReadImages) else {}
+        waiting = sum(_num_bytes(running.pixels) for running in self._running.values())
+        if pixels and waiting and waiting + _num_bytes(pixels) > self.images.pixel_bytes:
+            message = "the images of other requests take the memory for pixels"
+            raise RequestRefused(429, message, headers={"Retry-After": _RETRY_AFTER})
+        return pixels
 
     def require_room(self, model: str, length: int, least: str = "") -> int:
         """Return the number of new tokens that fit after a prompt. Raises RequestRefused (400) for none."""
@@ -140,7 +153,8 @@ class Answers(GenerateManager):
         logged = self._log.of(request_id)
         if logged is not None:
             logged.model, logged.prompt_tokens = name, len(request.tokens)
-        self._running[request.name] = _Running(to, self._metrics.started(name, len(request.tokens)), logged)
+        clock = self._metrics.started(name, len(request.tokens))
+        self._running[request.name] = _Running(to, clock, logged, request.pixels)
         try:
             self.engine.submit(request)
         except Refused as refused:
@@ -184,6 +198,7 @@ class _Running:
     to: _Streamed | _Whole
     clock: RequestClock
     logged: LoggedRequest | None
+    pixels: Mapping[str, Any]
     is_read: bool = True  # by a client; a streamer refuses tokens after it was cancelled
 
 
@@ -281,6 +296,10 @@ class _UntilStop:
             self._queue.put_nowait(None)
             return rest
         return item
+
+
+def _num_bytes(pixels: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in pixels.values() if isinstance(value, torch.Tensor))
 
 
 def _stop_texts(config: Any) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters, ServedModels
 from ktc.inference.serving.refusals import RequestRefused, error_object
 from ktc.inference.serving.request import Limits
+from ktc.inference.serving.request_images import ImageAllowance
 from ktc.inference.serving.request_log import RequestLog
 from ktc.inference.serving.update_routes import UpdateAccess
 from ktc.inference.serving.updates import Updates
@@ -52,7 +53,7 @@ class Application:
 
 def make_application(
     models: ServedModels, limits: Limits, gate: Gate, access: UpdateAccess | None = None,
-    log_line: Callable[[str], None] | None = None,
+    log_line: Callable[[str], None] | None = None, images: ImageAllowance | None = None,
 ) -> Application:  # fmt: skip
     """Return the application with its engine started; the end of the application stops the engine.
 
@@ -64,7 +65,7 @@ def make_application(
     runner = ModelRunner(opened.model)
     metrics = Metrics()
     requests = RequestLog(log_line)
-    answers = Answers(models, metrics, requests)
+    answers = Answers(models, metrics, requests, images or ImageAllowance())
     engine = Engine(runner, limits, answers.emit, adapters)
     answers.engine = engine
     metrics.watch(engine)
@@ -90,7 +91,7 @@ def _application(
     }
     grammars = AnswerGrammars()
     for handler in ("chat_handler", "completion_handler", "response_handler"):
-        given[handler].grammars = grammars
+        given[handler].grammars, given[handler].images = grammars, answers.images
     for path in _HANDLERS:
         logging.getLogger(f"transformers.cli.serving.{path}").addFilter(_is_more_than_a_request)
     known = inspect.signature(build).parameters  # releases before 5.23 have fewer
@@ -154,6 +155,10 @@ class _Models(ModelManager):
             message = f"there is no model `{model_id[:60]}`; /v1/models lists {', '.join(self._models.names)}"
             raise RequestRefused(404, message, "model_not_found", "model")
         return served.opened.model, served.opened.tokenizer
+
+    def processor_of(self, model_id: str) -> Any:
+        """Return the processor of a model by its name, None for one that reads text alone."""
+        return self._models.names[model_id].opened.processor
 
     @staticmethod
     def get_model_modality(*_: Any, **__: Any) -> Modality:

@@ -46,7 +46,7 @@ OF_SERVER: Final = frozenset({"n", "response_format", "text", "tool_choice", "pa
 _OF_CALL: Final = "a call has a `name`, and `arguments` that are a JSON object"
 _FAULTS: Final = {
     "role": f"a turn has a `role` of {', '.join(ROLES)}",
-    "content": "`content` is a text, or a list of parts of type `text`; the model reads nothing else",
+    "content": "`content` is a text, or a list of parts of type `text` or `image_url`; nothing else is read",
     "tool_calls": _OF_CALL,
     "function_call": _OF_CALL,
     "function_call_output": "an output of a call has texts `call_id` and `output`",
@@ -89,6 +89,36 @@ class _Part(TypedDict):
     text: str
 
 
+@_closed
+class _Address(TypedDict):
+    url: str
+    detail: NotRequired[Literal["auto"]]
+
+
+@_closed
+class _Image(TypedDict):
+    type: Literal["image_url"]
+    image_url: _Address
+
+
+@_closed
+class _InputImage(TypedDict):  # as the Responses API has it
+    type: Literal["input_image"]
+    image_url: str
+    detail: NotRequired[Literal["auto"]]
+
+
+def _type_of(part: Any) -> str:
+    kind: Any = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
+    return kind if kind in ("image_url", "input_image") else "text"
+
+
+_AnyPart = Annotated[
+    Annotated[_Part, Tag("text")] | Annotated[_Image, Tag("image_url")] | Annotated[_InputImage, Tag("input_image")],
+    Discriminator(_type_of),
+]
+
+
 class _Function(TypedDict):
     name: str
     arguments: dict[str, Any] | Json[dict[str, Any]]
@@ -103,7 +133,7 @@ _Call = Annotated[Annotated[_NestedFunction, Tag("function")] | Annotated[_Funct
 
 class _Turn(TypedDict, total=False):
     role: Required[Literal["system", "user", "assistant", "tool"]]
-    content: str | list[_Part] | None
+    content: str | list[_AnyPart] | None
     tool_calls: list[_Call]
     tool_call_id: str
     name: str
@@ -144,7 +174,7 @@ _Item = Annotated[
     Annotated[_ATurn, Tag("message")]
     | Annotated[_FunctionCall, Tag("function_call")]
     | Annotated[_CallOutput, Tag("function_call_output")]
-    | Annotated[_Part, Tag("part")],
+    | Annotated[_AnyPart, Tag("part")],
     Discriminator(_kind_of),
 ]
 _Items = Annotated[list[_Item], Field(min_length=1, max_length=_MAX_TURNS), AfterValidator(_require_one_form)]

@@ -27,6 +27,13 @@ from ktc.inference.serving.choices import several
 from ktc.inference.serving.private_api import HandlerHooks, call_marks, messages_of_input, open_thought
 from ktc.inference.serving.prompt_length import is_long, least_tokens
 from ktc.inference.serving.refusals import RequestRefused
+from ktc.inference.serving.request_images import (
+    ImageAllowance,
+    ReadImages,
+    inputs_of,
+    read_images,
+    require_readable,
+)
 from ktc.inference.serving.request_log import CHOICE
 from ktc.inference.serving.tool_calls import UNREAD, UNREADABLE, RememberedAnswer, has_template, require_readable_calls
 from ktc.model.hf.stock_model import vocabulary_of
@@ -50,11 +57,12 @@ class CheckedBody(dict[str, Any]):
         is_parallel: bool = body.get("parallel_tool_calls", True)
         self.may_repeat: bool = is_parallel and body.get("tool_choice") == "required"
         self.grammar: AnswerGrammar | None = None
+        self.images: ReadImages | None = None
 
     def choice(self, number: int) -> CheckedBody:
         """Return the body of one answer of several, each with a seed of its own."""
         body = CheckedBody(self)
-        body.grammar = self.grammar
+        body.grammar, body.images = self.grammar, self.images
         if "seed" in self:
             body["seed"] = (self["seed"] + number) % _MAX_SEED
         return body
@@ -67,6 +75,7 @@ class _Checked(HandlerHooks):
     generation_state: Any
     body_fields: fields.Fields
     grammars: AnswerGrammars
+    images: ImageAllowance
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer a request. A prompt without room, and a chat template that fails refuse it (400)."""
@@ -75,6 +84,7 @@ class _Checked(HandlerHooks):
             checked = CheckedBody(body)
             if is_long(checked):
                 await self._require_room(checked)
+            checked.images = await self._read_images(checked)
             checked.grammar = await self._grammar(checked)
             stock = cast("Any", super()).handle_request
             if checked.num == 1:
@@ -102,6 +112,28 @@ class _Checked(HandlerHooks):
                 answers.preparing, lambda: least_tokens(tokenizer, self._prompt(body, tokenizer), longest)
             )
             answers.require_room(name, least, "at least ")
+
+    async def _read_images(self, body: CheckedBody) -> ReadImages | None:
+        """Return what stands for the tokenizer of a request with images, without stopping the event loop."""
+        messages, field, tools = self._messages(body)
+        name, _, tokenizer = self.resolve(body)
+        processor = self.model_manager.processor_of(name)
+        if not require_readable(messages, field, processor, self.images):
+            return None
+
+        def read() -> ReadImages:
+            stock: Any = cast("Any", self).get_processor_inputs_from_messages
+            given = read_images(messages, field, self.images, lambda turns: stock(turns, Modality.VLM))
+            variables: Any = body.get("chat_template_kwargs") or {}
+            return ReadImages(tokenizer, inputs_of(processor, given, tools, variables))
+
+        answers: Any = self.generation_state.get_manager()
+        return await asyncio.get_running_loop().run_in_executor(answers.preparing, read)
+
+    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], str, Any]:
+        """Return the messages of a request, the field that has them, and its tools."""
+        del body
+        return [], "", None
 
     async def _grammar(self, body: CheckedBody) -> AnswerGrammar | None:
         """Return the compiled grammar of a request, without stopping the event loop. Raises RequestRefused."""
@@ -189,7 +221,8 @@ class _Checked(HandlerHooks):
         """Return the name, the model and the tokenizer of a request; refuse an unknown name with 404."""
         body["model"] = body.get("model") or self.model_manager.default
         model, tokenizer = self.model_manager.load_model_and_processor(body["model"])
-        return body["model"], model, tokenizer
+        images = body.images if isinstance(body, CheckedBody) else None
+        return body["model"], model, images or tokenizer
 
     def _require_template(self, body: dict[str, Any]) -> None:
         _, _, tokenizer = self.resolve(body)
@@ -241,6 +274,9 @@ class Chat(_Read, ChatCompletionHandler):
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, body["messages"], body.get("tools"), tokenizer)
 
+    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], str, Any]:
+        return body["messages"], "messages", body.get("tools")
+
 
 class Completion(_Checked, CompletionHandler):
     body_fields = fields.CompletionFields
@@ -268,6 +304,10 @@ class Response(_Read, ResponseHandler):
 
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, *messages_of_input(self, body), tokenizer)
+
+    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], str, Any]:
+        messages, tools = messages_of_input(self, body)
+        return messages, "input", tools
 
 
 def _require_one_form(body: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.inference.generate.images import open_processor
 from ktc.inference.generate.language_model import LanguageModel, open_language_model, read_adapter_tokenizer
 
 PLAIN = "default"  # PEFT's name of the adapter that answers under the model's own name
@@ -28,8 +29,8 @@ class ServedModel:
 class ServedModels:
     """All names; the first answers requests that name no model. A change replaces the mapping as a whole."""
 
-    def __init__(self, names: Mapping[str, ServedModel]) -> None:
-        self.names = names
+    def __init__(self, names: Mapping[str, ServedModel], notes: Sequence[Diagnostic] = ()) -> None:
+        self.names, self.notes = names, tuple(notes)
 
     @property
     def default(self) -> ServedModel:
@@ -153,15 +154,29 @@ def open_served_models(
     keys = {known: f"served_{at}" for at, known in enumerate(named)}
     folders = {PLAIN: plain} if plain is not None else {}
     folders |= {keys[known]: folder for known, folder in named.items()}
+    processor, notes = _processor(out, trust_remote_code)
     opened = open_language_model(
         out, reference=reference, weights=weights, trust_remote_code=trust_remote_code, name=name
     )
+    opened = replace(opened, processor=processor)
     model: Any = opened.model
     if folders:
         model = attach_several(model, folders, alone=plain is not None and not updates).eval()
     served = {opened.name: ServedModel(with_adapter(opened, model, plain), PLAIN if plain is not None else "")}
     served |= {known: ServedModel(with_adapter(opened, model, folder), keys[known]) for known, folder in named.items()}
-    return ServedModels(served)
+    return ServedModels(served, notes)
+
+
+def _processor(out: Path, trusted: bool) -> tuple[Any, tuple[Diagnostic, ...]]:
+    """Return the processor of a model that reads images; None for another, and a warning where it cannot be read."""
+    try:
+        return open_processor(out, trusted=trusted), ()
+    except InputRefused as refusal:
+        fault = refusal.diagnostics[0]
+        if fault.code == "G731":
+            return None, ()
+        message = f"requests with images are refused: {fault.message}"
+        return None, (Diagnostic("G732", message, hint=fault.hint, severity="warning"),)
 
 
 def with_adapter(opened: LanguageModel, model: Any, adapter: Path | None) -> LanguageModel:

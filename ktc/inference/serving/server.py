@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
@@ -19,6 +20,7 @@ from ktc.inference.serving.request import Limits
 if TYPE_CHECKING:
     from uvicorn import Server
 
+    from ktc.inference.serving.request_images import ImageAllowance
     from ktc.inference.serving.update_routes import UpdateAccess
 
 PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
@@ -79,11 +81,11 @@ def exposure(host: str, has_key: bool) -> tuple[Diagnostic, ...]:
 
 def make_server(
     models: ServedModels, limits: Limits, access: UpdateAccess | None = None, key_sha256: bytes | None = None,
-    grace: float = GRACE, log_line: Callable[[str], None] | None = None,
+    grace: float = GRACE, log_line: Callable[[str], None] | None = None, images: ImageAllowance | None = None,
 ) -> tuple[Server, tuple[Diagnostic, ...]]:  # fmt: skip
     """Return the server, and notes on how it serves the model. With `access` it takes updates.
 
-    `log_line` gets a line for each request that has ended; it must not raise.
+    `log_line` gets a line for each request that has ended; it must not raise. `images` bounds those of a request.
     `run(sockets=[...])` runs it until `should_exit` is set or a signal ends it. Raises InputRefused (G721).
     """
     import uvicorn
@@ -92,12 +94,18 @@ def make_server(
     from ktc.inference.serving.connection import LONGEST_HEAD, Connection
     from ktc.inference.serving.graceful import GracefulServer
     from ktc.inference.serving.guard import Gate
+    from ktc.inference.serving.request_images import ImageAllowance
 
     if not all(served.opened.streams for served in models.names.values()):
         message = "the server of transformers streams with fast tokenizers only, and the model's is a slow one"
         raise InputRefused(Diagnostic("G721", message, hint="use `ktc generate --chat`"))
-    gate = Gate(key_sha256, _body_bytes(served.opened.max_length for served in models.names.values()))
-    made = make_application(models, limits, gate, access, log_line)
+    allowed = images or ImageAllowance()
+    body_bytes = _body_bytes(served.opened.max_length for served in models.names.values())
+    if any(served.opened.processor is not None for served in models.names.values()):
+        body_bytes += allowed.body_bytes
+    gate = Gate(key_sha256, body_bytes)
+    gate = replace(gate, bodies_bytes=max(gate.bodies_bytes, 2 * body_bytes))
+    made = make_application(models, limits, gate, access, log_line, allowed)
     config = uvicorn.Config(
         made.app, http=Connection, ws="none", log_level="error", server_header=False,
         h11_max_incomplete_event_size=LONGEST_HEAD, timeout_graceful_shutdown=_CLOSING,

@@ -1,0 +1,117 @@
+"""The images of a request: parts of its messages with data URIs, decoded within limits.
+
+In: a checked body's messages and the checkpoint's processor. Out: a `ReadImages` in place of the tokenizer, whose
+inputs have the pixels. Refused (400): a model that reads text alone, images of other turns than the user's, more images
+than allowed, addresses of a network, and images that are not read. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from transformers import BatchEncoding
+
+from ktc.foundation.images import ImageLimits, ImageRefused, read_data_uri
+from ktc.inference.serving.refusals import RequestRefused
+from ktc.model.hf.processor import RejectedMessages, image_inputs
+
+IMAGE_PARTS: Final = ("image_url", "input_image")
+_OF_TEXT: Final = ("input_ids", "attention_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAllowance:
+    """The images that one request may have, and the limits of each; `pixel_bytes` bounds those of all requests."""
+
+    count: int = 8
+    limits: ImageLimits = field(default_factory=lambda: ImageLimits(num_bytes=10 << 20))
+    pixel_bytes: int = 4 << 30
+
+    @property
+    def body_bytes(self) -> int:
+        """The bytes that images may add to a body."""
+        return self.count * self.limits.uri_length
+
+
+class ReadImages:
+    """Stands for the tokenizer of a request with images: its inputs are those of the processor."""
+
+    def __init__(self, tokenizer: Any, inputs: Mapping[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self._text = {name: inputs[name] for name in _OF_TEXT if name in inputs}
+        self.pixels = {name: value for name, value in inputs.items() if name not in _OF_TEXT}
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, **options: Any) -> Any:
+        """Return the inputs, or the text of a conversation without its images."""
+        if tokenize:
+            return BatchEncoding(self._text)
+        return self.tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+
+    def decode(self, *given: Any, **named: Any) -> Any:
+        """Return the text of tokens."""
+        return self.tokenizer.decode(*given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def require_readable(messages: Sequence[Any], field: str, processor: Any, allowed: ImageAllowance) -> bool:
+    """Return whether messages have images. Raises RequestRefused (400) where they may have none, or fewer."""
+    count = 0
+    for where, turn, _ in _images(messages, field):
+        if processor is None:
+            raise RequestRefused(400, f"`{where}`: the model reads text alone", "unsupported_value", where)
+        if turn.get("role") != "user":
+            message = f"`{where}`: an image is in a turn of the user"
+            raise RequestRefused(400, message, "invalid_value", where)
+        count += 1
+        if count > allowed.count:
+            message = f"`{where}`: a request has at most {allowed.count} images"
+            raise RequestRefused(400, message, "too_many_images", where)
+    return count > 0
+
+
+def read_images(
+    messages: Sequence[Any], field: str, allowed: ImageAllowance, stock: Callable[[Sequence[Any]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return messages as processors take them, with decoded images; `stock` makes them with addresses.
+
+    Raises RequestRefused (400) for an image that is not read.
+    """
+    images = list[Any]()
+    for where, _, part in _images(messages, field):
+        given: Any = part["image_url"]
+        try:
+            images.append(read_data_uri(given["url"] if isinstance(given, dict) else given, allowed.limits))
+        except ImageRefused as refused:
+            words = f"`{where}`: the image is refused: {refused}" + (f" ({refused.hint})" if refused.hint else "")
+            raise RequestRefused(400, words, "invalid_image", where) from refused
+    rest = iter(images)
+    made = stock(messages)
+    for turn in made:
+        turn["content"] = [
+            {"type": "image", "image": next(rest)} if part["type"] == "image" else part for part in turn["content"]
+        ]
+    return made
+
+
+def inputs_of(processor: Any, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the processor's inputs of messages with images. Raises RequestRefused (400) for what it rejects."""
+    try:
+        return image_inputs(processor, messages, tools=tools, **variables)
+    except RejectedMessages as error:
+        message = f"the model's processor does not take these messages: {error}"
+        raise RequestRefused(400, message, "invalid_image", "messages") from error
+
+
+def _images(messages: Sequence[Any], field: str) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield the place, the turn and the part of each image."""
+    for at, turn in enumerate(messages):
+        if "tool_calls" in turn:  # its content is not read
+            continue
+        content: Any = turn.get("content")
+        for number, part in enumerate(cast("list[Any]", content) if isinstance(content, list) else ()):
+            if part.get("type") in IMAGE_PARTS:
+                yield f"{field}[{at}].content[{number}]", turn, part
