@@ -84,7 +84,8 @@ def read_images(
     for where, _, part in _images(messages, field):
         given: Any = part["image_url"]
         try:
-            images.append(read_data_uri(given["url"] if isinstance(given, dict) else given, allowed.limits))
+            address: Any = cast("Mapping[str, Any]", given)["url"] if isinstance(given, dict) else given
+            images.append(read_data_uri(address, allowed.limits))
         except ImageRefused as refused:
             words = f"`{where}`: the image is refused: {refused}" + (f" ({refused.hint})" if refused.hint else "")
             raise RequestRefused(400, words, "invalid_image", where) from refused

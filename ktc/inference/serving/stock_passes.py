@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class StockPasses:
             ids, next_sequence_length=stop - self._num_read, is_first_iteration=is_first, **self._arguments
         )
         outputs = self._model(**given, return_dict=True)
-        self._arguments = cast("dict[str, Any]", next_arguments(self._model, outputs, self._arguments))
+        self._arguments = next_arguments(self._model, outputs, self._arguments)
         self._num_read = stop
         return outputs
 
