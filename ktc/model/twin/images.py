@@ -8,17 +8,19 @@ Refused (ValueError): a model whose code takes pixels in none of the known forms
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 _PATCHES = 4  # along each side of an image, before patches are merged
 _CHANNELS = 3
 _SMALL_IMAGE = 56  # pixels along each side, where the config names no size
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
+_FRAMES = ("temporal_patch_size", "patch_temporal")
 _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size", "pooling_kernel_size")
 
 
@@ -56,12 +58,20 @@ def _fitting(model: PreTrainedModel, seed: int) -> tuple[dict[str, Tensor], int]
         given = {"pixel_values": pixels, **{name: torch.tensor(value) for name, value in shapes.items()}}
         try:
             with torch.no_grad():
-                features = cast("Any", model).get_image_features(**given)
+                features = _reader(model)(**given)
         except Exception as error:  # noqa: BLE001 - foreign code raises anything on pixels of another form
             reasons.append(f"{type(error).__name__}: {error}")
             continue
         return given, _rows(getattr(features, "pooler_output", features))
-    raise ValueError(f"its towers take none of the known forms of pixels: {reasons[-1]}")
+    raise ValueError(f"its towers take none of the known forms of pixels: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _reader(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return what makes features of pixels, of the model or of the one inside its head."""
+    reads = next((part for part in (model, model.base_model) if hasattr(part, "get_image_features")), None)
+    if reads is None:
+        raise ValueError("its code has no `get_image_features`")
+    return cast("Any", reads).get_image_features
 
 
 def _rows(features: Any) -> int:
@@ -73,24 +83,33 @@ def _rows(features: Any) -> int:
 def _forms(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     """Yield forms of one image by the names of arguments: the shape of `pixel_values`, the values of the others."""
     vision = cast("Any", model.config).vision_config
-    taken = inspect.signature(cast("Any", model).get_image_features).parameters
+    taken = inspect.signature(_reader(model)).parameters
     patch = _side(getattr(vision, "patch_size", None), 14)
     merge = next((_side(getattr(vision, name), 1) for name in _MERGES if getattr(vision, name, None)), 1)
     side = _PATCHES * merge if merge < _PATCHES else 2 * merge
     patches, area = side * side, patch * patch
     if "image_grid_thw" in taken:
         grid: Mapping[str, Any] = {"image_grid_thw": [[1, side, side]]}
-        frames = _side(getattr(vision, "temporal_patch_size", None), 1)
-        for shape in ((patches, _CHANNELS * frames * area), (patches, _CHANNELS, patch, patch)):
+        frames = next((_side(getattr(vision, name), 1) for name in _FRAMES if getattr(vision, name, None)), 1)
+        of_merged = (patches, merge * patch, merge * patch, _CHANNELS)
+        for shape in ((patches, _CHANNELS * frames * area), (patches, _CHANNELS, patch, patch), of_merged):
             yield {"pixel_values": shape, **grid}
     elif "image_position_ids" in taken:
         places = [[[x, y] for y in range(side) for x in range(side)]]
         yield {"pixel_values": (1, patches, _CHANNELS * area), "image_position_ids": places}
     else:
-        size = _side(getattr(vision, "image_size", None), _SMALL_IMAGE)
-        for pixels in dict.fromkeys((side * patch, size)):
-            sizes = {"image_sizes": [[pixels, pixels]]} if "image_sizes" in taken else {}
-            yield {"pixel_values": (1, _CHANNELS, pixels, pixels), **sizes}
+        sizes = [side * patch, _side(getattr(vision, "image_size", None), _SMALL_IMAGE)]
+        sizes += [math.isqrt(number) * patch for number in _numbers_of_patches(model.config)]
+        for pixels in dict.fromkeys(sizes):
+            named = {"image_sizes": [[pixels, pixels]]} if "image_sizes" in taken else {}
+            yield {"pixel_values": (1, _CHANNELS, pixels, pixels), **named}
+
+
+def _numbers_of_patches(config: PretrainedConfig) -> Iterator[int]:
+    """Yield the numbers of patches for which a config has another setting each, such as the features made of them."""
+    for name, value in vars(config).items():
+        if "patch" in name and isinstance(value, dict):
+            yield from (number for number in cast("dict[Any, Any]", value) if isinstance(number, int))
 
 
 def _side(value: Any, default: int) -> int:

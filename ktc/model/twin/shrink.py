@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.twin.layers import shrink_layers
-from ktc.model.twin.sizes import VOCAB, Settings, parts_of, shrink_sizes, with_other_sizes
+from ktc.model.twin.sizes import VOCAB, Settings, parts_of, shrink_sizes, shrink_tower, with_other_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,11 +44,13 @@ def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Conf
         raise InputRefused(Diagnostic("I103", message, hint=_PLEASE_REPORT)) from error
 
 
-def _shrunk(old: Settings, parent: Settings, whole: bool, second: bool) -> dict[str, Any]:
-    """Return the settings of a config, or of a part of one whose widths may be in `parent`."""
+def _shrunk(old: Settings, parent: Settings, whole: bool, second: bool, *, tower: bool = False) -> dict[str, Any]:
+    """Return the settings of a config, or of a part of one whose widths may be in `parent`: of text, or of a `tower`."""
     small = copy.deepcopy(dict(old))
     small.pop("quantization_config", None)
     shrink_sizes(small, {**parent, **old})
+    if tower:
+        shrink_tower(small, old, parent)
     shrink_layers(small, old, whole=whole)
     if second:
         with_other_sizes(small)
@@ -57,7 +59,8 @@ def _shrunk(old: Settings, parent: Settings, whole: bool, second: bool) -> dict[
         if isinstance(old.get(name), int):
             small[name] = max(MIN_POSITIONS, old[name])
     for name, part in parts_of(old):
-        small[name] = _shrunk(part, old, whole, second)
+        beside_text = "text_config" in old and name != "text_config"
+        small[name] = _shrunk(part, old, whole, second, tower=tower or beside_text)
     return small
 
 

@@ -7,7 +7,7 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 Settings = Mapping[str, Any]
@@ -27,19 +27,20 @@ TOP_KS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
 # Of towers: the width of what the language model gets, and the width of a tower that a projector names.
-_TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "projection_hidden_size")
-_HEADS = ("num_attention_heads", "n_heads", "n_head")
+_TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "projection_hidden_size", "output_dim", "adapter_out_dim")
+_HEADS = ("num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _GROUPS = {"n_group": "topk_group", "num_expert_group": "topk_group"}
 _DENSE_WIDTHS = (
     "intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size",
-    "ffn_hidden_size", "ffn_dim", "n_inner",
+    "ffn_hidden_size", "ffn_dim", "n_inner", "encoder_ffn_dim",
 )  # fmt: skip
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED_WIDTHS = (
     "shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
+_WIDTH_WORDS = ("_dim", "_width", "channels", "adapter_input_size")  # of settings that repeat the width of a tower
 _WINDOWS = ("sliding_window", "sliding_window_size", "rel_extent")
 _CHUNKS = ("mamba_chunk_size", "chunk_size", "block_size")  # below the twin's sequences: several chunks in each
 # The shrunk size of each attribute. An attribute that is missing, None or 0 is unchanged.
@@ -115,6 +116,33 @@ _STATE_SPACE = (
 _HEAD_DIMS = (HEAD_DIM, 24, 32, 48, 64, 96, 128)
 _AT_MOST = frozenset({*TOP_KS, *_SHARED_COUNTS, "mamba_n_groups", "n_groups", "o_groups"})
 _NOT_PARTS = ("quantization_config", "per_layer_config", "generation_config")
+
+
+def shrink_tower(small: dict[str, Any], old: Settings, parent: Settings) -> None:
+    """Set the sizes of a tower for images or sound that others depend on, in place, after `shrink_sizes`.
+
+    A tower without a vocabulary names its heads `num_heads`; its dense width keeps its ratio to the width; what is as
+    wide as the tower, or as another of its parts, stays so. `old` holds the tower's original sizes, `parent` those of
+    the config that it is a part of.
+    """
+    width = next((old[name] for name in _HIDDEN if is_size(old.get(name))), 0)
+    if width and is_size(old.get("num_heads")) and not any(name in old for name in (*_HEADS, "expand")):
+        small["num_heads"] = NUM_HEADS
+    for name in _DENSE_WIDTHS:
+        if width and is_size(old.get(name)) and old[name] % width == 0:
+            small[name] = HIDDEN * old[name] // width
+    parts = (old, *dict(parts_of(old)).values(), *dict(parts_of(parent)).values())
+    widths = {part[name] for part in parts for name in _HIDDEN if is_size(part.get(name))}
+    for name, value in old.items():
+        if name not in _SIZES and any(word in name for word in _WIDTH_WORDS):
+            small[name] = _as_wide(value, widths)
+
+
+def _as_wide(value: Any, widths: Container[int]) -> Any:
+    """Return a width, or widths in a list, that is `HIDDEN` where it was one of `widths`."""
+    if isinstance(value, list):
+        return [_as_wide(size, widths) for size in cast("list[Any]", value)]
+    return HIDDEN if is_size(value) and value in widths else value
 
 
 def parts_of(settings: Settings) -> Iterator[tuple[str, Settings]]:
@@ -218,6 +246,8 @@ def _fits(head: int, shares: Iterable[float], rotary: int | None = None) -> bool
 
 def _shrink_latent_heads(small: dict[str, Any], old: Settings) -> None:
     """Set heads in two parts, with and without rotation, and the settings that repeat one or both."""
+    if old.get("qk_nope_head_dim") == old["qk_rope_head_dim"] and "qk_nope_head_dim" in small:
+        small["qk_nope_head_dim"] = small["qk_rope_head_dim"]  # configs name the share of a head that is rotated
     rotary, plain = small["qk_rope_head_dim"], small.get("qk_nope_head_dim", 0)
     if "qk_head_dim" in small:
         small["qk_head_dim"] = plain + rotary
@@ -237,9 +267,15 @@ def _shrunk_rope(rope: dict[str, Any], head: int, old_head: int) -> dict[str, An
             factors = cast("list[float]", value)
             small[name] = factors[: max(1, len(factors) * head // old_head)]
         elif name == "mrope_section" and isinstance(value, list):
-            sections = cast("list[int]", value)
-            parts = [max(1, section * head // old_head) for section in sections[1:]]
-            small[name] = [max(1, sum(sections) * head // old_head - sum(parts)), *parts]
+            small[name] = _sections(cast("list[int]", value), head, old_head)
+    return small
+
+
+def _sections(sections: Sequence[int], head: int, old_head: int) -> list[int]:
+    """Return the frequencies of each axis: equal ones stay equal, and the one that is alone gets what is left."""
+    small = [max(1, section * head // old_head) for section in sections]
+    alone = next((i for i, section in enumerate(sections) if sections.count(section) == 1), 0)
+    small[alone] += max(1 - small[alone], sum(sections) * head // old_head - sum(small))
     return small
 
 
