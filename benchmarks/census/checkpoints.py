@@ -1,4 +1,4 @@
-"""Settings of whole models that the defaults of a family leave open or contradict, as its published checkpoints have them.
+"""Settings of whole models that a family's defaults leave open or contradict, as its published checkpoints have them.
 
 Input: a `model_type`. Output: the config of the whole model. Only relations between sizes matter here: a twin shrinks
 the sizes themselves.

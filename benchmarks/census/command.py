@@ -75,7 +75,7 @@ def _asked(names: Sequence[str]) -> tuple[str, ...]:
     ]  # fmt: skip
     if faults:
         raise InputRefused(*faults)
-    return tuple(sorted(set(names))) if names else twin.moe_families()
+    return tuple(sorted(set(names))) if names else tuple(sorted({*twin.moe_families(), *twin.whole_families()}))
 
 
 def _collect(session: Session, rows: Iterable[Family], total: int, done: list[Family]) -> None:
@@ -137,7 +137,7 @@ def _table(census: Census) -> Table:
 def _summary(census: Census) -> str:
     counts = census.counts()
     words = ", ".join(
-        f"{counts[name]} {name}" for name in ("matched", "proven", "routing", "attention", "equal", "wrong")
+        f"{counts[name]} {name}" for name in ("matched", "proven", "routing", "attention", "equal", "image", "wrong")
     )
     missing = census.asked - len(census.families)
     summary = f"{counts['families']} families: {words}" + f"; interrupted, {missing} not examined" * bool(missing)

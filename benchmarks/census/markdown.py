@@ -20,7 +20,7 @@ TWIN_COLUMNS = ("logits", "tokens", "LoRA gradients")  # of each program
 
 def markdown(census: Census, day: date) -> str:
     """Return the page docs/reference/families.md, which `ktc census --format markdown` prints."""
-    return "\n".join([*_head(census, day), *table(census.families), "", *_twins(census), *_reasons(census), ""])
+    return "\n".join([*_head(census, day), *_tables(census), "", *_twins(census), *_reasons(census), ""])
 
 
 _ABOUT = """\
@@ -34,14 +34,14 @@ compared in fp32 with the original: every rewritten module at its place, and the
 * *Forward*, *gradient*: the worst relative error of outputs and of all gradients over all
   rewrites, attention included.
 * *Routing*: the router's computation; "own code" runs unchanged, before the rewritten experts.
-* *Attention*: the pattern of each distinct block; linear, opaque or "own code" attention is
-  unchanged.
+* *Attention*: the pattern of each distinct block. The core of a recurrent layer runs as stock, its
+  projections are adapted. Linear, opaque or "own code" attention is unchanged.
 """
 
 
 def _head(census: Census, day: date) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in census.versions.items())
-    counts = census.counts()
+    counts = census.counts_of(towers=False)
     yield "# Census of mixture-of-experts families"
     yield ""
     yield f"Written by `ktc census --format markdown -o docs/reference/families.md` on {day.isoformat()}."
@@ -59,6 +59,44 @@ def _head(census: Census, day: date) -> Iterator[str]:
         98,
     )
     yield ""
+
+
+_ABOUT_TOWERS = """\
+The class of images and text, whole, as a twin: with small towers that run as their own code, and an
+image of random pixels. *With an image*: logits, tokens of an answer and gradients of all LoRA factors
+equal stock's in every program. Settings that the defaults of a family leave open are those of its
+checkpoints.
+"""
+
+
+def _tables(census: Census) -> Iterator[str]:
+    """Yield the table of models of text, and the one of models that read images."""
+    yield from table([family for family in census.families if not family.towers])
+    whole = [family for family in census.families if family.towers]
+    if not whole:
+        return
+    counts = census.counts_of(towers=True)
+    yield ""
+    yield "## Models that read images"
+    yield ""
+    yield _ABOUT_TOWERS
+    yield textwrap.fill(
+        f"{counts['families']} families: {counts['matched']} with their experts rewritten, {counts['proven']} of them "
+        f"proven, {counts['equal']} equal as whole twins, {counts['image']} of them with an image.", 98,
+    )  # fmt: skip
+    yield ""
+    columns = (*COLUMNS[:4], "with an image", *COLUMNS[4:])
+    yield _line(columns)
+    yield _line("---" for _ in columns)
+    for family in whole:
+        before, after = cells(family)[:4], cells(family)[4:]
+        yield _line((*before, _image_verdict(family), *after))
+
+
+def _image_verdict(family: Family) -> str:
+    if family.sees:
+        return "equal"
+    return "none made" if family.equal else "no"
 
 
 def table(families: Sequence[Family]) -> Iterator[str]:

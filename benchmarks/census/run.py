@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from census import describe
+from census.checkpoints import whole_config
 from census.programs import HOST, PROGRAMS, rewritten, rules, twin_proofs
 from census.types import MATCHED, NONE, BlockProof, Component, Family, TwinProof
 from ktc.diagnostics import Diagnostic, KtcError, ProofFailed
@@ -21,6 +22,7 @@ from ktc.language.dsl import syntax
 from ktc.model import twin
 from ktc.model.compare.comparison import in_a_line
 from ktc.model.graph import ops
+from ktc.model.graph.typed import nodes_of
 from ktc.stages.capture import BlockGraph, CapturedModel, ModelSource, capture
 from ktc.stages.capture.length import PLAIN
 from ktc.stages.match import Match, Matches
@@ -35,7 +37,7 @@ LARGEST = 100_000_000  # parameters of a twin; more means that a size of this fa
 
 def examine(family: str) -> Family:
     """Take one family through all stages. Raises only KeyboardInterrupt."""
-    started, row = time.perf_counter(), Family(family)
+    started, row = time.perf_counter(), Family(family, towers=family in twin.whole_families())
     try:
         for further in _steps(row):
             row = further
@@ -48,7 +50,7 @@ def examine(family: str) -> Family:
 
 def _steps(row: Family) -> Iterator[Family]:
     """Yield the row after each stage: described, matched, proven, compared as a whole."""
-    config = twin.shrink(twin.default_config(row.family))
+    config = twin.shrink(whole_config(row.family) if row.towers else twin.default_config(row.family))
     config.dtype = torch.float32
     captured = capture(ModelSource(row.family, None, config, None))
     yield (row := _described(row, captured))
@@ -173,7 +175,9 @@ def _attention_verdict(
                 verdict = f"opaque: `{block.class_name}` could not be captured: {block.opaque}"
             continue
         kind = describe.kind_of(block.graph, block.class_name)
-        if kind == "linear attention":
+        if any(ops.operator(node) == "recurrence" for node in nodes_of(block.graph)):
+            kinds.append(f"recurrent (`{block.class_name}`)")
+        elif kind == "linear attention":
             kinds.append(f"linear (`{block.class_name}`)")
         if kind != "attention":
             continue

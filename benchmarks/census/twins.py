@@ -22,10 +22,13 @@ from census.types import TwinProof
 from ktc.model.compare.comparison import Comparison, Values, compare, decided
 from ktc.model.compare.feed import same_random_numbers
 from ktc.model.graph.typed import named_modules
+from ktc.model.hf.stock_model import forget_positions, has_towers, vocabulary_of
 from ktc.model.loading import peft_glue
+from ktc.model.twin import with_image
 
 SEED = 4711
 NEW_TOKENS = 8
+_IMAGE = "logits with an image"
 
 
 def compare_twins(
@@ -42,7 +45,7 @@ def compare_twins(
         return copy.deepcopy(stock).double(), copy.deepcopy(realised).double()
 
     compared: dict[str, Comparison] = {}
-    for name, step in _steps(adapter).items():
+    for name, step in (_steps(adapter) | (_with_images(adapter) if has_towers(stock) else {})).items():
         case = partial(_compared, step)
         compared[name] = decided(case(stock, realised), case, in_double)
     errors = {name: error for each in compared.values() for name, error in each.errors.items()}
@@ -52,9 +55,10 @@ def compare_twins(
     return TwinProof(
         program,
         logits=max(logits, default=None),
-        tokens=errors["tokens"] == 0 if "tokens" in errors else None,
+        tokens=errors["tokens"] + errors.get("tokens about an image", 0.0) == 0 if "tokens" in errors else None,
         gradients={n.removeprefix("gradient of "): e for n, e in errors.items() if n.startswith("gradient of ")},
         difference="; ".join(raised or alone),
+        image=errors.get(_IMAGE),
         notes=(*notes, *_refusals({name: each.refused for name, each in compared.items() if each.refused})),
     )
 
@@ -88,14 +92,45 @@ def _steps(adapter: Mapping[str, Any] | None) -> dict[str, Callable[[PreTrainedM
     return steps
 
 
+def _with_images(adapter: Mapping[str, Any] | None) -> dict[str, Callable[[PreTrainedModel], Values]]:
+    steps: dict[str, Callable[[PreTrainedModel], Values]] = {
+        _IMAGE: lambda model: {_IMAGE: _seen(model)},
+        "an answer about an image": lambda model: {"tokens about an image": _answered(model)},
+    }
+    if adapter is not None:
+        steps["LoRA gradients with an image"] = lambda model: {
+            f"{name} with an image": gradient
+            for name, gradient in _gradients(copy.deepcopy(model), adapter, image=True).items()
+        }
+    return steps
+
+
+def _image(model: PreTrainedModel) -> dict[str, Tensor]:
+    return with_image(model, _tokens(model, 1, 20), SEED)
+
+
+@torch.no_grad()
+def _seen(model: PreTrainedModel) -> Tensor:
+    return cast("Tensor", model(**_image(model), use_cache=False).logits)
+
+
+def _answered(model: PreTrainedModel) -> Tensor:
+    given = _image(model)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    made = cast("Any", model).generate(**given, **options)
+    return cast("Tensor", made)[:, given["input_ids"].shape[1] :] + 1.0
+
+
 def _compared(
     step: Callable[[PreTrainedModel], Values], stock: PreTrainedModel, realised: PreTrainedModel
 ) -> Comparison:
+    for model in (stock, realised):
+        forget_positions(model)
     return compare(partial(step, stock), partial(step, realised))
 
 
 def _tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = vocabulary_of(model)
     return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(SEED + length))
 
 
@@ -137,17 +172,18 @@ def _greedy(model: PreTrainedModel) -> Tensor:
     return cast("Tensor", made)[:, tokens.shape[1] :] + 1.0  # no token is zero, for relative errors
 
 
-def _gradients(model: PreTrainedModel, adapter: Mapping[str, Any]) -> Values:
-    """Return the gradient of every factor of the adapter, in train mode, of the loss of padded rows."""
+def _gradients(model: PreTrainedModel, adapter: Mapping[str, Any], *, image: bool = False) -> Values:
+    """Return the gradient of every factor of the adapter, in train mode, of the loss of padded rows or of an image."""
     peft_glue.install()
     tuned = cast("nn.Module", get_peft_model(model, LoraConfig(**adapter)))
     factors = dict(_randomised(tuned))
-    tokens, mask = _padded(model)
+    given = _image(model) if image else dict(zip(("input_ids", "attention_mask"), _padded(model), strict=True))
+    tokens, mask = given["input_ids"], given["attention_mask"]
     rows = _logits(model, tokens[:1]).shape[-1]  # a padded vocabulary has fewer logits
     labels = tokens.clamp(max=rows - 1).masked_fill(mask == 0, -100)
     tuned.train()
     with same_random_numbers(SEED):
-        tuned(input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        tuned(**given, labels=labels, use_cache=False).loss.backward()
     zero = torch.zeros(())
     return {f"gradient of {name}": zero if p.grad is None else p.grad for name, p in factors.items()}
 

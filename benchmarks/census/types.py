@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class TwinProof:
     difference: str = ""
     failure: str = ""
     notes: tuple[str, ...] = ()
+    image: float | None = None  # the error of the logits of text with an image
 
     @property
     def worst_gradient(self) -> float | None:
@@ -70,7 +71,7 @@ class TwinProof:
             "program": self.program, "logits": _finite(self.logits), "same_tokens": self.tokens,
             "worst_lora_gradient": _finite(self.worst_gradient), "worst_lora_gradient_of": worst,
             "lora_gradients": len(self.gradients), "wrong": self.wrong, "difference": self.difference or None,
-            "failure": self.failure or None, "notes": list(self.notes),
+            "failure": self.failure or None, "image": _finite(self.image), "notes": list(self.notes),
         }  # fmt: skip
 
 
@@ -95,6 +96,7 @@ class Family:
     near_miss: str = ""
     reasons: tuple[str, ...] = ()
     seconds: float = 0.0
+    towers: bool = False  # examined as the class of images and text
 
     @property
     def matched(self) -> bool:
@@ -115,6 +117,11 @@ class Family:
     def equal(self) -> bool:
         """Whether the whole twin equals stock in every program."""
         return bool(self.twins) and all(proof.equal for proof in self.twins)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the whole twin equals stock in every program with an image too."""
+        return self.equal and all(proof.image is not None for proof in self.twins)
 
     @property
     def worst_forward(self) -> float | None:
@@ -155,6 +162,7 @@ class Family:
                 for p in self.proofs
             ],
             "twins": [proof.to_json() for proof in self.twins],
+            "towers": self.towers,
             "seconds": round(self.seconds, 2),
         }  # fmt: skip
 
@@ -179,9 +187,15 @@ class Census:
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of families matched, proven, with recognised routing, with recognised attention, equal as
-        whole twins, and wrong.
+        whole twins, equal with an image, and wrong.
         """
-        found = self.families
+        return self._counts(self.families)
+
+    def counts_of(self, *, towers: bool) -> dict[str, int]:
+        """Return `counts` of the families of text, or of those with towers."""
+        return self._counts([family for family in self.families if family.towers == towers])
+
+    def _counts(self, found: Sequence[Family]) -> dict[str, int]:
         return {
             "families": len(found),
             "matched": sum(f.matched for f in found),
@@ -189,7 +203,8 @@ class Census:
             "routing": sum(f.matched and f.routing == MATCHED for f in found),
             "attention": sum(f.attention == MATCHED for f in found),
             "equal": sum(f.equal for f in found),
-            "wrong": len(self.wrong),
+            "image": sum(f.sees for f in found),
+            "wrong": sum(f.wrong for f in found),
         }
 
     def to_json(self) -> dict[str, Any]:

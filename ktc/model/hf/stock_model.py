@@ -85,6 +85,13 @@ def finds_positions(model: nn.Module) -> bool:
     return any(hasattr(module, "get_rope_index") for module in model.modules())
 
 
+def forget_positions(model: nn.Module) -> None:
+    """Forget how far positions behind images differ: stock code takes those of the last prompt where it has no mask."""
+    for module in model.modules():
+        if hasattr(module, "get_rope_index") and getattr(module, "rope_deltas", None) is not None:
+            cast("Any", module).rope_deltas = None
+
+
 def has_towers(model: PreTrainedModel) -> bool:
     """Return whether `model` reads images or sound beside text: its config has a part for text alone."""
     return type(model).__name__ == multimodal_name(model.config.model_type) and bool(

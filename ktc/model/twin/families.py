@@ -58,6 +58,17 @@ def moe_families() -> tuple[str, ...]:
     return tuple(sorted(_families_with_experts()))
 
 
+@cache
+def whole_families() -> tuple[str, ...]:
+    """Return the model types of images and text whose language model has routed experts, in alphabetical order."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    known = cast("Mapping[str, object]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    parts = {kind: CONFIG_MAPPING[kind]().get_text_config() for kind in known if kind in CONFIG_MAPPING}
+    return tuple(sorted(kind for kind, text in parts.items() if any(hasattr(text, name) for name in EXPERT_COUNTS)))
+
+
 def default_config(model_type: str, *, whole: bool = False) -> PretrainedConfig:
     """Return the config of the language model by the family's own defaults, with experts, or with its towers `whole`.
 

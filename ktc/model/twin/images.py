@@ -62,7 +62,8 @@ def _fitting(model: PreTrainedModel, seed: int) -> tuple[dict[str, Tensor], int]
         except Exception as error:  # noqa: BLE001 - foreign code raises anything on pixels of another form
             reasons.append(f"{type(error).__name__}: {error}")
             continue
-        return given, _rows(getattr(features, "pooler_output", features))
+        pooled = getattr(features, "pooler_output", None)
+        return given, _rows(pooled if pooled is not None else getattr(features, "last_hidden_state", features))
     raise ValueError(f"its towers take none of the known forms of pixels: {'; '.join(dict.fromkeys(reasons))}")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.twin.layers import shrink_layers
-from ktc.model.twin.sizes import VOCAB, Settings, parts_of, shrink_sizes, shrink_tower, with_other_sizes
+from ktc.model.twin.sizes import VOCAB, Settings, parts_of, shrink_sizes, shrink_tower, widths_between, with_other_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,13 +45,15 @@ def shrink(config: Config, *, whole: bool = False, second: bool = False) -> Conf
 
 
 def _shrunk(old: Settings, parent: Settings, whole: bool, second: bool, *, tower: bool = False) -> dict[str, Any]:
-    """Return the settings of a config, or of a part of one whose widths may be in `parent`: of text, or of a `tower`."""
+    """Return the settings of a config, or of a part of one whose widths may be in `parent`, such as a `tower`."""
     small = copy.deepcopy(dict(old))
     small.pop("quantization_config", None)
     shrink_sizes(small, {**parent, **old})
+    shrink_layers(small, old, whole=whole)
+    if "text_config" in old:
+        widths_between(small, old)
     if tower:
         shrink_tower(small, old, parent)
-    shrink_layers(small, old, whole=whole)
     if second:
         with_other_sizes(small)
     _shrink_token_ids(small, old)

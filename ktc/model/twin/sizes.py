@@ -87,6 +87,8 @@ _SIZES: Mapping[str, int] = {
     "indexer_head_dim": 16,
     "indexer_budget": 16,
     "moe_latent_size": 32,
+    "moe_hidden_size": 32,
+    "projector_hidden_size": 80,
     "router_hidden_size": 32,
     "zero_expert_num": 8,
     "gated_norm_rank": 8,
@@ -131,11 +133,26 @@ def shrink_tower(small: dict[str, Any], old: Settings, parent: Settings) -> None
     for name in _DENSE_WIDTHS:
         if width and is_size(old.get(name)) and old[name] % width == 0:
             small[name] = HIDDEN * old[name] // width
+    if isinstance(old.get("hidden_sizes"), list):  # of stages, each wider than the last
+        small["hidden_sizes"] = [max(16, width // 16) for width in cast("list[int]", small["hidden_sizes"])]
     parts = (old, *dict(parts_of(old)).values(), *dict(parts_of(parent)).values())
     widths = {part[name] for part in parts for name in _HIDDEN if is_size(part.get(name))}
     for name, value in old.items():
         if name not in _SIZES and any(word in name for word in _WIDTH_WORDS):
             small[name] = _as_wide(value, widths)
+
+
+def widths_between(small: dict[str, Any], old: Settings) -> None:
+    """Give what a config with towers says of their features its ratio to the width of a tower, in place.
+
+    A projector may take several patches side by side: what it takes is as wide as these together.
+    """
+    towers = [part for name, part in parts_of(old) if name != "text_config"]
+    widths = {part[name] for part in towers for name in _HIDDEN if is_size(part.get(name))}
+    for name in _TEXT_WIDTHS:
+        ratios = [old[name] // width for width in widths if is_size(old.get(name)) and old[name] % width == 0]
+        if ratios:
+            small[name] = HIDDEN * min(ratios)
 
 
 def _as_wide(value: Any, widths: Container[int]) -> Any:
@@ -195,6 +212,8 @@ def scaled(name: str, value: Any, old: Settings) -> Any:
     reference = old.get(stem)
     if not is_size(reference) or value == reference:
         return size
+    if stem in EXPERT_COUNTS:
+        return max(min(value, TOP_K), value * size // reference)  # no fewer than a token needs
     if value * size % reference == 0:
         return value * size // reference
     return 2 * size if value > reference else max(1, size // 2)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import transformers
 from torch import Tensor, fx, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.stage_progress import counted
@@ -114,10 +114,16 @@ def _own_masks(block: nn.Module, call: Call) -> Generator[None]:
 def _check_class(source: ModelSource, model_class: type[PreTrainedModel]) -> None:
     """Check that transformers has no other class of that name, since a compiled model finds its class by name.
 
-    Code that a class runs after its weights are read is not run for a compiled model, so it is refused.
+    Code that a class runs after its weights are read is not run for a compiled model, so it is refused, and so is a
+    class of transformers that generates in a way of its own.
     """
     name = model_class.__name__
     named = getattr(transformers, name, model_class)
+    if model_class.__module__.startswith("transformers.") and not issubclass(model_class, GenerationMixin):
+        message = f"`{name}` does not generate token by token: its generation is code of its own"
+        raise InputRefused(
+            Diagnostic("I125", message, hint="ktc compiles models that `GenerationMixin` generates with")
+        )
     if source.folder is not None and not source.own_code and named is not model_class:
         message = f"`{name}` is of `{model_class.__module__}`, and transformers has another class of that name"
         hint = "give the folder that its code came from, with `--trust-remote-code`"

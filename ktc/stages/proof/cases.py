@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktc.model.experts.private_api import pytree
-from ktc.model.hf.stock_model import vocabulary_of
+from ktc.model.hf.stock_model import forget_positions, vocabulary_of
 
 SCALES = tuple(8.0**power for power in range(1, 7))  # the factors of hidden states beyond constants, in order
 ALWAYS = (SCALES[0], SCALES[-1])  # those compared for every block: limits that stock does not have are beyond them
@@ -136,6 +136,7 @@ def _forward(
     calls: dict[str, list[tuple[str, Call]]],
 ) -> None:  # fmt: skip
     total = run.cached + run.length
+    forget_positions(model)
     tokens = torch.randint(0, vocabulary_of(model), (run.batch, total), generator=generator)
     given: dict[str, Any] = {}
     if run.masked:

@@ -23,7 +23,7 @@ from ktc.model.compare.comparison import Comparison, Values, compare, decided
 from ktc.model.compare.feed import same_random_numbers
 from ktc.model.experts.private_api import pytree
 from ktc.model.hf.private_api import ATTENTION, recorded_outputs
-from ktc.model.hf.stock_model import has_towers, vocabulary_of
+from ktc.model.hf.stock_model import forget_positions, has_towers, vocabulary_of
 from ktc.model.twin import with_image
 
 BATCH, LENGTH, CACHED = 2, 24, 9
@@ -168,6 +168,7 @@ def _results(model: PreTrainedModel, forward: _Forward, seed: int) -> dict[str, 
     """Return the results by number. Raises an exception for a result without data."""
     tokens = torch.randint(0, vocabulary_of(model), forward.shape, generator=torch.Generator().manual_seed(seed))
     model.train(forward.training)
+    forget_positions(model)
     try:
         with same_random_numbers(seed):
             result = forward.run(model, tokens)
