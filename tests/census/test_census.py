@@ -26,14 +26,14 @@ KNOWN = {
     "deepseek_v3": ("sigmoid, + bias, grouped, top 4, renormalised, scaled", "plain", "mla"),
     "qwen2_moe": ("softmax, top 4", "gated", "mha"),
     "qwen3_moe": ("softmax, top 4", "none", "gqa"),
-    "qwen3_next": ("softmax, top 4, renormalised", "gated", "linear (`Qwen3NextGatedDeltaNet`), gqa"),
+    "qwen3_next": ("softmax, top 4, renormalised", "gated", "recurrent (`Qwen3NextGatedDeltaNet`), gqa"),
     "glm4_moe": ("sigmoid, + bias, grouped, top 4, renormalised, scaled", "plain", "gqa"),
     "mixtral": ("softmax, top 2, renormalised", "none", "gqa"),
     "olmoe": ("softmax, top 4", "none", "mha"),
     "gpt_oss": ("softmax over the chosen, top 4", "none", "gqa (sliding, sinks), gqa (sinks)"),
     "minimax_m2": ("sigmoid, + bias, top 4, renormalised", "none", "gqa"),
     "ernie4_5_moe": ("softmax, + bias, top 4, renormalised", "plain", "gqa"),
-    "jamba": ("softmax, top 2", "none", "linear (`JambaMambaMixer`), gqa"),
+    "jamba": ("softmax, top 2", "none", "recurrent (`JambaMambaMixer`), gqa"),
 }
 # Latent, windowed and grouped attention; routers with and without groups and biases; dense layers beside sparse ones.
 QUICK = ("deepseek_v3", "gpt_oss")

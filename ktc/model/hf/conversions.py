@@ -99,7 +99,10 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str,
             return Place(target)
         if number is None and len(converter.source_patterns) == 1:
             return _of_one_tensor(converter, target, model.config)
-        return _of_several(converter, which, target, number and int(number[1])) or _unmappable(converter)
+        expert = number and int(number[1])
+        if expert is not None and (split := _of_groups(converter, which, target, expert, targets)):
+            return split
+        return _of_several(converter, which, target, expert) or _unmappable(converter)
 
     return place
 
@@ -124,6 +127,22 @@ def _of_several(converter: WeightConverter, which: int, target: str, number: int
     if len(chain) == 1 and type(operation).__name__ == "Concatenate":
         return Place(target, joined=(int(vars(operation)["dim"]), which, sources))
     return None
+
+
+def _of_groups(
+    converter: WeightConverter, which: int, target: str, number: int, targets: Mapping[str, Tensor]
+) -> Place | None:
+    """Return the place of an expert where the file counts the experts of text and of images together, text first."""
+    if [type(operation).__name__ for operation in converter.operations] != ["ErnieFuseAndSplitTextVisionExperts"]:
+        return None
+    first = converter.target_patterns[0]
+    if target not in targets:
+        return None
+    group, expert = divmod(number, targets[target].shape[0])
+    if group >= len(converter.target_patterns):
+        return None
+    part = ("gate", "up")[which] if len(converter.source_patterns) == 2 else "down"
+    return Place(target.replace(first, converter.target_patterns[group]), expert, part)
 
 
 def _of_one_tensor(converter: WeightConverter, target: str, config: PreTrainedConfig) -> Placed:
