@@ -28,7 +28,7 @@ def compute_buffers(model: nn.Module, placement: Mapping[str, str]) -> None:
         names = [name for name in _non_persistent(module) if getattr(module, name).is_meta]
         if not names:
             continue
-        made = _made_again(module, getattr(model, "config", None))
+        made = _made_again(module, _config_of(model, fqn))
         for name in names:
             value = getattr(made, name, None) if made is not None else _initialised(model, module, name)
             if not isinstance(value, Tensor):
@@ -45,9 +45,15 @@ def _non_persistent(module: nn.Module) -> Iterator[str]:
     return (name for name, _ in module.named_buffers(recurse=False) if name in absent)
 
 
-def _made_again(module: nn.Module, model_config: object) -> nn.Module | None:
+def _config_of(model: nn.Module, fqn: str) -> object:
+    """Return the config of a module, or of the nearest one around it that has one: a tower's, not the model's."""
+    parts = fqn.split(".") if fqn else []
+    around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1))
+    return next((vars(module)["config"] for module in around if "config" in vars(module)), None)
+
+
+def _made_again(module: nn.Module, config: object) -> nn.Module | None:
     """Make a new module of the same class from the config, on the CPU; `None` if its constructor needs more."""
-    config = getattr(module, "config", model_config)
     make = cast("Any", type(module))
     try:
         with torch.device("cpu"):

@@ -123,7 +123,10 @@ def _source(weight: StoredWeight, place: Place, target: Tensor) -> WeightSource:
         steps = (*steps, Step("transpose", (1, 2)))  # stored (E, out, in), held (E, in, out)
     part = STACKED_PARTS.get(place.target.rpartition(".")[2])
     stacked = part is not None and target.dim() == (2 if part.endswith("bias") else 3)
-    per_expert = stacked and place.expert is None and place.joined is None and all(0 not in s.dims for s in steps)
+    if stacked and place.joined is not None and place.joined[::2] == (1, 2) and part == "gate_up":
+        part = ("gate", "up")[place.joined[1]]  # stacks of gate and of up, which are one tensor in the model
+    alone = place.joined is None or part in ("gate", "up")
+    per_expert = stacked and place.expert is None and alone and all(0 not in s.dims for s in steps)
     source = WeightSource(
         target=place.target,
         expert=place.expert,
