@@ -16,6 +16,7 @@ from stacked_training import assert_alike, trained
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 import ktc
+from census.checkpoints import whole_config
 from ktc.diagnostics import InputRefused
 from ktc.model.hf.stock_model import (
     finds_positions,
@@ -26,8 +27,8 @@ from ktc.model.hf.stock_model import (
     text_tower,
 )
 from ktc.model.manifest.manifest import read_manifest
-from ktc.model.twin import build, default_config, shrink, with_image
-from ktc.stages.capture import open_model
+from ktc.model.twin import build, default_config, shrink, whole_families, with_image
+from ktc.stages.capture import ModelSource, capture, open_model
 from ktc.stages.proof.whole import whole_difference
 
 FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
@@ -227,14 +228,58 @@ def test_native_steps_and_stacked_micro_batches_of_a_model_with_towers_are_its_o
     assert_alike(*(trained(out, tmp_path / mode, mode) for mode in ("on", "off")), tolerance=1e-5)
 
 
-WITH_IMAGES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral_large4", "qwen4_exp")
+# A way of pixels, of projecting or of shrinking each: those that no other one has.
+SHOWN = ("gemma4", "kimi_k25", "mistral_large4", "glm4v_moe", "aria", "llama4", "inkling2")
+WITH_IMAGES = (*SHOWN, *(name for name in whole_families() if name not in (*SHOWN, *FAMILIES)))
+WITHOUT = {"mistral4": "no token that stands for an image", "diffusion_gemma": "", "inkling_mm_model": ""}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize("family", [name for name in WITH_IMAGES if name not in WITHOUT])
 def test_the_twins_of_other_families_read_images_in_the_proof(family: str) -> None:
-    model: Any = small(family)
+    model: Any = build(shrink(whole_config(family)), seed=0)
     given = with_image(model, torch.arange(5, 15)[None], seed=0)
     answer = model.generate(**given, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert answer.shape[1] == given["input_ids"].shape[1] + 2
     assert multimodal_class(model.config) is type(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["kimi_k25", "step3p7", "ernie4_5_vl_moe"])
+def test_checkpoints_of_other_families_are_compiled_and_answer_as_stock(family: str, tmp_path: Path) -> None:
+    model: Any = build(shrink(whole_config(family)), seed=0).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    stock: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    out = ktc.compile(tmp_path / "m", "moe-lora", tmp_path / "whole", settings={"device": "cpu"})
+    ours: Any = ktc.load(out, reference=True)
+    given = with_image(stock, torch.arange(5, 15)[None], seed=0)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**given).logits, stock(**given).logits, rtol=0, atol=1e-4)
+
+
+def test_a_model_with_a_generation_of_its_own_is_refused_by_name() -> None:
+    config = shrink(default_config("diffusion_gemma", whole=True))
+    with pytest.raises(InputRefused, match="I125.*DiffusionGemmaForBlockDiffusion"):
+        capture(ModelSource("m", None, config, None))
+
+
+def test_positions_of_a_former_prompt_are_forgotten() -> None:
+    model: Any = build(shrink(whole_config("qwen3_omni_moe_thinker")), seed=0)
+    tokens = torch.arange(5, 35).reshape(3, 10)
+    with torch.no_grad():
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        forget_positions(model)
+        cache = model(input_ids=tokens[:2], use_cache=True).past_key_values
+        model(input_ids=tokens[:2, :1], past_key_values=cache)  # of two rows, after three
+    assert not any(getattr(module, "rope_deltas", None) is not None for module in model.modules())
+
+
+def test_the_sizes_of_a_tower_keep_their_relations() -> None:
+    config: Any = shrink(whole_config("llama4"))
+    assert config.vision_config.intermediate_size == 4 * config.vision_config.hidden_size
+    dots: Any = shrink(whole_config("dots3_note")).vision_config
+    assert dots.adapter_in_dim == dots.hidden_size
+    muse: Any = shrink(whole_config("muse_spark"))
+    assert muse.out_hidden_size == 4 * muse.vision_config.hidden_size
+    sections = shrink(whole_config("ernie4_5_vl_moe")).get_text_config().rope_parameters["mrope_section"]
+    assert sections[0] == sections[1] and sum(sections) == 8
