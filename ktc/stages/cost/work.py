@@ -23,7 +23,7 @@ from ktc.model.kernels.packed_size import packed_bytes
 from ktc.model.targets.target import NodeAction, Prefill
 from ktc.stages.capture import BlockSite, CapturedModel
 from ktc.stages.cost.types import Core, RoutedExperts, Work
-from ktc.stages.plan.activations import per_token
+from ktc.stages.plan.activations import keeps_scores, per_token
 from ktc.stages.plan.placement import device_of
 from ktc.stages.plan.types import BlockRewrite, Plan
 
@@ -157,22 +157,22 @@ class _Works:
         cached = cache[site.layer].per_token if cache is not None and site.layer < len(cache) else 0
         cached = cached or self._item * key[0] * (key[1] + value[1])
         groups = query[0] // key[0]
-        keeps_scores = self._keeps_scores or about["sinks"] or about["softcap"] or about["bias"]
+        in_memory = keeps_scores(node, eager=self._is_eager)
         core = Core(
             query[0] * (query[1] + value[1]),
             latent=value[1] < query[1],
             cached=cached,
             repeated=2 * groups * cached if groups > 1 else 0,  # a copy for each query head, written and read
-            pair=_SCORES_PASSES * query[0] * self._item if keeps_scores else 0,
+            pair=_SCORES_PASSES * query[0] * self._item if in_memory else 0,
             window=max(0, int(about["window"])),
             fused=any(action.kernel is not None for action in actions),
         )
         return replace(
-            work, kind="attention", core=core, operators=work.operators + (_SCORES_OPERATORS - 1) * bool(keeps_scores)
+            work, kind="attention", core=core, operators=work.operators + (_SCORES_OPERATORS - 1) * in_memory
         )
 
     @property
-    def _keeps_scores(self) -> bool:
+    def _is_eager(self) -> bool:
         """Whether the model's own code computes attention, and not PyTorch's fused operator."""
         return attention_of(self._captured.model.config.get_text_config()) == "eager"
 

@@ -32,16 +32,37 @@ _VIEWS = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes per token: `saved` for backward, `live` at the widest point of a forward."""
+    """Bytes per token: `saved` for backward, `live` at the widest point of a forward.
+
+    `saved_pair` and `live_pair` are those per token and position, where attention keeps its scores in memory.
+    """
 
     saved: float
     live: float
+    saved_pair: float = 0.0
+    live_pair: float = 0.0
+
+    def at(self, length: int) -> tuple[float, float]:
+        """Return the saved and the live bytes of a token in sequences of this length."""
+        return self.saved + length * self.saved_pair, self.live + length * self.live_pair
 
 
-def footprint(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int) -> Footprint:
+def keeps_scores(node: fx.Node, *, eager: bool) -> bool:
+    """Return whether the scores of a core of attention are in memory as a whole: no fused operator computes them.
+
+    `eager` says that the model's own code computes attention.
+    """
+    about = ops.attributes(node)
+    return eager or bool(about["sinks"] or about["softcap"] or about["bias"])
+
+
+def footprint(
+    graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int, *, eager: bool = False
+) -> Footprint:
     """Return the footprint of a block. `adapters` has the LoRA of linear nodes by name, `hidden` is the model's width.
 
-    The routed experts are not in it, since the plan chooses where they run.
+    `eager` says that the model's own code computes attention. The routed experts are not in it, since the plan chooses
+    where they run.
     """
     trains = _with_gradient(graph, adapters, hidden)
     values, extra = set[fx.Node](), 0.0
@@ -51,7 +72,21 @@ def footprint(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: 
             extra += _saved_copies(node, adapters.get(node.name))
     saved = sum(per_token(value) for value in values) + extra
     live = max((_live(node) for node in nodes_of(graph)), default=0.0)
-    return Footprint(saved, live)
+    cores = [node for node in nodes_of(graph) if ops.operator(node) == "sdpa" and keeps_scores(node, eager=eager)]
+    pairs = [_pair(node) for node in cores]
+    return Footprint(saved, live, sum(kept for kept, _ in pairs), max((widest for _, widest in pairs), default=0.0))
+
+
+def _pair(core: fx.Node) -> tuple[float, float]:
+    """Return the bytes per token and position that a core saves for backward, and holds at once.
+
+    The softmax is in fp32 and saved, and so is its copy in the model's dtype. With sinks it is in the model's dtype.
+    """
+    tensor, heads = tensor_of(core), float(ops.shape_of(core)[2])
+    item = 4 if tensor is None else tensor.element_size()
+    if ops.attributes(core)["sinks"]:
+        return heads * item, heads * 4 * item
+    return heads * (item + 4), heads * (2 * item + 8)
 
 
 def _with_gradient(graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int) -> set[fx.Node]:

@@ -16,6 +16,7 @@ from ktc.model.experts.stream_sizes import ChunkBytes, chunk_bytes, result_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.logit_tiles import tile_bytes
+from ktc.model.hf.private_api import attention_of
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.working_memory import ProductRows, Slots
 from ktc.model.targets.node_plan import NodePlan
@@ -39,17 +40,23 @@ Needs = dict[str, dict[str, int]]
 
 @dataclass(slots=True)
 class _Layer:
-    """Bytes per token of one layer by device, and the routed experts and linear layers that run on the host."""
+    """The running blocks of one layer by device, and the routed experts and linear layers that run on the host."""
 
     device: str
-    saved: dict[str, float] = field(default_factory=dict[str, float])
-    live: dict[str, float] = field(default_factory=dict[str, float])
+    blocks: dict[str, list[Footprint]] = field(default_factory=dict[str, list[Footprint]])
     slots: Slots | None = None
     product: ProductRows | None = None
 
-    def add(self, device: str, saved: float, live: float) -> None:
-        self.saved[device] = self.saved.get(device, 0.0) + saved
-        self.live[device] = max(self.live.get(device, 0.0), live)
+    def add(self, device: str, block: Footprint) -> None:
+        self.blocks.setdefault(device, []).append(block)
+
+    def saved(self, device: str, length: int) -> float:
+        """Return the bytes per token that are saved for backward, in sequences of this length."""
+        return sum(block.at(length)[0] for block in self.blocks.get(device, ()))
+
+    def live(self, device: str, length: int) -> float:
+        """Return the bytes per token at the widest point of forward."""
+        return max((block.at(length)[1] for block in self.blocks.get(device, ())), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +164,8 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
     """Return the needs at the peak of a step: what forward saved, and the larger of loss and a layer's backward."""
     tokens, needs = batch * length, _resident(model, adapter=True)
     for device, of_device in needs.items():
-        saved = [layer.saved.get(device, 0.0) for layer in model.layers]
-        inside = 2 * max((layer.live.get(device, 0.0) for layer in model.layers), default=0.0)
+        saved = [layer.saved(device, length) for layer in model.layers]
+        inside = 2 * max((layer.live(device, length) for layer in model.layers), default=0.0)
         kept = sum(saved)
         if checkpointed:
             kept = sum(layer.device == device for layer in model.layers) * model.per_hidden
@@ -178,7 +185,7 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
     """Return the needs after a prompt of `length` tokens read at once, or a text that grew to that length."""
     tokens, needs = batch * length, _resident(model, adapter=False)
     for device, of_device in needs.items():
-        live = max((layer.live.get(device, 0.0) for layer in model.layers), default=0.0)
+        live = max((layer.live(device, length) for layer in model.layers), default=0.0)
         of_device["activations"] = round(tokens * (live + 2 * model.per_hidden))
         of_device["logits"] = batch * model.vocabulary * (model.item + 4) if device == model.head else 0
         of_device["cache"] = 0
@@ -227,13 +234,13 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
             known[key] = _block(draft, site.block, nodes.get(site.fqn, ()), hidden)
         block = known[key]
         layer = layers.setdefault(site.layer, _Layer(device_of(site.fqn.rpartition(".")[0], placed)))
-        layer.add(device_of(site.fqn, placed), block.footprint.saved, block.footprint.live)
+        layer.add(device_of(site.fqn, placed), block.footprint)
         layer.slots = block.slots or layer.slots
         layer.product = _widest(block.product, layer.product)
         if site.layer in cached:
             cached[site.layer] = _cached(draft, nodes.get(site.fqn, ()), cached[site.layer])
     for fqn, number in _norms_between_blocks(captured, hidden):
-        layers[number].add(device_of(fqn, placed), 4 * hidden, 0.0)
+        layers[number].add(device_of(fqn, placed), Footprint(4.0 * hidden, 0.0))
     outside = (plan for plan in draft.nodes if plan.target.replaces_modules and not plan.claim.node)
     return _Model(
         layers=tuple(layers[number] for number in sorted(layers)),
@@ -281,10 +288,11 @@ def _block(draft: PlanDraft, key: str, nodes: Sequence[NodePlan], hidden: int) -
         return _Block(usual, product=_widest(*(memory.product for _, memory in memories)))
     adapters = {node: memory.lora for node, memory in memories if memory.lora}
     slots = next((memory.slots for _, memory in memories if memory.slots), None)
-    running = footprint(graph, adapters, hidden)
+    eager = attention_of(draft.captured.model.config.get_text_config()) == "eager"
+    running = footprint(graph, adapters, hidden, eager=eager)
     if slots is None:
         stock = sum(map(_stock_experts, _experts(graph)))
-        running = Footprint(running.saved + stock * item, running.live)
+        running = replace(running, saved=running.saved + stock * item)
     return _Block(running, slots, _widest(*(memory.product for _, memory in memories)))
 
 

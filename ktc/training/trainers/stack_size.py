@@ -20,11 +20,13 @@ from ktc.foundation import host
 from ktc.model.experts import stream_sizes
 from ktc.model.experts.expert_stream import chunk_bytes_on
 from ktc.model.experts.module import FusedMoe
+from ktc.model.hf.private_api import attention_of
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import Offloaded
 from ktc.training.trainers.split_layer import SplitLayer, fused_in
 
 _USED = 0.8  # of the free memory: estimates err, and other programs need memory too
+_SCORES = 8  # copies of the scores in backward: of the softmax and its fp32, their gradients, and masked ones
 _LAYER = 34  # bytes that a typical layer keeps per token and unit of width while one chunk of it is computed again
 _COMING = 4  # states of each kind that are on a GPU for a moment, on their way to host memory or back
 MANY = sys.maxsize  # tokens: a pass is large enough for any backend
@@ -88,14 +90,23 @@ def expert_bytes(layers: Sequence[SplitLayer]) -> dict[str, int]:
     return {str(device): stream_sizes.working_bytes(chunk_bytes_on(device)) for device in devices}
 
 
+def bytes_per_pair(model: nn.Module) -> int:
+    """Count the bytes per token and position of attention whose scores are in memory as a whole; 0 for a fused one."""
+    config = cast("Any", model).config.get_text_config()
+    heads, item = int(getattr(config, "num_attention_heads", 0) or 0), next(model.parameters()).element_size()
+    return heads * _SCORES * item if attention_of(config) == "eager" else 0
+
+
 def working_bytes(
-    call: ModelCall, chunk_tokens: int, loss: int, of_experts: Mapping[str, int] = MappingProxyType({})
+    call: ModelCall, chunk_tokens: int, loss: int, of_experts: Mapping[str, int] = MappingProxyType({}), pair: int = 0
 ) -> dict[str, int]:
     """Count the bytes of a chunk's largest part on each device, with the `loss` of a micro-batch on the last one.
 
-    `of_experts` are those of the products of routed experts, which do not run at the same time.
+    `of_experts` are those of the products of routed experts, which do not run at the same time, and `pair` those of
+    attention per token and position.
     """
-    part = chunk_tokens * call.hidden.shape[-1] * _LAYER
+    length, width = call.hidden.shape[-2:]
+    part = chunk_tokens * (width * _LAYER + length * pair)
     needed = {str(device): part for device in call.devices}
     needed[str(call.devices[-1])] += loss
     return {**of_experts, **{device: max(size, of_experts.get(device, 0)) for device, size in needed.items()}}
@@ -130,7 +141,7 @@ def fitting_tokens(per_token: Mapping[str, int], working: Mapping[str, int], fre
 
 def fitting_chunk(
     call: ModelCall, per_token: Mapping[str, int], free: Mapping[str, int], loss: int, tokens: int,
-    of_experts: Mapping[str, int] = MappingProxyType({}),
+    of_experts: Mapping[str, int] = MappingProxyType({}), pair: int = 0,
 ) -> int:  # fmt: skip
     """Return the tokens of a chunk of attention, one of `CHUNKS`: the most that fit beside a pass of `tokens` tokens.
 
@@ -139,7 +150,7 @@ def fitting_chunk(
     if any(device.type == "cpu" for device in call.devices):
         return CHUNKS[0]
     for chunk in reversed(CHUNKS[1:]):
-        working = working_bytes(call, min(chunk, tokens), loss, of_experts)
+        working = working_bytes(call, min(chunk, tokens), loss, of_experts, pair)
         if all(fits >= tokens for fits in fitting_tokens(per_token, working, free).values()):
             return chunk
     return CHUNKS[0]

@@ -34,6 +34,7 @@ from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_lay
 from ktc.training.trainers.stack_size import (
     CHUNKS,
     MANY,
+    bytes_per_pair,
     bytes_per_token,
     coming_bytes,
     expert_bytes,
@@ -224,7 +225,7 @@ class Stacker(TrainerCallback):
         devices = {"cpu", *(str(device) for call in calls for device in call.devices), *expert_bytes(self._layers)}
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
         largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
-        sizes = [self._with_offloaded(offloaded, calls, free, loss) for offloaded in Offloaded]
+        sizes = [self._with_offloaded(offloaded, calls, free, loss, bytes_per_pair(model)) for offloaded in Offloaded]
         enough = (size for size in sizes if size.tokens >= wanted)
         size = next(enough, max(sizes, key=lambda size: (size.tokens, -size.offloaded)))
         decision = replace(size, whole_loss=whole)
@@ -237,14 +238,19 @@ class Stacker(TrainerCallback):
         return decision
 
     def _with_offloaded(
-        self, offloaded: Offloaded, calls: Sequence[ModelCall], free: Mapping[str, int], loss: int
+        self,
+        offloaded: Offloaded,
+        calls: Sequence[ModelCall],
+        free: Mapping[str, int],
+        loss: int,
+        pair: int = 0,
     ) -> Stacking:
         """Return the tokens that fit one pass with this much in host memory, and where memory is scarce."""
         wanted, largest = sum(_tokens(call) for call in calls), max(_tokens(call) for call in calls)
         per_token = bytes_per_token(self._layers, calls[0], offloaded)
         of_experts = expert_bytes(self._layers)
-        chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted, of_experts)
-        working = working_bytes(calls[0], max(min(chunk, wanted), largest), loss, of_experts)
+        chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted, of_experts, pair)
+        working = working_bytes(calls[0], max(min(chunk, wanted), largest), loss, of_experts, pair)
         fits = fitting_tokens(per_token, working, free)
         scarce = min(fits, key=lambda device: fits[device])
         reason = "a step's micro-batches fit the free memory"
