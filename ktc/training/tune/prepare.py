@@ -14,6 +14,7 @@ from typing import Any
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.training.tune.examples import StreamedExamples, TrainingData, read_training_data, stream_training_data
+from ktc.training.tune.image_rows import open_processor
 from ktc.training.tune.settings import TrainSettings
 from ktc.training.tune.tokenised import TokenisedData, tokenise
 from ktc.training.tune.types import PreparedData, RunPaths
@@ -26,6 +27,8 @@ def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
     rows, held_out = _rows(settings)
     limit = _limit(paths, settings)
     tokenizer = read_tokenizer(paths.out, "T507")
+    with_images = any(_has_images(data) for data in (rows, held_out) if data is not None)
+    processor = open_processor(paths.out, paths.trusted) if with_images else None
 
     def encode(data: TrainingData) -> TokenisedData:
         return tokenise(
@@ -36,9 +39,15 @@ def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
             template=settings.template,
             train_on_prompt=settings.train_on_prompt,
             seed=settings.seed,
+            processor=processor,
         )
 
     return PreparedData(encode(rows), encode(held_out) if held_out else None)
+
+
+def _has_images(data: TrainingData) -> bool:
+    """Return whether a row in memory has an image."""
+    return not data.is_streamed and any(turn.images for example in data.examples for turn in example.turns)
 
 
 def _require_reporters(settings: TrainSettings) -> None:

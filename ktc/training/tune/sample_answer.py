@@ -56,7 +56,7 @@ def sample_of(data: PreparedData, tokenizer: Any) -> SampleAnswer | None:
 def _rows(data: TokenisedData) -> Iterable[tuple[list[int], list[int]]]:
     """Yield the prompt and the first answer of rows, as tokens. An answer that was judged bad is left out."""
     for at, (ids, labels) in enumerate(zip(data.input_ids[:_ROWS], data.labels[:_ROWS], strict=True)):
-        if data.good and not data.good[at]:
+        if (data.good and not data.good[at]) or (data.images and data.images[at].files):
             continue
         begin = next((i for i, label in enumerate(labels) if label != NOT_LEARNED), len(labels))
         if begin == 0:

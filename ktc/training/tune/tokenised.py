@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.stage_progress import counted
 from ktc.foundation.text_files import bounded
 from ktc.training.tune.examples import Example, ReadSource, TrainingData
+from ktc.training.tune.image_rows import FILES, TEXT, RejectedRow, RowImages, located, with_placeholders
 from ktc.training.tune.labels import NOT_LEARNED, BorderInToken, Labelled, Labeller
 from ktc.training.tune.row_formats import Row
 from ktc.training.tune.row_texts import CHAT, AnswerNotFound, RowWriter
@@ -91,6 +92,7 @@ class TokenisedData:
     rejected: tuple[Labelled, ...] = ()
     good: tuple[bool, ...] = ()
     stored: StoredRows | None = None
+    images: tuple[RowImages, ...] = ()
 
     def dataset(self) -> Dataset:
         """Return the rows as a dataset of TRL's tokenised form."""
@@ -102,7 +104,11 @@ class TokenisedData:
 
     def _columns(self) -> dict[str, list[Any]]:
         if not self.rejected and not self.good:
-            return {"input_ids": list(self.input_ids), "labels": list(self.labels)}
+            columns: dict[str, list[Any]] = {"input_ids": list(self.input_ids), "labels": list(self.labels)}
+            if self.images:
+                columns[TEXT] = [row.text for row in self.images]
+                columns[FILES] = [list(row.files) for row in self.images]
+            return columns
         starts = [_first_learned(labels) for labels in self.labels]
         if self.good:
             return {
@@ -148,6 +154,7 @@ class _Tokenised:
     chats: _Noted
     joined: _Noted
     border: BorderInToken | None = None  # of the first row of `joined`
+    images: list[RowImages] = field(default_factory=list[RowImages])
     dropped: int = 0
     cut: int = 0
 
@@ -161,6 +168,7 @@ def tokenise(
     template: Template = "auto",
     train_on_prompt: bool = False,
     seed: int = 0,
+    processor: Any = None,
 ) -> TokenisedData:
     """Return every row as at most `limit` tokens, as often as the weight of its source says.
 
@@ -178,10 +186,18 @@ def tokenise(
         _note(known, example)
         try:
             row = _sequences(example.row, writer, labeller, train_on_prompt)
+            images = _images(example, writer, train_on_prompt)
+            if images.files and processor is None:
+                raise RejectedRow("rows with images are not streamed", "leave `streaming` out")
+            if images.files:
+                row = (with_placeholders(processor, images, row[0]),)
+        except RejectedRow as error:
+            known.faults.append(Diagnostic("T549", str(error), example.place, hint=error.hint))
+            continue
         except AnswerNotFound as error:
             known.faults.append(_at(example, "T518", str(error)))
             continue
-        _add(known, example, row, limit, keeps_long=not truncate)
+        _add(known, example, row, limit, keeps_long=not truncate, images=images)
     faults = known.faults + list(_too_long(known.too_long, limit))
     if faults:
         raise InputRefused(*bounded(faults))
@@ -206,6 +222,7 @@ def tokenise(
         tuple(row[1] for row in rows if len(row) > 1),
         tuple(known.good[number] for number in order) if known.good else (),
         None if file is None else StoredRows(file, order),
+        tuple(known.images[number] for number in order) if any(row.files for row in known.images) else (),
     )
 
 
@@ -227,11 +244,25 @@ def _sequences(row: Row, writer: RowWriter, labeller: Labeller, everything: bool
     return tuple(labeller.label(writer.write_completion(turns, row.tools)) for turns in answers)
 
 
-def _add(known: _Tokenised, example: Example, row: tuple[Labelled, ...], limit: int, *, keeps_long: bool) -> None:
+def _images(example: Example, writer: RowWriter, everything: bool) -> RowImages:
+    """Return the images of a row with its text; none for a row of text. Raises AnswerNotFound and RejectedRow."""
+    files = tuple(located(image, example.file) for turn in example.turns for image in turn.images)
+    if not files:
+        return RowImages()
+    if example.row.rejected is not None or example.row.good is not None:
+        raise RejectedRow("preferences with images are not learned", "`--method sft` learns from answers about images")
+    if not writer.uses_template:
+        raise RejectedRow("images are placed by a chat template", "leave `--template plain` out")
+    return RowImages(writer.write(example.turns, everything, example.row.tools).text, files)
+
+
+def _add(
+    known: _Tokenised, example: Example, row: tuple[Labelled, ...], limit: int, *, keeps_long: bool, images: RowImages
+) -> None:
     """Add a row, cut to `limit` tokens. It is dropped if nothing of an answer is left."""
     longest = max(len(sequence.ids) for sequence in row)
     known.cut += longest > limit
-    if longest > limit and keeps_long:
+    if longest > limit and (keeps_long or images.files):  # no image is cut
         known.too_long.append((example, longest))
     cut = tuple(Labelled(sequence.ids[:limit], sequence.labels[:limit], sequence.joined) for sequence in row)
     if any(all(label == NOT_LEARNED for label in sequence.labels[1:]) for sequence in cut):
@@ -242,6 +273,7 @@ def _add(known: _Tokenised, example: Example, row: tuple[Labelled, ...], limit: 
     if known.file is None or len(known.rows) < _FIRST:
         known.rows.append(cut)
     known.sources.append(example.source)
+    known.images.append(images)
     for number, sequence in enumerate(cut):
         known.lengths[number].append(len(sequence.ids))
         known.learned[number].append(sum(label != NOT_LEARNED for label in sequence.labels))

@@ -36,6 +36,7 @@ from ktc.training.tune import run_folder
 from ktc.training.tune.adapter_card import write_card
 from ktc.training.tune.adapter_notes import adapter_notes
 from ktc.training.tune.arguments import arguments
+from ktc.training.tune.image_rows import ImageCollator, open_processor
 from ktc.training.tune.lora import adapted
 from ktc.training.tune.methods import Arguments, compiled_trainer
 from ktc.training.tune.rehearsal import rehearse
@@ -81,6 +82,8 @@ class TrainingRun:
             model = adapted(loaded, self._paths.out, self._settings)
             has_held_out = self._data.held_out is not None
             args = arguments(self._paths.output, self._settings, has_held_out=has_held_out, model=model)
+            if self._has_images:
+                args.remove_unused_columns = False  # the collator reads the names of images
             trainer = self._trainer(model, args, stopper)
         folder = self._claim() if args.process_index == 0 else None
         if folder is not None:
@@ -124,9 +127,12 @@ class TrainingRun:
             args=args,
             train_dataset=rows,
             eval_dataset=None if held_out is None else held_out.dataset(),
-            stack_micro_batches=self._settings.stack,
+            stack_micro_batches="off" if self._has_images else self._settings.stack,
             processing_class=read_tokenizer(self._paths.out, "T507"),
         )
+        if self._has_images:
+            processor = open_processor(self._paths.out, self._paths.trusted)
+            trainer.data_collator = ImageCollator(trainer.data_collator, processor)
         if _REFERENCE in model.peft_config:
             model.delete_adapter(_REFERENCE)
         trainer.remove_callback(PrinterCallback)
@@ -139,6 +145,11 @@ class TrainingRun:
         if self._settings.early_stopping:
             trainer.add_callback(EarlyStoppingCallback(self._settings.early_stopping))
         return trainer
+
+    @property
+    def _has_images(self) -> bool:
+        data = self._data
+        return bool(data.train.images or (data.held_out is not None and data.held_out.images))
 
     def _sample(self, trainer: Any) -> SampleAnswer | None:
         """Return a row for the report, with the answer of the model before its training."""

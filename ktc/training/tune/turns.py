@@ -30,6 +30,7 @@ _KEYS: Final[Mapping[Role, tuple[str, ...]]] = {
     "assistant": ("name", "tool_calls", "reasoning_content", "thinking", "weight"),
     "tool": ("name", "tool_call_id"),
 }
+_PARTS: Final = 'parts are like {"type": "text", "text": "..."} and {"type": "image", "path": "photo.png"}'
 _CALL: Final = 'a call is like {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}'
 
 
@@ -38,13 +39,14 @@ class Turn:
     """`prompt` and `completion` are not formatted by a template; the whole of a `text` is trained on.
 
     `message` is the message that a chat template gets, None for one of role and content. An answer that is not
-    `learned` belongs to the prompt.
+    `learned` belongs to the prompt. `images` are paths and data URIs; the content has their text alone.
     """
 
     role: Role
     content: str
     learned: bool = True
     message: Mapping[str, Any] | None = None
+    images: tuple[str, ...] = ()
 
     @property
     def is_answer(self) -> bool:
@@ -66,6 +68,9 @@ def messages(listed: object, key: str, *, learned: bool = True) -> Iterator[Turn
         role = _role(turn, "role", _ROLES, where)
         _check_keys(turn, ("role", "content"), _KEYS[role], where)
         calls = _calls(turn["tool_calls"], where) if turn.get("tool_calls") else None
+        parts = _parts(turn, role, where)
+        if parts is not None:
+            turn = {**turn, "content": _joined(parts)}
         content = turn.get("content")
         text = (
             "" if calls and content is None else _content(turn, "content", where, empty=role in ("assistant", "tool"))
@@ -76,7 +81,12 @@ def messages(listed: object, key: str, *, learned: bool = True) -> Iterator[Turn
         kept = turn.keys() - {"weight", "tool_calls"}
         given = {name: value for name, value in turn.items() if name in kept and value is not None}
         message = given | ({"tool_calls": calls} if calls else {})
-        yield Turn(role, text, learned and weight == 1, None if message.keys() == {"role", "content"} else message)
+        images = tuple(part["image"] for part in parts or () if part["type"] == "image")
+        if images:
+            shown = [{"type": "image"} if part["type"] == "image" else part for part in parts or ()]
+            message = {**message, "content": shown}
+        is_plain = message.keys() == {"role", "content"} and not images
+        yield Turn(role, text, learned and weight == 1, None if is_plain else message, images)
 
 
 def sharegpt(listed: object) -> Iterator[Turn]:
@@ -140,6 +150,37 @@ def kind_of(value: object) -> str:
         type(None): "null",
     }
     return names.get(type(value), f"a value of the type `{type(value).__name__}`")
+
+
+def _parts(turn: Mapping[str, Any], role: Role, where: str) -> list[dict[str, Any]] | None:
+    """Return the parts of a content that is a list: texts, and images by their path or data URI. Raises RowFault."""
+    listed: object = turn.get("content")
+    if not isinstance(listed, list):
+        return None
+    parts = [_part(part, where) for part in cast("list[object]", listed)]
+    if role != "user" and any(part["type"] == "image" for part in parts):
+        raise RowFault("T515", f"{where} has an image, and only the user's have some")
+    return parts
+
+
+def _part(part: object, where: str) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    match fields:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text_of(text, where, empty=True)}
+        case {"type": "image", "path": str(image)} | {"type": "image", "url": str(image)}:
+            pass
+        case {"type": "image_url", "image_url": {"url": str(image)}} | {"type": "image_url", "url": str(image)}:
+            pass
+        case _:
+            raise RowFault("T515", f"a part of {where} is neither a text nor an image", _PARTS)
+    if "path" not in fields and image[:5].lower() != "data:":
+        raise RowFault("T515", f"an address of an image in {where} is no data URI, and nothing is fetched", _PARTS)
+    return {"type": "image", "image": image}
+
+
+def _joined(parts: list[dict[str, Any]]) -> str:
+    return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
 # Parts of a message --------------------------------------------------------------------------------------------------

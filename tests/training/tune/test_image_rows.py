@@ -1,0 +1,169 @@
+"""`ktc train` with images: losses are those of stock PEFT and TRL, and what is not read is refused with its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import data_uri, image_checkpoint, image_processor, picture, png, stock_inputs, tokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import ktc
+from ktc.diagnostics import InputRefused
+from ktc.model import twin
+from ktc.model.hf.processor import read_processor
+from ktc.training.tune.examples import read_training_data
+from ktc.training.tune.image_rows import ImageCollator
+from ktc.training.tune.tokenised import tokenise
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return twin.shrink(twin.default_config("qwen3_vl_moe", whole=True))
+
+
+@pytest.fixture(scope="module")
+def processor(config: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("processor")
+    config.save_pretrained(folder)
+    tokenizer(config).save_pretrained(folder)
+    image_processor(config).save_pretrained(folder)
+    return read_processor(folder, "T549")
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    """Write rows and two images beside them."""
+    folder.mkdir(exist_ok=True)
+    for seed in (0, 1):
+        (folder / f"{seed}.png").write_bytes(png(seed, 96 + 64 * seed))
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+def asked(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+WORDS = {"type": "text", "text": "What?"}
+FIRST, SECOND = ({"type": "image", "path": f"{seed}.png"} for seed in (0, 1))
+IN_DATA = {"type": "image_url", "image_url": {"url": data_uri(png(0))}}
+ROWS = (
+    [asked(FIRST, WORDS), said("A cat."), asked({"type": "text", "text": "More."}, SECOND), said("A dog.")],
+    [{"role": "user", "content": "Hello"}, said("Hi.")],
+    [asked(IN_DATA, WORDS), said("A cat.")],
+)
+
+
+def tokens(path: Path, processor: Any, **more: Any) -> Any:
+    data = read_training_data((str(path),), "auto", "sft", ())
+    return tokenise(data, processor.tokenizer, limit=more.pop("limit", 512), processor=processor, **more)
+
+
+def test_answers_are_learned_and_nothing_of_images(processor: Any, config: Any, tmp_path: Path) -> None:
+    made = tokens(written(tmp_path, *ROWS), processor)
+    text = f"<|user|>{IMAGE}What?<|end|><|assistant|>A cat.<|end|><|user|>More.{IMAGE}<|end|><|assistant|>A dog.<|end|>"
+
+    class Model:
+        pass
+
+    Model.config = config  # pyright: ignore[reportAttributeAccessIssue]
+    wanted = stock_inputs(Model, processor.tokenizer, text, [picture(0), picture(1, 160)])
+    assert made.input_ids[0] == wanted["input_ids"][0].tolist()
+    for ids, labels, answers in zip(
+        made.input_ids, made.labels, ("A cat.<|end|>A dog.<|end|>", "Hi.<|end|>", "A cat.<|end|>"), strict=True
+    ):
+        assert processor.tokenizer.decode([label for label in labels if label >= 0]) == answers
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    everything = tokens(written(tmp_path, *ROWS), processor, train_on_prompt=True)
+    assert config.image_token_id not in everything.labels[0]
+
+
+def test_a_micro_batch_mixes_texts_and_images(processor: Any, tmp_path: Path) -> None:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    made = tokens(written(tmp_path, *ROWS), processor)
+    collate = ImageCollator(DataCollatorForLanguageModeling(pad_token_id=1), processor)
+    batch = collate(list(made.dataset()))
+    texts = [f"<|user|>{IMAGE}What?<|end|>" for _ in range(2)]
+    stock = processor(text=texts, images=[picture(0), picture(1, 160)], return_tensors="pt")
+    assert torch.equal(batch["image_grid_thw"], stock["image_grid_thw"][[0, 1, 0]])
+    assert batch["pixel_values"].shape[0] == batch["image_grid_thw"].prod(1).sum()
+    assert batch["mm_token_type_ids"].shape == batch["input_ids"].shape == batch["labels"].shape
+    assert torch.equal(batch["mm_token_type_ids"] == 1, batch["input_ids"] == processor.image_token_id)
+    assert "pixel_values" not in collate([made.dataset()[1]])
+
+
+REFUSED = {
+    "SVG": ([asked({"type": "image", "path": "a.svg"}, WORDS), said("x")], "T549.*a.svg.*such as SVG"),
+    "no file": ([asked({"type": "image", "path": "none.png"}, WORDS), said("x")], "T549.*none.png"),
+    "an address": ([asked({"type": "image", "url": "http://x/a.png"}), said("x")], "T515.*nothing is fetched"),
+    "of the assistant": ([asked(WORDS), {"role": "assistant", "content": [FIRST]}], "T515.*only the user's"),
+    "a video": ([asked({"type": "video", "path": "a.mp4"}), said("x")], "T515.*neither a text nor an image"),
+    "a placeholder": ([asked(FIRST, {"type": "text", "text": "<|image_pad|>"}), said("x")], "T549.*does not take"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_row_that_is_not_read_is_refused_with_its_place(name: str, processor: Any, tmp_path: Path) -> None:
+    row, words = REFUSED[name]
+    path = written(tmp_path, ROWS[1], row)
+    (tmp_path / "a.svg").write_text("<svg/>")
+    with pytest.raises(InputRefused, match=words) as refused:
+        tokens(path, processor)
+    assert [str(fault.span) for fault in refused.value.diagnostics] == [f"{path}:2:1"]
+
+
+def test_rows_with_images_are_never_cut(processor: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="T517"):
+        tokens(written(tmp_path, *ROWS), processor, limit=20, truncate=True)
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_stock_peft_and_trl(tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    folder = image_checkpoint("qwen3_vl_moe", tmp_path / "m")
+    out = ktc.compile(folder, "moe-lora", tmp_path / "out", settings={"device": "cpu"})
+    rows = [[asked(part, WORDS), said(answer)] for part, answer in ((FIRST, "A cat."), (SECOND, "Two dogs."))]
+    options: dict[str, Any] = {"max_steps": 4, "batch": 2, "accumulation": 1, "logging_steps": 1}
+    result = ktc.train(
+        out, written(tmp_path / "data", *rows), output=tmp_path / "run", precision="fp32", learning_rate=1e-2,
+        warmup=0, r=4, **options,
+    )  # fmt: skip
+    state = json.loads(next((tmp_path / "run").glob("checkpoint-*/trainer_state.json")).read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert not result.interrupted and (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    adapter = LoraConfig.from_pretrained(tmp_path / "run")
+    adapter.inference_mode = False
+    from datasets import Dataset
+
+    data = Dataset.from_list([
+        {"prompt": [{"role": "user", "content": "What?"}], "completion": [said(answer)], "images": [picture(seed, 96 + 64 * seed)]}
+        for seed, answer in ((0, "A cat."), (1, "Two dogs."))
+    ])  # fmt: skip
+    torch.manual_seed(0)
+    trainer = SFTTrainer(
+        get_peft_model(model, adapter),
+        SFTConfig(
+            str(tmp_path / "stock"), max_steps=1, per_device_train_batch_size=2, logging_steps=1, report_to=[],
+            bf16=False, use_cpu=True, learning_rate=1e-2, max_length=None,
+        ),
+        train_dataset=data, processing_class=read_processor(folder, "T549"),
+    )  # fmt: skip
+    trainer.train()
+    stock = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(stock[0], abs=1e-4)
+    assert losses[-1] < losses[0]
+    assert AutoTokenizer.from_pretrained(out).chat_template
