@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ktc.diagnostics import Diagnostic, InputRefused, Span
 from ktc.foundation.regular_files import open_regular
@@ -102,11 +102,15 @@ class StreamedExamples:
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """`detected`: the formats were found from the keys, not set by the user."""
+    """`detected`: the formats were found from the keys, not set by the user.
+
+    `processor` is the one of the model's checkpoint, which reads the images of rows.
+    """
 
     sources: tuple[ReadSource, ...]
     detected: bool
     examples: tuple[Example, ...] | StreamedExamples
+    processor: Any = None
 
     @property
     def is_streamed(self) -> bool:

@@ -32,14 +32,13 @@ def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
 
     def encode(data: TrainingData) -> TokenisedData:
         return tokenise(
-            data,
+            replace(data, processor=processor),
             tokenizer,
             limit=limit,
             truncate=settings.truncate,
             template=settings.template,
             train_on_prompt=settings.train_on_prompt,
             seed=settings.seed,
-            processor=processor,
         )
 
     return PreparedData(encode(rows), encode(held_out) if held_out else None)

@@ -168,7 +168,6 @@ def tokenise(
     template: Template = "auto",
     train_on_prompt: bool = False,
     seed: int = 0,
-    processor: Any = None,
 ) -> TokenisedData:
     """Return every row as at most `limit` tokens, as often as the weight of its source says.
 
@@ -186,11 +185,9 @@ def tokenise(
         _note(known, example)
         try:
             row = _sequences(example.row, writer, labeller, train_on_prompt)
-            images = _images(example, writer, train_on_prompt)
-            if images.files and processor is None:
-                raise RejectedRow("rows with images are not streamed", "leave `streaming` out")
+            images = _images(data, example, writer, train_on_prompt)
             if images.files:
-                row = (with_placeholders(processor, images, row[0]),)
+                row = (with_placeholders(data.processor, images, row[0]),)
         except RejectedRow as error:
             known.faults.append(Diagnostic("T549", str(error), example.place, hint=error.hint))
             continue
@@ -244,7 +241,7 @@ def _sequences(row: Row, writer: RowWriter, labeller: Labeller, everything: bool
     return tuple(labeller.label(writer.write_completion(turns, row.tools)) for turns in answers)
 
 
-def _images(example: Example, writer: RowWriter, everything: bool) -> RowImages:
+def _images(data: TrainingData, example: Example, writer: RowWriter, everything: bool) -> RowImages:
     """Return the images of a row with its text; none for a row of text. Raises AnswerNotFound and RejectedRow."""
     files = tuple(located(image, example.file) for turn in example.turns for image in turn.images)
     if not files:
@@ -253,6 +250,8 @@ def _images(example: Example, writer: RowWriter, everything: bool) -> RowImages:
         raise RejectedRow("preferences with images are not learned", "`--method sft` learns from answers about images")
     if not writer.uses_template:
         raise RejectedRow("images are placed by a chat template", "leave `--template plain` out")
+    if data.processor is None:
+        raise RejectedRow("rows with images are not streamed", "leave `streaming` out")
     return RowImages(writer.write(example.turns, everything, example.row.tools).text, files)
 
 

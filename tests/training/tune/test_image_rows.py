@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ ROWS = (
 
 
 def tokens(path: Path, processor: Any, **more: Any) -> Any:
-    data = read_training_data((str(path),), "auto", "sft", ())
-    return tokenise(data, processor.tokenizer, limit=more.pop("limit", 512), processor=processor, **more)
+    data = replace(read_training_data((str(path),)), processor=processor)
+    return tokenise(data, processor.tokenizer, limit=more.pop("limit", 512), **more)
 
 
 def test_answers_are_learned_and_nothing_of_images(processor: Any, config: Any, tmp_path: Path) -> None:
@@ -96,12 +97,29 @@ def test_a_micro_batch_mixes_texts_and_images(processor: Any, tmp_path: Path) ->
     collate = ImageCollator(DataCollatorForLanguageModeling(pad_token_id=1), processor)
     batch = collate(list(made.dataset()))
     texts = [f"<|user|>{IMAGE}What?<|end|>" for _ in range(2)]
-    stock = processor(text=texts, images=[picture(0), picture(1, 160)], return_tensors="pt")
+    stock = processor(text=texts, images=[picture(0), picture(1, 160)], return_tensors="pt", padding=True)
     assert torch.equal(batch["image_grid_thw"], stock["image_grid_thw"][[0, 1, 0]])
     assert batch["pixel_values"].shape[0] == batch["image_grid_thw"].prod(1).sum()
     assert batch["mm_token_type_ids"].shape == batch["input_ids"].shape == batch["labels"].shape
     assert torch.equal(batch["mm_token_type_ids"] == 1, batch["input_ids"] == processor.image_token_id)
     assert "pixel_values" not in collate([made.dataset()[1]])
+
+
+def test_micro_batches_are_those_of_trl(processor: Any, tmp_path: Path) -> None:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
+
+    answers = ("A cat.", "Two dogs.")
+    rows = ([asked(part, WORDS), said(answer)] for part, answer in zip((FIRST, SECOND), answers, strict=True))
+    made = tokens(written(tmp_path, *rows), processor)
+    batch = ImageCollator(DataCollatorForLanguageModeling(pad_token_id=1), processor)(list(made.dataset()))
+    question = [{"role": "user", "content": "What?"}]
+    stock: Any = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
+    wanted = stock([
+        {"prompt": question, "completion": [said(answer)], "images": [image]}
+        for image, answer in zip((picture(0), picture(1, 160)), answers, strict=True)
+    ])  # fmt: skip
+    assert batch.keys() == wanted.keys()
+    assert all(torch.equal(batch[name], wanted[name]) for name in wanted)
 
 
 REFUSED = {
@@ -139,7 +157,7 @@ def test_losses_are_those_of_stock_peft_and_trl(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 4, "batch": 2, "accumulation": 1, "logging_steps": 1}
     result = ktc.train(
         out, written(tmp_path / "data", *rows), output=tmp_path / "run", precision="fp32", learning_rate=1e-2,
-        warmup=0, r=4, **options,
+        warmup=0, rank=4, **options,
     )  # fmt: skip
     state = json.loads(next((tmp_path / "run").glob("checkpoint-*/trainer_state.json")).read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -150,15 +168,16 @@ def test_losses_are_those_of_stock_peft_and_trl(tmp_path: Path) -> None:
     from datasets import Dataset
 
     data = Dataset.from_list([
-        {"prompt": [{"role": "user", "content": "What?"}], "completion": [said(answer)], "images": [picture(seed, 96 + 64 * seed)]}
-        for seed, answer in ((0, "A cat."), (1, "Two dogs."))
+        {"prompt": [{"role": "user", "content": "What?"}], "completion": [said(answer)], "images": [image]}
+        for image, answer in ((picture(0), "A cat."), (picture(1, 160), "Two dogs."))
     ])  # fmt: skip
     torch.manual_seed(0)
     trainer = SFTTrainer(
         get_peft_model(model, adapter),
         SFTConfig(
             str(tmp_path / "stock"), max_steps=1, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-            bf16=False, use_cpu=True, learning_rate=1e-2, max_length=None,
+            bf16=False, use_cpu=True, learning_rate=1e-2, max_length=None, save_strategy="no",
+            router_aux_loss_coef=0.0,
         ),
         train_dataset=data, processing_class=read_processor(folder, "T549"),
     )  # fmt: skip
