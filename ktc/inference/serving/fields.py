@@ -46,7 +46,7 @@ OF_SERVER: Final = frozenset({"n", "response_format", "text", "tool_choice", "pa
 _OF_CALL: Final = "a call has a `name`, and `arguments` that are a JSON object"
 _FAULTS: Final = {
     "role": f"a turn has a `role` of {', '.join(ROLES)}",
-    "content": "`content` is a text, or a list of parts of type `text` or `image_url`; nothing else is read",
+    "content": "`content` is a text, or a list of parts of type `text` or `image_url`; the model reads no other",
     "tool_calls": _OF_CALL,
     "function_call": _OF_CALL,
     "function_call_output": "an output of a call has texts `call_id` and `output`",

@@ -114,7 +114,7 @@ class _Checked(HandlerHooks):
             answers.require_room(name, least, "at least ")
 
     async def _read_images(self, body: CheckedBody) -> ReadImages | None:
-        """Return what stands for the tokenizer of a request with images, without stopping the event loop."""
+        """Return the inputs of a request with images in the form of a tokenizer, without stopping the event loop."""
         messages, field, tools = self._messages(body)
         name, _, tokenizer = self.resolve(body)
         processor = self.model_manager.processor_of(name)

@@ -176,18 +176,13 @@ def tokenise(
             found, T519 if no answer is left.
     """
     writer, labeller = RowWriter(tokenizer, template), Labeller(tokenizer)
-    file = TokenFile() if data.is_streamed else None
-    numbers = [array("I") for _ in range(4)]
-    known = _Tokenised(
-        file, [], array("H"), numbers[:2], numbers[2:], [], [], [], _Noted(), _Noted(), _Noted(), _Noted()
-    )  # fmt: skip
+    known = _nothing(file := TokenFile() if data.is_streamed else None)
     for example in counted(data.examples, len(data.examples)):
         _note(known, example)
         try:
             row = _sequences(example.row, writer, labeller, train_on_prompt)
             images = _images(data, example, writer, train_on_prompt)
-            if images.files:
-                row = (with_placeholders(data.processor, images, row[0]),)
+            row = (with_placeholders(data.processor, images, row[0]),) if images.files else row
         except RejectedRow as error:
             known.faults.append(Diagnostic("T549", str(error), example.place, hint=error.hint))
             continue
@@ -221,6 +216,13 @@ def tokenise(
         None if file is None else StoredRows(file, order),
         tuple(known.images[number] for number in order) if any(row.files for row in known.images) else (),
     )
+
+
+def _nothing(file: TokenFile | None) -> _Tokenised:
+    numbers = [array("I") for _ in range(4)]
+    return _Tokenised(
+        file, [], array("H"), numbers[:2], numbers[2:], [], [], [], _Noted(), _Noted(), _Noted(), _Noted()
+    )  # fmt: skip
 
 
 def _note(known: _Tokenised, example: Example) -> None:
