@@ -175,7 +175,8 @@ def _part(part: object, where: str) -> dict[str, Any]:
         case _:
             raise RowFault("T515", f"a part of {where} is neither a text nor an image", _PARTS)
     if "path" not in fields and image[:5].lower() != "data:":
-        raise RowFault("T515", f"an address of an image in {where} must be a data URI, since nothing is fetched", _PARTS)
+        message = f"an address of an image in {where} must be a data URI, since nothing is fetched"
+        raise RowFault("T515", message, _PARTS)
     return {"type": "image", "image": image}
 
 
