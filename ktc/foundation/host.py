@@ -271,11 +271,12 @@ def _gpu(properties: Any, index: int) -> Gpu:
 def taken_of(memory: int, free: int) -> int:
     """Return the bytes of a GPU that other programs have, 0 for no more than a context's.
 
-    What is left is rounded down, by an eighth of it at most. So a plan made again a minute later is the same.
+    Free bytes are rounded down, by an eighth of them and a sixteenth of the GPU at most. So a plan made again a minute
+    later is the same.
     """
     if memory - free <= _CONTEXT_BYTES:
         return 0
-    step = 1 << max(0, (free // 8).bit_length() - 1)
+    step = max(1, min(memory // 16, 1 << max(0, (free // 8).bit_length() - 1)))
     return memory - free // step * step
 
 

@@ -3,14 +3,17 @@
 In: a layer's factors as views of parameters, and gradients on the GPU. Out: the factors there in both passes, and the
 gradients of the parameters in page-locked memory. No values stay on the GPU from forward to backward. Factors are sent
 ahead of their use, because a copy that is due would queue behind the weights that were sent ahead. The host does not
-wait for a layer's gradients: it waits at the end of the backward pass. A hook on such a parameter is not called.
+wait for a layer's gradients: it waits at the end of the backward pass. All of this holds inside `one_pass`, in which
+nothing else changes or adds to these parameters; a hook on such a parameter is not called.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -24,12 +27,29 @@ _AHEAD: Final = 3  # layers whose factors are sent ahead: a ring of weights hold
 _MOST_AHEAD: Final = 256 << 20  # bytes of them, beyond which one layer is sent ahead
 
 
+_inside: Final = ContextVar("_inside", default=False)
+
+
+@contextmanager
+def one_pass() -> Generator[None]:
+    """Use factors in host memory as this module says, in a forward and its backward inside the context."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+        for sender in _senders.values():
+            sender.drop()
+
+
 def parameters_on_host(lora: ExpertsLora) -> Parameters | None:
     """Return the parameter that each of a layer's four factors is a view of, None for a product without LoRA.
 
-    None for all of them together unless each is a trained leaf in page-locked memory: factors that were joined or
-    converted have values of their own.
+    None for all of them together outside of `one_pass`, or unless each is a trained leaf in page-locked memory: factors
+    that were joined or converted have values of their own.
     """
+    if not _inside.get():
+        return None
     parameters: list[Tensor | None] = []
     for product in lora.products:
         if product is None:
@@ -50,13 +70,15 @@ def _parameter(lora: Lora, factor: Tensor) -> Tensor | None:
 
 def on_device(lora: ExpertsLora, device: torch.device, *, in_backward: bool) -> ExpertsLora:
     """Return the factors of a layer on a device, for one of its two passes, with those of the next passes underway."""
-    values = _sender(device).take(_Use.of(lora.factors, in_backward=in_backward))
+    if device not in _senders:
+        _senders[device] = _Sender(device)
+    values = _senders[device].take(_Use.of(lora.factors, in_backward=in_backward))
     return ExpertsLora.of(values, lora.scales)
 
 
 def forget() -> None:
-    """Forget which pass follows which, and the factors that were sent ahead: their parameters move or end."""
-    _sender.cache_clear()
+    """Forget which use follows which, and with it the factors: their parameters move or end."""
+    _senders.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,56 +94,53 @@ class _Use:
         return cls(detached, (int(in_backward), *(0 if factor is None else factor.data_ptr() for factor in detached)))
 
     @property
-    def in_backward(self) -> bool:
-        return bool(self.key[0])
-
-    @property
     def nbytes(self) -> int:
         return sum(factor.nbytes for factor in self.factors if factor is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Values that are on a GPU once `arrived` is."""
+    """Values that are on a device once `arrived` is; None: they are."""
 
-    use: _Use
     values: tuple[Tensor | None, ...]
-    arrived: torch.cuda.Event
+    arrived: torch.cuda.Event | None
 
 
 class _Sender:
-    """The copies of factors to one GPU. It learns which use follows which: in each step it is the same.
-
-    After backward, an optimizer changes the values: nothing that was sent before is read in a later forward.
-    """
+    """The copies of factors to one GPU. It learns which use follows which: in each pass it is the same."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._following: dict[tuple[int, ...], _Use] = {}
         self._last: _Use | None = None
         self._sent: dict[tuple[int, ...], _Sent] = {}  # ahead of their use, the earliest first
 
     def take(self, use: _Use) -> tuple[Tensor | None, ...]:
         """Return values that the device's current stream may read, and send those of the uses that follow."""
-        if use.in_backward:
-            self._sent = {key: sent for key, sent in self._sent.items() if sent.use.in_backward}
         sent = self._sent.pop(use.key, None) or self._send(use)
         if self._last is not None:
             self._following[self._last.key] = use
         self._last = use
         self._send_following(use)
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(sent.arrived)
-        for value in sent.values:
-            if value is not None:
-                value.record_stream(current)
+        if sent.arrived is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(sent.arrived)
+            for value in sent.values:
+                if value is not None:
+                    value.record_stream(current)
         return sent.values
+
+    def drop(self) -> None:
+        """Drop what was sent ahead: an optimizer is about to change it."""
+        self._sent.clear()
+        self._last = None
 
     def _send_following(self, use: _Use) -> None:
         ahead = _AHEAD if _AHEAD * use.nbytes <= _MOST_AHEAD else 1
         for _ in range(ahead):
             following = self._following.get(use.key)
-            if following is None or (use.in_backward and not following.in_backward):
+            if following is None:
                 break
             use = following
             if use.key not in self._sent:
@@ -130,18 +149,18 @@ class _Sender:
             self._sent.pop(next(iter(self._sent)))
 
     def _send(self, use: _Use) -> _Sent:
+        if self._stream is None:
+            return _Sent(use.factors, None)
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             values = tuple(
                 factor if factor is None else factor.to(self._device, non_blocking=True) for factor in use.factors
             )
             arrived.record(self._stream)
-        return _Sent(use, values, arrived)
+        return _Sent(values, arrived)
 
 
-@functools.cache
-def _sender(device: torch.device) -> _Sender:
-    return _Sender(device)
+_senders: Final[dict[torch.device, _Sender]] = {}
 
 
 def add_gradients(parameters: Sequence[Tensor | None], factors: Sequence[Tensor | None], gradients: Parameters) -> None:
@@ -156,7 +175,8 @@ def add_gradients(parameters: Sequence[Tensor | None], factors: Sequence[Tensor 
         total = _gradient_of(parameter)
         before = parameter.grad is not None
         parameter.grad = total
-        same = total.as_strided(factor.shape, factor.stride(), factor.storage_offset() - parameter.storage_offset())
+        offset = total.storage_offset() + factor.storage_offset() - parameter.storage_offset()
+        same = total.as_strided(factor.shape, factor.stride(), offset)
         if gradient.device.type != "cuda":
             same.copy_(same + gradient if before else gradient)
             continue
@@ -170,17 +190,17 @@ def add_gradients(parameters: Sequence[Tensor | None], factors: Sequence[Tensor 
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:
-    """Return the parameter's gradient in page-locked memory, if that can be had; without values where it has none."""
+    """Return the parameter's gradient, or memory for it without values, page-locked if that can be had."""
     if parameter.grad is not None:
-        return (
-            parameter.grad if parameter.grad.is_pinned() or not parameter.is_pinned() else parameter.grad.pin_memory()
-        )
-    return torch.empty_strided(
-        parameter.shape, parameter.stride(), dtype=parameter.dtype, pin_memory=parameter.is_pinned()
-    )
+        return parameter.grad
+    layout = {"size": parameter.shape, "stride": parameter.stride(), "dtype": parameter.dtype}
+    try:
+        return torch.empty_strided(**layout, pin_memory=parameter.is_pinned())
+    except RuntimeError:  # as by a limit of the system: each copy to it waits
+        return torch.empty_strided(**layout)
 
 
-@functools.cache
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of these copies: another direction of the bus than that of weights."""
     return torch.cuda.Stream(device)

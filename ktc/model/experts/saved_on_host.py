@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-_AHEAD: Final = 3  # tensors that are fetched before they are due: a layer has at most as many
+# Tensors that are fetched before they are due: those of a layer in one chunk, and of several chunks up to these bytes.
+_AHEAD, _MOST, _BYTES_AHEAD = 5, 32, 160 << 20
 
 
 class SavedOnHost:
@@ -40,17 +41,24 @@ class SavedOnHost:
             return self._host
         self._fetch()
         self._is_due = False
-        before = self._before and self._before()
-        for _ in range(_AHEAD):
-            if before is not None and before._is_due:
-                before._fetch()
-            before = before and before._before and before._before()
+        self._fetch_before()
         assert self._coming is not None
         (fetched, arrived), self._coming = self._coming, None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(arrived)
         fetched.record_stream(current)
         return fetched
+
+    def _fetch_before(self) -> None:
+        """Begin to fetch the tensors that are due next."""
+        before, ahead = self._before and self._before(), 0
+        for number in range(_MOST):
+            if before is None or (number >= _AHEAD and ahead >= _BYTES_AHEAD):
+                return
+            if before._is_due:
+                before._fetch()
+                ahead += before._host.nbytes
+            before = before._before and before._before()
 
     def _fetch(self) -> None:
         if self._coming is None:

@@ -93,7 +93,7 @@ def compute(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a call has beside its tensors. With `on_host`, factors are views of these parameters in host memory.
+    """Everything of a call but its tensors. With `on_host`, factors are views of these parameters in host memory.
 
     They are sent to the device in both passes, and their gradients are added there.
     """

@@ -77,7 +77,7 @@ def text_class_name(config: PreTrainedConfig) -> str | None:
 
 
 def finds_positions(model: nn.Module) -> bool:
-    """Return whether code of `model` finds positions of several axes by the images of a prompt, in each step anew.
+    """Return whether code of `model` finds positions of several axes by the images of a prompt, in each step.
 
     Such a model keeps how far the positions behind images differ from the number of tokens: its steps are not those of
     a model of text.

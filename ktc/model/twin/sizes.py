@@ -291,7 +291,7 @@ def _shrunk_rope(rope: dict[str, Any], head: int, old_head: int) -> dict[str, An
 
 
 def _sections(sections: Sequence[int], head: int, old_head: int) -> list[int]:
-    """Return the frequencies of each axis: equal ones stay equal, and the one that is alone gets what is left."""
+    """Return the frequencies of each axis: equal ones stay equal, and the one that is alone gets the remainder."""
     small = [max(1, section * head // old_head) for section in sections]
     alone = next((i for i, section in enumerate(sections) if sections.count(section) == 1), 0)
     small[alone] += max(1 - small[alone], sum(sections) * head // old_head - sum(small))

@@ -97,7 +97,8 @@ def _idle_budgets(rules: RuleSet, host: Host) -> Iterator[Diagnostic]:
     spans = {setting.key.text: setting.key.span for block in blocks for setting in block.settings}
     for device in rules.plan:
         if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= len(host.gpus):
-            message = f"the budget of `{device}` has no effect: this host has {len(host.gpus)} GPUs"
+            gpus = f"{len(host.gpus)} GPU{'s' * (len(host.gpus) != 1)}"
+            message = f"the budget of `{device}` has no effect: this host has {gpus}"
             hint = "leave it out, or describe the target machine with `--host FILE`"
             yield Diagnostic("M069", message, spans.get(device), hint=hint, severity="warning")
 

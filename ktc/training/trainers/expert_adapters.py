@@ -10,7 +10,7 @@ them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -64,6 +64,7 @@ def beside_experts(model: nn.Module, trainer: Any) -> Generator[str]:
 
     The state of the trainer's optimizer follows them. All processes of a run decide alike.
     """
+    host_factors.forget()
     adapters = tuple(adapters_of(model))
     fitting = of_all_processes([group.fits for group in adapters])
     before = {factor: factor.device for group in adapters for factor in group.factors}
@@ -77,6 +78,7 @@ def beside_experts(model: nn.Module, trainer: Any) -> Generator[str]:
     finally:
         host_factors.forget()
         _move(before, trainer.optimizer)
+        _unlock(before)
 
 
 def adapters_of(model: nn.Module) -> Iterator[Adapters]:
@@ -111,6 +113,15 @@ def _lock(factors: tuple[nn.Parameter, ...]) -> None:
                 factor.data = factor.data.pin_memory()
     except RuntimeError as error:  # as by a limit of the system: copies wait then
         log.warning("the adapters of experts are not page-locked, and copies to the GPU wait: %s", first_line(error))
+
+
+def _unlock(factors: Iterable[nn.Parameter]) -> None:
+    """Return parameters and gradients in page-locked memory to memory that the system may move."""
+    for factor in factors:
+        if factor.device.type == "cpu" and factor.data.is_pinned():
+            grad, factor.grad = factor.grad, None
+            factor.data = factor.data.clone()
+            factor.grad = None if grad is None else grad.clone()
 
 
 def _move(devices: Mapping[nn.Parameter, torch.device], optimizer: Optimizer | None) -> None:

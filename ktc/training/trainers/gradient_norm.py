@@ -21,8 +21,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return get_total_norm([_with_same_norm(gradient) for gradient in gradients])
 
 
-def clip(parameters: Iterable[Tensor], most: float) -> Tensor:
+def clip(parameters: Tensor | Iterable[Tensor], most: float) -> Tensor:
     """Scale the gradients of parameters in place so that their norm is `most` at most; return what it was."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     norm = total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
     clip_grads_with_norm_(trained, most, norm)

@@ -29,7 +29,7 @@ _MANY: Final = 16_384  # tokens of a pass from which computing takes longer than
 
 
 class Offloaded(IntEnum):
-    """What of a layer on a GPU waits for backward in host memory."""
+    """The states of a layer on a GPU that wait for backward in host memory."""
 
     NOTHING = 0
     ATTENTION = 1  # the attention's output
@@ -37,7 +37,7 @@ class Offloaded(IntEnum):
 
     @property
     def told(self) -> str:
-        """What waits, in words."""
+        """The states that wait, in words."""
         inputs = "inputs of layers and " if self is Offloaded.INPUT else ""
         return f"{inputs}outputs of attention wait for backward in host memory" if self else ""
 

@@ -44,7 +44,8 @@ def bytes_per_token(
     one_layer: dict[str, int] = {}  # bytes of one layer at a time
     for split, device in zip(layers, call.devices, strict=True):
         states = 1 if split.attention is None else 2
-        on_host = min(offloaded, states) if device.type == "cuda" else 0
+        of_attention = split.attention is not None and offloaded >= Offloaded.ATTENTION
+        on_host = of_attention + (offloaded >= Offloaded.INPUT) if device.type == "cuda" else 0
         per_token[str(device)] = per_token.get(str(device), 0) + width * (states - on_host)
         if split.experts is not None:
             fused = fused_in(split.experts)
@@ -54,8 +55,8 @@ def bytes_per_token(
                 sizes = call.hidden.shape[-1], fused.top_k, call.hidden.element_size()
                 layer = stream_sizes.result_bytes(*sizes)
                 one_layer[str(backend.device)] = max(layer, one_layer.get(str(backend.device), 0))
-        if split.attention is not None and device.type == "cuda":
-            per_token["cpu"] += width * max(1, on_host)  # where passes of many tokens keep attention's output
+        if device.type == "cuda":  # where passes of many tokens keep attention's output in any case
+            per_token["cpu"] += width * max(on_host, split.attention is not None)
     for device, layer in one_layer.items():
         per_token[device] = per_token.get(device, 0) + layer
     if offloaded:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.experts import host_factors
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf.stock_model import finds_positions
@@ -186,6 +187,18 @@ class Stacker(TrainerCallback):
         losses: list[Tensor],
     ) -> None:
         """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
+        with host_factors.one_pass():
+            self._run(embed_and_head, stock_step, inputs, calls, num_items, losses)
+
+    def _run(
+        self,
+        embed_and_head: EmbedAndHead,
+        stock_step: TrainingStep,
+        inputs: Sequence[Inputs],
+        calls: Sequence[ModelCall],
+        num_items: Any,
+        losses: list[Tensor],
+    ) -> None:
         assert self.decision is not None
         chunks = in_chunks(calls, self.decision.chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded)
@@ -226,8 +239,7 @@ class Stacker(TrainerCallback):
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
         largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
         sizes = [self._with_offloaded(offloaded, calls, free, loss, bytes_per_pair(model)) for offloaded in Offloaded]
-        enough = (size for size in sizes if size.tokens >= wanted)
-        size = next(enough, max(sizes, key=lambda size: (size.tokens, -size.offloaded)))
+        size = min(sizes, key=lambda size: (-(-wanted // max(1, size.tokens)), size.offloaded))  # the fewest passes
         decision = replace(size, whole_loss=whole)
         least = largest * min(2, len(calls))
         if size.tokens < least and self._mode != "on":

@@ -25,6 +25,7 @@ from ktc.model.experts.streamed_backend import Streamed
 from ktc.stages.link import link
 from ktc.training import KTSFTTrainer
 from ktc.training.trainers import chunked_loss as chunked_loss_module
+from ktc.training.trainers import stacking
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks, record
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.split_layer import split_layers
@@ -310,11 +311,29 @@ def test_states_of_a_gpu_wait_on_the_host_where_a_pass_would_not_fit(package: Ca
     assert held[Offloaded.INPUT]["cpu"] == held[Offloaded.NOTHING]["cpu"] + len(layers) * width
     assert bytes_per_token(layers, call, Offloaded.INPUT) == bytes_per_token(layers, call)
 
-    def least(free: int) -> Offloaded:
-        stacker = Stacker(Trainer(model, TrainingArguments(report_to=[])))
-        stacker._layers = layers
-        sizes = [stacker._with_offloaded(level, [on_gpu], {"cuda:0": free, "cpu": 1 << 40}, 0) for level in Offloaded]
-        return next((size.offloaded for size in sizes if size.tokens >= 64), Offloaded.INPUT)
 
-    assert least(1 << 40) is Offloaded.NOTHING
-    assert least(1 << 10) is Offloaded.INPUT
+@pytest.mark.parametrize(
+    ("per_token", "tokens", "level"),
+    [
+        ((40, 20, 10), 1000, Offloaded.NOTHING),
+        ((40, 20, 10), 64 * 30 // 40, Offloaded.ATTENTION),
+        ((40, 20, 10), 64 * 15 // 40, Offloaded.INPUT),
+        ((40, 40, 40), 64 * 15 // 40, Offloaded.NOTHING),  # nothing is gained
+        ((40, 39, 38), 64 * 15 // 40, Offloaded.NOTHING),  # as many passes
+    ],
+)
+def test_the_least_waits_that_saves_a_pass(
+    per_token: tuple[int, ...], tokens: int, level: Offloaded, package: Callable[[str], Path],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`tokens` fit with nothing in host memory, of 64 that a step has; each kind takes so many bytes per token."""
+    fits = {held: tokens * per_token[0] // held for held in per_token}
+    monkeypatch.setattr(stacking, "bytes_per_token", lambda *given: {"cpu": per_token[given[2]]})
+    monkeypatch.setattr(stacking, "fitting_tokens", lambda held, *_: {"cpu": fits[held["cpu"]]})
+    model = peft_model(package("qwen3_moe"))
+    trainer = Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True))
+    stacker = Stacker(trainer)
+    stacker._layers = split_layers(model)
+    waiting = [{"input_ids": torch.tensor([rows((8,))[0]["input_ids"]])} for _ in range(8)]
+    calls = [record(stacker._layers, lambda: model(**waiting[0], use_cache=False)) for _ in range(8)]
+    assert stacker._sized(waiting, calls, model).offloaded is level
