@@ -93,7 +93,7 @@ def read_config(raw: object) -> tuple[QuantisationConfig, tuple[Diagnostic, ...]
     if unknown := unknown_method(config):
         return QuantisationConfig(), (unknown,)
     if method == _MODELOPT:  # quantised modules are known by the names of their tensors
-        return QuantisationConfig(method), _modelopt_problems(config)
+        return QuantisationConfig(str(method)), _modelopt_problems(config)
     problems: list[str] = []
     fields = _fields(config, _Fields, _ROOT, problems)
     _check_sizes(fields.weight_block_size, f"{_ROOT}.weight_block_size", problems)

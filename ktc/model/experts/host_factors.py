@@ -193,11 +193,12 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     """Return the parameter's gradient, or memory for it without values, page-locked if that can be had."""
     if parameter.grad is not None:
         return parameter.grad
-    layout = {"size": parameter.shape, "stride": parameter.stride(), "dtype": parameter.dtype}
     try:
-        return torch.empty_strided(**layout, pin_memory=parameter.is_pinned())
+        return torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, pin_memory=parameter.is_pinned()
+        )
     except RuntimeError:  # as by a limit of the system: each copy to it waits
-        return torch.empty_strided(**layout)
+        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
 
 
 @cache
