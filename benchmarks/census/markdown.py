@@ -63,8 +63,8 @@ def _head(census: Census, day: date) -> Iterator[str]:
 
 _ABOUT_TOWERS = """\
 The class of images and text, whole, as a twin: with small towers that run as their own code, and an
-image of random pixels. *With an image*: logits, tokens of an answer and gradients of all LoRA factors
-equal stock's in every program. Settings that the defaults of a family leave open are those of its
+image of random pixels. *With an image*: logits, tokens of an answer and gradients of all LoRA
+factors equal stock's. Settings that the defaults of a family leave open are those of its
 checkpoints.
 """
 
@@ -82,7 +82,9 @@ def _tables(census: Census) -> Iterator[str]:
     yield _ABOUT_TOWERS
     yield textwrap.fill(
         f"{counts['families']} families: {counts['matched']} with their experts rewritten, {counts['proven']} of them "
-        f"proven, {counts['equal']} equal as whole twins, {counts['image']} of them with an image.", 98,
+        f"proven, {counts['equal']} equal as whole twins in both programs, {counts['image']} equal with an image in "
+        f"each program that applies.",
+        98,
     )  # fmt: skip
     yield ""
     columns = (*COLUMNS[:4], "with an image", *COLUMNS[4:])
@@ -95,7 +97,7 @@ def _tables(census: Census) -> Iterator[str]:
 
 def _image_verdict(family: Family) -> str:
     if family.sees:
-        return "equal"
+        return "equal" if family.equal else "equal where compared"
     return "none made" if family.equal else "no"
 
 

@@ -120,8 +120,9 @@ class Family:
 
     @property
     def sees(self) -> bool:
-        """Whether the whole twin equals stock in every program with an image too."""
-        return self.equal and all(proof.image is not None for proof in self.twins)
+        """Whether the whole twin equals stock with an image too, in every program that applies to it."""
+        compared = [proof for proof in self.twins if not proof.failure]
+        return bool(compared) and all(proof.equal and proof.image is not None for proof in compared)
 
     @property
     def worst_forward(self) -> float | None:

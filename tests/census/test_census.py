@@ -20,6 +20,7 @@ from ktc.stages.proof import Proof
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE = DOCS / "reference" / "families.md"
+WHOLE = "## Models that read images"
 # What the families of every run compute: router, shared experts, attention.
 KNOWN = {
     "deepseek_v2": ("softmax, top 4, scaled", "plain", "mla"),
@@ -128,8 +129,13 @@ def test_a_row_tells_what_is_recognised_from_what_is_its_own_code() -> None:
 
 # the page ------------------------------------------------------------------------------------------------------------
 def _rows() -> Iterator[list[str]]:
-    """Yield the cells of the committed table, one family each."""
-    yield from _cells(PAGE.read_text(encoding="utf-8").partition("## Whole twins")[0])
+    """Yield the cells of the committed table of models of text, one family each."""
+    yield from _cells(PAGE.read_text(encoding="utf-8").partition(WHOLE)[0])
+
+
+def _whole_rows() -> Iterator[list[str]]:
+    """Yield the cells of the committed table of models that read images, one family each."""
+    yield from _cells(PAGE.read_text(encoding="utf-8").partition(WHOLE)[2].partition("## Whole twins")[0])
 
 
 def _cells(page: str) -> Iterator[list[str]]:
@@ -140,6 +146,7 @@ def _cells(page: str) -> Iterator[list[str]]:
 
 def test_the_committed_page_names_exactly_the_families_of_this_transformers() -> None:
     assert [row[0] for row in _rows()] == list(twin.moe_families())
+    assert [row[0] for row in _whole_rows()] == list(twin.whole_families())
     assert f"transformers {version('transformers')}" in PAGE.read_text(encoding="utf-8")
 
 
@@ -156,9 +163,15 @@ def test_the_committed_page_is_what_the_command_prints() -> None:
     assert not [row for row in _rows() if "WRONG" in (row[2], row[3])]
 
 
+def test_nineteen_families_that_read_images_are_equal_with_an_image() -> None:
+    seen = [row for row in _whole_rows() if row[4].startswith("equal")]
+    assert len(seen) >= 19
+    assert {len(row) for row in _whole_rows()} == {len(COLUMNS) + 1}
+
+
 def test_the_committed_page_has_every_whole_twin_in_both_programs() -> None:
     twins = [*_cells(PAGE.read_text(encoding="utf-8").partition("## Whole twins")[2])]
-    assert [row[0] for row in twins] == [row[0] for row in _rows()]
+    assert [row[0] for row in twins] == sorted(row[0] for row in (*_rows(), *_whole_rows()))
     assert {len(row) for row in twins} == {1 + len(PROGRAMS) * len(TWIN_COLUMNS)}
     assert not [row for row in twins if any("WRONG" in cell or cell == "other" for cell in row)]
 
