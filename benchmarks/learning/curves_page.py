@@ -20,8 +20,8 @@ def markdown(curves: Sequence[Curve], date: str, versions: str) -> str:
     """Return the table, and how it was measured."""
     seeds, steps = 1 + max(curve.seed for curve in curves), len(curves[0].losses)
     lines = [
-        f"Measured {date} by `make learn-curves` ({versions}): {steps} steps, {seeds} seeds; the mean, and the",
-        "standard deviation over seeds.",
+        f"Measured {date} by `make learn-curves` ({versions}):",
+        f"{steps} steps, {seeds} seeds; the mean, and the standard deviation over seeds.",
         "",
         f"| trained by | loss of the last {LAST} steps | held-out loss | of one seed, away from stock at most |",
         "| --- | ---: | ---: | ---: |",
