@@ -122,8 +122,12 @@ class Answers(GenerateManager):
     def _pixels(self, tokenizer: Any) -> Mapping[str, Any]:
         """Return the pixels of a request. Raises RequestRefused (429) where those of all would take too much memory."""
         pixels = tokenizer.pixels if isinstance(tokenizer, ReadImages) else {}
-        waiting = sum(_num_bytes(running.pixels) for running in self._running.values())
-        if pixels and waiting and waiting + _num_bytes(pixels) > self.images.pixel_bytes:
+        if _num_bytes(pixels) > self.images.pixel_bytes:
+            message = "the images of this request have more pixels than the server keeps of all requests"
+            raise RequestRefused(400, message, "invalid_image", "messages")
+        others = {id(running.pixels): running.pixels for running in self._running.values()}  # choices share theirs
+        others.pop(id(pixels), None)
+        if pixels and sum(map(_num_bytes, others.values())) + _num_bytes(pixels) > self.images.pixel_bytes:
             message = "the images of other requests take the memory for pixels"
             raise RequestRefused(429, message, headers={"Retry-After": _RETRY_AFTER})
         return pixels

@@ -101,7 +101,7 @@ def read_images(
 def inputs_of(processor: Any, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the processor's inputs of messages with images. Raises RequestRefused (400) for what it rejects."""
     try:
-        return image_inputs(processor, messages, tools=tools, **variables)
+        return image_inputs(processor, messages, tools=tools, variables=variables)
     except RejectedMessages as error:
         message = f"the model's processor does not take these messages: {error}"
         raise RequestRefused(400, message, "invalid_image", "messages") from error

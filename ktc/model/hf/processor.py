@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -85,30 +86,45 @@ def _unreadable(folder: Path, code: str, error: BaseException) -> InputRefused:
 
 
 def image_inputs(
-    processor: Any, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, prompt: bool = True, **variables: Any
-) -> dict[str, Any]:
+    processor: Any, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, prompt: bool = True,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:  # fmt: skip
     """Return `input_ids` (1, T) int64, `attention_mask`, and tensors of pixels, of messages with images.
 
     Contents are lists of parts: `{"type": "text", "text": ...}` and `{"type": "image", "image": an RGB image}`. With
-    `prompt` the text ends where an answer begins. `variables` are those of the template. Raises RejectedMessages.
+    `prompt` the text ends where an answer begins. `variables` are those of the template, and reach it alone: the
+    processor would take some of them for addresses that it fetches, or for sizes. Raises RejectedMessages.
     """
-    if not getattr(processor, "chat_template", None):
+    template: Any = getattr(processor, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template
+    if not template:
         raise RejectedMessages("the processor has no chat template, which places images in a text")
-    given = [dict(message) for message in messages]
+    given, images = [dict(message) for message in messages], _images_of(messages)
+    tokenizer: Any = processor.tokenizer
     try:
-        made: Any = processor.apply_chat_template(
-            given, tools=tools, add_generation_prompt=prompt, tokenize=True, return_dict=True, return_tensors="pt",
-            **variables,
-        )  # fmt: skip
+        text: str = tokenizer.apply_chat_template(
+            given, chat_template=template, tools=tools, add_generation_prompt=prompt, tokenize=False, **variables
+        )
     except Exception as error:
         raise RejectedMessages(first_line(error) or type(error).__name__) from error
-    return dict(made)
+    begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return raw_inputs(processor, text, images, special_tokens=not begins)
 
 
-def raw_inputs(processor: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
-    """Return the inputs of a text that has the placeholders of its images. Raises RejectedMessages."""
+def _images_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in cast("list[Any]", content))
+    return [part["image"] for part in parts if part.get("type") == "image"]
+
+
+def raw_inputs(processor: Any, text: str, images: Sequence[Any], *, special_tokens: bool = True) -> dict[str, Any]:
+    """Return the inputs of a text that has the placeholders of its images. Raises RejectedMessages.
+
+    Without `special_tokens` the tokenizer adds none, as for a text that a chat template has written.
+    """
+    added = {} if special_tokens else {"add_special_tokens": False}
     try:
-        return dict(processor(text=[text], images=list(images), return_tensors="pt"))
+        return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **added))
     except Exception as error:
         raise RejectedMessages(first_line(error) or type(error).__name__) from error
 

@@ -23,7 +23,7 @@ from ktc.model.checkpoint.quantisation_config import unknown_method
 from ktc.model.hf import remote_code
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.model_names import TINY, looks_like_hub_id, not_a_model, require_config
-from ktc.model.hf.stock_model import multimodal_name, text_class_name
+from ktc.model.hf.stock_model import multimodal_name, quantization_config_of, text_class_name
 from ktc.stages.capture.types import ModelSource
 
 _MOST = {"layers": 10_000, "depth": 10_000, "experts": 100_000}
@@ -40,8 +40,8 @@ def open_model(
     a method that ktc does not read (I117).
     """
     source = _opened(model, fetch_weights, trust_remote_code=trust_remote_code)
-    quantised: object = getattr(source.config, "quantization_config", None)  # config.json may be all that is there
-    if isinstance(quantised, Mapping) and (unknown := unknown_method(cast("Mapping[str, Any]", quantised))):
+    quantised = quantization_config_of(source.config)  # config.json may be all that is there
+    if quantised is not None and (unknown := unknown_method(quantised)):
         raise InputRefused(unknown)
     if text_only:
         source.config.architectures = [_text_class(source)]

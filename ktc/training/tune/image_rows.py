@@ -85,7 +85,7 @@ def _made(processor: Any, images: RowImages) -> dict[str, Any]:
             shown = "the image" if image[:5].lower() == "data:" else f"the image `{image}`"
             raise RejectedRow(f"{shown} is refused: {refused}", refused.hint) from refused
     try:
-        return raw_inputs(processor, images.text, read)
+        return raw_inputs(processor, images.text, read, special_tokens=False)
     except RejectedMessages as error:
         raise RejectedRow(f"the processor does not take the row: {error}") from error
 

@@ -28,6 +28,9 @@ def prepare(paths: RunPaths, settings: TrainSettings) -> PreparedData:
     limit = _limit(paths, settings)
     tokenizer = read_tokenizer(paths.out, "T507")
     with_images = any(_has_images(data) for data in (rows, held_out) if data is not None)
+    if with_images and settings.packing:  # which joins rows without their images
+        message = "`packing` joins rows of text, and the data has images"
+        raise InputRefused(Diagnostic("T549", message, hint="leave `packing` out"))
     processor = open_processor(paths.out, paths.trusted) if with_images else None
 
     def encode(data: TrainingData) -> TokenisedData:

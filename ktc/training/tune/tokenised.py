@@ -274,7 +274,8 @@ def _add(
     if known.file is None or len(known.rows) < _FIRST:
         known.rows.append(cut)
     known.sources.append(example.source)
-    known.images.append(images)
+    if known.file is None:  # streamed rows have none
+        known.images.append(images)
     for number, sequence in enumerate(cut):
         known.lengths[number].append(len(sequence.ids))
         known.learned[number].append(sum(label != NOT_LEARNED for label in sequence.labels))

@@ -184,7 +184,31 @@ def test_a_model_of_text_refuses_images_by_name(opened: LanguageModel) -> None:
 
 def test_pixels_of_waiting_requests_are_bounded(opened: LanguageModel) -> None:
     body = {"messages": turn(part(data_uri(png())), WORDS), "max_tokens": 200}
-    for address in serving(opened, pixel_bytes=1):
+    inputs = stock_inputs(opened.model, opened.tokenizer, IMAGE, [picture(0)])
+    nbytes = sum(value.nbytes for name, value in inputs.items() if name in ("pixel_values", "image_grid_thw"))
+    for address in serving(opened, pixel_bytes=nbytes + nbytes // 2):
         with ThreadPoolExecutor(4) as pool:
             statuses = [status for status, _ in pool.map(lambda url: ask(url, body), [address] * 4)]
         assert set(statuses) == {200, 429}
+        status, said = ask(address, {**body, "max_tokens": 2, "n": 3})  # choices share their pixels
+        assert status == 200, said
+    for address in serving(opened, pixel_bytes=1):
+        assert ask(address, body)[0] == 400, "it would never fit"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"images": "/etc/hostname"}, {"images": "http://127.0.0.1:1/a.png"}, {"videos": "http://127.0.0.1:1/a.mp4"},
+        {"min_pixels": 10**12}, {"do_resize": False}, {"device": "meta"},
+        {"prompt": False}, {"processor": "x"},
+    ],
+)  # fmt: skip
+def test_variables_of_the_template_reach_no_processor(
+    address: str, opened: LanguageModel, variables: dict[str, Any]
+) -> None:
+    wanted = stock_answer(opened, "<|user|>" + IMAGE + "What is it?<|end|><|assistant|>", [0])
+    body = {"messages": turn(part(data_uri(png())), WORDS), "max_tokens": 12, "chat_template_kwargs": variables}
+    status, said = ask(address, body)
+    assert status == 200, said
+    assert said["choices"][0]["message"]["content"] == wanted

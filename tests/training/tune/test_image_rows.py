@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,19 @@ import pytest
 import torch
 from image_models import data_uri, image_checkpoint, image_processor, picture, png, stock_inputs, tokenizer
 from peft import LoraConfig, get_peft_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import ktc
 from ktc.diagnostics import InputRefused
 from ktc.model import twin
 from ktc.model.hf.processor import read_processor
+from ktc.training.tune import prepare as prepare_module
 from ktc.training.tune.examples import read_training_data
 from ktc.training.tune.image_rows import ImageCollator
+from ktc.training.tune.settings import TrainSettings
 from ktc.training.tune.tokenised import tokenise
+from ktc.training.tune.types import RunPaths
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -186,3 +191,26 @@ def test_losses_are_those_of_stock_peft_and_trl(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(stock[0], abs=1e-4)
     assert losses[-1] < losses[0]
     assert AutoTokenizer.from_pretrained(out).chat_template
+
+
+def test_a_row_gets_the_special_tokens_of_its_template_alone(processor: Any, tmp_path: Path) -> None:
+    """TRL asks tokenizers for no others: a template writes them itself."""
+    adding = copy.copy(processor)
+    adding.tokenizer = copy.deepcopy(processor.tokenizer)
+    user = adding.tokenizer.convert_tokens_to_ids("<|user|>")
+    adding.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", user)]
+    )
+    assert adding.tokenizer("<|user|>What?")["input_ids"][:2] == [user, user]
+    path = written(tmp_path, [asked(FIRST, WORDS), said("A cat.")])
+    (ids,) = tokens(path, adding).input_ids
+    assert (ids[0], list(ids).count(user)) == (user, 1)
+
+
+def test_rows_with_images_are_not_packed(processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, [asked(FIRST, WORDS), said("A cat.")])
+    monkeypatch.setattr(prepare_module, "_limit", lambda *_: 512)
+    monkeypatch.setattr(prepare_module, "read_tokenizer", lambda *_: processor.tokenizer)
+    with pytest.raises(InputRefused) as refusal:
+        prepare_module.prepare(RunPaths(tmp_path, tmp_path / "run"), TrainSettings(data=(str(path),), packing=True))
+    assert [diagnostic.code for diagnostic in refusal.value.diagnostics] == ["T549"]
