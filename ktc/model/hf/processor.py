@@ -96,7 +96,7 @@ def image_inputs(
     processor would take some of them for addresses that it fetches, or for sizes. Raises RejectedMessages.
     """
     template: Any = getattr(processor, "chat_template", None)
-    template = template.get("default") if isinstance(template, dict) else template
+    template = cast("dict[str, Any]", template).get("default") if isinstance(template, dict) else template
     if not template:
         raise RejectedMessages("the processor has no chat template, which places images in a text")
     given, images = [dict(message) for message in messages], _images_of(messages)
