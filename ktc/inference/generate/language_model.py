@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.inference.generate.images import open_processor
+from ktc.model.hf.processor import with_tokenizer
 from ktc.model.hf.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def open_language_model(
     folder = adapter if adapter is not None and (adapter / _TOKENIZER).is_file() else out
     tokenizer = read_tokenizer(folder, "G701", padding_side="left")
     processor = open_processor(out, trusted=trust_remote_code) if with_images else None
+    processor = processor if folder == out else with_tokenizer(processor, tokenizer)
     model: Any = load(out, weights=weights, reference=reference, trust_remote_code=trust_remote_code)
     _require_rows(tokenizer, model, out.name)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -14,6 +14,7 @@ from typing import Any, cast
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.inference.generate.images import open_processor
 from ktc.inference.generate.language_model import LanguageModel, open_language_model, read_adapter_tokenizer
+from ktc.model.hf.processor import with_tokenizer
 
 PLAIN = "default"  # PEFT's name of the adapter that answers under the model's own name
 
@@ -184,4 +185,6 @@ def with_adapter(opened: LanguageModel, model: Any, adapter: Path | None) -> Lan
     if adapter is None:
         return replace(opened, model=model)
     tokenizer = read_adapter_tokenizer(adapter, opened)
-    return replace(opened, model=model, tokenizer=tokenizer, adapter=str(adapter))
+    its_own = tokenizer is not opened.tokenizer
+    processor = with_tokenizer(opened.processor, tokenizer) if its_own else opened.processor
+    return replace(opened, model=model, tokenizer=tokenizer, adapter=str(adapter), processor=processor)

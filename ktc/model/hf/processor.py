@@ -7,6 +7,7 @@ messages that its template or its code rejects. Nothing is fetched, and no code 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -127,6 +128,16 @@ def raw_inputs(processor: Any, text: str, images: Sequence[Any], *, special_toke
         return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **added))
     except Exception as error:
         raise RejectedMessages(first_line(error) or type(error).__name__) from error
+
+
+def with_tokenizer(processor: Any, tokenizer: Any) -> Any:
+    """Return the processor with the tokenizer of an adapter, and with its chat template if it has one."""
+    if processor is None or tokenizer is processor.tokenizer:
+        return processor
+    made = copy.copy(processor)
+    made.tokenizer = tokenizer
+    made.chat_template = getattr(tokenizer, "chat_template", None) or processor.chat_template
+    return made
 
 
 def on_device(inputs: Mapping[str, Any], device: Any, dtype: Any) -> dict[str, Any]:
