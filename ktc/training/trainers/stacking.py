@@ -166,7 +166,8 @@ class Stacker(TrainerCallback):
                     assert self.decision is not None
                     embed_and_head.whole_loss = self.decision.whole_loss
                 for first, last in passes(calls, self.decision.tokens):
-                    self._pass(embed_and_head, stock_step, inputs[first:last], calls[first:last], num_items, losses)
+                    with host_factors.one_pass():
+                        self._pass(embed_and_head, stock_step, inputs[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
                 message = f"stacking became impossible in the middle of a step: {why}"
@@ -187,18 +188,6 @@ class Stacker(TrainerCallback):
         losses: list[Tensor],
     ) -> None:
         """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
-        with host_factors.one_pass():
-            self._run(embed_and_head, stock_step, inputs, calls, num_items, losses)
-
-    def _run(
-        self,
-        embed_and_head: EmbedAndHead,
-        stock_step: TrainingStep,
-        inputs: Sequence[Inputs],
-        calls: Sequence[ModelCall],
-        num_items: Any,
-        losses: list[Tensor],
-    ) -> None:
         assert self.decision is not None
         chunks = in_chunks(calls, self.decision.chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded)
