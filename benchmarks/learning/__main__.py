@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from transformers.utils import logging
 
 from learning import page, results
 from learning.experiment import FULL, QUICK, run
+from learning.measured import with_measured
 from learning.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def main() -> None:
     show(found, folder)
     if options.docs:
         text = (DOCS / "learning.md").read_text(encoding="utf-8")
-        (DOCS / "learning.md").write_text(with_measured(text, page.markdown(found)), encoding="utf-8")
+        (DOCS / "learning.md").write_text(with_measured(text, MARKS, page.markdown(found)), encoding="utf-8")
         page.draw(found, DOCS / page.PICTURE)
 
 
@@ -54,15 +54,6 @@ def show(found: Results, folder: Path) -> None:
     (folder / "learning.md").write_text(text, encoding="utf-8")
     page.draw(found, folder / page.PICTURE)
     print(f"\n{text}\nwritten: {folder / 'learning.md'}, {folder / page.PICTURE}, {folder / 'results.json'}")
-
-
-def with_measured(text: str, measured: str) -> str:
-    """`text` with `measured` between its two marks."""
-    before, _, rest = text.partition(MARKS[0])
-    _, mark, after = rest.partition(MARKS[1])
-    if not mark:
-        sys.exit("docs/details/learning.md has lost the marks of its measured part")
-    return f"{before}{MARKS[0]}\n{measured}\n{mark}{after}"
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from learning.measured import with_measured
 
 if TYPE_CHECKING:
     from learning.curves import Curve
@@ -75,10 +76,6 @@ def write(curves: Sequence[Curve], folder: Path, date: str, versions: str) -> No
 def renew(curves: Sequence[Curve], docs: Path, date: str, versions: str) -> None:
     """Renew the measured part of docs/details/learning.md and its picture."""
     page = docs / "learning.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, mark, after = rest.partition(MARKS[1])
-    if not mark:
-        sys.exit("docs/details/learning.md has lost the marks of its measured curves")
-    text = markdown(curves, date, versions)
-    page.write_text(f"{before}{MARKS[0]}\n{text}\n{mark}{after}", encoding="utf-8")
+    text = with_measured(page.read_text(encoding="utf-8"), MARKS, markdown(curves, date, versions))
+    page.write_text(text, encoding="utf-8")
     draw(curves, docs / PICTURE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from learning.measured import with_measured
 
 if TYPE_CHECKING:
     from learning.modes import Row
@@ -76,9 +77,6 @@ def write(rows: Sequence[Row], folder: Path, date: str, seed: int) -> None:
 def renew(rows: Sequence[Row], docs: Path, date: str, seed: int) -> None:
     """Renew the measured part of docs/details/quantisation.md and its picture."""
     page = docs / "quantisation.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, mark, after = rest.partition(MARKS[1])
-    if not mark:
-        sys.exit("docs/details/quantisation.md has lost the marks of its measured part")
-    page.write_text(f"{before}{MARKS[0]}\n{markdown(rows, date, seed)}\n{mark}{after}", encoding="utf-8")
+    text = with_measured(page.read_text(encoding="utf-8"), MARKS, markdown(rows, date, seed))
+    page.write_text(text, encoding="utf-8")
     draw(rows, docs / PICTURE)
