@@ -99,10 +99,7 @@ class ImageCollator:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the inputs of a micro-batch: token kinds (rows, T), and images of all rows one after the other."""
         batch = dict(self._collator([{name: row[name] for name in ("input_ids", "labels")} for row in examples]))
-        made = [
-            _made(self._processor, RowImages(row[TEXT], tuple(row[FILES]))) if row.get(FILES) else {}
-            for row in examples
-        ]
+        made = [self._inputs(row) if row.get(FILES) else {} for row in examples]
         length = batch["input_ids"].shape[1]
         for name in dict.fromkeys(name for inputs in made for name in inputs if name not in _OF_TEXT):
             values = [inputs.get(name) for inputs in made]
@@ -111,6 +108,19 @@ class ImageCollator:
             else:
                 batch[name] = torch.cat([value for value in values if value is not None])
         return batch
+
+    def _inputs(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the processor's inputs of a row. Raises InputRefused (T549) for images that changed meanwhile."""
+        hint = "leave the files as they are until the run has ended, and continue it with `--resume auto`"
+        try:
+            made = _made(self._processor, RowImages(row[TEXT], tuple(row[FILES])))
+        except RejectedRow as error:
+            message = f"a row that was read before the training began is not read again: {error}"
+            raise InputRefused(Diagnostic("T549", message, hint=hint)) from error
+        if made["input_ids"].shape[1] != len(row["input_ids"]):
+            message = f"images of a row changed their sizes during the training: {', '.join(row[FILES])[:200]}"
+            raise InputRefused(Diagnostic("T549", message, hint=hint))
+        return made
 
 
 def _kinds(value: Tensor | None, length: int) -> Tensor:

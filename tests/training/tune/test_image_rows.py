@@ -214,3 +214,17 @@ def test_rows_with_images_are_not_packed(processor: Any, tmp_path: Path, monkeyp
     with pytest.raises(InputRefused) as refusal:
         prepare_module.prepare(RunPaths(tmp_path, tmp_path / "run"), TrainSettings(data=(str(path),), packing=True))
     assert [diagnostic.code for diagnostic in refusal.value.diagnostics] == ["T549"]
+
+
+@pytest.mark.parametrize("change", ["deleted", "another size"])
+def test_an_image_that_changes_during_the_training_is_named(processor: Any, tmp_path: Path, change: str) -> None:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    made = tokens(written(tmp_path, [asked(FIRST, WORDS), said("A cat.")]), processor)
+    collate = ImageCollator(DataCollatorForLanguageModeling(pad_token_id=1), processor)
+    collate(list(made.dataset()))
+    (tmp_path / "0.png").unlink() if change == "deleted" else (tmp_path / "0.png").write_bytes(png(0, 224))
+    with pytest.raises(InputRefused) as refusal:
+        collate(list(made.dataset()))
+    (problem,) = refusal.value.diagnostics
+    assert (problem.code, "0.png" in problem.message) == ("T549", True)
