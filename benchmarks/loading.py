@@ -204,7 +204,7 @@ def layer_speed(shape: str) -> dict[str, float]:
     torch.frombuffer(storage, dtype=torch.bfloat16).normal_(std=0.02)
 
     def header(content: str) -> Header:
-        return Header(packed_file.SCHEMA, "", spec.entry, num_experts, len(storage), Origin("", "", "", ""), content)
+        return Header(packed_file.SCHEMA, "", spec.entry, num_experts, len(storage), Origin("", "", ""), content)
 
     with tempfile.TemporaryDirectory(prefix="ktc-loading-") as folder:
         path = Path(folder) / "layer.packed"

@@ -92,9 +92,10 @@ def compile_command(
         )
     report.finish_compile(path)
     if pack:
+        from ktc.cli.pack import Packing
         from ktc.cli.pack import pack as pack_experts
 
-        pack_experts(session, path, trusted=trust)
+        pack_experts(session, path, Packing(trusted=trust))
     if proven_on == "full":
         from ktc.cli.prove import prove as prove_weights
         from ktc.inference.prove.run import Request

@@ -1,4 +1,4 @@
-"""The first argument of `ktc train`, `generate` and `serve`: a compiled model, or a MODEL that is compiled first.
+"""The first argument of `ktc train`, `generate`, `serve`, `pack`: a compiled model, or a MODEL that is compiled first.
 
 In: what the user typed. Out: the folder OUT to work with. A MODEL is compiled by the bundled program `auto` for the use
 of the command, into the user's cache (`ktc.stages.link.cached`). Refused (U006): options without an effect.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ktc.cli import completion
-from ktc.cli.amounts import relative
+from ktc.cli.amounts import relative, size
 from ktc.cli.options import AUTO, Use
 from ktc.cli.session import Session
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
@@ -199,6 +199,7 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
     with cached.locked_out(out) as exists:
         if exists and not wish.recompile:
             session.tell(f"compiled before, in {relative(out)}; `--recompile` compiles it again")
+            _take_packed(session, out, wish.trust)
             return out
         report = StageReport(session)
         with report.progress():
@@ -207,8 +208,24 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
                 text_only=wish.text_only, observe=report.observe,
             )  # fmt: skip
         report.warn()
-    session.tell(f"compiled into {relative(out)}, again with `--recompile`")
+        session.tell(f"compiled into {relative(out)}, again with `--recompile`")
+        _take_packed(session, out, wish.trust)
     return out
+
+
+def _take_packed(session: Session, out: Path, trusted: bool) -> None:
+    """Link the packed store of another model of the cache, if it has the same layers and `out` has no store."""
+    from ktc.model.packed_store import packed_store
+    from ktc.stages.link import cached
+
+    others = () if (out / packed_store.FOLDER).exists() else cached.with_packed_store(out)
+    if not others:
+        return
+    from ktc.model.packing import pack, sharing
+
+    if sharing.has_all_layers(out, others, trust_remote_code=trusted):
+        report = pack.pack(out, others=others, trust_remote_code=trusted)
+        session.tell(f"packed experts ({size(report.size)}) are shared with another use of this model")
 
 
 def _refuse_idle(given: str, wish: Wish) -> None:

@@ -7,7 +7,7 @@ command that continues.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,23 +16,40 @@ import typer
 from ktc.cli.amounts import count, relative, size
 from ktc.cli.early_checks import require_compiled
 from ktc.cli.following import answering, compiling, loading
-from ktc.cli.options import CompiledModel, Trust, Weights
+from ktc.cli.given_model import GivenModel, Wish, compiled, is_compiled
+from ktc.cli.options import CompiledModel, Trust, Use, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
 
-@in_session(writes=("out",))
+@in_session(writes=("model",))
 def pack_command(
     session: Session,
-    out: CompiledModel,
+    model: GivenModel,
+    use: Annotated[
+        Use,
+        typer.Option("--for", help="The use that a MODEL is compiled for first; other uses share the packed experts."),
+    ] = "generate",
+    like: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="OUT", help="Share the layers that this model's store has alike; repeatable."),
+    ] = None,
     weights: Weights = None,
     force: Annotated[bool, typer.Option("--force", help="Pack every layer again.")] = False,
     trust: Trust = False,
 ) -> None:
-    """Store OUT's packed experts on disk for faster loading; an interrupted run can continue."""
-    require_compiled(out)
-    pack(session, out, weights, force, trust)
-    session.next("ktc", "verify", relative(out.absolute()), *loading(weights, trust))
+    """Store the packed experts on disk for faster loading; an interrupted run can continue."""
+    others = tuple(like or ())
+    for folder in others:
+        require_compiled(folder)
+    if is_compiled(model):
+        require_compiled(Path(model))
+        folder = Path(model)
+    else:
+        folder = compiled(session, model, Wish.of(use, recompile=False, trust=trust, weights=weights))
+        weights = None
+    pack(session, folder, Packing(weights, force, trust, others))
+    session.next("ktc", "verify", relative(folder.absolute()), *loading(weights, trust))
 
 
 @in_session()
@@ -73,7 +90,17 @@ def verify_command(
         session.next(*compiling(relative(out.absolute()), trust=trust))
 
 
-def pack(session: Session, out: Path, weights: Path | None = None, force: bool = False, trusted: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The options of a run: another checkpoint, every layer again, the model's own code, stores to share with."""
+
+    weights: Path | None = None
+    force: bool = False
+    trusted: bool = False
+    others: tuple[Path, ...] = ()
+
+
+def pack(session: Session, out: Path, options: Packing = Packing()) -> None:
     """Pack the layers that the store of `out` lacks and report them."""
     from ktc.foundation.progress import progress_bar
     from ktc.model.packed_store.packed_store import renewal
@@ -83,7 +110,10 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
     session.raise_if_interrupted()
     try:
         with progress_bar(f"packing {out.name}", session.quiet) as bar:
-            report = pack_store(out, weights=weights, force=force, trust_remote_code=trusted, progress=bar)
+            report = pack_store(
+                out, weights=options.weights, force=options.force, trust_remote_code=options.trusted,
+                others=options.others, progress=bar,
+            )  # fmt: skip
     except KeyboardInterrupt:
         session.console.print(
             f"packed layers are kept; to continue: `{renewal(relative(out.absolute()))}`", markup=False
@@ -92,4 +122,5 @@ def pack(session: Session, out: Path, weights: Path | None = None, force: bool =
     seconds = time.perf_counter() - started
     session.result({"packed": {**asdict(report), "seconds": seconds}})
     done = f"{count(len(report.packed), 'layer')} packed in {seconds:.1f} s, {len(report.kept)} there already"
+    done += f", {len(report.linked)} shared with another model" if report.linked else ""
     session.show(f"{relative(report.folder)} holds {size(report.size)}: {done}")

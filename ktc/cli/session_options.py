@@ -72,5 +72,6 @@ def _places(values: Iterable[object]) -> Iterator[Path]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _places(cast("Iterable[object]", value))
-        elif isinstance(value, Path):
-            yield from (value.parent, value, value / _STORE)
+        elif isinstance(value, str | Path):
+            path = Path(value)
+            yield from (path.parent, path, path / _STORE)

@@ -293,7 +293,7 @@ def _read_lora(folder: Path) -> None:
 def _packed(folder: Path) -> Sequence[Original]:
     from ktc.model.packed_store import packed_file, packed_store
 
-    origin = packed_file.Origin("k" * 64, "r" * 64, "t" * 64, "c" * 64)
+    origin = packed_file.Origin("k" * 64, "t" * 64, "c" * 64)
     header = packed_file.Header(packed_file.SCHEMA, "model.layers.0.mlp.experts", "FusedMoe", 4, 4096, origin, "d" * 64)
     place = folder / packed_store.FOLDER
     place.mkdir(exist_ok=True)

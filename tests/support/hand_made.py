@@ -60,7 +60,8 @@ def scalar_kernel() -> tuple[KernelFile, KernelLibrary]:
     spec = FusedMoeSpec("fused_moe", None, None, None, None, "bf16", "bf16", "bf16", "scalar")
     source = render([spec], {spec: "moe-lora.ktr:5:3"})
     text = next(unit.text for unit in source.units if unit.name.startswith(spec.entry))
-    return KernelFile(spec.entry, asdict(spec), text), build(source, host.detect())
+    library = build(source, host.detect())
+    return KernelFile(spec.entry, asdict(spec), text, dict(library.builds)[spec.entry]), library
 
 
 def package(checkpoint: Path, kernel: tuple[KernelFile, KernelLibrary] | None = None) -> Package:

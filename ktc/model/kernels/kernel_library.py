@@ -176,11 +176,16 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class KernelLibrary:
-    """A built library: where it is, the sha256 of its bytes, and its entries (`Spec.entry`) with their dtype."""
+    """A built library: where it is, the sha256 of its bytes, and its entries (`Spec.entry`) with their dtype.
+
+    `builds` has, by entry, the digest of what the code of the entry was built from. A library that was opened from a
+    compiled model has none: the manifest keeps them.
+    """
 
     path: Path
     digest: str
     entries: tuple[tuple[str, str], ...]
+    builds: tuple[tuple[str, str], ...] = ()
 
     def kernel(self, entry: str) -> Kernel:
         """Return one entry, for `PackedExperts`."""

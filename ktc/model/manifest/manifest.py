@@ -27,7 +27,7 @@ from ktc.model.manifest.configs import CONFIGS, GRAPH_BLOCK
 from ktc.model.targets.config import read_config
 
 FILE = "ktc.json"
-SCHEMA = 13
+SCHEMA = 14
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -85,12 +85,16 @@ class RulesRecord:
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """One entry of the library: its spec, the file of its source within the folder, and the source's sha256."""
+    """One entry of the library: its spec, the file of its source within the folder, and the source's sha256.
+
+    `build` is the digest of everything that the code of the entry was built from: source, headers, compiler, flags.
+    """
 
     entry: str
     spec: Mapping[str, Any]
     source: str
     digest: str
+    build: str
 
 
 @dataclass(frozen=True, slots=True)

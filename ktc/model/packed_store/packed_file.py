@@ -22,7 +22,7 @@ from ktc.foundation.decode import Undecodable, decode, read_json, schema_fault
 from ktc.foundation.files import replaced_file
 from ktc.foundation.regular_files import open_descriptor, open_regular
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 DATA: Final = 2 << 20  # the packed bytes begin on a huge page, in the file as in memory
 PIECE: Final = 32 << 20  # read, written and hashed at once
 _MAGIC: Final = b"KTCPACK\n"
@@ -36,10 +36,9 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The sources of packed bytes as digests; `kernel` includes the library and the layer's sizes."""
+    """The sources of packed bytes as digests; `kernel` includes the kernel's build and the layer's sizes."""
 
     kernel: str
-    rules: str
     rows: str
     checkpoint: str
 

@@ -2,8 +2,9 @@
 
 In: a compiled model's manifest, its weight rows and the checkpoint they name. Out: the store's files, to be read or
 mapped, or the reason why they cannot be used. Refused (L441): a damaged store. A store is stale (L442) if it was packed
-by another kernel, from other rules, or from a checkpoint whose files have changed in size or time; it is then never
-used. The packed bytes are not read here: `ktc verify` does that.
+by another kernel, or from a checkpoint whose files have changed in size or time; it is then never used. The packed
+bytes are not read here: `ktc verify` does that. Models that are compiled for several uses have equal layers: their
+stores share the files (`ktc.model.packing.sharing`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ SUFFIX: Final = ".packed"
 SCHEMA: Final = 1
 _REASONS: Final = {
     "kernel": "by another kernel",
-    "rules": "by other rules",
     "rows": "from other tensors",
     "checkpoint": "from a checkpoint that has changed since",
 }
+# Of a step: how its experts are computed, which packed bytes do not depend on.
+_OF_THE_CALL: Final = frozenset({"top_k", "activations", "prefill", "prefill_tokens", "stream_buffer", "resident"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,6 @@ def layers(manifest: Manifest, sources: Sequence[WeightSource], index: Checkpoin
     for source in sources:
         rows.setdefault(source.target.rpartition(".")[0], []).append(source)
     kernels = {record.entry: record for record in manifest.kernels}
-    rules = _digest([manifest.rules.sha256, dict(manifest.rules.settings)])
     checkpoint = checkpoint_digest(index)
     made: list[Layer] = []
     for step in manifest.rewrites:
@@ -116,9 +117,11 @@ def layers(manifest: Manifest, sources: Sequence[WeightSource], index: Checkpoin
             continue
         assert step.kernel is not None
         rows_of_step = tuple(rows.get(step.fqn, ()))
-        kernel = _digest([manifest.library.sha256, asdict(kernels[step.kernel]), dict(step.args)])
+        record = kernels[step.kernel]
+        sizes = {name: value for name, value in step.args.items() if name not in _OF_THE_CALL}
+        kernel = _digest([record.build, dict(record.spec), sizes])
         tensors = _digest([manifest.model.config_sha256, [asdict(row) for row in rows_of_step]])
-        made.append(Layer(step, rows_of_step, Origin(kernel, rules, tensors, checkpoint)))
+        made.append(Layer(step, rows_of_step, Origin(kernel, tensors, checkpoint)))
     return tuple(made)
 
 

@@ -1,7 +1,8 @@
 """Packing a compiled model's experts into its store, one layer at a time, so that a kill costs one layer at most.
 
 In: a compiled model and its checkpoint. Out: `OUT/packed`, complete and sealed, and a report. Layers that were packed
-for this model are kept, by their header and size; leftovers are removed. Refused: a model whose experts no kernel runs
+for this model are kept, by their header and size; those that another model's store has alike are linked; leftovers are
+removed. Refused: a model whose experts no kernel runs
 (L443), values that are not finite (L407), a place that cannot be written (L444), a second packer (L445).
 """
 
@@ -32,18 +33,23 @@ from ktc.model.packed_store import packed_file, packed_store, weight_store
 from ktc.model.packed_store.finite_weights import is_finite, not_finite
 from ktc.model.packed_store.packed_file import Damaged, Header
 from ktc.model.packed_store.packed_store import Layer, PackedIndex
+from ktc.model.packing import sharing
 
 _IN_THE_WAY = (IsADirectoryError, NotADirectoryError, FileExistsError)
 
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """The result of a run: the layers it packed, those already finished, and the packed bytes of all of them."""
+    """The result of a run: the layers it packed, those already finished, and the packed bytes of all of them.
+
+    Layers that are `linked` share their file with another model's store.
+    """
 
     folder: Path
     packed: tuple[str, ...]
     kept: tuple[str, ...]
     size: int
+    linked: tuple[str, ...] = ()
 
 
 def pack(
@@ -52,11 +58,13 @@ def pack(
     weights: str | Path | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
+    others: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> PackReport:
     """Pack the missing layers of the store of the compiled model in `path`; with `force` every layer.
 
     `weights` names the checkpoint if it has moved, `trust_remote_code` is that of `ktc.load`. Memory holds one layer.
+    Layers that the store of one of the compiled models `others` has alike become links to its files.
     `progress` counts the bytes read from the checkpoint and written to the store. Raise `InputRefused` as `ktc.load`
     does, and L443 to L445.
     """
@@ -70,10 +78,11 @@ def pack(
         if not missing and _is_sealed(opened):
             return _report(opened, (), kept)
         (store / packed_store.INDEX).unlink(missing_ok=True)  # until every layer is there again
-        made = _pack_layers(opened, store, missing, progress)
-        headers = [{**kept, **made}[layer.step.fqn] for layer in layers]
+        linked = _linked(store, missing, [Path(other) for other in others])
+        made = _pack_layers(opened, store, [layer for layer in missing if layer.step.fqn not in linked], progress)
+        headers = [{**kept, **linked, **made}[layer.step.fqn] for layer in layers]
         _seal(opened.folder, packed_store.make_index(headers, checkpoint))
-    return _report(opened, tuple(made), kept)
+    return _report(opened, tuple(made), kept, tuple(linked))
 
 
 def pack_in_memory(
@@ -99,9 +108,11 @@ def _open(path: Path, weights: str | Path | None, trusted: bool) -> Opened:
     return opened
 
 
-def _report(opened: Opened, packed: tuple[str, ...], kept: dict[str, Header]) -> PackReport:
+def _report(
+    opened: Opened, packed: tuple[str, ...], kept: dict[str, Header], linked: tuple[str, ...] = ()
+) -> PackReport:  # fmt: skip
     size = sum(entry.size - packed_file.DATA for entry in packed_store.read_index(opened.folder).layers)
-    return PackReport(opened.folder / packed_store.FOLDER, packed, tuple(kept), size)
+    return PackReport(opened.folder / packed_store.FOLDER, packed, tuple(kept), size, linked)
 
 
 # Finished layers
@@ -164,6 +175,13 @@ def _finished(store: Path, layers: Sequence[Layer]) -> dict[str, Header]:
     return headers
 
 
+def _linked(store: Path, layers: Sequence[Layer], others: Sequence[Path]) -> dict[str, Header]:
+    """Link the layers that other stores have alike, where the system permits it, and return their headers."""
+    alike = sharing.equal_layers(layers, others)
+    target = {fqn: store / packed_store.file_name(fqn) for fqn in alike}
+    return {fqn: header for fqn, (file, header) in alike.items() if sharing.link_layer(file, target[fqn])}
+
+
 def _is_sealed(opened: Opened) -> bool:
     """Return whether the index matches the finished layers."""
     try:
@@ -210,15 +228,16 @@ class _Skeleton:
 def _pack_layers(
     opened: Opened, store: Path, missing: Sequence[Layer], progress: Progress | None
 ) -> dict[str, Header]:  # fmt: skip
-    skeleton = _Skeleton(opened)
+    skeleton = _Skeleton(opened) if missing else None
     plain = [row for row in opened.rows if row.is_plain]  # a mapped load takes these without a check
-    to_write = sum(map(skeleton.size, missing))
+    to_write = sum(map(skeleton.size, missing)) if skeleton else 0
     _check_space(store, to_write)
     rows = (*plain, *(row for layer in missing for row in layer.rows))
     to_read = sum(weight_store.stored_bytes(row, opened.index) for row in rows)
     tally = Tally(to_write + to_read, progress)
 
     def pack_layer(layer: Layer) -> Header:  # no name may hold one layer while the next is packed
+        assert skeleton is not None
         with skeleton.packed(layer, opened.index, tally) as module:
             return _write(store, layer, module, tally)
 

@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pybind11
 from filelock import FileLock
@@ -125,8 +125,11 @@ def _cached(folder: Path) -> KernelLibrary | None:
     record = folder / _RECORD
     if not record.is_file():
         return None
-    entry = json.loads(read_regular(record).decode())
-    library = KernelLibrary(folder / entry["file"], entry["digest"], tuple(map(tuple, entry["entries"])))
+    entry: dict[str, Any] = json.loads(read_regular(record).decode())
+    if "builds" not in entry:  # an earlier version of ktc wrote it
+        return None
+    entries, builds = (tuple((name, of) for name, of in entry[key]) for key in ("entries", "builds"))
+    library = KernelLibrary(folder / entry["file"], entry["digest"], entries, builds)
     return library if library.path.is_file() and file_digest(library.path) == library.digest else None
 
 
@@ -136,7 +139,8 @@ def _build(source: KernelSource, tools: Toolchain, folder: Path, jobs: int) -> K
         with _written(folder.parent), folder_beside(folder) as work:
             built = _compile(source, tools, work, jobs, folder.parent / _OBJECTS)
             work.rename(folder)
-        library = KernelLibrary(folder / built.name, file_digest(folder / built.name), source.entries)
+        digest = file_digest(folder / built.name)
+        library = KernelLibrary(folder / built.name, digest, source.entries, _builds(source, tools))
         try:
             for spec in source.specs:
                 kind_of(spec).self_test(library.kernel(spec.entry), spec)
@@ -157,6 +161,12 @@ def _object_keys(source: KernelSource, tools: Toolchain) -> list[str]:
     """Return a digest of all inputs of each unit's object."""
     shared = tuple(_tools(tools))
     return [_digest((*shared, *_unit(unit, tools))) for unit in source.units]
+
+
+def _builds(source: KernelSource, tools: Toolchain) -> tuple[tuple[str, str], ...]:
+    """Return each entry that has a unit of its own with the digest of all inputs of its object."""
+    keys = dict(zip((unit.name for unit in source.units), _object_keys(source, tools), strict=True))
+    return tuple((entry, keys[f"{entry}.cpp"]) for entry, _ in source.entries if f"{entry}.cpp" in keys)
 
 
 def _compile(source: KernelSource, tools: Toolchain, work: Path, jobs: int, kept: Path) -> Path:
@@ -207,5 +217,5 @@ def _remove_unused(kept: Path) -> None:
 
 
 def _write_record(folder: Path, library: KernelLibrary) -> None:
-    entry = {"file": library.path.name, "digest": library.digest, "entries": library.entries}
+    entry = {"file": library.path.name, "digest": library.digest, "entries": library.entries, "builds": library.builds}
     write_file(folder / _RECORD, json.dumps(entry, indent=1) + "\n")

@@ -41,6 +41,7 @@ def assemble(
     captured, rules, plan, blocks = analysis.captured, analysis.ruleset, analysis.plan, analysis.blocks
     assert captured.source.folder is not None, "only a model with a folder is compiled"
     units = {unit.name.removesuffix(".cpp"): unit for unit in source.units}
+    builds = {} if library is None else dict(library.builds)
     steps = (*recipe(blocks, plan.host), *linear_steps(plan))
     return Package(
         name=captured.source.name,
@@ -54,7 +55,7 @@ def assemble(
         host=host_json(plan.host),
         isa=min((spec.isa for spec in plan.kernels), key=PREFERENCE.index, default="scalar"),  # the most demanding
         plan=plan_json(plan),
-        kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text) for s in source.specs),
+        kernels=tuple(KernelFile(s.entry, asdict(s), units[s.entry].text, builds[s.entry]) for s in source.specs),
         bindings=units["bindings"].text if library is not None else "",
         library=library.path if library is not None else None,
         rewrites=steps,

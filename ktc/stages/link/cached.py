@@ -27,6 +27,7 @@ from ktc.foundation.host import Host
 from ktc.foundation.machine_faults import failed
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.manifest import manifest
+from ktc.model.packed_store import packed_store
 from ktc.model.packed_store.packed_store import checkpoint_digest
 from ktc.stages.capture import ModelSource
 
@@ -40,6 +41,12 @@ def cached_out(source: ModelSource, rules: RuleSet, settings: Mapping[str, str],
     stem = re.sub(r"\W+", "_", Path(source.name).name.removeprefix("tiny:")).strip("_").lower() or "model"
     stem = stem if stem[0].isalpha() else f"model_{stem}"
     return _private_folder() / f"{stem}_{_digest(source, rules, settings, host)[:_DIGITS]}"
+
+
+def with_packed_store(out: Path) -> tuple[Path, ...]:
+    """Return the other compiled models of the cache that have a packed store, those that were compiled last first."""
+    folders = (path.parent for path in out.parent.glob(f"*/{packed_store.FOLDER}") if path.is_dir())
+    return tuple(sorted((folder for folder in folders if folder != out), key=lambda f: -f.stat().st_mtime))
 
 
 @contextmanager

@@ -43,11 +43,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KernelFile:
-    """The rendered source of one kernel and its spec as plain values (`dtype` among them)."""
+    """The rendered source of one kernel and its spec as plain values (`dtype` among them).
+
+    `build` is the digest of everything that its code was built from.
+    """
 
     entry: str
     spec: Mapping[str, Any]
     text: str
+    build: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +200,8 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
         rules=RulesRecord(package.rules, dict(package.settings), rule_text, _sha256(rule_text.encode())),
         plan_sha256=_sha256(json.dumps(package.plan, sort_keys=True).encode()),
         kernels=tuple(
-            KernelRecord(kernel.entry, dict(kernel.spec), _kernel_file(kernel), _sha256(kernel.text.encode()))
-            for kernel in package.kernels
+            KernelRecord(k.entry, dict(k.spec), _kernel_file(k), _sha256(k.text.encode()), k.build)
+            for k in package.kernels
         ),
         library=None if library is None else LibraryRecord(_library_file(library), _sha256(library.read_bytes())),
         rewrites=package.rewrites,

@@ -23,7 +23,8 @@ import ktc
 from ktc.diagnostics import InputRefused
 from ktc.foundation.host import find_compiler
 from ktc.model.packed_store import packed_file, packed_store, weight_store, weights_stage
-from ktc.stages.link import link
+from ktc.model.packing import sharing
+from ktc.stages.link import cached, link
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
@@ -237,13 +238,7 @@ def test_a_mapping_that_the_system_refuses_is_said_of_the_layer(packed: Path, mo
 
 def other_kernel(out: Path) -> None:
     manifest = json.loads((out / "ktc.json").read_text())
-    manifest["kernels"][0]["digest"] = "0"
-    (out / "ktc.json").write_text(json.dumps(manifest))
-
-
-def other_rules(out: Path) -> None:
-    manifest = json.loads((out / "ktc.json").read_text())
-    manifest["rules"]["settings"] = {"rank": "9"}
+    manifest["kernels"][0]["build"] = "0"
     (out / "ktc.json").write_text(json.dumps(manifest))
 
 
@@ -260,7 +255,7 @@ def experts_in(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(other_kernel, "another kernel"), (other_rules, "other rules"), (other_checkpoint, "has changed since")],
+    [(other_kernel, "another kernel"), (other_checkpoint, "has changed since")],
 )
 def test_a_stale_store_is_named_and_never_used(packed: Path, change: Callable[[Path], None], reason: str) -> None:
     before = logits(packed)
@@ -274,6 +269,62 @@ def test_a_stale_store_is_named_and_never_used(packed: Path, change: Callable[[P
     assert states["packed store"] == "stale"
     assert ktc.pack(packed).packed == LAYERS
     assert torch.equal(logits(packed, map=True), now)
+
+
+def for_another_use(out: Path, call: dict[str, Any]) -> Path:
+    """A compiled model of other rules, whose experts are called in another way."""
+    other = shutil.copytree(out, out.parent / "other", ignore=shutil.ignore_patterns("packed"))
+    manifest = json.loads((other / "ktc.json").read_text())
+    manifest["rules"]["settings"] = {"rank": "9"}
+    for step in manifest["rewrites"]:
+        step["args"].update(call if step["module"] == "fused_moe" else {})
+    (other / "ktc.json").write_text(json.dumps(manifest))
+    return other
+
+
+def test_models_for_two_uses_have_one_file_per_layer(packed: Path) -> None:
+    other = for_another_use(packed, {"activations": "recompute"})
+    assert cached.with_packed_store(other) == (packed,)
+    assert cached.with_packed_store(packed) == ()
+    assert sharing.has_all_layers(other, [packed])
+    report = ktc.pack(other, others=[packed])
+    assert (report.packed, report.kept, report.linked) == ((), (), LAYERS)
+    assert all(file_of(other, n).samefile(file_of(packed, n)) for n in range(2))
+    expected = logits(packed)
+    assert torch.equal(logits(other, map=True), expected)
+    assert all(finding.state == "good" for finding in ktc.verify(other, source=True))
+    assert ktc.pack(packed, force=True).packed == LAYERS
+    shutil.rmtree(store(packed))
+    assert torch.equal(logits(other, map=True), expected), "the other store keeps its files"
+
+
+def test_layers_that_differ_or_are_not_sealed_are_packed(packed: Path) -> None:
+    other = for_another_use(packed, {"threads": 2})
+    assert not sharing.has_all_layers(other, [packed])
+    assert ktc.pack(other, others=[packed]).packed == LAYERS
+    shutil.rmtree(other)
+    other = for_another_use(packed, {})
+    (store(packed) / "packed.json").unlink()
+    assert ktc.pack(other, others=[packed, packed.parent / "absent"]).packed == LAYERS
+
+
+def test_values_of_a_linked_model_are_finite(packed: Path) -> None:
+    other = for_another_use(packed, {})
+    for path in (packed.parent / "model").glob("*.safetensors"):
+        tensors, status = load_file(path), path.stat()
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][0] = float("nan")
+            save_file(tensors, path, metadata={"format": "pt"})
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    refused("L407", lambda: ktc.pack(other, others=[packed]))
+
+
+def test_a_file_that_cannot_be_linked_is_packed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refusing)
+    assert ktc.pack(for_another_use(packed, {}), others=[packed]).packed == LAYERS
 
 
 def test_a_copied_checkpoint_is_told_from_the_original_only_by_its_times(packed: Path, tmp_path: Path) -> None:
