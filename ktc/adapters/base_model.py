@@ -22,8 +22,8 @@ from ktc.adapters.adapter import Adapter, require_base
 from ktc.adapters.folder import no_original, split_name
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.hf import stock_model
+from ktc.model.hf.expert_layout import is_interleaved, is_transposed
 from ktc.model.hf.foreign_errors import first_line
-from ktc.model.hf.private_api import gate_code
 from ktc.model.loading.load import stock_class
 from ktc.model.manifest import manifest as compiled
 
@@ -151,23 +151,11 @@ def targets_of(model: nn.Module) -> Mapping[str, Target]:
 
 
 def _stack(name: str, module: nn.Module, tensor: Tensor, order: int) -> Target:
-    transposed = bool(getattr(module, "is_transposed", False))
+    transposed = is_transposed(module)
     experts, rows, columns = (int(size) for size in tensor.shape)
     out_features, in_features = (columns, rows) if transposed else (rows, columns)
-    interleaved = name.endswith("gate_up_proj") and _is_interleaved(module)
+    interleaved = name.endswith("gate_up_proj") and is_interleaved(module)
     return Target(name, out_features, in_features, experts, transposed, interleaved, order)
-
-
-def _is_interleaved(module: nn.Module) -> bool:
-    """Return whether gate and up are interleaved: then the second row reaches the first output of the gate code."""
-    code = gate_code(module)
-    if code is None:
-        return False
-    rows = torch.tensor([[0.5, 0.25, 0.75, 0.125, 1.0, 0.375, 0.625, 0.875]])
-    moved = rows.clone()
-    moved[0, 1] += 1.0
-    before, after = (cast("Tensor", code(values)) for values in (rows, moved))
-    return bool((after - before)[0, 0] != 0)
 
 
 def _local(adapter: Adapter) -> Path:

@@ -21,7 +21,8 @@ from ktc.adapters.layouts import SWAPPED_SINCE, key_of
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import versions
 from ktc.model.checkpoint.adapter_uses import keeps_stacked
-from ktc.model.hf.conversions import EXPERT_LAYERS, names_one_by_one
+from ktc.model.hf.conversions import names_one_by_one
+from ktc.model.hf.expert_layout import EXPERT_LAYERS
 
 EXPERT_NAMES = frozenset({"gate", *EXPERT_LAYERS})
 # The release that a config names, if the fused layouts cannot be distinguished otherwise.

@@ -89,5 +89,9 @@ def write_int4(
         f"{size(done.bytes_before)} -> {size(done.bytes_after)}{resumed}"
     )
     drift = "" if done.drift is None else f", {done.drift:.2f} times what the adapter changes"
+    if done.stacks:
+        session.show(f"{done.stacks} stacks of experts became matrices of single experts")
+    if not done.loads_in_transformers:
+        session.show("stock transformers has no names for single experts in this family; ktc loads the folder")
     session.show(f"rounding changes the weights by {done.rounding_error:.1%}{drift} (Frobenius norms)")
     session.next(*compiling(done.path, "moe-inference"))

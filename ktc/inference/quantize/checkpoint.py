@@ -36,6 +36,7 @@ from ktc.inference.quantize.shards import Rounding, stored_parts, write_shard
 from ktc.inference.quantize.trained_grids import Rounded, require_trained_grid, rounded_in_training
 from ktc.model.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from ktc.model.checkpoint.int4 import Int4Grid
+from ktc.model.hf.conversions import loads_single_experts
 
 _STATE: Final = "quantising.json"  # what the finished files are made of, and what rounding did in each
 
@@ -44,6 +45,9 @@ _STATE: Final = "quantising.json"  # what the finished files are made of, and wh
 class QuantisedCheckpoint:
     """What was written: quantised and all tensors of the original, bytes before and after, files found finished.
 
+    `stacks` of experts were written as one matrix per expert and part; `loads_in_transformers`: stock transformers has
+    names for such matrices in this family.
+
     `rounding_error` is |change| / |weights| of the quantised weights, by Frobenius norms. `drift` is |change| /
     |adapter|: what rounding changed, in terms of what a merged adapter added to these weights.
     """
@@ -51,6 +55,8 @@ class QuantisedCheckpoint:
     path: Path
     quantised: int
     tensors: int
+    stacks: int
+    loads_in_transformers: bool
     bytes_before: int
     bytes_after: int
     resumed_files: int
@@ -67,9 +73,9 @@ def quantize(  # noqa: PLR0913 - the options of a command, by keyword
     `requantise`: the adapter was trained beside rounded weights, and merging may round them again. `force` permits the
     replacement of a merged or quantised model at `out`. Raises InputRefused.
     """
-    original = open_original(model, adapter)
-    require_one_rounding(original, requantise)
     rounded = rounded_in_training(model, adapter) if adapter else dict[str, Rounded]()
+    original = open_original(model, adapter, lambda module: modules != "trained" or module in rounded)
+    require_one_rounding(original, requantise)
     selection = select(original.base, original.index, scheme, modules, rounded)
     if not requantise:
         require_trained_grid(rounded, selection.taken, scheme, modules)
@@ -94,13 +100,16 @@ def quantize(  # noqa: PLR0913 - the options of a command, by keyword
         finish_folder(work)
         put_folder(work, out, replaces=force)
     index, roundings = original.index, state.finished.values()
+    stacks = original.matrices.stacks if original.matrices else 0
     weights, change, added = (
         math.fsum(getattr(rounding, name) for rounding in roundings) for name in Rounding.__slots__
     )
     return QuantisedCheckpoint(
         path=out,
         quantised=len(selection.tensors),
-        tensors=len(index.tensors),
+        tensors=len(original.stored.tensors),
+        stacks=stacks,
+        loads_in_transformers=not stacks or loads_single_experts(original.base.model),
         bytes_before=index.bytes,
         bytes_after=sum((out / file).stat().st_size for file in index.files),
         resumed_files=resumed,

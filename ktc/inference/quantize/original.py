@@ -1,7 +1,8 @@
 """The weights that a quantised checkpoint is made of: those of a checkpoint, with a merged adapter added to them.
 
 In: a checkpoint or a compiled model of one, and an adapter. Out: an `Original`: an index of weights in full precision,
-and a reader of their rows. The weights that training saw decide what merging an adapter means (`trained_grids`).
+and a reader of their rows; stacks of experts are matrices where that is asked for (`expert_matrices`). The weights that
+training saw decide what merging an adapter means (`trained_grids`).
 Refused: weights that are quantised already (Q501), a merge that rounds them again without a request for it (Q505), and
 the refusals of `plan_additions`.
 """
@@ -24,6 +25,7 @@ from ktc.adapters.merge import plan_additions
 from ktc.adapters.merged_reader import Addition, MergedReader
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.files import file_digest
+from ktc.inference.quantize.expert_matrices import ExpertMatrices
 from ktc.inference.quantize.trained_grids import rounds_again
 from ktc.model.checkpoint.full_precision import FullPrecision
 from ktc.model.checkpoint.header import TensorEntry
@@ -45,6 +47,7 @@ class Original:
     index: CheckpointIndex
     config: Mapping[str, Any] | None
     weights: FullPrecision
+    matrices: ExpertMatrices | None
     adapter: Adapter | None
     additions: Mapping[str, Addition]
 
@@ -61,6 +64,8 @@ class Original:
         """
         with ExitStack() as opened:
             rows: RowReader = self.weights.reader(opened.enter_context(TensorReader(self.index.folder)))
+            if self.matrices is not None:
+                rows = self.matrices.reader(rows)
             if grids:
                 rows = _RoundedReader(rows, grids)
             if self.adapter is None:
@@ -71,8 +76,12 @@ class Original:
             yield merged, lambda: merged.added
 
 
-def open_original(model: Path, adapter: Path | None) -> Original:
-    """Return the weights of `model`, with `adapter` added. Raises InputRefused (Q501 for a GGUF file, A6xx)."""
+def open_original(model: Path, adapter: Path | None, apart: Callable[[str], bool] | None = None) -> Original:
+    """Return the weights of `model`, with `adapter` added.
+
+    Stacks in the modules of experts that `apart` accepts by their FQN are read as matrices. Raises InputRefused (Q501
+    for a GGUF file, Q502, A6xx).
+    """
     opened = require_lora(read_adapter(adapter)) if adapter else None
     base = find_base(opened, model) if opened else read_base(model)
     index = open_index(base.folder)
@@ -80,8 +89,10 @@ def open_original(model: Path, adapter: Path | None) -> Original:
         raise InputRefused(_quantised(base, "a GGUF file"))
     config = quantization_config_of(base.config)
     weights = FullPrecision(index, config)
-    added = plan_additions(place(opened, base), weights.index) if opened else dict[str, Addition]()
-    return Original(base, index, weights.index, config, weights, opened, added)
+    matrices = ExpertMatrices(base, weights.index, apart) if apart else None
+    read = matrices.index if matrices else weights.index
+    added = plan_additions(place(opened, base), read) if opened else dict[str, Addition]()
+    return Original(base, index, read, config, weights, matrices, opened, added)
 
 
 def require_one_rounding(original: Original, requantise: bool) -> None:

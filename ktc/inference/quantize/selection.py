@@ -3,8 +3,7 @@
 In: the headers, the stock model on meta, a scheme and what of the model is meant. Out: a frozen `Selection`. The list
 has a pattern per kind of module, with any number for a layer's, and is complete: it names every module with a matrix
 that stays, and no module that does not.
-Refused: experts that are stored as stacks, and no weight to quantise (Q502), and rows that the scheme's groups do not
-divide (Q503), all together.
+Refused: no weight to quantise (Q502), and rows that the scheme's groups do not divide (Q503), all together.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ktc.adapters.base_model import BaseModel
-from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.inference.quantize.expert_matrices import FLOATS
 from ktc.inference.quantize.scheme import Scheme
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.index import CheckpointIndex
@@ -24,7 +24,6 @@ from ktc.model.hf.stock_model import text_tower
 
 Modules = Literal["experts", "linears", "trained"]
 """The routed experts alone, or all linear layers but the head and routers too, or what training rounded."""
-_FLOATS: Final = ("bf16", "f16", "f32")
 _WEIGHT: Final = ".weight"
 _SHOWN: Final = 4  # kinds of matrices in a message
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -58,7 +57,6 @@ def select(
     linears = _linears(base)
     chosen: dict[str, TensorEntry] = {}
     owners: dict[str, str] = {}
-    stacks: list[str] = []
     for entry in index.tensors.values():
         place = find(entry.name, entry.shape)
         if not isinstance(place, Place):
@@ -66,16 +64,14 @@ def select(
         target = base.targets.get(place.target)
         experts = target is not None and bool(target.experts)
         module = place.target.rpartition(".")[0]
-        if experts and len(entry.shape) == 3:
-            stacks.append(entry.name)
-        elif len(entry.shape) != 2 or not entry.name.endswith(_WEIGHT) or entry.dtype not in _FLOATS:
+        if len(entry.shape) != 2 or not entry.name.endswith(_WEIGHT) or entry.dtype not in FLOATS:
             continue
-        elif experts or place.target in linears:
+        if experts or place.target in linears:
             owners[entry.name] = module
             if module in trained if modules == "trained" else experts or modules == "linears":
                 chosen[entry.name] = entry
-    if stacks or not chosen:
-        raise InputRefused(_nothing(base, stacks, modules))
+    if not chosen:
+        raise InputRefused(_nothing(base, modules))
     undivided = [entry for entry in chosen.values() if entry.shape[1] % _size(entry, scheme)]
     if undivided:
         raise InputRefused(_undivided(undivided, scheme))
@@ -128,11 +124,8 @@ def _pattern(module: str) -> str:
 
 
 # What is refused -------------------------------------------------------------------------------------------------
-def _nothing(base: BaseModel, stacks: list[str], modules: Modules) -> Diagnostic:
-    if stacks:
-        message = f"the experts of `{base.name}` are stored as stacks ({listing(stacks, 2)}), and INT4 as matrices"
-        hint = "`fake_quant(int4)` and `quantize(int4)` round them when the model is loaded"
-    elif modules == "trained":
+def _nothing(base: BaseModel, modules: Modules) -> Diagnostic:
+    if modules == "trained":
         message = f"nothing says that training rounded weights of `{base.name}`"
         hint = "name the compiled model that was trained, or what to quantise: `--modules experts`"
     else:

@@ -49,7 +49,7 @@ def read_weight(
         tensor = read_rows(reader, index, codes, source.quantised, run or whole, dtype)
         tensor = tensor if run else tensor.view(source.quantised.shape)
     steps = source.steps[1:] if stacked and source.is_flat else source.steps
-    return _laid_out(tensor, steps, 1 if stacked else 0)
+    return laid_out(tensor, steps, 1 if stacked else 0)
 
 
 def _read_expert(reader: TensorReader, entry: TensorEntry, source: WeightSource, expert: int) -> Tensor:
@@ -240,7 +240,7 @@ def _by_group(operation: Binary, values: Tensor, of_group: Tensor, size: int) ->
 _METHODS: dict[Method, Callable[..., Tensor]] = {"fp8": _fp8, "int4": _int4, "mxfp4": _fp4, "nvfp4": _fp4}
 
 
-def _laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:
+def laid_out(tensor: Tensor, steps: Sequence[Step], taken: int) -> Tensor:
     """Apply `steps` to a tensor from which `taken` leading dimensions were removed."""
     for step in steps:
         runs = step.dims[1:] if step.operation in COUNTED else ()

@@ -21,8 +21,10 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,  # pyright: ignore[reportUnknownVariableType]
 )
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from ktc.model.checkpoint import Part, Step
+from ktc.model.hf.expert_layout import EXPERT_LAYERS, is_interleaved, one_expert
 
 STACKED_PARTS: Mapping[str, Part] = {
     "gate_up_proj": "gate_up",
@@ -33,11 +35,6 @@ STACKED_PARTS: Mapping[str, Part] = {
     "down_proj_bias": "down_bias",
 }
 """The contents of the stacked tensor of an experts module, by its own name."""
-
-EXPERT_LAYERS: Mapping[str, str] = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"
-}  # fmt: skip
-"""Which part of an expert a layer of one expert is, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,8 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str,
         if target not in targets and name in targets:  # a renaming for another file's names
             return Place(name)
         if pattern is None:
-            return Place(target)
+            single = None if target in targets else _of_one_expert(model, name, targets, renamings, converters)
+            return single or Place(target)
         converter = by_pattern[pattern]
         renamed, _ = rename_source_key(name, renamings, [], prefix, None)
         number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
@@ -105,6 +103,24 @@ def placer(model: PreTrainedModel, targets: dict[str, Tensor]) -> Callable[[str,
         return _of_several(converter, which, target, expert) or _unmappable(converter)
 
     return place
+
+
+def _of_one_expert(
+    model: PreTrainedModel, name: str, targets: dict[str, Tensor], renamings: list[WeightRenaming],
+    converters: list[WeightConverter],
+) -> Place | Unmappable | None:  # fmt: skip
+    """Return the place of one expert's matrix in a family whose files have stacks; `None` for another name.
+
+    Quantised files have such matrices, since their formats describe single layers.
+    """
+    single = one_expert(name)
+    for stack in single.stacks if single is not None else ():
+        target, _ = rename_source_key(stack, renamings, converters, model.base_model_prefix, targets)
+        if single is not None and target in targets and targets[target].dim() == 3:
+            if target.endswith("gate_up_proj") and is_interleaved(model.get_submodule(target.rpartition(".")[0])):
+                return Unmappable(f"is one expert's {single.part}, and rows of gate and up alternate in this model")
+            return Place(target, single.expert, single.part)
+    return None
 
 
 def _unmappable(converter: WeightConverter) -> Unmappable:
@@ -190,6 +206,12 @@ def _steps(converter: WeightConverter, number: int, config: PreTrainedConfig) ->
 def spelled(operation: ConversionOps) -> str:
     """Return the operation and its dimension, such as `Concatenate(1)`."""
     return f"{type(operation).__name__}({getattr(operation, 'dim', '')})"
+
+
+def loads_single_experts(model: PreTrainedModel) -> bool:
+    """Return whether transformers fills the experts of `model` from quantised matrices of single experts."""
+    modules = {type(module).__name__ for module in model.modules()}
+    return bool(names_one_by_one(model)) or bool(modules & MODULES_TO_PATCH_FOR_QUANTIZATION.keys())
 
 
 def names_one_by_one(model: PreTrainedModel) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ def misfit_of_experts(experts: FusedMoe, source: WeightSource, leaf: str) -> str
     if leaf not in stock_names(experts.form) or source.part is None:
         return f"experts of the form `{experts.form}` are not filled so"
     half = is_half(source, leaf)
-    if half and source.span is None and (experts.form.transposed or experts.form.interleaved):
+    if half and source.span is None and source.expert is None and (experts.form.transposed or experts.form.interleaved):
         return f"experts of the form `{experts.form}` are not joined of gate and up"
     if source.span is not None and (
         not half or (source.span, source.stride) != half_of(experts.form, leaf, source.part, experts.intermediate)
@@ -49,7 +49,9 @@ def is_half(source: WeightSource, leaf: str) -> bool:
 def by_part(
     source: WeightSource, form: ExpertsForm, leaf: StockTensor, tensor: Tensor
 ) -> Iterable[tuple[ExpertPart, Tensor]]:
-    """Yield the parts in an expert's slice, or in a half of it that is stored apart."""
+    """Yield the parts in an expert's slice, or in a half of it that is stored apart. One expert's matrix is rows."""
+    if source.expert is not None and (is_half(source, leaf) or not leaf.startswith("gate_up")):
+        return [(cast("ExpertPart", source.part), tensor)]
     if is_half(source, leaf):
         turned = form.transposed and tensor.dim() == 2  # the row is written for the stock tensor
         return [(cast("ExpertPart", source.part), tensor.t() if turned else tensor)]
@@ -65,7 +67,7 @@ def stored_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool)
     codes, blocks = source.plain_codes, source.plain_blocks
     if codes is not None and all(experts.weights.takes_codes(part, *codes) for part in row.parts):
         return row.load_codes
-    in_order = bool(source.steps) == experts.form.transposed
+    in_order = source.expert is not None or bool(source.steps) == experts.form.transposed
     if blocks is None or not in_order:
         return None
     return row.load_blocks if all(experts.weights.takes_blocks(part, blocks) for part in row.parts) else None

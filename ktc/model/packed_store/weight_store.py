@@ -24,6 +24,7 @@ from ktc.model.experts.anonymous_memory import collapse
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import StockTensor
 from ktc.model.graph.typed import named_modules, owner_of
+from ktc.model.hf.expert_layout import has_columns
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.packed_store.finite_weights import is_finite, not_finite
 from ktc.model.packed_store.placement import device_of
@@ -139,7 +140,7 @@ def _misfit(model: nn.Module, source: WeightSource) -> str:
             return misfit
     if isinstance(module, StoredLinear) and leaf == "weight" and (misfit := misfit_of_blocks(module, source)):
         return misfit
-    return _misfit_of_slice(source, tuple(tensor.shape), leaf)
+    return _misfit_of_slice(source, tuple(_as_rows(module, source, tensor).shape), leaf)
 
 
 def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) -> str:
@@ -161,6 +162,12 @@ def _misfit_of_slice(source: WeightSource, shape: tuple[int, ...], leaf: str) ->
         wanted[span.dim] = span.length
     loaded = list(source.loaded_shape)
     return "" if loaded == wanted else f"it is {list(shape)}, the row gives {loaded} where {wanted} is needed"
+
+
+def _as_rows(module: nn.Module, source: WeightSource, tensor: Tensor) -> Tensor:
+    """Return the target as its row sees it: a matrix of one expert is (out, in), also of a stack of (in, out)."""
+    turned = source.expert is not None and tensor.dim() == 3 and has_columns(module)
+    return tensor.transpose(1, 2) if turned else tensor
 
 
 def _leaf_of(part: str) -> str:
@@ -188,7 +195,7 @@ def _put(
     place = _materialised(module, leaf, device)
     place = place.view(source.viewed) if source.viewed else place
     if expert is not None:
-        place = place[expert]
+        place = _as_rows(module, source, place)[expert]
     if source.span is not None:
         dim = source.span.dim - (expert is not None)
         place = place[(*[slice(None)] * dim, _places(source, source.span))]

@@ -29,6 +29,7 @@ from ktc.model.checkpoint import (
 )
 from ktc.model.checkpoint.quantised import scales_of_activations
 from ktc.model.hf.conversions import STACKED_PARTS, Place, Placed, Split, Unmappable, placer
+from ktc.model.hf.expert_layout import has_columns
 from ktc.model.hf.missing import why_missing
 from ktc.model.hf.private_api import unexpected_keys
 from ktc.model.hf.stock_model import quantization_config_of
@@ -82,8 +83,9 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
             unused.append(weight.entry.name)
             continue
         spot = replace(spot, target=target)
-        source = _source(weight, spot, targets[target])
-        problems += _misfits(source, spot, targets[target], taken.get(spot))
+        rows = _as_rows(model, spot, targets[target])
+        source = _source(weight, spot, rows)
+        problems += _misfits(source, spot, rows, taken.get(spot))
         taken[spot] = source
     why = why_missing(model.config, index, unused)
     taken, gaps = _joined(taken, targets, why)
@@ -92,6 +94,12 @@ def map_weights(model: PreTrainedModel, index: CheckpointIndex) -> WeightMap:
     if problems:
         raise InputRefused(*_shortened(problems))
     return WeightMap(tuple(taken.values()), (*warnings, *_unexpected(model, unused), *_unread(index)))
+
+
+def _as_rows(model: PreTrainedModel, place: Place, target: Tensor) -> Tensor:
+    """Return the target as its rows see it: a matrix of one expert is (out, in), also of a stack of (in, out)."""
+    turned = place.expert is not None and has_columns(_owner(model, place.target))
+    return target.transpose(1, 2) if turned and target.dim() == 3 else target
 
 
 def _spots(placed: Placed) -> tuple[Place | Unmappable, ...]:

@@ -57,7 +57,7 @@ def stock_tensor(form: ExpertsForm, part: str) -> StockTensor:
 def _row(row: WeightSource, place: _Place) -> WeightSource | None:
     count = place.module.sizes[0]
     turns = place.layout.turned != place.module.form.transposed
-    if row.expert is not None and not turns and row.target == place.target:
+    if row.expert is not None and row.target == place.target:  # a matrix (out, in) of one expert
         return row if row.expert < count else None
     if row.transform == "per_expert" and not turns and row.target == place.target and row.shape[0] == count:
         return row
