@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -27,6 +28,7 @@ from ktc.foundation.regular_files import read_regular
 from ktc.inference.quantize.gguf_rows import codes_of, rows_of
 from ktc.inference.quantize.gguf_settings import add_settings
 from ktc.inference.quantize.gguf_tensors import Q4_0, FilePlan, FileTensor, parameters, plan_file
+from ktc.inference.quantize.gguf_text import NOTE, text_config
 from ktc.inference.quantize.gguf_tokenizer import add_tokenizer
 from ktc.inference.quantize.original import Original, open_original
 from ktc.inference.quantize.trained_grids import merged_grid, rounded_in_training
@@ -74,6 +76,7 @@ def write_gguf_model(
     original = open_original(model, adapter)
     grid = merged_grid(rounded_in_training(model, adapter), _BESIDE) if adapter else ""
     architecture = architecture_of(original.base)
+    text = text_config(original.base)
     plan = plan_file(original, architecture, matrices)
     require_new(out, force, (model, adapter))
     alone = out.suffix == ".gguf"
@@ -86,6 +89,7 @@ def write_gguf_model(
         vocabulary = int(original.base.config.get_text_config().vocab_size)
         kind = add_tokenizer(writer, original.base.folder, original.base.model_type, vocabulary)
         notes = add_settings(writer, original.base, architecture)
+        notes = notes if text is None else (*notes, NOTE)
         notes = (*notes, _NOT_ROUNDED.format(grid)) if grid else notes
         if not alone:
             called = file_name(name, label_of(*_counts(original, plan)), encoding=_main_type(plan, matrices))
@@ -96,18 +100,21 @@ def write_gguf_model(
         if not alone:
             copy_others(original.base.folder, path)
             (path / INDEX_FILE).unlink(missing_ok=True)
-            _write_config(path)
+            _write_config(path, text)
             settings = {"type": matrices, "shard_bytes": str(shard_bytes)}
             write_record(path, "gguf", original.base.folder, adapter, settings, files)
     types = dict(Counter(tensor.type for tensor in plan.tensors))
     return WrittenFile(out, (out.name,) if alone else files, len(plan.tensors), types, size, kind, plan.left_out, notes)
 
 
-def _write_config(folder: Path) -> None:
-    """Remove from config.json how the original's weights were quantised: the file's types say how its are."""
+def _write_config(folder: Path, text: Mapping[str, Any] | None) -> None:
+    """Remove from config.json how the original's weights were quantised: the file's types say how its are.
+
+    A file of the part for text has the config `text`.
+    """
     path = folder / "config.json"
-    config: dict[str, Any] = json.loads(read_regular(path).decode())
-    if config.pop("quantization_config", None) is not None:
+    config: dict[str, Any] = dict(text or json.loads(read_regular(path).decode()))
+    if config.pop("quantization_config", None) is not None or text is not None:
         write_file(path, json.dumps(config, indent=2) + "\n")
 
 

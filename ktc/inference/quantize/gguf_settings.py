@@ -11,8 +11,10 @@ from typing import Any, Final
 
 from ktc.adapters.base_model import BaseModel
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.inference.quantize.gguf_text import text_type
 
 # Whether llama.cpp normalises the weights of the chosen experts, where no setting of the file says it.
+_SECTIONS: Final = (24, 20, 20)  # of Qwen3-VL where config.json does not say
 _NORMALISES: Final[Mapping[str, bool]] = {"qwen3moe": True, "qwen2moe": False, "olmoe": False}
 
 
@@ -44,11 +46,13 @@ def add_settings(writer: Any, base: BaseModel, architecture: str) -> tuple[str, 
     _experts(writer, base, config, architecture)
     if getattr(config, "clip_qkv", None):
         writer.add_clamp_kqv(config.clip_qkv)
+    if architecture == "qwen3vlmoe":
+        _positions(writer, base, rope)
     if architecture == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
     if rope.get("rope_type") == "yarn" and not rope.get("truncate", True):
         return ("llama.cpp rounds the range of frequencies that yarn blends, and this model does not: answers differ",)
-    if base.model_type == "deepseek_v2" and (config.n_group or 1) > 1 and config.topk_method != "greedy":
+    if text_type(base) == "deepseek_v2" and (config.n_group or 1) > 1 and config.topk_method != "greedy":
         return ("llama.cpp ranks groups of experts by their two best, and this model by the best: answers differ",)
     return ()
 
@@ -76,6 +80,14 @@ def _latent_attention(writer: Any, config: Any, rope: Mapping[str, Any]) -> None
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
     if rope.get("mscale_all_dim"):
         writer.add_rope_scaling_yarn_log_mul(0.1 * float(rope["mscale_all_dim"]))
+
+
+def _positions(writer: Any, base: BaseModel, rope: Mapping[str, Any]) -> None:
+    """Add how positions of several axes share a head's channels, and the layers that features of images enter."""
+    sections = [int(count) for count in rope.get("mrope_section") or _SECTIONS]
+    writer.add_rope_dimension_sections([*sections, *[0] * (4 - len(sections))])
+    vision: Any = getattr(base.config, "vision_config", None)
+    writer.add_num_deepstack_layers(len(getattr(vision, "deepstack_visual_indexes", None) or ()))
 
 
 def _rope_scaling(writer: Any, rope: Mapping[str, Any]) -> None:
@@ -115,7 +127,7 @@ def _experts(writer: Any, base: BaseModel, config: Any, architecture: str) -> No
     writer.add_leading_dense_block_count(min(layers))
     writer.add_expert_shared_count(config.n_shared_experts or 0)
     writer.add_expert_weights_scale(float(config.routed_scaling_factor))
-    is_sigmoid = base.model_type == "deepseek_v3"
+    is_sigmoid = text_type(base) == "deepseek_v3"
     writer.add_expert_weights_norm(bool(config.norm_topk_prob) if is_sigmoid else False)
     gating = ExpertGatingFuncType.SIGMOID if is_sigmoid else ExpertGatingFuncType.SOFTMAX
     writer.add_expert_gating_func(gating)

@@ -1,9 +1,9 @@
 """The tensors of a model's GGUF file: which rows of which stored weights each is made of, and in which order.
 
 In: the original's index of weights, the stock model on meta, and the type of the file's matrices. Out: a `FileTensor`
-for each, in the order of the model. Vectors, norms, biases and routers are fp32, as llama.cpp expects them. `llama`
-orders the rows of q and k by pairs. `deepseek2` splits `kv_b_proj` into keys, transposed for the latent cache, and
-values. INT4 weights in groups of whole blocks stay codes, as Q4_0.
+for each but those of towers, in the order of the model. Vectors, norms, biases and routers are fp32, as llama.cpp
+expects them. `llama` orders the rows of q and k by pairs. `deepseek2` splits `kv_b_proj` into keys, transposed for the
+latent cache, and values. INT4 weights in groups of whole blocks stay codes, as Q4_0.
 Refused (Q510): weights without a name in the architecture's files, weights that the checkpoint lacks, and weights in a
 form that only the model's code converts.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.gguf import heads_by_pairs
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.inference.quantize.gguf_text import names_of_text
 from ktc.inference.quantize.original import Original
 from ktc.model.checkpoint.gguf_architectures import gguf_name_of
 from ktc.model.checkpoint.gguf_types import block_of
@@ -81,13 +82,13 @@ class FilePlan:
 def plan_file(original: Original, architecture: str, matrices: str) -> FilePlan:
     """Decide what the file of `architecture` has; `matrices` is its matrices' type. Raises InputRefused (Q510)."""
     base = original.base
-    targets: dict[str, Tensor] = base.model.state_dict()
+    names, targets = names_of_text(base), cast("dict[str, Tensor]", base.model.state_dict())
     pairs = cast("Mapping[str, str]", getattr(base.model, "all_tied_weights_keys", None) or {})
     places, problems, left_out = _places(original, targets, pairs)
     why = why_missing(base.config, original.index, left_out)
     name_of = gguf_name_of(architecture, base.config.get_text_config().num_hidden_layers)
     tensors: list[FileTensor] = []
-    for name, tensor in targets.items():
+    for name, tensor in ((name, targets[name]) for name in targets if name in names):
         stored = places.get(name, {})
         if not stored:
             if name not in pairs:

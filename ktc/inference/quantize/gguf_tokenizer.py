@@ -21,6 +21,7 @@ _BPE, _SENTENCE_PIECE = "gpt2", "llama"
 _SPLITTING: Final[Mapping[str, str]] = {
     "qwen2_moe": "qwen2",
     "qwen3_moe": "qwen2",
+    "qwen3_vl_moe": "qwen2",
     "olmoe": "olmo",
     "deepseek_v2": "deepseek-llm",
     "deepseek_v3": "deepseek-v3",

@@ -20,7 +20,8 @@ ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "olmoe": ("olmoe",),
     "gpt-oss": ("gpt_oss",),
     "llama": ("mixtral",),
-    "deepseek2": ("deepseek_v2", "deepseek_v3"),
+    "deepseek2": ("deepseek_v2", "deepseek_v3", "kimi_k25"),
+    "qwen3vlmoe": ("qwen3_vl_moe", "qwen3_moe"),  # of its part for text
 }
 # Names of transformers that differ in the package's table.
 _SPELLED = (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"))
@@ -41,6 +42,7 @@ def gguf_name_of(architecture: str, layers: int) -> Callable[[str], str | None]:
     names = get_tensor_name_map(MODEL_ARCH(number), layers)
 
     def name_of(target: str) -> str | None:
+        target = target.replace("language_model.", "", 1)  # of a model with towers
         for spelled, other in _SPELLED:
             target = target.removesuffix(spelled) + other if target.endswith(spelled) else target
         return names.get_name(target, try_suffixes=(".weight", ".bias"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -15,8 +16,9 @@ import torch
 from adapter_twins import adapted, stock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from ktc.adapters.base_model import read_base
 from ktc.adapters.merge import merge
 from ktc.cli.app import main
 from ktc.diagnostics import InputRefused
@@ -36,7 +38,8 @@ from ktc.stages.capture.model import build_on_meta
 from ktc.stages.capture.weights import map_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FAMILIES = [kind for kinds in ARCHITECTURES.values() for kind in kinds]
+WHOLE = ("qwen3_vl_moe", "kimi_k25")  # with towers
+FAMILIES = [kind for kind in dict.fromkeys(itertools.chain(*ARCHITECTURES.values())) if kind not in WHOLE]
 
 
 def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Path:
@@ -119,6 +122,39 @@ def test_ktc_loads_the_model_that_was_written(family: str, tmp_path: Path) -> No
     assert len(written.files) > 1
     model, original = loaded(written.path), stock(source, torch.bfloat16)
     assert_same(model, original)
+
+
+def put(filled: Any, model: Any) -> None:
+    """Copy what was read to a model that has its computed buffers too."""
+    values = {name: each for name, each in filled.state_dict().items() if not each.is_meta}
+    model.load_state_dict(values, strict=False)
+    model.tie_weights()
+
+
+@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_text_part_of_a_model_with_towers(family: str, coded: bool, tmp_path: Path) -> None:
+    config = twin.shrink(twin.default_config(family, whole=True))
+    config.get_text_config().moe_intermediate_size = 64
+    twin.build(config, seed=5, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    source = tmp_path / "model"
+    if coded:
+        source = quantize(source, tmp_path / "int4", SCHEMES["int4-channel"]).path
+    written = write_gguf_model(source, tmp_path / "out", "bf16")
+    assert any("towers" in note for note in written.notes)
+    assert not any("visual" in name or name.startswith("v.") for name in tensors_of(file_in(written.path)))
+    assert written.types.get("q4_0", 0) == (6 * coded)
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    if coded:
+        meta, index = read_base(source).model, open_index(source)
+        fill(meta, map_weights(meta, index).sources, index, {})
+        put(meta, whole)
+    text: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(written.path), dtype=torch.float32).eval()
+    put(loaded(written.path), text)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        found, expected = text(ids).logits, whole(input_ids=ids).logits
+    assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_int4_becomes_q4_0_bit_for_bit(tmp_path: Path) -> None:
