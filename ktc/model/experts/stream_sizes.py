@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work on a bus of 55 GB/s
-# Rows of an expert, on average, that a GPU multiplies with codes. A copy and `grouped_mm` take 0.7 of the time for 256,
-# but a call of resident experts would be cut into chunks for it, which wait for Python.
-MOST_ROWS: Final = 256
+# Rows of an expert, on average, that a GPU multiplies with codes. For 256, a copy and `grouped_mm` take 0.7 of the
+# time, and the Python of two chunks.
+MOST_ROWS: Final = 128
 PIECES: Final = 4  # that a ring holds at least
 
 # Bytes of decoded matrices in a chunk, and of its rows in their widest form: parts of the GPU's memory. A chunk costs

@@ -69,9 +69,9 @@ class Amounts:
             return self.passes * _UNPACKED * self.read(work)
         weights = work.products / experts.top_k * experts.count * experts.touched(self.use.tokens)
         backward = self.calls * self.use.trains
-        return (backward if self._multiplies_codes(work) else self.passes) * 4 * weights  # of bf16, written and read
+        return (backward if self.multiplies_codes(work) else self.passes) * 4 * weights  # of bf16, written and read
 
-    def _multiplies_codes(self, work: Work) -> bool:
+    def multiplies_codes(self, work: Work) -> bool:
         """Whether experts have so few rows on average that no decoded copy of their matrices is made in forward."""
         experts = work.experts
         rows = 0 if experts is None else self.use.tokens * experts.top_k / experts.count
@@ -98,7 +98,7 @@ class Amounts:
         experts = work.experts
         if experts is None:
             return self.operators(work)
-        stays = len(experts.devices) < 2 and (work.decoded or (experts.resident and self._multiplies_codes(work)))
+        stays = len(experts.devices) < 2 and (work.decoded or (experts.resident and self.multiplies_codes(work)))
         at_once = not work.packed or (stays and not self.use.trains) or self.use.phase == "decode"
         count = _GROUPED if at_once else _ROUTED + _CHUNK * experts.chunks
         return self.calls * count * self._issues

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ktc.foundation.formats import FORMATS, Dense
 from ktc.foundation.rates import Figure, GpuRates, Rates
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.traffic import states, traffic_of
@@ -23,14 +24,17 @@ _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel update
 
 # Fitted to runs on H100 and H200, of two models and 8 to 48 layers (docs/benchmarks.md, "Plans"), in launches of one
 # small kernel.
-_LAUNCHES: Final = 4.2  # an operator with the Python around it
+_LAUNCHES: Final = 4.9  # an operator with the Python around it
 _CALL: Final = 50  # operators outside the layers: embedding, positions, mask, the preparation of `generate`
-_STEP: Final = 170  # Python between two steps of a CUDA graph, and the copies around one
+_STEP: Final = 215  # Python between two steps of a CUDA graph, and the copies around one
 _NODES: Final = 2.3  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
-_MICRO_BATCH: Final = 1700  # a trainer's own work on a sequence, its head and its loss
+_MICRO_BATCH: Final = 650  # a trainer's own work on a sequence, its head and its loss
 # What of the others' time remains, where a GPU, buses and Python work side by side: one thread issues both kernels and
 # copies, and the ring of sent weights holds about a layer.
 _BESIDE: Final = 0.2
+_CODES: Final = 0.2  # of the products of bf16, the rate at which a GPU multiplies codes, where it does not decode them
+# Of the CPU's bandwidth, the part that few rows times codes reach: 0.5 to 0.6 on a Xeon with AMX (docs/benchmarks.md).
+_CODES_READ: Final = 0.55
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,9 @@ class _Clock:
         # Threads of all nodes read scattered weights over the link between the nodes.
         bandwidth = cpu.node_bandwidth.median if work.scattered else at(cpu.bandwidth, self.threads)
         rate = at(cpu.products.get(work.weight_format) or cpu.products["bf16"], self.threads)
-        products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
+        is_coded = work.packed and not isinstance(FORMATS.get(work.weight_format), Dense)
+        read = bandwidth * (_CODES_READ if is_coded else 1.0)
+        products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / read)
         one = cpu.call if self.issue.native_step else cpu.operator
         issued = amounts.operators(work) * one.median
         attention = cpu.latent_attention if work.core.latent else cpu.attention
@@ -135,6 +141,7 @@ class _Clock:
     def _on_gpu(self, work: Work, device: str) -> dict[str, float]:
         amounts, gpu = self.amounts, self._gpu(device)
         rate, bandwidth = _products_of(gpu, work), gpu.bandwidth.median
+        rate *= _CODES if amounts.multiplies_codes(work) and not amounts.use.trains else 1.0
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         attention = gpu.latent_attention if work.core.latent else gpu.attention
         busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth

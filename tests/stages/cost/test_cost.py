@@ -10,6 +10,7 @@ from families import CPU, captured, full_size
 from ktc.foundation.host import Gpu
 from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
 from ktc.language import dsl
+from ktc.model.experts.stream_sizes import MOST_ROWS
 from ktc.stages.capture import CapturedModel
 from ktc.stages.cost import Use, Work, predict, work_of
 from ktc.stages.cost.amounts import Amounts
@@ -160,13 +161,26 @@ def test_a_gpu_unpacks_the_weights_of_a_kernel() -> None:
 def test_a_gpu_decodes_codes_for_many_rows_and_in_backward() -> None:
     experts = RoutedExperts(64, 8, ("cuda:0",), 1, resident=True, chunks=4)
     work = Work("experts", 0, "cpu", "int4", 8e6, 36e6, experts=experts, packed=True, coded=True)
+    few = MOST_ROWS * experts.count // experts.top_k
     copies = {
         tokens: [Amounts(Use(phase, 1, tokens)).unpacking(work) / (4 * 64e6) for phase in ("prefill", "train")]
-        for tokens in (2048, 2049)
+        for tokens in (few, few + 1)
     }
-    assert copies[2048] == pytest.approx([0, 1])
-    assert copies[2049] == pytest.approx([1, 2])
-    assert Amounts(Use("prefill", 1, 2048)).issued(work) < Amounts(Use("prefill", 1, 2049)).issued(work)
+    assert copies[few] == pytest.approx([0, 1])
+    assert copies[few + 1] == pytest.approx([1, 2])
+    assert Amounts(Use("prefill", 1, few)).issued(work) < Amounts(Use("prefill", 1, few + 1)).issued(work)
+
+
+def test_few_rows_times_codes_take_longer_than_their_bytes_and_fewer_flops() -> None:
+    machine = rates()
+    experts = RoutedExperts(64, 8, ("cuda:0",), 1, resident=True)
+    plain = Work("experts", 0, "cpu", "bf16", 8e6, 36e6, packed=True, decoded=True, experts=experts)
+    coded = replace(plain, weight_format="int4", decoded=False, coded=True)
+    prompt, step = Use("prefill", 1, 512), Use("decode", 1, 512)
+    assert predict([coded], prompt, machine, 16).seconds > predict([plain], prompt, machine, 16).seconds
+    on_cpu = [replace(work, experts=RoutedExperts(64, 8)) for work in (plain, coded)]
+    of_plain, of_coded = (predict([work], step, machine, 16).seconds for work in on_cpu)
+    assert of_coded > 1.5 * of_plain
 
 
 def test_checkpointing_reads_weights_once_more(v2_lite: CapturedModel) -> None:
