@@ -14,7 +14,6 @@ that it found. Each finished stage is reported to `observe(stage, value)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,7 +21,7 @@ from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, KtcError, Proof
 from ktc.foundation.host import Host
 from ktc.language import dsl
 from ktc.stages.analysis import Analysis, Report
-from ktc.stages.capture import CapturedModel, capture, open_model
+from ktc.stages.capture import TO_INSPECT, CapturedModel, Reading, capture
 from ktc.stages.capture.compilable import require_compilable
 from ktc.stages.capture.weights import WeightMap, map_weights
 from ktc.stages.choose import FORMAT, Chosen, choose_plan, with_ways_out
@@ -67,15 +66,13 @@ def compile(  # noqa: PLR0913 - the public interface, by keyword
     from ktc.stages.link import check_out
 
     check_out(Path(out), force)
-    analysis = analyse(
-        model, rules, settings, host, observe,
-        to_compile=True, random_weights=random_weights, trust_remote_code=trust_remote_code, text_only=text_only,
-    )  # fmt: skip
+    reading = Reading(trust_remote_code, text_only, random_weights, to_compile=True)
+    analysis = analyse(model, rules, settings, host, observe, reading=reading)
     return complete(analysis, out, observe, force=force)
 
 
 def complete(analysis: Analysis, out: str | Path, observe: Observe = _unobserved, *, force: bool = False) -> Path:
-    """Prove and build an analysis that was made `to_compile`, into the package `out`. Raises as `compile` does."""
+    """Prove and build an analysis of a model read `to_compile`, into the package `out`. Raises as `compile` does."""
     from ktc.model.loading.trial import try_out
     from ktc.stages.codegen.build import build
     from ktc.stages.codegen.render import render
@@ -98,34 +95,19 @@ def complete(analysis: Analysis, out: str | Path, observe: Observe = _unobserved
     return path
 
 
-def analyse(  # noqa: PLR0913 - the options of `compile`
-    model: Model,
-    rules: str | Path,
-    settings: Mapping[str, str] | None = None,
-    host: Host | None = None,
-    observe: Observe = _unobserved,
-    *,
-    must_fit: BatchShape = ANY_SIZE,
-    to_compile: bool = False,
-    random_weights: bool = False,
-    trust_remote_code: bool = False,
-    text_only: bool = False,
-) -> Analysis:
+def analyse(
+    model: Model, rules: str | Path, settings: Mapping[str, str] | None = None, host: Host | None = None,
+    observe: Observe = _unobserved, *, must_fit: BatchShape = ANY_SIZE, reading: Reading = TO_INSPECT,
+) -> Analysis:  # fmt: skip
     """Run the stages that read no weight and need no C++ compiler.
 
-    `must_fit` is the size of input that must fit. With `to_compile`, weights are fetched from the hub, and a model that
-    cannot be compiled is refused before it is matched. With `random_weights` the checkpoint is not looked at.
-    Raises as `compile` does, but a plan over budget is a value.
+    `must_fit` is the size of input that must fit. Raises as `compile` does, but a plan over budget is a value.
     """
     if host is None:
         from ktc.foundation.measured_host import this_host
 
         host = this_host()
-    ruleset, captured, weights = read(
-        model, rules, settings, observe,
-        to_compile=to_compile, random_weights=random_weights, trust_remote_code=trust_remote_code,
-        text_only=text_only,
-    )  # fmt: skip
+    ruleset, captured, weights = read(model, rules, settings, observe, reading)
 
     def in_format(name: str) -> dsl.RuleSet:
         return dsl.load(rules, {**(settings or {}), FORMAT: name})
@@ -133,28 +115,19 @@ def analyse(  # noqa: PLR0913 - the options of `compile`
     return _decide(ruleset, captured, weights, host, observe, must_fit, in_format)
 
 
-def read(  # noqa: PLR0913 - the options of `analyse`
-    model: Model,
-    rules: str | Path,
-    settings: Mapping[str, str] | None = None,
-    observe: Observe = _unobserved,
-    *,
-    to_compile: bool = False,
-    random_weights: bool = False,
-    trust_remote_code: bool = False,
-    text_only: bool = False,
-) -> tuple[dsl.RuleSet, CapturedModel, WeightMap]:
+def read(
+    model: Model, rules: str | Path, settings: Mapping[str, str] | None = None, observe: Observe = _unobserved,
+    reading: Reading = TO_INSPECT,
+) -> tuple[dsl.RuleSet, CapturedModel, WeightMap]:  # fmt: skip
     """Run the stages that no machine changes: rules, the captured model, and the rows of its checkpoint."""
     ruleset = dsl.load(rules, settings or {})
     observe("rules", ruleset)
-    fetch = to_compile and not random_weights
-    source = open_model(model, fetch_weights=fetch, trust_remote_code=trust_remote_code, text_only=text_only)
-    source = replace(source, index=None) if random_weights else source
+    source = reading.of(model)
     observe("model", source)
     captured = capture(source)
     observe("capture", captured)
-    if to_compile:
-        require_compilable(captured, needs_weights=not random_weights)
+    if reading.to_compile:
+        require_compilable(captured, needs_weights=not reading.random_weights)
     weights = WeightMap((), ())
     if source.index is not None:
         weights = map_weights(captured.model, source.index)
@@ -210,7 +183,7 @@ def inspect(
     text_only: bool = False, observe: Observe = _unobserved,
 ) -> Report:  # fmt: skip
     """Run the stages up to the proof; a config.json is enough and nothing is written. Raises as `compile` does."""
-    analysis = analyse(model, rules, settings, host, observe, trust_remote_code=trust_remote_code, text_only=text_only)
+    analysis = analyse(model, rules, settings, host, observe, reading=Reading(trust_remote_code, text_only))
     return Report.of(*proven(analysis, observe))
 
 
@@ -225,9 +198,8 @@ def check(
     """
     try:
         if model is not None:
-            return analyse(
-                model, rules, settings, host, observe, trust_remote_code=trust_remote_code, text_only=text_only
-            ).diagnostics
+            reading = Reading(trust_remote_code, text_only)
+            return analyse(model, rules, settings, host, observe, reading=reading).diagnostics
         ruleset = dsl.load(rules, settings or {})
         observe("rules", ruleset)
     except (InputRefused, HostLacks) as error:
@@ -242,11 +214,23 @@ def dumps(
     """Return the graphs of `model` at some stages. The stage `captured` alone needs no rule to match."""
     from ktc.stages.link import dump_stage
 
+    reading = Reading(trust_remote_code, text_only)
     if tuple(stages) == ("captured",):
-        source = open_model(model, fetch_weights=False, trust_remote_code=trust_remote_code, text_only=text_only)
-        return [dump_stage("captured", capture(source), None, None)]
-    analysis = analyse(model, rules, host=host, trust_remote_code=trust_remote_code, text_only=text_only)
+        return [dump_stage("captured", capture(reading.of(model)), None, None)]
+    analysis = analyse(model, rules, host=host, reading=reading)
     return [dump_stage(stage, analysis.captured, analysis.matches, analysis.plan, analysis.blocks) for stage in stages]
 
 
-__all__ = ["Analysis", "KtcError", "Model", "Report", "analyse", "check", "compile", "dumps", "inspect", "read"]
+__all__ = [
+    "Analysis",
+    "KtcError",
+    "Model",
+    "Reading",
+    "Report",
+    "analyse",
+    "check",
+    "compile",
+    "dumps",
+    "inspect",
+    "read",
+]

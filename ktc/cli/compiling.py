@@ -156,8 +156,7 @@ def check_command(
                 described_host(host_file, None),
                 report.observe,
                 must_fit=BatchShape(batch, length),
-                trust_remote_code=trust,
-                text_only=text_only,
+                reading=compiler.Reading(trust, text_only),
             )
         report.finish_check()
         if report.can_be_compiled and host_file is None:

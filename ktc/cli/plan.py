@@ -125,7 +125,7 @@ def plan_command(
     machines = _machines(hosts)
     _require_devices(budgets, machines)
     with session.console.status("capturing and planning"):
-        program, captured, weights = compiler.read(model, rules, chosen, trust_remote_code=trust, text_only=text_only)
+        program, captured, weights = compiler.read(model, rules, chosen, reading=compiler.Reading(trust, text_only))
         cases = (
             Case(name, host, budget, BatchShape(batch, length))
             for (name, host), budget, length in itertools.product(machines, _combined(budgets), lengths)

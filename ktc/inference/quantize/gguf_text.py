@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ktc.adapters.base_model import BaseModel
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.graph.typed import named_modules
 from ktc.model.hf.stock_model import has_towers, text_tower
 
 # Configs of text that no causal LM is of, the family that computes the same of text, and what it has to be told.
@@ -33,8 +34,8 @@ def names_of_text(base: BaseModel) -> frozenset[str]:
     names = base.model.state_dict().keys()
     if not has_towers(base.model):
         return frozenset(names)
-    tower, head = text_tower(base.model), base.model.get_output_embeddings()
-    kept = [f"{name}." for name, module in base.model.named_modules() if module is tower or module is head]
+    parts = text_tower(base.model), cast("Any", base.model.get_output_embeddings())
+    kept = [f"{name}." for name, module in named_modules(base.model) if any(module is part for part in parts)]
     return frozenset(name for name in names if name.startswith(tuple(kept)))
 
 
@@ -43,7 +44,8 @@ def text_config(base: BaseModel) -> dict[str, Any] | None:
     if not has_towers(base.model):
         return None
     part = base.config.get_text_config()
-    kind, settings = _SAME_AS.get(part.model_type, (part.model_type, {}))
+    same: tuple[str, Mapping[str, object]] = (part.model_type, {})
+    kind, settings = _SAME_AS.get(part.model_type, same)
     names = cast("Mapping[str, str]", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if kind not in names:
         message = f"the part for text of `{base.model_type}` is no causal LM of its own in transformers"

@@ -4,7 +4,7 @@ With `twin`, the only place that knows Hugging Face model classes and names.
 """
 
 from ktc.stages.capture.model import capture
-from ktc.stages.capture.source import open_model
+from ktc.stages.capture.source import TO_INSPECT, Reading, open_model
 from ktc.stages.capture.types import (
     BlockGraph,
     BlockSite,
@@ -16,6 +16,6 @@ from ktc.stages.capture.types import (
 )
 
 __all__ = [
-    "BlockGraph", "BlockSite", "CapturedModel", "ExpertList", "ModelSource", "ModuleInfo", "TensorInfo", "capture",
-    "open_model",
+    "TO_INSPECT", "BlockGraph", "BlockSite", "CapturedModel", "ExpertList", "ModelSource", "ModuleInfo", "Reading",
+    "TensorInfo", "capture", "open_model",
 ]  # fmt: skip

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,6 +28,29 @@ from ktc.model.hf.stock_model import multimodal_name, quantization_config_of, te
 from ktc.stages.capture.types import ModelSource
 
 _MOST = {"layers": 10_000, "depth": 10_000, "experts": 100_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a model is opened. `trust_remote_code` runs its own code; `text_only` leaves out towers for images and sound.
+
+    With `random_weights` the checkpoint is not looked at. With `to_compile`, weights are fetched from the hub, and a
+    model that cannot be compiled is to be refused before it is matched.
+    """
+
+    trust_remote_code: bool = False
+    text_only: bool = False
+    random_weights: bool = False
+    to_compile: bool = False
+
+    def of(self, model: str | Path | PreTrainedModel) -> ModelSource:
+        """Return the source of a model. Raises as `open_model` does."""
+        fetch = self.to_compile and not self.random_weights
+        source = open_model(model, fetch, trust_remote_code=self.trust_remote_code, text_only=self.text_only)
+        return replace(source, index=None) if self.random_weights else source
+
+
+TO_INSPECT: Final = Reading()
 
 
 def open_model(

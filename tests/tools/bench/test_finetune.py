@@ -157,7 +157,8 @@ def test_a_model_that_does_not_fit_is_refused_with_the_layers_that_would(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = asked(0, model=str(config), random_weights=True, length=16, accumulation=1, steps=2)
-    analysis = compiler.analyse(config, "moe-lora", {"device": "cpu"}, random_weights=True, to_compile=True)
+    reading = compiler.Reading(random_weights=True, to_compile=True)
+    analysis = compiler.analyse(config, "moe-lora", {"device": "cpu"}, reading=reading)
     memory.require_room(analysis, request)
     rest, layers = memory._bytes(analysis, request)
     held = sum(each.weights + each.adapter for each in analysis.plan.devices)

@@ -75,8 +75,7 @@ def _compiled(request: Finetune, stack: Stack, out: Path, sink: ProgressSink) ->
         request.settings,
         observe=sink.stage,
         must_fit=BatchShape(1, request.length),
-        to_compile=True,
-        random_weights=request.random_weights,
+        reading=compiler.Reading(random_weights=request.random_weights, to_compile=True),
     )
     require_room(analysis, request)
     return compiler.complete(analysis, out, sink.stage)

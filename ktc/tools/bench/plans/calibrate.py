@@ -52,7 +52,7 @@ def calibrated(
     rules = out / "rules" / manifest.rules.name
     analysis = compiler.analyse(
         str(manifest.model.folder or manifest.model.name), rules, manifest.rules.settings, observe=sink.stage,
-        random_weights=seed is not None, trust_remote_code=trust_remote_code,
+        reading=compiler.Reading(trust_remote_code, random_weights=seed is not None),
     )  # fmt: skip
     predictions = predictions_of(analysis.captured, analysis.plan, analysis.host, shape)
     uses = tuple(one.use for one in predictions)

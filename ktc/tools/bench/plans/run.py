@@ -37,7 +37,7 @@ def run(request: Plans, sink: ProgressSink) -> PlansReport:
         with timed(seconds, "plan"):
             analysis = compiler.analyse(
                 stack.model, request.rule, request.settings, observe=sink.stage, must_fit=_shape(request),
-                to_compile=True, random_weights=True,
+                reading=compiler.Reading(random_weights=True, to_compile=True),
             )  # fmt: skip
         for number, priced in enumerate(_wanted(analysis.chosen, request)):
             with timed(seconds, priced.candidate.name):
