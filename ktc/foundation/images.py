@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_WITH_OTHERS: Final = "MPO"  # a JPEG picture with more behind it, such as a gain map, as phones write it
 _LONGEST_SIDE: Final = 1 << 15
 _URI: Final = re.compile(r"data:(image/[a-z0-9.+-]{1,40})((?:;[^;,]{0,100})*?)(;base64)?,", re.IGNORECASE)
 _DRAWING: Final = re.compile(rb"\s*(<\?xml|<!--|<!doctype svg|<svg)", re.IGNORECASE)
@@ -106,7 +107,7 @@ def _decoded(content: bytes, limits: ImageLimits) -> Image:
     _require_small_canvas(content, limits)
     with _refusing(), Image.open(BytesIO(content), formats=FORMATS) as opened:
         _require_size(*opened.size, limits)
-        if getattr(opened, "is_animated", False):
+        if opened.format != _WITH_OTHERS and getattr(opened, "is_animated", False):
             frames = getattr(opened, "n_frames", 2)
             raise ImageRefused(f"it is animated, with {frames} frames", "send one of them")
         opened.load()

@@ -69,6 +69,16 @@ def test_an_image_is_read_as_transformers_reads_it(form: str, mode: str, tmp_pat
     assert np.array_equal(np.asarray(read_data_uri(uri(content), SMALL)), wanted)
 
 
+def test_a_photo_of_a_phone_is_its_first_picture() -> None:
+    """Phones write a JPEG file with a second picture behind the first (MPO)."""
+    content = stored(picture(), "MPO", save_all=True, append_images=[picture(12, 8)])
+    with Image.open(io.BytesIO(content)) as opened:
+        assert opened.format == "MPO" and getattr(opened, "n_frames", 1) == 2
+        opened.seek(0)
+        wanted = np.asarray(opened)
+    assert np.array_equal(np.asarray(read_data_uri(uri(content, "image/jpeg"), SMALL)), wanted)
+
+
 def animated(form: str) -> bytes:
     return stored(picture(), form, save_all=True, append_images=[picture(mode="L").convert("RGB")], duration=50)
 

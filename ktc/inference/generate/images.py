@@ -16,7 +16,7 @@ from ktc.inference.generate.prompts import Prompt
 from ktc.model.hf.processor import (
     RejectedMessages,
     image_inputs,
-    is_class_of_images,
+    may_read_images,
     raw_inputs,
     read_processor,
 )
@@ -46,7 +46,7 @@ def open_processor(out: Path, *, trusted: bool = False) -> Any:
     from ktc.model.manifest.manifest import read_manifest
 
     record = read_manifest(out).model
-    if not record.own_code and not is_class_of_images(record.class_name):
+    if not may_read_images(out, record.class_name, record.own_code):
         left_out = " since it was compiled with `--text-only`" if record.left_out_bytes else ""
         message = f"`{out.name}` reads text alone{left_out}: its class is `{record.class_name}`"
         hint = "compile it without `--text-only`" if left_out else "leave the images out, or use a model with towers"

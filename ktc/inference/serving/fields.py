@@ -50,6 +50,7 @@ _FAULTS: Final = {
     "tool_calls": _OF_CALL,
     "function_call": _OF_CALL,
     "function_call_output": "an output of a call has texts `call_id` and `output`",
+    "detail": "`detail` is `auto`, `low` (at most 512 pixels along a side) or `high` (as `auto`)",
     "part": "unknown type",
 }
 
@@ -89,10 +90,13 @@ class _Part(TypedDict):
     text: str
 
 
+_Detail = Literal["auto", "low", "high"]
+
+
 @_closed
 class _Address(TypedDict):
     url: str
-    detail: NotRequired[Literal["auto"]]
+    detail: NotRequired[_Detail]
 
 
 @_closed
@@ -105,7 +109,7 @@ class _Image(TypedDict):
 class _InputImage(TypedDict):  # as the Responses API has it
     type: Literal["input_image"]
     image_url: str
-    detail: NotRequired[Literal["auto"]]
+    detail: NotRequired[_Detail]
 
 
 def _type_of(part: Any) -> str:
@@ -359,7 +363,8 @@ def schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _refusal(error: ValidationError) -> RequestRefused:
-    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    fault = next((fault for fault in faults if "detail" in fault["loc"]), faults[0])
     name, *place = fault["loc"]
     if fault["type"] == "missing" and not place:
         return RequestRefused(400, f"`{name}` is missing", "missing_required_parameter", str(name))

@@ -115,7 +115,7 @@ class _Prepared:
         """Return the passes of a request as stock makes them; None where ktc's own do."""
         if not request.pixels and not finds_positions(self.model):
             return None
-        return StockPasses(self.model, self.arguments, len(request.tokens))
+        return StockPasses(self.model, self.arguments, len(request.tokens), request.pixels.keys())
 
 
 def _prepared(request: Request, prompt: Tensor, model: Any) -> _Prepared:

@@ -1,7 +1,8 @@
 """`Guard`: the outermost middleware, which lets only whole and well-formed requests through to the handlers.
 
-In: an ASGI request and its `Gate`. Out: the same request with its body read and checked, or OpenAI's error object:
-another host or origin (403), no key (401), another type (415), too many bytes (413), too slow (408), not JSON (400).
+In: an ASGI request and its `Gate`. Out: the same request with its body read and checked, its images kept beside it
+(`BODY_IMAGES`), or OpenAI's error object: another host or origin (403), no key (401), another type (415), too many
+bytes (413), too slow (408), not JSON (400). Large bodies are parsed on a thread of their own.
 An exception of a handler is 500, once in the log, and never ends the server.
 """
 
@@ -13,10 +14,12 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
+from ktc.inference.serving.body_images import BODY_IMAGES, BodyImages, opened, too_large
 from ktc.inference.serving.connection import LONGEST_HEAD, too_long
 from ktc.inference.serving.keys import admits
 from ktc.inference.serving.refusals import RequestRefused, error_object
@@ -31,6 +34,7 @@ _ID: Final = b"x-request-id"
 _REQUEST_ID: Final = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _DEEPEST: Final = 32  # levels of JSON
 _LONGEST_NUMBER: Final = 40  # characters
+_PARSED_AT_ONCE: Final = 1 << 16  # bytes of a body; larger ones are parsed beside the event loop
 _LINGER: Final = 2.0  # seconds in which the rest of a refused body is read, so that its client sees the answer
 
 
@@ -38,19 +42,49 @@ _LINGER: Final = 2.0  # seconds in which the rest of a refused body is read, so 
 class Gate:
     """Who may ask, and how much. Without `key_sha256`, requests must name this machine as their host.
 
-    A body has at most `body_bytes`; all that arrive at once have `bodies_bytes`.
+    A body has at most `body_bytes` besides its images, and these `image_bytes`. All bodies under way have
+    `bodies_bytes`, and so have those that are too large for a text, so that these never stop texts.
     """
 
     key_sha256: bytes | None = None
     body_bytes: int = 4 << 20
+    image_bytes: int = 0
     bodies_bytes: int = 256 << 20
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of a body."""
+        return self.body_bytes + self.image_bytes
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Bytes of bodies under way."""
+
+    limit: int
+    used: int = 0
+
+
+@dataclass(slots=True)
+class _Reserved:
+    """Bytes of a budget that one body has."""
+
+    budget: _Budget = field(default_factory=lambda: _Budget(0))
+    num_bytes: int = 0
+
+    def keep(self, num_bytes: int) -> None:
+        """Give back all but `num_bytes`."""
+        self.budget.used -= max(self.num_bytes - num_bytes, 0)
+        self.num_bytes = min(self.num_bytes, num_bytes)
 
 
 class Guard:
     """ASGI middleware around all others."""
 
     def __init__(self, app: Any, gate: Gate, requests: RequestLog) -> None:
-        self._app, self._gate, self._requests, self._held = app, gate, requests, 0
+        self._app, self._gate, self._requests = app, gate, requests
+        self._texts, self._large = _Budget(gate.bodies_bytes), _Budget(max(gate.bodies_bytes, 2 * gate.most_bytes))
+        self._parsing = ThreadPoolExecutor(1, "ktc-parsing")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -67,14 +101,15 @@ class Guard:
                 logged.status = message["status"]
             await send(message)
 
-        reserved = 0
+        reserved, token = _Reserved(), None
         try:
             _require_head(scope)
             self._require_caller(scope["path"], headers)
             if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
                 reserved = self._reserve(headers)
-                body = _json_object(await self._body(headers, receive))
-                receive = _replayed(json.dumps(body, ensure_ascii=False).encode(), receive)
+                body, images = await self._opened(await self._body(headers, receive), reserved)
+                receive, token = _replayed(body, receive), BODY_IMAGES.set(images)
+                del body
             await self._app(scope, receive, sending)
         except RequestRefused as refused:
             logged.refused = refused.code
@@ -84,7 +119,10 @@ class Guard:
             if not logged.status:
                 await _refuse(RequestRefused(500, "the request failed; the log of the server says more"), None, sending)
         finally:
-            self._held -= reserved
+            if token is not None:
+                BODY_IMAGES.get().drop()
+                BODY_IMAGES.reset(token)
+            reserved.keep(0)
             self._requests.end(logged)
 
     def _require_caller(self, path: str, headers: Mapping[str, str]) -> None:
@@ -106,23 +144,34 @@ class Guard:
             challenge = {"WWW-Authenticate": "Bearer"}
             raise RequestRefused(401, "the API key is missing or wrong", headers=challenge)
 
-    def _reserve(self, headers: Mapping[str, str]) -> int:
-        """Return the bytes that a body may take, once they are free. Raises RequestRefused."""
+    def _reserve(self, headers: Mapping[str, str]) -> _Reserved:
+        """Return the bytes that a body may take. Raises RequestRefused."""
         if "content-length" in headers and "transfer-encoding" in headers:
             raise RequestRefused(400, "a request has a `Content-Length` or a `Transfer-Encoding`, not both")
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RequestRefused(415, "the body must have `Content-Type: application/json`")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise RequestRefused(415, "compressed bodies are not read", "unsupported_encoding")
-        length = int(headers.get("content-length", self._gate.body_bytes))
-        if length > self._gate.body_bytes:
-            raise self._too_large()
-        if self._held + length > self._gate.bodies_bytes:
+        length = int(headers.get("content-length", self._gate.most_bytes))
+        if length > self._gate.most_bytes:
+            raise too_large(self._gate.most_bytes)
+        budget = self._texts if length <= self._gate.body_bytes else self._large
+        if budget.used + length > budget.limit:
             raise RequestRefused(503, "too many bodies arrive at once", headers={"Retry-After": "1"})
-        self._held += length
-        return length
+        budget.used += length
+        return _Reserved(budget, length)
 
-    async def _body(self, headers: Mapping[str, str], receive: Any) -> bytes:
+    async def _opened(self, body: bytearray, reserved: _Reserved) -> tuple[bytes, BodyImages]:
+        """Return the JSON of a body and its images; their bytes are given back when they are dropped."""
+        reserved.keep(len(body))
+        given = (body, self._gate.body_bytes, _json_object, bool(self._gate.image_bytes))
+        if len(body) <= _PARSED_AT_ONCE:
+            rest, texts = opened(*given)
+        else:
+            rest, texts = await asyncio.get_running_loop().run_in_executor(self._parsing, opened, *given)
+        return rest, BodyImages(texts, lambda: reserved.keep(len(rest)))
+
+    async def _body(self, headers: Mapping[str, str], receive: Any) -> bytearray:
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -131,16 +180,13 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         raise RequestRefused(400, "the client left before its body was whole")
                     body += message.get("body", b"")
-                    if len(body) > self._gate.body_bytes:
-                        raise self._too_large()
+                    if len(body) > self._gate.most_bytes:
+                        raise too_large(self._gate.most_bytes)
                     if not message.get("more_body", False):
-                        return bytes(body)
+                        return body
         except TimeoutError:
             message = f"the body took longer than {BODY_SECONDS:g} seconds"
             raise RequestRefused(408, message) from None
-
-    def _too_large(self) -> RequestRefused:
-        return RequestRefused(413, f"a body has at most {self._gate.body_bytes} bytes")
 
 
 def _require_head(scope: Any) -> None:
@@ -162,7 +208,7 @@ def _headers(scope: Any) -> dict[str, str]:
     return headers
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def _json_object(body: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object of a body, of finite numbers and of names that differ. Raises RequestRefused (400)."""
     try:
         value: Any = json.loads(

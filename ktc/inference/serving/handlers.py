@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import Modality
 from ktc.foundation import versions
 from ktc.inference.serving import fields
 from ktc.inference.serving.answer_grammar import AnswerGrammar, AnswerGrammars, CallForm, JsonForm
+from ktc.inference.serving.body_images import BODY_IMAGES, BodyImages
 from ktc.inference.serving.choices import several
 from ktc.inference.serving.private_api import HandlerHooks, call_marks, messages_of_input, open_thought
 from ktc.inference.serving.prompt_length import is_long, least_tokens
@@ -115,25 +116,26 @@ class _Checked(HandlerHooks):
 
     async def _read_images(self, body: CheckedBody) -> ReadImages | None:
         """Return the inputs of a request with images in the form of a tokenizer, without stopping the event loop."""
-        messages, field, tools = self._messages(body)
         name, _, tokenizer = self.resolve(body)
         processor = self.model_manager.processor_of(name)
-        if not require_readable(messages, field, processor, self.images):
+        if not require_readable(body, processor, self.images):
             return None
+        (messages, tools), apart = self._messages(body), BODY_IMAGES.get(BodyImages())
 
         def read() -> ReadImages:
-            stock: Any = cast("Any", self).get_processor_inputs_from_messages
-            given = read_images(messages, field, self.images, lambda turns: stock(turns, Modality.VLM))
+            made: list[Any] = cast("Any", self).get_processor_inputs_from_messages(messages, Modality.VLM)
             variables: Any = body.get("chat_template_kwargs") or {}
+            given = read_images(body, apart, self.images, made)
             return ReadImages(tokenizer, inputs_of(processor, given, tools, variables))
 
         answers: Any = self.generation_state.get_manager()
-        return await asyncio.get_running_loop().run_in_executor(answers.preparing, read)
+        made = await asyncio.get_running_loop().run_in_executor(answers.preparing, read)
+        apart.drop()
+        return made
 
-    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], str, Any]:
-        """Return the messages of a request, the field that has them, and its tools."""
-        del body
-        return [], "", None
+    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
+        """Return the messages of a request, and its tools."""
+        raise NotImplementedError
 
     async def _grammar(self, body: CheckedBody) -> AnswerGrammar | None:
         """Return the compiled grammar of a request, without stopping the event loop. Raises RequestRefused."""
@@ -274,8 +276,8 @@ class Chat(_Read, ChatCompletionHandler):
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, body["messages"], body.get("tools"), tokenizer)
 
-    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], str, Any]:
-        return body["messages"], "messages", body.get("tools")
+    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
+        return body["messages"], body.get("tools")
 
 
 class Completion(_Checked, CompletionHandler):
@@ -305,9 +307,8 @@ class Response(_Read, ResponseHandler):
     def _prompt(self, body: dict[str, Any], tokenizer: Any) -> str:
         return self._rendered(body, *messages_of_input(self, body), tokenizer)
 
-    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], str, Any]:
-        messages, tools = messages_of_input(self, body)
-        return messages, "input", tools
+    def _messages(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
+        return messages_of_input(self, body)
 
 
 def _require_one_form(body: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from transformers.cli.serving import utils
 from transformers.cli.serving.utils import _StreamError as StreamError  # pyright: ignore[reportPrivateUsage]
+from transformers.generation import utils as generation
 
 __all__ = ["StreamError"]  # what ends a stream with an error
 
@@ -64,6 +65,10 @@ def next_arguments(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[
     return model._update_model_kwargs_for_generation(outputs, arguments)
 
 
+OF_PROMPTS_ALONE: Final = frozenset[str](
+    getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ("mm_encoder_outputs",))
+)
+"""Arguments that `generate` gives to the pass of a prompt alone: pixels, and what towers have made of them."""
 _CALLS: Final = "tool_calls"  # the part of a response template with the calls
 _ANY_SPACE: Final = r"\s*"
 _OF_PATTERN: Final = re.compile(r"(?<!\\)[.*+?()\[\]{}^$|]|\\[a-zA-Z]")  # no literal text

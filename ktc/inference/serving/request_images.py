@@ -1,23 +1,25 @@
 """The images of a request: parts of its messages with data URIs, decoded within limits.
 
-In: a checked body's messages and the checkpoint's processor. Out: a `ReadImages` in place of the tokenizer, whose
-inputs have the pixels. Refused (400): a model that reads text alone, images of other turns than the user's, more images
-than allowed, addresses of a network, and images that are not read. Nothing is fetched.
+In: a checked body with the data URIs that were kept beside it, and the checkpoint's processor. Out: a `ReadImages` in
+place of the tokenizer, whose inputs have the pixels. Refused (400): a model that reads text alone, images of other
+turns than the user's, more images than allowed, addresses of a network, and images that are not read. Nothing is
+fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from transformers import BatchEncoding
 
 from ktc.foundation.images import ImageLimits, ImageRefused, read_data_uri
+from ktc.inference.serving.body_images import BodyImages, address_of, image_parts
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.model.hf.processor import RejectedMessages, image_inputs
 
-IMAGE_PARTS: Final = ("image_url", "input_image")
+_LOW_DETAIL: Final = (512, 512)  # pixels, as OpenAI's API has it
 _OF_TEXT: Final = ("input_ids", "attention_mask")
 
 
@@ -57,13 +59,13 @@ class ReadImages:
         return getattr(self.tokenizer, name)
 
 
-def require_readable(messages: Sequence[Any], field: str, processor: Any, allowed: ImageAllowance) -> bool:
-    """Return whether messages have images. Raises RequestRefused (400) where they may have none, or fewer."""
+def require_readable(body: Mapping[str, Any], processor: Any, allowed: ImageAllowance) -> bool:
+    """Return whether a body has images. Raises RequestRefused (400) where it may have none, or fewer."""
     count = 0
-    for where, turn, _ in _images(messages, field):
+    for where, turn, _ in _images(body):
         if processor is None:
             raise RequestRefused(400, f"`{where}`: the model reads text alone", "unsupported_value", where)
-        if turn.get("role") != "user":
+        if turn.get("role", "user") != "user":
             message = f"`{where}`: an image is in a turn of the user"
             raise RequestRefused(400, message, "invalid_value", where)
         count += 1
@@ -74,23 +76,23 @@ def require_readable(messages: Sequence[Any], field: str, processor: Any, allowe
 
 
 def read_images(
-    messages: Sequence[Any], field: str, allowed: ImageAllowance, stock: Callable[[Sequence[Any]], list[dict[str, Any]]]
+    body: Mapping[str, Any], apart: BodyImages, allowed: ImageAllowance, made: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return messages as processors take them, with decoded images; `stock` makes them with addresses.
+    """Return messages as processors take them, with decoded images; `made` are the handler's, with addresses.
 
-    Raises RequestRefused (400) for an image that is not read.
+    Data URIs may be kept `apart` under the addresses. Raises RequestRefused (400) for an image that is not read.
     """
     images = list[Any]()
-    for where, _, part in _images(messages, field):
-        given: Any = part["image_url"]
+    for where, _, part in _images(body):
         try:
-            address: Any = cast("Mapping[str, Any]", given)["url"] if isinstance(given, dict) else given
-            images.append(read_data_uri(address, allowed.limits))
+            image = read_data_uri(apart.address(address_of(part) or ""), allowed.limits)
         except ImageRefused as refused:
             words = f"`{where}`: the image is refused: {refused}" + (f" ({refused.hint})" if refused.hint else "")
             raise RequestRefused(400, words, "invalid_image", where) from refused
+        if _detail(part) == "low":
+            image.thumbnail(_LOW_DETAIL)
+        images.append(image)
     rest = iter(images)
-    made = stock(messages)
     for turn in made:
         turn["content"] = [
             {"type": "image", "image": next(rest)} if part["type"] == "image" else part for part in turn["content"]
@@ -107,12 +109,13 @@ def inputs_of(processor: Any, messages: Sequence[Any], tools: Any, variables: Ma
         raise RequestRefused(400, message, "invalid_image", "messages") from error
 
 
-def _images(messages: Sequence[Any], field: str) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+def _images(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Yield the place, the turn and the part of each image."""
-    for at, turn in enumerate(messages):
-        if "tool_calls" in turn:  # its content is not read
-            continue
-        content: Any = turn.get("content")
-        for number, part in enumerate(cast("list[Any]", content) if isinstance(content, list) else ()):
-            if part.get("type") in IMAGE_PARTS:
-                yield f"{field}[{at}].content[{number}]", turn, part
+    for where, part, turn in image_parts(body):
+        if "tool_calls" not in turn:  # whose content is not read
+            yield where, turn, part
+
+
+def _detail(part: Mapping[str, Any]) -> Any:
+    given: Any = part["image_url"]
+    return cast("Mapping[str, Any]", given).get("detail") if isinstance(given, dict) else part.get("detail")

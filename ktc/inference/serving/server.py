@@ -101,9 +101,8 @@ def make_server(
         raise InputRefused(Diagnostic("G721", message, hint="use `ktc generate --chat`"))
     allowed = images or ImageAllowance()
     body_bytes = _body_bytes(served.opened.max_length for served in models.names.values())
-    if any(served.opened.processor is not None for served in models.names.values()):
-        body_bytes += allowed.body_bytes
-    gate = Gate(key_sha256, body_bytes)
+    reads_images = any(served.opened.processor is not None for served in models.names.values())
+    gate = Gate(key_sha256, body_bytes, allowed.body_bytes if reads_images else 0)
     gate = replace(gate, bodies_bytes=max(gate.bodies_bytes, 2 * body_bytes))
     made = make_application(models, limits, gate, access, log_line, allowed)
     config = uvicorn.Config(

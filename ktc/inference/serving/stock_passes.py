@@ -7,23 +7,26 @@ of images are the model's. Where it keeps positions between passes, they are put
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ktc.inference.serving.private_api import next_arguments
+from ktc.inference.serving.private_api import OF_PROMPTS_ALONE, next_arguments
 
 _KEPT: Final = "rope_deltas"  # how far positions behind images differ from the number of tokens
 
 
 class StockPasses:
-    """One sequence. `arguments` are those of `generate` after its preparations, its cache among them."""
+    """One sequence. `arguments` are those of `generate` after its preparations, its cache among them.
 
-    def __init__(self, model: Any, arguments: Mapping[str, Any], num_prompt: int) -> None:
-        self._model, self._arguments = model, dict(arguments)
+    Those by the names `pixels` are read with the prompt, and are released then.
+    """
+
+    def __init__(self, model: Any, arguments: Mapping[str, Any], num_prompt: int, pixels: Collection[str] = ()) -> None:
+        self._model, self._arguments, self._pixels = model, dict(arguments), pixels
         self._num_prompt, self._num_read = num_prompt, 0
         self._keepers = [module for module in model.modules() if hasattr(module, _KEPT)]
         self._kept = [getattr(module, _KEPT) for module in self._keepers]
@@ -47,6 +50,8 @@ class StockPasses:
             ids, next_sequence_length=stop - self._num_read, is_first_iteration=is_first, **self._arguments
         )
         outputs = self._model(**given, return_dict=True)
+        if is_first:
+            self._arguments = _released(self._arguments, self._pixels)
         self._arguments = next_arguments(self._model, outputs, self._arguments)
         self._num_read = stop
         return outputs
@@ -58,3 +63,12 @@ class StockPasses:
             setattr(module, _KEPT, value)
         yield
         self._kept = [getattr(module, _KEPT) for module in self._keepers]
+
+
+def _released(arguments: Mapping[str, Any], pixels: Collection[str]) -> dict[str, Any]:
+    """Return arguments without pixels and what towers made of them, which no pass after the prompt's reads.
+
+    Other whole numbers stay, such as grids that positions are found by.
+    """
+    large = {name for name in pixels if isinstance(value := arguments.get(name), Tensor) and value.is_floating_point()}
+    return {name: value for name, value in arguments.items() if name not in large | OF_PROMPTS_ALONE}

@@ -19,6 +19,8 @@ from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.tokenizer import read_tokenizer
 
 _FILES: Final = ("*.json", "*.jinja", "*.model", "*.txt")
+_OF_PROCESSOR: Final = ("processor_config.json", "preprocessor_config.json")
+_PARTS: Final = ("vision_config", "visual", "vision_tower", "image_token_id", "image_token_index")  # of a config.json
 _VIDEO: Final = "video_processor"  # requires torchvision, and no image needs it
 
 
@@ -31,6 +33,29 @@ def is_class_of_images(name: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return name in cast("dict[str, str]", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES).values()
+
+
+def may_read_images(folder: Path, class_name: str, own_code: bool) -> bool:
+    """Return whether the model in `folder` reads images: its class is stock's, or its own code comes with the parts."""
+    if not own_code:
+        return is_class_of_images(class_name)
+    from transformers import PreTrainedConfig
+
+    if any((folder / name).is_file() for name in _OF_PROCESSOR):
+        return True
+    settings, _ = PreTrainedConfig.get_config_dict(str(folder), local_files_only=True)
+    return any(name in settings for name in _PARTS)
+
+
+def placeholder_id(processor: Any) -> int | None:
+    """Return the token that a text has for an image, as the processor or its tokenizer names it; `None` if neither."""
+    for owner in (processor, processor.tokenizer):
+        number, text = getattr(owner, "image_token_id", None), getattr(owner, "image_token", None)
+        if isinstance(number, int):
+            return number
+        if isinstance(text, str) and (known := processor.tokenizer.get_vocab().get(text)) is not None:
+            return int(known)
+    return None
 
 
 def read_processor(folder: Path, code: str, *, trusted: bool = False) -> Any:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.images import ImageLimits, ImageRefused, read_data_uri, read_image
-from ktc.model.hf.processor import RejectedMessages, is_class_of_images, raw_inputs, read_processor
+from ktc.model.hf.processor import RejectedMessages, may_read_images, placeholder_id, raw_inputs, read_processor
 from ktc.model.manifest.manifest import read_manifest
 from ktc.training.tune.labels import NOT_LEARNED, Labelled
 
@@ -46,7 +46,7 @@ class RowImages:
 def open_processor(out: Path, trusted: bool) -> Any:
     """Return the processor of a compiled model that reads images. Raises InputRefused (T549)."""
     record = read_manifest(out).model
-    if not record.own_code and not is_class_of_images(record.class_name):
+    if not may_read_images(out, record.class_name, record.own_code):
         message = f"the data has images, and `{out.name}` reads text alone: its class is `{record.class_name}`"
         raise InputRefused(Diagnostic("T549", message, hint="take a model with towers, or rows without images"))
     return read_processor(out, "T549", trusted=trusted)
@@ -57,8 +57,11 @@ def located(image: str, data_file: str) -> str:
     return image if image[:5].lower() == "data:" else str(Path(data_file).parent / image)
 
 
-def with_placeholders(processor: Any, images: RowImages, row: Labelled) -> Labelled:
-    """Return a row's tokens as the processor writes them, with its labels. Raises RejectedRow."""
+def with_placeholders(processor: Any, images: RowImages, row: Labelled, *, everything: bool = False) -> Labelled:
+    """Return a row's tokens as the processor writes them, with its labels. Raises RejectedRow.
+
+    With `everything` the labels are those of prompts too.
+    """
     made = _made(processor, images)
     ids = cast("list[int]", made["input_ids"][0].tolist())
     labels, at = [NOT_LEARNED] * len(ids), len(row.ids)
@@ -68,10 +71,20 @@ def with_placeholders(processor: Any, images: RowImages, row: Labelled) -> Label
             labels[place] = row.labels[at]
     if at:
         raise RejectedRow("the processor writes another text than the chat template")
-    kinds = made.get("mm_token_type_ids")
-    if kinds is not None:
-        labels = [NOT_LEARNED if kind else label for kind, label in zip(kinds[0].tolist(), labels, strict=True)]
+    of_images = _of_images(processor, made, ids)
+    if of_images is None and everything:
+        message = "its processor does not say which tokens are those of images, and the prompt is learned"
+        raise RejectedRow(message, "learn the answers alone")
+    labels = [NOT_LEARNED if of else label for of, label in zip(of_images or [False] * len(ids), labels, strict=True)]
     return Labelled(ids, labels, row.joined)
+
+
+def _of_images(processor: Any, made: Mapping[str, Any], ids: Sequence[int]) -> list[bool] | None:
+    """Return which tokens stand for images: by their kinds, or where a processor makes none, by its placeholder."""
+    if (kinds := made.get("mm_token_type_ids")) is not None:
+        return [bool(kind) for kind in kinds[0].tolist()]
+    number = placeholder_id(processor)
+    return None if number is None else [token == number for token in ids]
 
 
 def _made(processor: Any, images: RowImages) -> dict[str, Any]:

@@ -182,7 +182,8 @@ def tokenise(
         try:
             row = _sequences(example.row, writer, labeller, train_on_prompt)
             images = _images(data, example, writer, train_on_prompt)
-            row = (with_placeholders(data.processor, images, row[0]),) if images.files else row
+            if images.files:
+                row = (with_placeholders(data.processor, images, row[0], everything=train_on_prompt),)
         except RejectedRow as error:
             known.faults.append(Diagnostic("T549", str(error), example.place, hint=error.hint))
             continue

@@ -141,6 +141,50 @@ def test_requests_with_images_are_answered_beside_texts(address: str, opened: La
     assert [said["choices"][0]["message"]["content"] for said in answers] == wanted
 
 
+def test_low_detail_is_512_pixels_and_the_others_are_the_processors(opened: LanguageModel) -> None:
+    from ktc.inference.serving.body_images import BodyImages
+    from ktc.inference.serving.request_images import ImageAllowance, read_images
+
+    def read(detail: str, *, flat: bool = False) -> Any:
+        uri = data_uri(png(0, 1024, 64))
+        one = {"type": "input_image", "image_url": uri, "detail": detail}
+        body = {"messages": turn(one if flat else {"type": "image_url", "image_url": {"url": uri, "detail": detail}})}
+        made = [{"role": "user", "content": [{"type": "image"}]}]
+        return read_images(body, BodyImages(), ImageAllowance(), made)[0]["content"][0]["image"]
+
+    low = picture(0, 1024, 64)
+    low.thumbnail((512, 512))
+    assert low.size == (512, 32) and read("low") == read("low", flat=True) == low
+    assert read("auto") == read("high") == picture(0, 1024, 64)
+
+
+def test_pixels_are_released_with_the_prompt(opened: LanguageModel) -> None:
+    from ktc.inference.serving.generation import Generation
+    from ktc.inference.serving.request import Request
+
+    inputs = stock_inputs(opened.model, opened.tokenizer, f"<|user|>{IMAGE}What?", [picture(0)])
+    ids = tuple(inputs.pop("input_ids")[0].tolist())
+    del inputs["attention_mask"]
+    passes: Any = Generation(Request("a", ids, 3, opened.model.generation_config, pixels=inputs), opened.model).passes
+    assert passes._arguments["mm_encoder_outputs"]["image"] is not None
+    first = passes.logits(ids).argmax().item()
+    assert not {"pixel_values", "mm_encoder_outputs"} & passes._arguments.keys()
+    passes.logits((*ids, first))
+
+
+def test_places_in_responses_are_those_of_the_input(address: str) -> None:
+    bad = {"type": "input_image", "image_url": "http://127.0.0.1:1/a.png"}
+    for given, where in (
+        (turn(bad), "input[0].content[0]"), ([bad], "input[0]"),
+        ([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}, *turn(WORDS, bad)],
+         "input[2].content[1]"),
+    ):  # fmt: skip
+        for more in ({}, {"instructions": "Be brief."}):
+            given_parts = json.loads(json.dumps(given).replace('"text", "text"', '"input_text", "text"'))
+            status, said = ask(address, {"input": given_parts, **more}, "responses")
+            assert (status, said["param"]) == (400, where), said
+
+
 SVG = data_uri(b"<svg/>", "image/svg+xml")
 REFUSED: dict[str, tuple[list[Any], str, str]] = {
     "an address": (turn(part("http://127.0.0.1:1/a.png")), "invalid_image", "nothing is fetched"),
@@ -155,7 +199,8 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
         [*turn(part(data_uri(png())), role="assistant"), *turn(WORDS)], "invalid_value", "a turn of the user"
     ),
     "a detail": (
-        turn({"type": "image_url", "image_url": {"url": data_uri(png()), "detail": "low"}}), "invalid_value", "content"
+        turn({"type": "image_url", "image_url": {"url": data_uri(png()), "detail": "best"}}), "invalid_value",
+        "`low` (at most 512 pixels",
     ),
     "without an address": (turn({"type": "image_url", "image_url": {}}), "invalid_value", "content"),
     "no object": (turn({"type": "image_url", "image_url": data_uri(png())}), "invalid_value", "content"),

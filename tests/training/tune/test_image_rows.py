@@ -95,6 +95,33 @@ def test_answers_are_learned_and_nothing_of_images(processor: Any, config: Any, 
     assert config.image_token_id not in everything.labels[0]
 
 
+class WithoutKinds:
+    """A processor of a family that does not say which tokens are images'."""
+
+    def __init__(self, processor: Any, **named: Any) -> None:
+        self._processor, self._named = processor, named
+
+    def __call__(self, **given: Any) -> dict[str, Any]:
+        made = dict(self._processor(**given))
+        del made["mm_token_type_ids"]
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return self._named[name] if name in self._named else getattr(self._processor, name)
+
+
+def test_no_token_of_an_image_is_learned_where_the_processor_does_not_mark_them(processor: Any, tmp_path: Path) -> None:
+    path = written(tmp_path, *ROWS)
+    wanted = tokens(path, processor, train_on_prompt=True)
+    assert tokens(path, WithoutKinds(processor), train_on_prompt=True).labels == wanted.labels
+    nameless = WithoutKinds(processor, image_token_id=None, image_token=None)
+    assert tokens(path, nameless).labels == tokens(path, processor).labels
+    with pytest.raises(InputRefused) as refused:
+        tokens(path, nameless, train_on_prompt=True)
+    assert [fault.code for fault in refused.value.diagnostics] == ["T549", "T549"]
+    assert "learn the answers alone" in refused.value.diagnostics[0].hint
+
+
 def test_a_micro_batch_mixes_texts_and_images(processor: Any, tmp_path: Path) -> None:
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
