@@ -1,7 +1,7 @@
 """Images of a body, kept beside its JSON until they are decoded: a large body is parsed as quickly as its text.
 
 In: the bytes of a body. Out: its JSON, in which a short name stands for each data URI of an image, and `BodyImages`
-with the URIs by these names. Refused: what remains is larger than a body without images (413), or is not JSON (400).
+with the URIs by these names. Refused: text that is larger than a body without images (413), or is not JSON (400).
 A name has a random part, so no client can write the name of another's image.
 """
 
@@ -95,7 +95,7 @@ def _objects(value: object) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _pieces(view: memoryview, body: bytes | bytearray, texts: dict[str, str], most: int) -> Iterator[memoryview]:
-    """Yield what remains of a body. Raises RequestRefused (413) where that is more than `most` bytes."""
+    """Yield the JSON of a body with names. Raises RequestRefused (413) where it has more than `most` bytes."""
     secret, begin, at, length = secrets.token_hex(16), 0, 0, 0
     while (at := body.find(_MARK, at)) >= 0:
         start, end = at + 1, body.find(b'"', at + 1)

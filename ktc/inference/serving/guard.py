@@ -73,7 +73,7 @@ class _Reserved:
     num_bytes: int = 0
 
     def keep(self, num_bytes: int) -> None:
-        """Give back all but `num_bytes`."""
+        """Release all but `num_bytes`."""
         self.budget.used -= max(self.num_bytes - num_bytes, 0)
         self.num_bytes = min(self.num_bytes, num_bytes)
 
@@ -162,7 +162,7 @@ class Guard:
         return _Reserved(budget, length)
 
     async def _opened(self, body: bytearray, reserved: _Reserved) -> tuple[bytes, BodyImages]:
-        """Return the JSON of a body and its images; their bytes are given back when they are dropped."""
+        """Return the JSON of a body and its images; dropping them releases their bytes."""
         reserved.keep(len(body))
         given = (body, self._gate.body_bytes, _json_object, bool(self._gate.image_bytes))
         if len(body) <= _PARSED_AT_ONCE:
