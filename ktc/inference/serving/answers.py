@@ -117,6 +117,7 @@ class Answers(GenerateManager):
         return Request(
             uuid.uuid4().hex, tokens, config.max_new_tokens, config, getattr(config, SEED, None), served.adapter,
             _stop_texts(config), tokenizer, getattr(config, GRAMMAR, None), self._pixels(tokenizer),
+            tokenizer.key if isinstance(tokenizer, ReadImages) else None,
         )  # fmt: skip
 
     def _pixels(self, tokenizer: Any) -> Mapping[str, Any]:

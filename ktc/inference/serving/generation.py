@@ -27,13 +27,16 @@ class Generation:
     `passes` are stock's for a prompt with images, and of a model that keeps positions itself.
     """
 
-    def __init__(self, request: Request, model: Any) -> None:
-        """Prepare a request. Raises ValueError for a generation config that transformers rejects."""
+    def __init__(self, request: Request, model: Any, reads_pixels: bool = True) -> None:
+        """Prepare a request. Raises ValueError for a generation config that transformers rejects.
+
+        Without `reads_pixels` all of its images are in a cached beginning, and the rest is a text.
+        """
         self.request = request
         self.tokens = list(request.tokens)
         prompt = torch.tensor([request.tokens], device=model.get_input_embeddings().weight.device)
-        prepared = _prepared(request, prompt, model)
-        self.cache, self.passes = prepared.cache, prepared.passes(request)
+        prepared = _prepared(request, prompt, model, reads_pixels)
+        self.cache, self.passes = prepared.cache, prepared.passes(request, reads_pixels)
         self._processors, self._drawn = prepared.processors, bool(prepared.config.do_sample)
         self._ends = _ids(prepared.config)
         self._seen = prompt if self._processors else None
@@ -42,11 +45,11 @@ class Generation:
         self._stop = _StopTexts(request.stop, request.tokenizer) if request.stop else None
         self._json = request.grammar.start() if request.grammar is not None else None
 
-    def restart(self, model: Any) -> None:
-        """Take an empty cache, for a prefill of all tokens so far."""
+    def restart(self, model: Any, reads_pixels: bool = True) -> None:
+        """Take an empty cache, for a prefill of all tokens so far; `reads_pixels` as for a new one."""
         device = model.get_input_embeddings().weight.device
-        prepared = _prepared(self.request, torch.tensor([self.request.tokens], device=device), model)
-        self.cache, self.passes = prepared.cache, prepared.passes(self.request)
+        prepared = _prepared(self.request, torch.tensor([self.request.tokens], device=device), model, reads_pixels)
+        self.cache, self.passes = prepared.cache, prepared.passes(self.request, reads_pixels)
 
     @property
     def is_greedy(self) -> bool:
@@ -111,16 +114,16 @@ class _Prepared:
         self.model, self.arguments = model, inputs
         return input_ids
 
-    def passes(self, request: Request) -> StockPasses | None:
+    def passes(self, request: Request, reads_pixels: bool) -> StockPasses | None:
         """Return the passes of a request as stock makes them; None where ktc's own do."""
-        if not request.pixels and not finds_positions(self.model):
+        if not (reads_pixels and request.pixels) and not finds_positions(self.model):
             return None
         return StockPasses(self.model, self.arguments, len(request.tokens), request.pixels.keys())
 
 
-def _prepared(request: Request, prompt: Tensor, model: Any) -> _Prepared:
+def _prepared(request: Request, prompt: Tensor, model: Any, reads_pixels: bool) -> _Prepared:
     prepared = _Prepared()
-    images = on_device(request.pixels, prompt.device, model.dtype)
+    images = on_device(request.pixels, prompt.device, model.dtype) if reads_pixels else {}
     if images:
         images["attention_mask"] = torch.ones_like(prompt)
     model.generate(prompt, **images, generation_config=_config(request), custom_generate=prepared)

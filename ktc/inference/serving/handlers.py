@@ -37,6 +37,7 @@ from ktc.inference.serving.request_images import (
 )
 from ktc.inference.serving.request_log import CHOICE
 from ktc.inference.serving.tool_calls import UNREAD, UNREADABLE, RememberedAnswer, has_template, require_readable_calls
+from ktc.model.hf.processor import placeholder_id
 from ktc.model.hf.stock_model import vocabulary_of
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class _Checked(HandlerHooks):
             made: list[Any] = cast("Any", self).get_processor_inputs_from_messages(messages, Modality.VLM)
             variables: Any = body.get("chat_template_kwargs") or {}
             given = read_images(body, apart, self.images, made)
-            return ReadImages(tokenizer, inputs_of(processor, given, tools, variables))
+            inputs = inputs_of(processor, given, tools, variables)
+            return ReadImages(tokenizer, inputs, placeholder_id(processor))
 
         answers: Any = self.generation_state.get_manager()
         made = await asyncio.get_running_loop().run_in_executor(answers.preparing, read)

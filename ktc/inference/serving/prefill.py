@@ -49,16 +49,16 @@ class PrefillBatch:
         """The adapter of all prompts."""
         return self.generations[0].request.adapter
 
-    def advance(self, stop: int) -> Tensor | None:
+    def advance(self, stop: int | None = None) -> Tensor | None:
         """Compute the columns before `stop`; return the logits of every row's first token, (rows, V), after the last.
 
-        Return None before.
+        Return None before. Without `stop` compute all.
         """
         if (passes := self.generations[0].passes) is not None:
-            assert len(self.generations) == 1 and stop >= self._width, "such a prompt is read alone, in one pass"
+            assert len(self.generations) == 1 and self.beginnings == [None], "such a prompt is read alone, in one pass"
             self._done = self._width
             return passes.logits(self.generations[0].tokens)
-        columns = slice(self._done, min(stop, self._width))
+        columns = slice(self._done, self._width if stop is None else min(stop, self._width))
         mask = self._mask[:, : self._before + columns.stop]
         logits = self._runner.logits(
             self._ids[:, columns], self.cache, None if bool(mask.all()) else mask, self._positions[:, columns]

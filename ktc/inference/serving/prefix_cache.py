@@ -1,7 +1,8 @@
 """`PrefixCache`: keys and values of earlier sequences, for prompts that begin as they do.
 
-In: sequences with their keys and values. Out: the longest cached beginning of a prompt, of the same adapter. The
-least recently used ones are dropped beyond a number of bytes, in which a page of several sequences counts once.
+In: sequences, with numbers below 0 for images, and their keys and values. Out: the longest cached beginning of a
+prompt, of the same adapter. The least recently used ones are dropped beyond a number of bytes, in which a page of
+several sequences counts once.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ class PrefixCache:
         self._alike: dict[_Beginning, list[_Entry]] = {}
         self._pages = Counter[Page]()  # how many sequences each belongs to
 
-    def length(self, adapter: str, tokens: Sequence[int]) -> int:
+    def length(self, adapter: str, tokens: Sequence[int], least: int = 0) -> int:
         """Return the number of tokens of a prompt that `find` would return."""
-        return self._longest(adapter, tokens)[0]
+        return self._longest(adapter, tokens, least)[0]
 
-    def find(self, adapter: str, tokens: Sequence[int]) -> CachedRow | None:
-        """Return the longest cached beginning of a prompt, without its last token; None if it is short."""
-        length, entry = self._longest(adapter, tokens)
+    def find(self, adapter: str, tokens: Sequence[int], least: int = 0) -> CachedRow | None:
+        """Return the longest cached beginning of a prompt, without its last token; None if it is short.
+
+        It has at least `least` tokens.
+        """
+        length, entry = self._longest(adapter, tokens, least)
         if entry is None:
             return None
         self._use(entry)
@@ -95,7 +99,7 @@ class PrefixCache:
         if not alike:
             del self._alike[entry.beginning]
 
-    def _longest(self, adapter: str, tokens: Sequence[int]) -> tuple[int, _Entry | None]:
+    def _longest(self, adapter: str, tokens: Sequence[int], least: int) -> tuple[int, _Entry | None]:
         best, longest = 0, None
         alike = self._alike.get(_beginning(adapter, tokens), [])
         prompt = torch.tensor(tokens) if alike else None
@@ -105,7 +109,7 @@ class PrefixCache:
                 continue  # no longer than the best: many sequences share a system prompt and no more
             common = min(_common(entry.tokens, prompt), len(tokens) - 1)
             whole = common == len(entry.tokens) or entry.row.is_whole
-            if whole and common >= max(best + 1, _LEAST):
+            if whole and common >= max(best + 1, _LEAST, least):
                 best, longest = common, entry
         return best, longest
 

@@ -6,7 +6,7 @@ tokens as they come, and how it ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +17,31 @@ Finish = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
+class PixelKey:
+    """What stands for the images of a prompt in the prefix cache: two images have the same tokens.
+
+    `digest` are numbers below 0, which no token is; they replace tokens from the place `first` on. `last` is the place
+    of the last token of an image.
+    """
+
+    first: int
+    last: int
+    digest: tuple[int, ...]
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens with the digest in place of the first of the images'."""
+        stop = min(self.first + len(self.digest), self.last + 1)
+        return [*tokens[: self.first], *self.digest[: stop - self.first], *tokens[stop:]]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to continue. `config` is a `GenerationConfig`; `seed` None draws by no seed of the user's.
 
     `adapter` "" is the model without one. A `stop` text, read by the fast `tokenizer`, ends the answer after the token
     that completes it. With a `grammar` the answer is JSON, and ends with its value. `pixels` are tensors of images, by
-    the names of the model's arguments: such a prompt is read alone, in one pass, and is in no prefix cache.
+    the names of the model's arguments: such a prompt is read alone, in one pass. Without a `pixel_key` it is in no
+    prefix cache.
     """
 
     name: str
@@ -35,6 +54,21 @@ class Request:
     tokenizer: Any = field(default=None, repr=False)
     grammar: AnswerGrammar | None = None
     pixels: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+    pixel_key: PixelKey | None = field(default=None, repr=False)
+
+    @property
+    def may_be_cached(self) -> bool:
+        """Whether its keys and values are told from those of other images."""
+        return not self.pixels or self.pixel_key is not None
+
+    @property
+    def least_cached(self) -> int:
+        """The fewest first tokens that may be read before: none of an image is left without its pixels."""
+        return 0 if self.pixel_key is None else self.pixel_key.last + 1
+
+    def key(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return tokens of the sequence as the prefix cache compares them."""
+        return tokens if self.pixel_key is None else self.pixel_key.of(tokens)
 
     @property
     def max_cached_tokens(self) -> int:

@@ -8,18 +8,24 @@ fetched.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+import torch
+from torch import Tensor
 from transformers import BatchEncoding
 
 from ktc.foundation.images import ImageLimits, ImageRefused, read_data_uri
 from ktc.inference.serving.body_images import BodyImages, address_of, image_parts
 from ktc.inference.serving.refusals import RequestRefused
+from ktc.inference.serving.request import PixelKey
 from ktc.model.hf.processor import RejectedMessages, image_inputs
 
 _LOW_DETAIL: Final = (512, 512)  # pixels, as OpenAI's API has it
+_POSITIVE: Final = (1 << 63) - 1
 _OF_TEXT: Final = ("input_ids", "attention_mask")
 
 
@@ -40,10 +46,12 @@ class ImageAllowance:
 class ReadImages:
     """Stands for the tokenizer of a request with images: its inputs are those of the processor."""
 
-    def __init__(self, tokenizer: Any, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, inputs: Mapping[str, Any], placeholder: int | None) -> None:
+        """Take the processor's inputs; `placeholder` is the token of an image, `None` for an unknown one."""
         self.tokenizer = tokenizer
         self._text = {name: inputs[name] for name in _OF_TEXT if name in inputs}
         self.pixels = {name: value for name, value in inputs.items() if name not in _OF_TEXT}
+        self.key = pixel_key(self._text["input_ids"], self.pixels, placeholder)
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, **options: Any) -> Any:
         """Return the inputs, or the text of a conversation without its images."""
@@ -107,6 +115,40 @@ def inputs_of(processor: Any, messages: Sequence[Any], tools: Any, variables: Ma
     except RejectedMessages as error:
         message = f"the model's processor does not take these messages: {error}"
         raise RequestRefused(400, message, "invalid_image", "messages") from error
+
+
+def pixel_key(ids: Tensor, pixels: Mapping[str, Any], placeholder: int | None) -> PixelKey | None:
+    """Return the key of a prompt's images from its tokens (1, T); `None` where the images' tokens are unknown.
+
+    Tensors of one number for each token belong to the text and are not in the digest, for a longer text about the same
+    images has others.
+    """
+    kinds = pixels.get("mm_token_type_ids")
+    of_images = ids == placeholder if kinds is None else kinds != 0
+    places = cast("list[int]", cast("Tensor", of_images)[0].nonzero()[:, 0].tolist())
+    digest = hashlib.sha256()
+    for name in sorted(pixels):
+        if not (isinstance(pixels[name], Tensor) and pixels[name].shape == ids.shape) and not _digest(
+            digest, name, pixels[name]
+        ):
+            return None
+    if not places:
+        return None
+    words = struct.unpack("<4q", digest.digest())
+    return PixelKey(places[0], places[-1], tuple(-1 - (word & _POSITIVE) for word in words))
+
+
+def _digest(digest: Any, name: str, value: Any) -> bool:
+    """Add a value to a digest; return whether its kind is known."""
+    if isinstance(value, list | tuple):
+        digest.update(f"{name} of {len(cast('list[Any]', value))}".encode())
+        return all(_digest(digest, name, part) for part in cast("list[Any]", value))
+    if isinstance(value, Tensor):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(cast("Any", value.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        return True
+    digest.update(f"{name} {value!r}".encode())
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _images(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:

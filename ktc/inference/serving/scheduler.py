@@ -23,12 +23,13 @@ _MAX_PADDING: Final = 1.5  # padded tokens of a prefill, by those of its prompts
 class PrefillChunk:
     """Compute the columns from `start` to `stop` of prompts, which are padded on the left to the same width.
 
-    With `start` 0 the prefill begins.
+    With `start` 0 the prefill begins. The last chunk ends it, also where less is cached by then than it was.
     """
 
     requests: tuple[Request, ...]
     start: int
     stop: int
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,12 @@ SchedulerOutput = PrefillChunk | DecodeStep
 class Scheduler:
     """Decides pass by pass. Between two passes its caller reports which requests run, ended or were preempted."""
 
-    def __init__(self, limits: Limits, size: CacheSize | None, num_cached: Callable[[str, Sequence[int]], int]) -> None:
+    def __init__(
+        self, limits: Limits, size: CacheSize | None, num_cached: Callable[[Request, Sequence[int]], int]
+    ) -> None:
         """Begin without requests. `size` None: sequences share no cache, and each is prefilled in one pass.
 
-        `num_cached` returns how many first tokens of a prompt an adapter has in its prefix cache.
+        `num_cached` returns how many first tokens of a request are in the prefix cache, of all of its tokens so far.
         """
         self.waiting: deque[Request] = deque()
         self.running: dict[str, dict[str, Request]] = {}  # by adapter and name
@@ -197,7 +200,7 @@ class Scheduler:
     def _num_uncached(self, request: Request) -> int:
         """Return the number of tokens to prefill."""
         tokens = self._tokens(request)
-        return len(tokens) - (0 if request.pixels else self._num_cached(request.adapter, tokens))
+        return len(tokens) - self._num_cached(request, tokens)
 
     def _tokens(self, request: Request) -> tuple[int, ...]:
         return self._preempted.get(request.name, request.tokens)
@@ -265,4 +268,4 @@ class _Prefill:
         """Return the next columns, about `num_tokens` in all rows."""
         start = self._num_computed
         self._num_computed = min(self._width, start + max(num_tokens // len(self.requests), 1))
-        return PrefillChunk(self.requests, start, self._num_computed)
+        return PrefillChunk(self.requests, start, self._num_computed, not self.num_left)

@@ -19,6 +19,7 @@ from ktc.inference.serving.models import LoadedAdapters
 from ktc.inference.serving.prefill import PrefillBatch
 from ktc.inference.serving.prefix_cache import PrefixCache
 from ktc.inference.serving.request import End, Event, Limits, Request
+from ktc.inference.serving.row_cache import CachedRow
 from ktc.inference.serving.scheduler import DecodeStep, PrefillChunk, Scheduler, SchedulerOutput
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,18 @@ class Worker:
         self._runner, self._emit, self._adapters = runner, emit, adapters or LoadedAdapters(runner.model)
         self.prefixes = PrefixCache(0 if runner.unbatched_reason else limits.prefix_bytes)
         size = None if runner.unbatched_reason else runner.size
-        self.scheduler = Scheduler(limits, size, self.prefixes.length)
+        self.scheduler = Scheduler(limits, size, self._num_cached)
         self._caches_prefixes = bool(limits.prefix_bytes)
         self._preempted: dict[str, Generation] = {}
         self._prefills: dict[str, PrefillBatch] = {}  # begun ones, by the names of their first requests
         self.batches: dict[str, RowBatch | UnbatchedSequences] = {}  # by adapter; empty ones have pages
         self.num_cached_tokens = 0  # of prompts, which were not computed again
+
+    def _num_cached(self, request: Request, tokens: Sequence[int]) -> int:
+        """Return how many first tokens of a request are in the prefix cache, of all of its tokens so far."""
+        if not request.may_be_cached:
+            return 0
+        return self.prefixes.length(request.adapter, request.key(tokens), request.least_cached)
 
     def execute(self, decision: SchedulerOutput) -> None:
         """Carry out a decision, and report to the scheduler what became of its requests."""
@@ -95,7 +102,7 @@ class Worker:
         try:
             batch = batch or self._begin(generations)
             self._adapters.use(batch.adapter)
-            if (logits := batch.advance(chunk.stop)) is None:
+            if (logits := batch.advance(None if chunk.is_last else chunk.stop)) is None:
                 self._prefills[name] = batch
                 return
             self._join(batch, choose_tokens(generations, logits))
@@ -108,10 +115,12 @@ class Worker:
         for request in requests:
             try:
                 generation = self._preempted.pop(request.name, None)
+                tokens = request.tokens if generation is None else generation.tokens
+                reads_pixels = not (request.pixels and self._num_cached(request, tokens))
                 if generation is None:
-                    generation = Generation(request, self._runner.model)
+                    generation = Generation(request, self._runner.model, reads_pixels)
                 else:
-                    generation.restart(self._runner.model)
+                    generation.restart(self._runner.model, reads_pixels)
                 prepared.append(generation)
             except Exception as error:
                 log.exception("a request could not be prepared")
@@ -119,11 +128,14 @@ class Worker:
         return prepared
 
     def _begin(self, generations: Sequence[Generation]) -> PrefillBatch:
-        if any(generation.request.pixels for generation in generations):
-            return PrefillBatch(self._runner, generations)
-        beginnings = [self.prefixes.find(generation.request.adapter, generation.tokens) for generation in generations]
+        beginnings = [self._beginning(generation.request, generation.tokens) for generation in generations]
         self.num_cached_tokens += sum(row.length for row in beginnings if row is not None)
         return PrefillBatch(self._runner, generations, beginnings)
+
+    def _beginning(self, request: Request, tokens: Sequence[int]) -> CachedRow | None:
+        if not request.may_be_cached:
+            return None
+        return self.prefixes.find(request.adapter, request.key(tokens), request.least_cached)
 
     def _join(self, prefill: PrefillBatch, tokens: Sequence[int | Exception]) -> None:
         """Add the first tokens of prompts; the sequences that have not ended join the batch of their adapter."""
@@ -136,9 +148,9 @@ class Worker:
         try:
             for at, (generation, prompt) in enumerate(zip(prefill.generations, prompts, strict=True)):
                 row = prefill.row(at) if isinstance(batch, RowBatch) else prefill.cache
-                if isinstance(batch, RowBatch) and self._caches_prefixes and not generation.request.pixels:
+                if isinstance(batch, RowBatch) and self._caches_prefixes and generation.request.may_be_cached:
                     row = batch.hold(row, prefill.beginnings[at])
-                    self.prefixes.add(adapter, prompt, row)
+                    self.prefixes.add(adapter, generation.request.key(prompt), row)
                 if self.scheduler.is_live(generation.request.name):
                     batch.join(generation, row)
                     self.scheduler.start(generation.request.name)
@@ -173,9 +185,10 @@ class Worker:
             ends = self._add_tokens(generations, choose_tokens(generations, logits))
             for at in reversed(range(len(ends))):
                 if (end := ends[at]) is not None:
-                    is_kept = self._caches_prefixes and not generations[at].request.pixels and not end.error
+                    request, tokens = generations[at].request, generations[at].tokens[:-1]
+                    is_kept = self._caches_prefixes and request.may_be_cached and not end.error
                     if is_kept and isinstance(batch, RowBatch):
-                        self.prefixes.add(adapter, generations[at].tokens[:-1], batch.row(at))
+                        self.prefixes.add(adapter, request.key(tokens), batch.row(at))
                     batch.leave(at)
             self._settle(adapter)
         except Exception as error:  # noqa: BLE001  # its requests end

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from decoding_models import stock_model
 from engine_answers import Answers, alone, config_of
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ktc.inference.serving import prefix_cache
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import LayerRow
 from ktc.inference.serving.prefix_cache import PrefixCache
-from ktc.inference.serving.request import Limits, Request
+from ktc.inference.serving.request import Limits, PixelKey, Request
+from ktc.inference.serving.request_images import pixel_key
 from ktc.inference.serving.row_cache import CachedRow
+from ktc.model import twin
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHARED = tuple(range(20, 44))
@@ -95,3 +99,51 @@ def test_a_window_that_has_dropped_tokens_serves_as_a_whole_only() -> None:
     assert cache.length("", range(30)) == 20
     assert cache.length("", [*range(19), 0, 0]) == 0
     assert cache.length("", range(20)) == 0
+
+
+@pytest.mark.parametrize("family", ["gemma4", "kimi_k25", "aria"])
+def test_the_same_image_is_read_once_and_another_is_never_taken_for_it(family: str) -> None:
+    """One prompt with two images, each twice, and a question after the first answer: equal to stock."""
+    model = twin.build(twin.shrink(twin.default_config(family, whole=True)), seed=0)
+    config, answers, words = config_of(model), Answers(), torch.arange(5, 35)[None]
+    asked = GenerationConfig.from_dict({**config.to_dict(), "max_new_tokens": 6})
+    placeholder = getattr(model.config, "image_token_id", None) or model.config.image_token_index
+    engine = Engine(ModelRunner(model), Limits(prefix_bytes=1 << 24), answers)
+    engine.start()
+    images = [twin.with_image(model, words, seed) for seed in (0, 1)]
+    assert torch.equal(images[0]["input_ids"], images[1]["input_ids"])
+    wanted: list[list[int]] = []
+    num_cached: list[int] = []
+    for at, (seed, more) in enumerate(((0, 0), (1, 0), (0, 0), (1, 0), (0, 1))):
+        given = dict(images[seed])
+        if more:
+            given["input_ids"] = torch.cat([given["input_ids"], torch.tensor([[*wanted[0], 7, 8]])], dim=1)
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            if (kinds := given.get("mm_token_type_ids")) is not None:
+                given["mm_token_type_ids"] = torch.cat([kinds, kinds.new_zeros(1, 8)], dim=1)
+        ids = given["input_ids"]
+        wanted.append(cast("Any", model).generate(**given, generation_config=asked)[0, ids.shape[1] :].tolist())
+        pixels = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+        key = pixel_key(ids, pixels, placeholder)
+        assert key is not None and ids[0, key.first] == ids[0, key.last] == placeholder
+        before = engine.num_cached_tokens
+        engine.submit(Request(str(at), tuple(ids[0].tolist()), 6, config, pixels=pixels, pixel_key=key))
+        assert answers.wait(str(at))[0] == wanted[-1]
+        num_cached.append(engine.num_cached_tokens - before)
+    engine.stop()
+    length = images[0]["input_ids"].shape[1]
+    assert wanted[0] != wanted[1]
+    assert num_cached[:2] == [0, 0] and num_cached[4] >= length
+    has_windows = family == "gemma4"  # which have dropped tokens of the prompt: it serves as a whole alone
+    assert num_cached[2:4] == [0 if has_windows else length - 1] * 2
+
+
+def test_a_beginning_within_an_image_is_not_taken() -> None:
+    cache, key = PrefixCache(1 << 20), PixelKey(18, 25, (-1, -2, -3, -4))
+    tokens = [*range(18), *[99] * 8, *range(4)]
+    assert key.of(tokens) == [*range(18), -1, -2, -3, -4, *[99] * 4, *range(4)]
+    assert PixelKey(1, 2, (-1, -2, -3, -4)).of([7, 9, 9, 8]) == [7, -1, -2, 8]
+    cache.add("", key.of(tokens), row(30))
+    assert cache.length("", tokens, 0) == 18, "a text with the same beginning"
+    for other, length in (([*tokens[:26], 50], 26), (tokens[:26], 0), ([*tokens[:20], 98], 0)):
+        assert cache.length("", key.of(other), key.last + 1) == length
