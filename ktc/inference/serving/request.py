@@ -18,7 +18,7 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class PixelKey:
-    """What stands for the images of a prompt in the prefix cache: two images have the same tokens.
+    """The images of a prompt, for the prefix cache: two images have the same tokens.
 
     `digest` are numbers below 0, which no token is; they replace tokens from the place `first` on. `last` is the place
     of the last token of an image.
@@ -58,7 +58,7 @@ class Request:
 
     @property
     def may_be_cached(self) -> bool:
-        """Whether its keys and values are told from those of other images."""
+        """Whether the prefix cache distinguishes it from prompts with other images."""
         return not self.pixels or self.pixel_key is not None
 
     @property
