@@ -20,6 +20,7 @@ from ktc.model.attention.interface import chosen, implementation_of, stock_funct
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.latent_sizes import LatentSizes
 from ktc.model.attention.sparse import Sparse, log_once
+from ktc.model.attention.split_decode import SplitDecode
 from ktc.model.attention.up_projection import up_projection
 from ktc.model.hf.latent_cache import EXPAND, caches_latents
 from ktc.model.hf.patching import stock_class
@@ -56,7 +57,10 @@ class AbsorbedAttention(DecodingAttention):
 
 
 def absorb(
-    module: nn.Module, absorption: Absorption, decode: DecodeAttention | None = None, sparse: Sparse | None = None
+    module: nn.Module,
+    absorption: Absorption,
+    decode: DecodeAttention | SplitDecode | None = None,
+    sparse: Sparse | None = None,
 ) -> nn.Module:
     """Patch `module` so that it absorbs. `decode` computes the calls that it serves, `sparse` those of long caches.
 

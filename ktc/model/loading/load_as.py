@@ -26,6 +26,7 @@ from ktc.foundation import environment, host
 from ktc.foundation.files import file_digest
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
+from ktc.model.attention.split_decode import SplitDecode, check_split_decode
 from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 from ktc.model.decode_steps.gpu_norms import fuse_norms
@@ -144,6 +145,7 @@ def completed(
             module.begin()
     StepContext.given_to(model)
     guard(model, manifest.rewrites, remembered, folder)
+    check_split_attention(model)
     if manifest.cuda_graph and not reference:
         fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
@@ -160,6 +162,15 @@ def check_gpu_products(model: nn.Module) -> None:
         if isinstance(module, FusedMoe) and module.offload is not None and module.weights.packed is not None:
             for device in module.offload.devices:
                 check_products(module.weights.packed, device)
+
+
+def check_split_attention(model: nn.Module) -> None:
+    """Compare attention of new tokens with PyTorch's, on the GPUs that compute it. Raises HostLacks (H248)."""
+    answering = [module for module in model.modules() if isinstance(getattr(module, "decode", None), SplitDecode)]
+    devices = {parameter.device for module in answering for parameter in module.parameters()}
+    for device in sorted(devices, key=str):
+        if device.type == "cuda":
+            check_split_decode(device)
 
 
 def num_threads(manifest: Manifest) -> int:

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodingConfig:
-    """The threads of the kernel, and what the cache holds."""
+    """The threads of the kernel of the CPU, what the cache holds, and whether kernels of a GPU compute there."""
 
     threads: PositiveInt
     kv: KvFormat
+    split: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,6 @@ class FusedAttention(ModuleTarget):
         """The target with keys and values in the model's dtype."""
         return replace(self, kv="auto")
 
-    @property
-    def leaves_gpus_to_pytorch(self) -> bool:
-        """Whether nothing demands the kernel of the CPU: codes in the cache do."""
-        return self.kernel == AUTO and not self.int8_cache
-
     def cached(self, seen: CapturedNode, per_position: int) -> int:
         """Return the bytes of a position in the layer's cache."""
         from ktc.model.targets.attention_kernel import code_bytes
@@ -82,6 +78,8 @@ class FusedAttention(ModuleTarget):
         """Return which calls are the kernel's."""
         from ktc.model.targets.attention_kernel import explained_codes
 
+        if plan.spec is None and self.kernel == AUTO and plan.device != "cpu":
+            return (f"few new tokens without gradients by kernels of the GPU, all others by sdpa, on {plan.device}",)
         if plan.spec is None:
             return (f"is run by PyTorch, on {plan.device}",)
         codes = explained_codes(seen) if self.int8_cache else ""
@@ -105,8 +103,8 @@ class FusedAttention(ModuleTarget):
         return query, keys, values, *more
 
     def recipe(self, action: NodeAction, about: Mapping[str, Any], host: Host) -> DecodingConfig:
-        """Return the number of threads, which is the host's, and what the cache holds."""
-        return DecodingConfig(host.workers, self.kv)
+        """Return the number of threads, which is the host's, what the cache holds, and whether GPUs have kernels."""
+        return DecodingConfig(host.workers, self.kv, self.kernel == AUTO)
 
     @staticmethod
     def realise(old: nn.Module, config: DecodingConfig, kernel: Kernel | None) -> nn.Module:
@@ -115,6 +113,6 @@ class FusedAttention(ModuleTarget):
         from ktc.model.attention.int8_decode import decoder
 
         try:
-            return decoding(old, None if kernel is None else decoder(kernel, config.threads, config.kv))
+            return decoding(old, decoder(kernel, config.threads, config.kv, split=config.split))
         except ValueError as error:
             raise WrongModule(f"a `{type(old).__name__}`: {error}") from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
 
 from ktc.model.targets.lora_linear import LoraLinear
 from ktc.model.targets.module_target import ModuleTarget, WrongModule
-from ktc.model.targets.settings import INT8, AttentionKernel, KvFormat, Phase, PositiveInt
+from ktc.model.targets.settings import AUTO, INT8, AttentionKernel, KvFormat, Phase, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ _SHOWN: Final = (1_024, 16_384)  # positions for which the break-even is reporte
 
 @dataclass(frozen=True, slots=True)
 class AbsorbedConfig:
-    """The sizes of latent attention, the name of the up-projection, and when attention is absorbed."""
+    """The sizes of latent attention, the name of the up-projection, and when attention is absorbed.
+
+    `threads` are those of the kernel of the CPU; with `split`, kernels of a GPU compute there.
+    """
 
     heads: PositiveInt
     nope: PositiveInt
@@ -40,6 +43,7 @@ class AbsorbedConfig:
     move_elision: bool
     kv: KvFormat
     threads: PositiveInt
+    split: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class MlaAbsorbed(ModuleTarget):
         from ktc.model.targets.attention_kernel import explained_codes
 
         by = f"; a few new tokens without gradients by the {plan.spec.isa} kernel" if plan.spec else ""
+        if not plan.spec and self.kernel == AUTO and plan.device != "cpu":
+            by = "; a few new tokens without gradients by kernels of the GPU"
         codes = explained_codes(seen) if self.int8_cache else ""
         how = "scores are two products" if self.move_elision else "latents and rotary keys are concatenated"
         if self.absorb in ("never", "always"):
@@ -167,6 +173,7 @@ class MlaAbsorbed(ModuleTarget):
             move_elision=self.move_elision,
             kv=self.kv,
             threads=host.workers,
+            split=self.kernel == AUTO,
         )
 
     @staticmethod
@@ -179,7 +186,7 @@ class MlaAbsorbed(ModuleTarget):
         sizes = LatentSizes(config.heads, config.nope, config.rope, config.value, config.latent)
         absorption = Absorption(sizes, config.kv_b, config.absorb, config.move_elision)
         try:
-            decode = None if kernel is None else decoder(kernel, config.threads, config.kv)
+            decode = decoder(kernel, config.threads, config.kv, split=config.split)
             return absorb(old, absorption, decode)
         except AttributeError as error:
             raise WrongModule(f"a `{type(old).__name__}` without `{config.kv_b}`") from error

@@ -89,13 +89,15 @@ class SparseAttention(ModuleTarget):
         return Sparsity(self.k, self.sink, self.local, self.index, shared)
 
     def at_layer(self, layer: int, seen: CapturedNode, device: str) -> Target | None:
-        """Return the rewrite of a layer: of the first ones a dense one, None where it has no kernel."""
+        """Return the rewrite of a layer: of the first ones a dense one, None where it has no kernel of the CPU."""
         from ktc.model.targets.linear_kernel import DTYPES
 
         if layer >= self.dense_layers:
             return self
         dense = self.dense(latent=_is_latent(seen.core))
-        if device == "cpu" and seen.dtype in DTYPES:
+        if device != "cpu":
+            return replace(dense, kernel="auto")
+        if seen.dtype in DTYPES:
             return dense
         return replace(dense, kernel="sdpa") if isinstance(dense, MlaAbsorbed) else None
 
@@ -197,11 +199,13 @@ class SparseAttention(ModuleTarget):
         from ktc.model.attention.latent_sizes import LatentSizes
         from ktc.model.attention.sparse import Sparse
         from ktc.model.attention.sparsity import Sparsity
+        from ktc.model.attention.split_decode import SplitDecode
         from ktc.model.hf.indexer import positions_of_indexer
 
         sparsity = Sparsity(config.k, config.sink, config.local, config.index, config.shared)
-        decode = None if kernel is None else DecodeAttention(kernel, config.threads)
-        sparse = Sparse(sparsity, decode, positions_of_indexer(old) > 0)
+        of_cpu = None if kernel is None else DecodeAttention(kernel, config.threads)
+        sparse = Sparse(sparsity, of_cpu, positions_of_indexer(old) > 0)
+        decode = of_cpu or SplitDecode()  # of dense calls
         try:
             if config.kv_b is None:
                 return decoding(old, decode, sparse)

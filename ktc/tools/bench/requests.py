@@ -205,6 +205,25 @@ class Stream(_OfLayer):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Request):
+    """Measure attention of one new token over caches on a GPU, ktc's kernels beside PyTorch's products."""
+
+    command: ClassVar[str] = "attention"
+    module: ClassVar[str] = "ktc.tools.bench.attention"
+    models: tuple[str, ...] = words(
+        ("v2lite", "qwen3_30b"),
+        "The sizes of models: v2lite and v3 (latents), qwen3_30b (grouped queries).",
+        "--model",
+        ("v2lite", "qwen3_30b", "v3"),
+    )
+    batches: tuple[int, ...] = numbers((1,), "Numbers of sequences.", "--batch", least=1, most=_MOST)
+    contexts: tuple[int, ...] = numbers(
+        (4096, 32768, 131072), "Tokens that each sequence has.", "--context", least=1, most=_MOST
+    )
+    rounds: int = option(5, "Measured rounds; the median is reported.", least=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One measurement of a model. A decode step adds a token to each of `batch` sequences of `tokens` tokens.
@@ -462,7 +481,7 @@ class Serve(Request):
         return ("ktc", "serve", self.out)
 
 
-REQUESTS: Final[tuple[type[Request], ...]] = (Moe, Decode, Finetune, Generate, Plans, Serve, Stream)
+REQUESTS: Final[tuple[type[Request], ...]] = (Attention, Moe, Decode, Finetune, Generate, Plans, Serve, Stream)
 
 
 def kernels_of(isas: Iterable[Isa]) -> tuple[str, ...]:

@@ -1,0 +1,299 @@
+"""Attention of few new tokens over a cache on a GPU, by Triton: every program reads some blocks of positions.
+
+In: queries, what a cache holds, and a mask, all on one GPU. Out: attention's output, rounded once. Programs share the
+positions (flash decoding): program `i` of `n` reads the blocks `i`, `i + n` and so on, for all query rows of a key
+head, so that a cache is read once. It keeps softmax's maximum and sum, and the weighted values; a second kernel adds
+the parts in one order, so that results are equal to the bit from run to run. The grid depends on shapes alone. A
+program reads from the mask which of its blocks a row sees, and no others of the cache: a graph that was captured for a
+capacity takes the time of the positions that are there. Latents are keys and values, and are read once for both.
+Importing this needs Triton.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportReturnType=false
+# The arguments of device code get their types from Triton, which is not typed itself.
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktc.model.attention.decode import KVCacheView
+
+_INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
+_LOG2_E: Final = 1.4426950408889634
+_LEAST: Final = 16  # rows and columns of a product
+_TILE_BYTES: Final = 40 << 10  # of the keys and values that a program reads at once
+_SHARE: Final = 0.85  # of a multiprocessor's shared memory that queries and tiles take
+_PROGRAMS: Final = 2  # for each multiprocessor
+_MERGED: Final = 64  # columns of an output that a program of the second kernel adds
+_SCANNED: Final = 2048  # columns of a mask that a program reads at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """`rows` of queries and `positions` of a tile, `programs` that share the positions, warps and stages of each."""
+
+    rows: int
+    positions: int
+    programs: int
+    warps: int
+    stages: int
+
+
+def attend(
+    query: Tensor, kv: KVCacheView, *, scale: float, mask: Tensor | None = None, sinks: Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute query (B, H, T, k + r) -> (B, T, H, v). Without a `mask` new tokens are the last positions.
+
+    `mask` (B or 1, 1, T, at least L) is bool, or is added to the scores, where dtypes' smallest numbers hide
+    positions. `sinks` (H,) are further scores without a value. A row that sees no position is zero.
+    """
+    B, H, T, width = query.shape
+    K, L = kv.keys.shape[1:3]
+    first, second = _parts(kv)
+    shared = kv.values is kv.keys
+    tiling = tiling or tiling_of(query, kv)
+    groups = -(-(H // K * T) // tiling.rows)
+    sums = query.new_empty((B * H * T, tiling.programs, kv.values.shape[-1]), dtype=torch.float32)
+    state = query.new_empty((2, B * H * T, tiling.programs), dtype=torch.float32)
+    out = query.new_empty((B, T, H, kv.values.shape[-1]))
+    values = first if shared else kv.values
+    seen, kind, batch_of_mask, token_of_mask = _mask(mask, B)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        _split[(groups * K, tiling.programs, B)](
+            query.contiguous(), first, second if second is not None else first, values,
+            first if seen is None else seen, sums, state[0], state[1], scale * _LOG2_E, L, tiling.programs,
+            *first.stride()[:3], *(first if second is None else second).stride()[:3], *values.stride()[:3],
+            batch_of_mask, token_of_mask, 0.0 if mask is None else _hidden(mask.dtype), groups,
+            HEADS=H, GROUP=H // K, TOKENS=T, WIDTH=width, FIRST=first.shape[-1],
+            SECOND=0 if second is None else second.shape[-1], VALUE=values.shape[-1],
+            FIRST_BLOCK=_block(first.shape[-1]), SECOND_BLOCK=0 if second is None else _block(second.shape[-1]),
+            VALUE_BLOCK=_block(values.shape[-1]), SHARED=shared, MASK=kind, ROWS=tiling.rows, BLOCK=tiling.positions,
+            SCAN=max(1, _SCANNED // tiling.positions), num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
+        _merge[(B * H * T, -(-values.shape[-1] // _MERGED))](
+            sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out,
+            tiling.programs, HEADS=H, TOKENS=T, VALUE=values.shape[-1], SINKS=sinks is not None,
+            PROGRAMS=triton.next_power_of_2(tiling.programs), BLOCK=_MERGED, TOGETHER=16, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def tiling_of(query: Tensor, kv: KVCacheView) -> Tiling:
+    """Return the tiling of a call: by shapes and the GPU alone, so that a captured step has one grid."""
+    B, H, T, width = query.shape
+    K, L = kv.keys.shape[1:3]
+    parts = [part for part in _parts(kv) if part is not None]
+    wide = _block(kv.values.shape[-1])
+    row_bytes = sum(_block(part.shape[-1]) for part in parts) + wide * (kv.values is not kv.keys)
+    row_bytes *= query.element_size()
+    positions = max(_LEAST, min(128, 1 << (_TILE_BYTES // row_bytes).bit_length() - 1))
+    rows = max(_LEAST, min(64 if wide <= 256 else 32, triton.next_power_of_2(H // K * T)))
+    processors, memory = _gpu(query.device)
+    room = int(memory * _SHARE) - rows * width * query.element_size()
+    stages = max(1, min(3, room // (positions * row_bytes)))
+    beside = B * K * -(-(H // K * T) // rows)
+    programs = max(1, min(-(-L // positions), -(-_PROGRAMS * processors // beside)))
+    return Tiling(rows, positions, programs, 4 if rows * wide <= 16 * 256 else 8, stages)
+
+
+@functools.cache
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """Return the multiprocessors of a GPU, and the bytes of memory that a program on one of them may have."""
+    if device.type != "cuda":
+        return 4, 100 << 10  # of Triton's interpreter
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+def _parts(kv: KVCacheView) -> tuple[Tensor, Tensor | None]:
+    """Return keys in two parts, of which products have powers of two as widths: latents and rotary keys, or halves."""
+    if kv.rope_keys is not None:
+        return kv.keys, kv.rope_keys
+    width = kv.keys.shape[-1]
+    power = 1 << width.bit_length() - 1
+    if width == power or width < _LEAST:
+        return kv.keys, None
+    return kv.keys[..., :power], kv.keys[..., power:]
+
+
+def _block(width: int) -> int:
+    return max(_LEAST, triton.next_power_of_2(width))
+
+
+def _mask(mask: Tensor | None, batch: int) -> tuple[Tensor | None, int, int, int]:
+    """Return a mask as its kernel reads it, its kind (none, bool, added), and the strides of sequences and tokens."""
+    if mask is None:
+        return None, 0, 0, 0
+    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    by_sequence = mask.stride(0) if mask.shape[0] == batch and batch > 1 else 0
+    seen = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    return seen, 1 if mask.dtype == torch.bool else 2, by_sequence, mask.stride(2)
+
+
+def _hidden(dtype: torch.dtype) -> float:
+    """Return the number of an added mask up to which a position is hidden."""
+    return torch.finfo(dtype).min / 2 if dtype.is_floating_point else 0.0
+
+
+# Device code ---------------------------------------------------------------------------------------------------------
+@triton.jit
+def _dot(a, b, c):
+    if _INTERPRETED:  # the interpreter multiplies the bits of bf16 as integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c)
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, c, input_precision="ieee")
+    else:
+        return tl.dot(a, b, c)
+
+
+@triton.jit
+def _is_seen(mask, at, there, hidden, MASK: tl.constexpr):
+    """Return which columns of a mask show their positions."""
+    if MASK == 1:
+        return tl.load(mask + at, mask=there, other=0) != 0
+    else:
+        return tl.load(mask + at, mask=there, other=hidden).to(tl.float32) > hidden
+
+
+@triton.jit
+def _seen_blocks(
+    mask, hidden, positions, program, programs, own, of_token, TOKENS: tl.constexpr, MASK: tl.constexpr,
+    BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Return the first of the program's blocks that a token sees, and the one behind the last."""
+    low, high = own, own * 0
+    number, column = tl.arange(0, SCAN), tl.arange(0, BLOCK)
+    for begin in range(0, own, SCAN):
+        block = begin + number
+        at = (program + block * programs)[:, None] * BLOCK + column[None, :]
+        there = (at < positions) & (block < own)[:, None]
+        seen = tl.zeros((SCAN, BLOCK), tl.int32)
+        for token in range(TOKENS):
+            seen |= _is_seen(mask + token * of_token, at, there, hidden, MASK).to(tl.int32)
+        any_seen = tl.max(seen, 1) > 0
+        low = tl.minimum(low, tl.min(tl.where(any_seen, block, own), 0))
+        high = tl.maximum(high, tl.max(tl.where(any_seen, block + 1, 0), 0))
+    return low, high
+
+
+@triton.jit(do_not_specialize=["positions", "programs", "groups", "hidden"])
+def _split(
+    query, first, second, values, mask, sums, peaks, totals, scale, positions, programs,
+    first_batch, first_head, first_position, second_batch, second_head, second_position,
+    value_batch, value_head, value_position, mask_batch, mask_token, hidden, groups,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr, SECOND_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    key_head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    program, sequence = tl.program_id(1), tl.program_id(2)
+    row = group * ROWS + tl.arange(0, ROWS)  # of the query rows of a key head: its heads, each with its tokens
+    is_row = row < GROUP * TOKENS
+    of_call = sequence.to(tl.int64) * (HEADS * TOKENS) + key_head * (GROUP * TOKENS) + row
+    d1, dv, n = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK), tl.arange(0, BLOCK)
+    of_query = query + of_call[:, None] * WIDTH
+    q1 = tl.load(of_query + d1[None, :], mask=is_row[:, None] & (d1 < FIRST)[None, :], other=0)
+    if SECOND > 0:
+        d2 = tl.arange(0, SECOND_BLOCK)
+        q2 = tl.load(of_query + FIRST + d2[None, :], mask=is_row[:, None] & (d2 < SECOND)[None, :], other=0)
+        second += sequence.to(tl.int64) * second_batch + key_head.to(tl.int64) * second_head
+    first += sequence.to(tl.int64) * first_batch + key_head.to(tl.int64) * first_head
+    values += sequence.to(tl.int64) * value_batch + key_head.to(tl.int64) * value_head
+    mask += sequence.to(tl.int64) * mask_batch
+    own = tl.cdiv(tl.cdiv(positions, BLOCK) - program, programs)
+    low, high = own * 0, own
+    if MASK > 0:
+        low, high = _seen_blocks(mask, hidden, positions, program, programs, own, mask_token, TOKENS, MASK, BLOCK, SCAN)
+    token = tl.zeros((1, 1), tl.int32)  # one load of the mask serves all rows of one token
+    if TOKENS > 1:
+        token = (row % TOKENS)[:, None]
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.full((ROWS,), 0, tl.float32)
+    summed = tl.full((ROWS, VALUE_BLOCK), 0, tl.float32)
+    for block in range(low, high):
+        begin = (program + block * programs) * BLOCK
+        at, there = begin + n, begin + n < positions
+        wide = begin.to(tl.int64)
+        k1 = tl.load(
+            first + wide * first_position + n[:, None] * first_position + d1[None, :],
+            mask=there[:, None] & (d1 < FIRST)[None, :], other=0,
+        )  # fmt: skip
+        scores = _dot(q1, tl.trans(k1), tl.full((ROWS, BLOCK), 0, tl.float32))
+        if SECOND > 0:
+            k2 = tl.load(
+                second + wide * second_position + n[:, None] * second_position + d2[None, :],
+                mask=there[:, None] & (d2 < SECOND)[None, :], other=0,
+            )  # fmt: skip
+            scores = _dot(q2, tl.trans(k2), scores)
+        scores = scores * scale
+        if MASK == 0:
+            seen = at[None, :] <= positions - TOKENS + token
+        elif MASK == 1:
+            seen = _is_seen(mask, token * mask_token + at[None, :], there[None, :], hidden, MASK)
+        else:
+            added = tl.load(mask + token * mask_token + at[None, :], mask=there[None, :], other=hidden).to(tl.float32)
+            seen = added > hidden
+            scores += tl.where(seen, added, 0.0) * 1.4426950408889634
+        scores = tl.where(seen & there[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - base[:, None])
+        faded = tl.exp2(peak - base)
+        total = total * faded + tl.sum(weights, 1)
+        if SHARED:
+            v = k1
+        else:
+            v = tl.load(
+                values + wide * value_position + n[:, None] * value_position + dv[None, :],
+                mask=there[:, None] & (dv < VALUE)[None, :], other=0,
+            )  # fmt: skip
+        summed = _dot(weights.to(v.dtype), v, summed * faded[:, None])
+        peak = new_peak
+    part = of_call * programs + program
+    tl.store(peaks + part, peak, mask=is_row)
+    tl.store(totals + part, total, mask=is_row)
+    tl.store(sums + part[:, None] * VALUE + dv[None, :], summed, mask=is_row[:, None] & (dv < VALUE)[None, :])
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _merge(
+    sums, peaks, totals, sinks, out, programs,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, VALUE: tl.constexpr, SINKS: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head, token = row // TOKENS % HEADS, row % TOKENS
+    every = tl.arange(0, PROGRAMS)
+    peak = tl.load(peaks + row * programs + every, mask=every < programs, other=float("-inf"))
+    total = tl.load(totals + row * programs + every, mask=every < programs, other=0)
+    most = tl.max(peak, 0)
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        most = tl.maximum(most, sink)
+    most = tl.where(most == float("-inf"), 0.0, most)
+    whole = tl.sum(total * tl.exp2(peak - most), 0)
+    if SINKS:
+        whole += tl.exp2(sink - most)
+    column, together = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TOGETHER)
+    summed = tl.full((BLOCK,), 0, tl.float32)
+    for begin in range(0, programs, TOGETHER):
+        number = begin + together
+        of_peak = tl.load(peaks + row * programs + number, mask=number < programs, other=float("-inf"))
+        values = tl.load(
+            sums + (row * programs + number)[:, None] * VALUE + column[None, :],
+            mask=(number < programs)[:, None] & (column < VALUE)[None, :], other=0,
+        )  # fmt: skip
+        summed += tl.sum(values * tl.exp2(of_peak - most)[:, None], 0)
+    result = tl.where(whole > 0, summed / whole, 0.0)
+    of_token = row // (HEADS * TOKENS) * TOKENS + token
+    tl.store(out + (of_token * HEADS + head) * VALUE + column, result.to(out.dtype.element_ty), mask=column < VALUE)
