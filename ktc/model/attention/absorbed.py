@@ -13,14 +13,14 @@ from typing import Any, Final, Literal, cast
 
 from torch import Tensor, nn
 
-from ktc.model.attention.decode import DecodeAttention, KVCacheView
+from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.decoding import DecodingAttention, answer_by
 from ktc.model.attention.int8_tensor import plain
 from ktc.model.attention.interface import chosen, implementation_of, stock_function
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.latent_sizes import LatentSizes
 from ktc.model.attention.sparse import Sparse, log_once
-from ktc.model.attention.split_decode import SplitDecode
+from ktc.model.attention.split_decode import Decode
 from ktc.model.attention.up_projection import up_projection
 from ktc.model.hf.latent_cache import EXPAND, caches_latents
 from ktc.model.hf.patching import stock_class
@@ -59,7 +59,7 @@ class AbsorbedAttention(DecodingAttention):
 def absorb(
     module: nn.Module,
     absorption: Absorption,
-    decode: DecodeAttention | SplitDecode | None = None,
+    decode: Decode | None = None,
     sparse: Sparse | None = None,
 ) -> nn.Module:
     """Patch `module` so that it absorbs. `decode` computes the calls that it serves, `sparse` those of long caches.

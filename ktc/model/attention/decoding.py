@@ -11,12 +11,12 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.model.attention.decode import DecodeAttention, KVCacheView
+from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.int8_tensor import plain
 from ktc.model.attention.interface import AnsweredAttention, Attention, answer, chosen, stock_function
 from ktc.model.attention.sparse import Sparse, follows_cache
 from ktc.model.attention.sparsity import Traffic
-from ktc.model.attention.split_decode import SplitDecode
+from ktc.model.attention.split_decode import Decode
 from ktc.model.kernels.step_context import StepContext
 
 NAME: Final = "ktc_decode"  # of the attention function in transformers' register
@@ -29,21 +29,19 @@ class DecodingAttention(AnsweredAttention):
     With `sparse`, calls over long caches read the positions that it chooses; `traffic` counts their bytes.
     """
 
-    decode: DecodeAttention | SplitDecode | None
+    decode: Decode | None
     sparse: Sparse | None = None
     traffic: Traffic = Traffic(0, 0, 0)
     logged: tuple[str, ...] = ()
 
 
-def decoding(
-    module: nn.Module, decode: DecodeAttention | SplitDecode | None, sparse: Sparse | None = None
-) -> nn.Module:
+def decoding(module: nn.Module, decode: Decode | None, sparse: Sparse | None = None) -> nn.Module:
     """Give `module` the kernel. Raises ValueError for a module without a config."""
     return answer_by(decode, sparse, module, NAME, decoding_attention, DecodingAttention)
 
 
 def answer_by(
-    decode: DecodeAttention | SplitDecode | None, sparse: Sparse | None, module: nn.Module, name: str, function: Attention,
+    decode: Decode | None, sparse: Sparse | None, module: nn.Module, name: str, function: Attention,
     patch: type[DecodingAttention],
 ) -> nn.Module:  # fmt: skip
     """Make `module` call `function`, as `answer`, with these two. With `sparse`, its calls follow their cache."""
@@ -65,7 +63,7 @@ def decoding_attention(
     indices: Tensor | None = more.pop("indices", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = more.get("s_aux") if more.get("sinks") is None else more["sinks"]
-    decode: DecodeAttention | SplitDecode | None = answered.decode
+    decode: Decode | None = answered.decode
     sparse: Sparse | None = answered.sparse
     kv = KVCacheView(key, value)
     if sparse is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ktc.model.attention.decode import DecodeAttention, view
 from ktc.model.attention.int8_tensor import Int8Tensor
 from ktc.model.attention.paged_tensor import memory_of
-from ktc.model.attention.split_decode import SplitDecode
+from ktc.model.attention.split_decode import Decode, SplitDecode
 from ktc.model.kernels.kernel_library import Kernel, NativeInt8Attention
 from ktc.model.linears.gemv import DTYPES, is_traced
 
@@ -27,7 +27,7 @@ class Int8DecodeAttention(DecodeAttention):
         return memory_of(tensor.codes).stride(-1) == 1
 
 
-def decoder(kernel: Kernel | None, threads: int, kv: str, *, split: bool) -> DecodeAttention | SplitDecode | None:
+def decoder(kernel: Kernel | None, threads: int, kv: str, *, split: bool) -> Decode | None:
     """Return the decode attention over a cache of `kv`: `int8` codes, or numbers of the model's dtype.
 
     Without a kernel of the CPU it is that of a GPU where `split`, else there is none.

@@ -109,7 +109,7 @@ def tiling_of(query: Tensor, kv: KVCacheView) -> Tiling:
 def _gpu(device: torch.device) -> tuple[int, int]:
     """Return the multiprocessors of a GPU, and the bytes of memory that a program on one of them may have."""
     if device.type != "cuda":
-        return 4, 100 << 10  # of Triton's interpreter
+        return 2, 100 << 10  # of Triton's interpreter
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
@@ -294,6 +294,6 @@ def _merge(
             mask=(number < programs)[:, None] & (column < VALUE)[None, :], other=0,
         )  # fmt: skip
         summed += tl.sum(values * tl.exp2(of_peak - most)[:, None], 0)
-    result = tl.where(whole > 0, summed / whole, 0.0)
+    result = summed / tl.where(whole > 0, whole, 1.0)
     of_token = row // (HEADS * TOKENS) * TOKENS + token
     tl.store(out + (of_token * HEADS + head) * VALUE + column, result.to(out.dtype.element_ty), mask=column < VALUE)

@@ -159,9 +159,8 @@ def _stock(query: Tensor, kv: KVCacheView, scale: float, mask: Tensor) -> Tensor
     """Return attention by PyTorch: transformers' function of grouped queries, absorbed latents by their products."""
     if kv.rope_keys is None:
         module: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // kv.keys.shape[1], is_causal=True)
-        return cast("Any", sdpa_attention).sdpa_attention_forward(
-            module, query, kv.keys, kv.values, mask, scaling=scale
-        )[0]
+        sdpa = cast("Any", sdpa_attention).sdpa_attention_forward
+        return sdpa(module, query, kv.keys, kv.values, mask, scaling=scale)[0]
     up = cast("Any", _Absorbed())
     latent = kv.keys[:, 0]
     return attend(latent_scores(query, latent, kv.rope_keys[:, 0], up, scale=scale), latent, up, mask=mask)[0]

@@ -160,7 +160,7 @@ def test_few_tokens_of_a_model_are_split(family: str, taken: bool) -> None:
     assert Counted.calls == ([chunk for chunk in CHUNKS[1:] for _ in range(layers)] if taken else [])
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
 def test_captured_steps_are_split(family: str) -> None:
     stock, model = split(family)
     graphs, ids = eager_graphs(), torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
