@@ -115,6 +115,7 @@ MISTAKES = {
     "doctor --mesure": "U001",
     "bench moe --impl nope": "U030",
     "bench stream --impl nope": "U001",
+    "bench attention --model nope": "U030",
     "bench decode --model nofile": "U030",
     "bench finetune --config nofolder": "I100",
     "bench generate --config nofolder": "I100",

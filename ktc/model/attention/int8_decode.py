@@ -30,7 +30,7 @@ class Int8DecodeAttention(DecodeAttention):
 def decoder(kernel: Kernel | None, threads: int, kv: str, *, split: bool) -> Decode | None:
     """Return the decode attention over a cache of `kv`: `int8` codes, or numbers of the model's dtype.
 
-    Without a kernel of the CPU it is that of a GPU where `split`, else there is none.
+    Without a kernel of the CPU it is that of a GPU where `split`, otherwise there is none.
     """
     if kernel is None:
         return SplitDecode() if split else None

@@ -61,7 +61,7 @@ class SplitDecode:
 
 
 Decode = DecodeAttention | SplitDecode
-"""What computes few new tokens: on the CPU, or on a GPU."""
+"""The kernels of few new tokens: those of the CPU, or of a GPU."""
 
 
 def _is_mask(mask: Tensor | None, query: Tensor, positions: int) -> bool:
@@ -104,18 +104,18 @@ def check_split_decode(device: torch.device) -> None:
         query, sinks = random(B, H, T, width + rope), random(H)
         mask = (torch.arange(L) >= torch.arange(B)[:, None] * 70).view(B, 1, 1, L).to(device)
         with torch.no_grad():
-            found = _kernels().attend(query, kv, scale=0.1, mask=mask, sinks=sinks).double()
-            wanted = reference(query, kv, scale=0.1, mask=mask, sinks=sinks)
-        error = relative_error(found, wanted)
+            computed = _kernels().attend(query, kv, scale=0.1, mask=mask, sinks=sinks).double()
+            expected = reference(query, kv, scale=0.1, mask=mask, sinks=sinks)
+        error = relative_error(computed, expected)
         if not error <= _BOUND:
             message = f"attention of new tokens is wrong on {device}: a relative error of {error:.2g}"
             hint = "use the tested versions of torch and Triton (constraints.txt), or `kernel = sdpa`"
             raise HostLacks(Diagnostic("H248", message, hint=hint))
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over that of what is wanted."""
-    return float((found - wanted).square().sum() / wanted.square().sum()) ** 0.5
+def relative_error(computed: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over that of the expected numbers."""
+    return float((computed - expected).square().sum() / expected.square().sum()) ** 0.5
 
 
 def reference(

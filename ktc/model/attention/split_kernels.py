@@ -156,6 +156,27 @@ def _dot(a, b, c):
 
 
 @triton.jit
+def _tile(numbers, begin, stride, n, d, there, WIDTH: tl.constexpr):
+    """Return the rows of some positions: (positions, block of columns)."""
+    rows = numbers + begin.to(tl.int64) * stride + n[:, None] * stride
+    return tl.load(rows + d[None, :], mask=there[:, None] & (d < WIDTH)[None, :], other=0)
+
+
+@triton.jit
+def _masked(scores, mask, at, there, hidden, last, MASK: tl.constexpr):
+    """Return scores with what a mask adds, and -inf where a token does not see a position."""
+    if MASK == 0:
+        seen = at <= last
+    elif MASK == 1:
+        seen = tl.load(mask + at, mask=there, other=0) != 0
+    else:
+        added = tl.load(mask + at, mask=there, other=hidden).to(tl.float32)
+        seen = added > hidden
+        scores += tl.where(seen, added, 0.0) * 1.4426950408889634
+    return tl.where(seen & there, scores, float("-inf"))
+
+
+@triton.jit
 def _is_seen(mask, at, there, hidden, MASK: tl.constexpr):
     """Return which columns of a mask show their positions."""
     if MASK == 1:
@@ -165,23 +186,26 @@ def _is_seen(mask, at, there, hidden, MASK: tl.constexpr):
 
 
 @triton.jit
-def _seen_blocks(
-    mask, hidden, positions, program, programs, own, of_token, TOKENS: tl.constexpr, MASK: tl.constexpr,
+def _blocks_of(
+    program, programs, positions, mask, of_token, hidden, TOKENS: tl.constexpr, MASK: tl.constexpr,
     BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Return the first of the program's blocks that a token sees, and the one behind the last."""
-    low, high = own, own * 0
-    number, column = tl.arange(0, SCAN), tl.arange(0, BLOCK)
-    for begin in range(0, own, SCAN):
-        block = begin + number
-        at = (program + block * programs)[:, None] * BLOCK + column[None, :]
-        there = (at < positions) & (block < own)[:, None]
-        seen = tl.zeros((SCAN, BLOCK), tl.int32)
-        for token in range(TOKENS):
-            seen |= _is_seen(mask + token * of_token, at, there, hidden, MASK).to(tl.int32)
-        any_seen = tl.max(seen, 1) > 0
-        low = tl.minimum(low, tl.min(tl.where(any_seen, block, own), 0))
-        high = tl.maximum(high, tl.max(tl.where(any_seen, block + 1, 0), 0))
+    count = tl.cdiv(tl.cdiv(positions, BLOCK) - program, programs)
+    low, high = count * 0, count
+    if MASK > 0:
+        low, high = count, count * 0
+        number, column = tl.arange(0, SCAN), tl.arange(0, BLOCK)
+        for begin in range(0, count, SCAN):
+            block = begin + number
+            at = (program + block * programs)[:, None] * BLOCK + column[None, :]
+            there = (at < positions) & (block < count)[:, None]
+            seen = tl.zeros((SCAN, BLOCK), tl.int32)
+            for token in range(TOKENS):
+                seen |= _is_seen(mask + token * of_token, at, there, hidden, MASK).to(tl.int32)
+            any_seen = tl.max(seen, 1) > 0
+            low = tl.minimum(low, tl.min(tl.where(any_seen, block, count), 0))
+            high = tl.maximum(high, tl.max(tl.where(any_seen, block + 1, 0), 0))
     return low, high
 
 
@@ -210,10 +234,7 @@ def _split(
     first += sequence.to(tl.int64) * first_batch + key_head.to(tl.int64) * first_head
     values += sequence.to(tl.int64) * value_batch + key_head.to(tl.int64) * value_head
     mask += sequence.to(tl.int64) * mask_batch
-    own = tl.cdiv(tl.cdiv(positions, BLOCK) - program, programs)
-    low, high = own * 0, own
-    if MASK > 0:
-        low, high = _seen_blocks(mask, hidden, positions, program, programs, own, mask_token, TOKENS, MASK, BLOCK, SCAN)
+    low, high = _blocks_of(program, programs, positions, mask, mask_token, hidden, TOKENS, MASK, BLOCK, SCAN)
     token = tl.zeros((1, 1), tl.int32)  # one load of the mask serves all rows of one token
     if TOKENS > 1:
         token = (row % TOKENS)[:, None]
@@ -223,28 +244,13 @@ def _split(
     for block in range(low, high):
         begin = (program + block * programs) * BLOCK
         at, there = begin + n, begin + n < positions
-        wide = begin.to(tl.int64)
-        k1 = tl.load(
-            first + wide * first_position + n[:, None] * first_position + d1[None, :],
-            mask=there[:, None] & (d1 < FIRST)[None, :], other=0,
-        )  # fmt: skip
+        k1 = _tile(first, begin, first_position, n, d1, there, FIRST)
         scores = _dot(q1, tl.trans(k1), tl.full((ROWS, BLOCK), 0, tl.float32))
         if SECOND > 0:
-            k2 = tl.load(
-                second + wide * second_position + n[:, None] * second_position + d2[None, :],
-                mask=there[:, None] & (d2 < SECOND)[None, :], other=0,
-            )  # fmt: skip
+            k2 = _tile(second, begin, second_position, n, d2, there, SECOND)
             scores = _dot(q2, tl.trans(k2), scores)
-        scores = scores * scale
-        if MASK == 0:
-            seen = at[None, :] <= positions - TOKENS + token
-        elif MASK == 1:
-            seen = _is_seen(mask, token * mask_token + at[None, :], there[None, :], hidden, MASK)
-        else:
-            added = tl.load(mask + token * mask_token + at[None, :], mask=there[None, :], other=hidden).to(tl.float32)
-            seen = added > hidden
-            scores += tl.where(seen, added, 0.0) * 1.4426950408889634
-        scores = tl.where(seen & there[None, :], scores, float("-inf"))
+        last = positions - TOKENS + token  # that a token sees without a mask
+        scores = _masked(scores * scale, mask + token * mask_token, at[None, :], there[None, :], hidden, last, MASK)
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores - base[:, None])
@@ -253,10 +259,7 @@ def _split(
         if SHARED:
             v = k1
         else:
-            v = tl.load(
-                values + wide * value_position + n[:, None] * value_position + dv[None, :],
-                mask=there[:, None] & (dv < VALUE)[None, :], other=0,
-            )  # fmt: skip
+            v = _tile(values, begin, value_position, n, dv, there, VALUE)
         summed = _dot(weights.to(v.dtype), v, summed * faded[:, None])
         peak = new_peak
     part = of_call * programs + program

@@ -1,9 +1,9 @@
 """`ktc bench attention`: attention of one new token over caches on a GPU, by ktc's kernels and by PyTorch.
 
 In: models whose sizes are known, numbers of sequences and contexts. Out: the time of a layer in a CUDA graph of
-several, each with a cache of its own that comes from memory; the cache's bytes over it, as a share of the bandwidth
-of copies in the same run; and how many times PyTorch's products take. Both read a cache with the capacity, and the
-mask, that a captured step has. Refused: a machine without a GPU (H244).
+several, each with a cache of its own that comes from memory. Its share is that of the cache's bytes in the bandwidth of
+copies in the same run. Both read a cache with the capacity, and the mask, that a captured step has. Refused: a machine
+without a GPU (H244).
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ def _measured(device: torch.device, model: str, batch: int, context: int, gbps: 
         return _stock(query, kv, scale, mask)
 
     with torch.no_grad():
-        found, wanted = ours(caches[0]).float(), stock(caches[0]).float()
+        computed, expected = ours(caches[0]).float(), stock(caches[0]).float()
         calls = [_repeated(device, lambda by=by: [by(kv) for kv in caches]) for by in (ours, stock)]
         times = [[call() / layers for call in calls] for _ in range(rounds)]
     ktc, by_torch = (statistics.median(times[at][number] for at in range(rounds)) for number in (0, 1))
     nbytes = batch * context * row_bytes
     return Row(
         model, batch, context, nbytes / 1e6, ktc * 1e6, nbytes / ktc / 1e9 / gbps, by_torch * 1e6, by_torch / ktc,
-        relative_error(found, wanted),
+        relative_error(computed, expected),
     )  # fmt: skip
 
 

@@ -94,8 +94,8 @@ def test_a_former_name_works_and_names_its_successor(name: str) -> None:
 
 @pytest.mark.parametrize("experts", ["cpu", "auto"])
 def test_one_program_answers_with_every_kind_of_attention_on_either_device(experts: str) -> None:
-    """On a GPU, PyTorch computes linear layers and grouped attention; latent attention is absorbed everywhere."""
-    for name, kinds in (("deepseek-v3", {"mla_absorbed"}), ("qwen3-30b-a3b", set[str]())):
+    """On a GPU, PyTorch computes linear layers; kernels of attention and absorbed latents are on both."""
+    for name, kinds in (("deepseek-v3", {"mla_absorbed"}), ("qwen3-30b-a3b", {"fused_attention"})):
         made = plan("moe-inference", full_size(name), {"experts": experts})
         targets = {action.target.name for rewrite in made.rewrites for action in rewrite.actions}
         assert targets == kinds | ({"cpu_moe"} if experts == "cpu" else set())
