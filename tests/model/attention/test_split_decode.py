@@ -32,6 +32,7 @@ from ktc.model.attention.split_decode import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="these models are on the CPU, which has an interpreter")
 BOUND = {torch.bfloat16: 0.01, torch.float16: 2e-3, torch.float32: 1e-5}
 # Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys, of values (0: latents).
 QUICK = [
@@ -150,6 +151,7 @@ def split(name: str) -> tuple[nn.Module, nn.Module]:
 FAMILIES = [("gpt_oss", True), ("gemma2", False), ("qwen3_moe", True), ("deepseek_v2", True)]
 
 
+@INTERPRETED
 @pytest.mark.parametrize(
     ("family", "taken"), [*FAMILIES[:2], *(pytest.param(*row, marks=pytest.mark.slow) for row in FAMILIES[2:])]
 )
@@ -160,6 +162,7 @@ def test_few_tokens_of_a_model_are_split(family: str, taken: bool) -> None:
     assert Counted.calls == ([chunk for chunk in CHUNKS[1:] for _ in range(layers)] if taken else [])
 
 
+@INTERPRETED
 @pytest.mark.parametrize("family", ["gpt_oss", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
 def test_captured_steps_are_split(family: str) -> None:
     stock, model = split(family)
