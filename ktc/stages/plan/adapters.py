@@ -12,6 +12,7 @@ from ktc.model.hf.conversions import names_one_by_one
 from ktc.model.hf.tied_weights import tied_names
 from ktc.model.targets.node_plan import Claim
 from ktc.stages.capture import CapturedModel
+from ktc.stages.plan.bypassed_layers import bypassed
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.expert_adapters import adapted_weights
 from ktc.stages.plan.types import LoraPlan
@@ -67,7 +68,7 @@ def _linear_sizes(captured: CapturedModel, linears: Mapping[str, Claim]) -> dict
 
 
 def warn_of_adapters(draft: PlanDraft) -> PlanDraft:
-    """Warn of rules that adapt nothing (M094), and of each command that will refuse the adapter (A613)."""
+    """Warn of rules that adapt nothing (M094), commands that will refuse the adapter (A613), and layers (M097)."""
     lora, captured = draft.lora, draft.captured
     if lora is None:
         return draft.with_warnings(*_without_adapter(draft.rules))
@@ -82,7 +83,7 @@ def warn_of_adapters(draft: PlanDraft) -> PlanDraft:
         not source.own_code and not names_one_by_one(captured.model),
         int(getattr(source.config.get_text_config(), "num_hidden_layers", 0)),
     )
-    return draft.with_warnings(*refused_later(facts))
+    return draft.with_warnings(*refused_later(facts), *bypassed(captured, lora.targets))
 
 
 def _without_adapter(rules: RuleSet) -> tuple[Diagnostic, ...]:
