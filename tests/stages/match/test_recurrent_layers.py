@@ -123,6 +123,8 @@ PROGRAMS = {"moe-inference": {"format": "bf16"}, "moe-qat": {"group": "-1"}, "in
 def test_programs_take_the_projections(family: str, program: str, tmp_path: Path) -> None:
     """Their layers are ktc's, the core is the model's, and together they compute what stock does."""
     captured, layer = _captured(family), FAMILIES[family]
+    if program == "int4" and layer is None:
+        pytest.skip("no rule of this program matches")
     (tmp_path / "int4.ktr").write_text(INT4)
     rules = dsl.load(tmp_path / "int4.ktr" if program == "int4" else program, PROGRAMS[program])
     plan, stock = make_plan(captured, (), match(captured, rules, CPU), rules, CPU), as_twin(captured)
@@ -135,7 +137,7 @@ def test_programs_take_the_projections(family: str, program: str, tmp_path: Path
     assert all(any(path.endswith(f".{name}") for path in taken) for name in names)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        found, expected = ours(input_ids=ids).logits, stock.model(input_ids=ids).logits
+        found, expected = (each(input_ids=ids, use_cache=False).logits for each in (ours, stock.model))
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
