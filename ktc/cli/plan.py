@@ -137,7 +137,8 @@ def plan_command(
     several = len(rows) > 1
     session.show(_cases_table(rows) if several else _plans_table(rows[0]))
     if not several and not isinstance(rows[0].chosen, KtcError):
-        for line in (*_chunks(rows[0]), *_traffic(rows[0].chosen.best), *_processes(rows[0].chosen)):
+        best = rows[0].chosen.best
+        for line in (*_towers(best), *_chunks(rows[0]), *_traffic(best), *_processes(rows[0].chosen)):
             session.show(line)
     refused = [row.chosen for row in rows if isinstance(row.chosen, KtcError)]
     if refused and len(refused) == len(rows):
@@ -320,6 +321,14 @@ def _chunks(row: _Row) -> Iterator[str]:
         yield f"assumed: a GPU computes the experts of a layer in {parts} in calls of many tokens{ring}"
 
 
+def _towers(best: Priced) -> Iterator[str]:
+    """Yield the bytes of the towers for images and sound on each device, where a model has some."""
+    devices = best.plan.devices if best.plan else ()
+    parts = [f"{size(one.kinds['towers'])} on {one.device}" for one in devices if one.kinds.get("towers")]
+    if parts:
+        yield f"towers and projectors: {', '.join(parts)}; the memory of their passes is not counted"
+
+
 def _traffic(best: Priced) -> Iterator[str]:
     """Yield what crosses each link in a call of each use, where anything does."""
     for one in best.predictions:
@@ -367,6 +376,7 @@ def _plans_json(chosen: Chosen) -> Iterator[dict[str, Any]]:
             "lacks": one.lacks,
             "seconds": one.seconds,
             "bytes": _bytes(one),
+            "towers": {device.device: device.kinds.get("towers", 0) for device in one.plan.devices} if one.plan else {},
             "predictions": [
                 {
                     "use": str(prediction.use),

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _KINDS = {
     "attention": "attention", "experts": "experts, packed", "mlp": "dense, shared, router",
-    "embeddings": "embeddings", "lm_head": "lm_head", "other": "other",
+    "embeddings": "embeddings", "lm_head": "lm_head", "towers": "towers, projectors",
+    "other": "other",
 }  # fmt: skip
 _KEPT: Mapping[str, str] = {
     "kernel": "keeps its own code", "adapter": "gets no adapter", "quant": "keeps its weights",

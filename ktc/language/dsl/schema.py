@@ -141,7 +141,7 @@ CAPTURE_ATTRIBUTES: Mapping[str, Type] = {
 }
 KIND_ATTRIBUTES: Mapping[str, Mapping[str, Type]] = {
     operator.kind: operator.attributes for operator in OPERATORS.values() if operator.kind != "value"
-}
+} | {"module": _types(tower="bool")}  # a tower for images or sound, or a projector
 
 
 # Roles ---------------------------------------------------------------------------------------------------------------

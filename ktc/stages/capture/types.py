@@ -160,6 +160,18 @@ class CapturedModel:
         return f"{name}." if name else ""
 
     @property
+    def towers(self) -> tuple[str, ...]:
+        """The FQNs of the modules beside the language model: towers for images and sound, and their projectors."""
+        beside = list[str]()
+        around = self.text.removesuffix(".")
+        while around:
+            inner, around = around, around.rpartition(".")[0]
+            parent = self.model.get_submodule(around)
+            names = (f"{around}.{name}".lstrip(".") for name, _ in parent.named_children())
+            beside += [fqn for fqn in names if fqn not in (inner, *self.ends)]
+        return tuple(beside)
+
+    @property
     def ends(self) -> tuple[str, str]:
         """The FQNs of the token embedding and of the head that computes logits, empty if missing."""
         table, head = self.model.get_input_embeddings(), cast("object", self.model.get_output_embeddings())

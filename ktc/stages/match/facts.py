@@ -87,6 +87,8 @@ class Facts:
                 return self._intensity(match, binding)
             case "head":
                 return path == self.captured.ends[1]
+            case "tower":
+                return path in self.captured.towers
             case "routes":
                 return isinstance(binding, NodeRef) and routes(self.node(match.block, binding.node))
             case _ if isinstance(binding, NodeRef):

@@ -27,7 +27,7 @@ from ktc.stages.plan.streamed_bytes import sent_experts, streamed_bytes
 from ktc.stages.plan.types import ANY_SIZE, BatchShape, DeviceMemory, MemoryPlan, Plan, Workload
 from ktc.stages.plan.workloads import workloads
 
-KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "other")
+KINDS = ("attention", "experts", "mlp", "embeddings", "lm_head", "towers", "other")
 _BYTES = {"bf16": 2, "fp32": 4}  # of a master
 _RECURRENT = frozenset({"conv1d", "convolution", "cumsum", "softplus"})
 
@@ -136,7 +136,7 @@ def _tensors(captured: CapturedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _kinds(captured: CapturedModel) -> dict[str, str]:
     """Return the kind of the modules by FQN; a module has the kind of its nearest ancestor here."""
-    kinds = {"": "other"}
+    kinds = {"": "other", **dict.fromkeys(captured.towers, "towers")}
     for site in captured.sites:
         block = captured.block(site.block)
         kinds[site.fqn] = _kind_of(block)
