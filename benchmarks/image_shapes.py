@@ -1,4 +1,4 @@
-"""Models that read images, at their real widths with two layers: a batch of text and images of three sizes beside stock.
+"""Models that read images, at their real widths with two layers: text and images of three sizes beside stock.
 
     python benchmarks/image_shapes.py qwen3_vl_moe [--folder DIR]
 
@@ -19,20 +19,20 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from census.checkpoints import whole_config
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText
 
 import ktc
+from census.checkpoints import whole_config
 from ktc.model.hf.stock_model import build
 
 SIZES: Final = ((96, 64), (224, 224), (448, 320))
 _PUBLISHED: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
     "qwen3_vl_moe": {
         "text_config": {
-            "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "hidden_size": 2048, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936,
             "num_hidden_layers": 2, "mlp_only_layers": [], "decoder_sparse_step": 1,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],

@@ -1,8 +1,8 @@
 """Evaluation data: prompts with a reference, in the formats that `ktc train` reads, or multiple choice.
 
 Input: a file. Output: frozen `Item`s or `Question`s with their lines. Refused, with all rows of a file together: data
-that `ktc train` refuses (T5xx), text without a question and an answer and rows with tools (V801), and invalid questions
-(V802).
+that `ktc train` refuses (T5xx), text without a question and an answer and rows with tools or images (V801), and invalid
+questions (V802).
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def read_items(
         hint = 'a row of a test is like {"prompt": "...", "completion": "..."}'
         raise InputRefused(Diagnostic("V801", message, hint=hint))
     examples = tuple(data.examples)[:limit]
-    if faults := [_tools_fault(example) for example in examples if _uses_tools(example)]:
+    faults = [_tools_fault(example) for example in examples if _uses_tools(example)]
+    faults += [_images_fault(example) for example in examples if any(turn.images for turn in example.turns)]
+    if faults:
         raise InputRefused(*bounded(faults))
     return tuple(_item(example) for example in examples)
 
@@ -74,6 +76,11 @@ def _uses_tools(example: Example) -> bool:
 def _tools_fault(example: Example) -> Diagnostic:
     message = "the row has `tools`, calls of tools or their results, with which `ktc eval` does not ask"
     return Diagnostic("V801", message, example.place, hint="leave such rows out of the test")
+
+
+def _images_fault(example: Example) -> Diagnostic:
+    message = "the row has images, about which `ktc eval` does not ask"
+    return Diagnostic("V801", message, example.place, hint="ask with `ktc generate --image FILE`, or `ktc serve`")
 
 
 def _item(example: Example) -> Item:

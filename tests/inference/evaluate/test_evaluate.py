@@ -64,6 +64,18 @@ def held_out(tmp_path: Path) -> Path:
     return path
 
 
+def test_rows_with_images_are_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "images.jsonl"
+    parts = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What is it?"}]
+    rows = ({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "A cat."}]}
+            for content in ("What?", parts))  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputRefused, match="the row has images") as refused:
+        read_items(path)
+    (fault,) = refused.value.diagnostics
+    assert fault.code == "V801" and fault.span is not None and fault.span.line == 2
+
+
 def test_rows_with_tools_are_refused_by_line(tmp_path: Path) -> None:
     path = tmp_path / "tools.jsonl"
     row = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
