@@ -27,6 +27,7 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache
 
 from ktc.diagnostics import Diagnostic, render
+from ktc.model.decode_steps.filled_scalars import FilledScalars
 from ktc.model.decode_steps.model_state import ModelState, foreign_hook
 from ktc.model.decode_steps.step_ahead import PendingStep
 from ktc.model.decode_steps.step_memory import DOUBLED, StepMemory, batch_of, capacity_for, length_of, rounded, unfit
@@ -70,7 +71,7 @@ def record_graph(
                     compute()
                 finally:
                     stream.synchronize()  # host functions in it read memory that an error would free
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), FilledScalars():
             output = compute()
     finally:
         torch.set_autocast_cache_enabled(cached)

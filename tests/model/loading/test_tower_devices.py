@@ -42,6 +42,7 @@ def test_towers_beside_the_language_model_answer_as_stock(family: str, rest: str
         wanted, found = stock(**given).logits, ours(**here).logits.float().cpu()
     other = with_image(stock, torch.arange(5, 25)[None], seed=1)
     with torch.no_grad():
-        far = (stock(**other).logits - wanted).abs().max()
-    assert (found - wanted).abs().max() < min(0.05 * wanted.abs().max(), far)
+        far = (stock(**other).logits - wanted).norm()
+    # In bf16 a near tie of the router may choose another expert for a token, so that the largest difference says less.
+    assert (found - wanted).norm() < min(0.05 * wanted.norm(), 0.5 * far)
     assert ours.generate(**here, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == found.shape[1] + 3
