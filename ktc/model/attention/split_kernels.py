@@ -31,7 +31,7 @@ _LOG2_E: Final = 1.4426950408889634
 _LEAST: Final = 16  # rows and columns of a product
 _TILE_BYTES: Final = 40 << 10  # of the keys and values that a program reads at once
 _SHARE: Final = 0.85  # of a multiprocessor's shared memory that queries and tiles take
-# Programs for each multiprocessor: two where each has eight tiles of positions, else one. 4 warps are faster than 8 for
+# Programs for each multiprocessor: one, or two where each has eight tiles of positions. 4 warps are faster than 8 for
 # latents of 512 (57 and 85 us for 131,072 positions on an H200).
 _PROGRAMS, _TILES = 2, 8
 _MERGED: Final = 64  # columns of an output that a program of the second kernel adds
