@@ -221,10 +221,9 @@ def _take_packed(session: Session, out: Path, trusted: bool) -> None:
     others = () if (out / packed_store.FOLDER).exists() else cached.with_packed_store(out)
     if not others:
         return
-    from ktc.model.packing import pack, sharing
+    from ktc.model.packing import pack
 
-    if sharing.has_all_layers(out, others, trust_remote_code=trusted):
-        report = pack.pack(out, others=others, trust_remote_code=trusted)
+    if report := pack.link(out, others, trust_remote_code=trusted):
         session.tell(f"packed experts ({size(report.size)}) are shared with another use of this model")
 
 

@@ -17,9 +17,10 @@ from ktc.cli.amounts import count, relative, size
 from ktc.cli.early_checks import require_compiled
 from ktc.cli.following import answering, compiling, loading
 from ktc.cli.given_model import GivenModel, Wish, compiled, is_compiled
-from ktc.cli.options import CompiledModel, Trust, Use, Weights
+from ktc.cli.options import CompiledModel, TextOnly, Trust, Use, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
+from ktc.diagnostics import Diagnostic, InputRefused
 
 
 @in_session(writes=("model",))
@@ -27,27 +28,34 @@ def pack_command(
     session: Session,
     model: GivenModel,
     use: Annotated[
-        Use,
-        typer.Option("--for", help="The use that a MODEL is compiled for first; other uses share the packed experts."),
-    ] = "generate",
+        Use | None,
+        typer.Option(
+            "--for", help="The use that a MODEL is compiled for first; others share its store. Default: generate."
+        ),
+    ] = None,
     like: Annotated[
         list[Path] | None,
         typer.Option("--from", metavar="OUT", help="Share the layers that this model's store has alike; repeatable."),
     ] = None,
+    text_only: TextOnly = False,
     weights: Weights = None,
     force: Annotated[bool, typer.Option("--force", help="Pack every layer again.")] = False,
     trust: Trust = False,
 ) -> None:
     """Store the packed experts on disk for faster loading; an interrupted run can continue."""
     others = tuple(like or ())
+    if force and others:
+        message = "`--force` packs every layer, and `--from` takes layers that are packed"
+        raise InputRefused(Diagnostic("U006", message, hint="leave one of them out"))
     for folder in others:
         require_compiled(folder)
+    wish = Wish.of(use or "generate", recompile=False, trust=trust, weights=weights, text_only=text_only)
     if is_compiled(model):
         require_compiled(Path(model))
-        folder = Path(model)
-    else:
-        folder = compiled(session, model, Wish.of(use, recompile=False, trust=trust, weights=weights))
-        weights = None
+        if use is not None:
+            message = f"`--for` is for a model that is compiled first, and `{model}` is compiled already"
+            raise InputRefused(Diagnostic("U006", message, hint="leave it out"))
+    folder, weights = compiled(session, model, wish), weights if is_compiled(model) else None
     pack(session, folder, Packing(weights, force, trust, others))
     session.next("ktc", "verify", relative(folder.absolute()), *loading(weights, trust))
 

@@ -29,6 +29,7 @@ _OPTIONS: Final[Mapping[str, inspect.Parameter]] = {
     )
 }
 
+_MANIFEST: Final = "ktc.json"
 _STORE: Final = "packed"  # of a compiled model, the folder that `ktc pack` fills
 _WRITTEN: Final = ("output", "plot", "trace")  # parameters with the path of a result
 
@@ -67,11 +68,18 @@ def _with_options(command: Callable[..., None], options: list[inspect.Parameter]
     return signature.replace(parameters=[*parameters[:end], *options, *parameters[end:]])
 
 
+def _is_model(given: str) -> bool:
+    """Return whether an argument MODEL|OUT names a model, which is only read."""
+    folder = Path(given)
+    return given.startswith("tiny:") or ((folder / "config.json").is_file() and not (folder / _MANIFEST).is_file())
+
+
 def _places(values: Iterable[object]) -> Iterator[Path]:
     """Yield the parent of each path, the path and its packed store."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _places(cast("Iterable[object]", value))
-        elif isinstance(value, str | Path):
-            path = Path(value)
-            yield from (path.parent, path, path / _STORE)
+        elif isinstance(value, Path):
+            yield from (value.parent, value, value / _STORE)
+        elif isinstance(value, str) and not _is_model(value):
+            yield from _places([Path(value)])

@@ -41,7 +41,7 @@ def test_a_command_removes_stale_temporaries_where_it_writes(command: str, tmp_p
     "command",
     [
         "check PLACE/a.ktr", "check PLACE/a.ktr PLACE/out", "graph PLACE/out", "explain PLACE/out", "verify PLACE/out",
-        "generate PLACE/out -p Hello", "compile PLACE/out PLACE/a.ktr -o ELSE/b",
+        "generate PLACE/out -p Hello", "compile PLACE/out PLACE/a.ktr -o ELSE/b", "pack PLACE/out --for train",
     ],
 )  # fmt: skip
 def test_what_a_command_reads_stays_as_it_is(command: str, tmp_path: Path) -> None:
@@ -51,6 +51,8 @@ def test_what_a_command_reads_stays_as_it_is(command: str, tmp_path: Path) -> No
     for each in places:
         left_in(each)
     (place / "a.ktr").write_text(RULES)
+    if command.startswith("pack"):
+        (place / "out" / "config.json").write_text("{}")
     cli.main(command.replace("PLACE", str(place)).replace("ELSE", str(tmp_path)).split())
     assert [len(files.leftovers(each)) for each in places] == [1, 1, 1]
 

@@ -61,7 +61,7 @@ def attend(
     B, H, T, width = query.shape
     K, L = kv.keys.shape[1:3]
     first, second = _parts(kv)
-    shared = kv.values is kv.keys
+    shared = _are_values(kv)
     tiling = tiling or tiling_of(query, kv)
     groups = -(-(H // K * T) // tiling.rows)
     sums = query.new_empty((B * H * T, tiling.programs, kv.values.shape[-1]), dtype=torch.float32)
@@ -95,7 +95,7 @@ def tiling_of(query: Tensor, kv: KVCacheView) -> Tiling:
     K, L = kv.keys.shape[1:3]
     parts = [part for part in _parts(kv) if part is not None]
     wide = _block(kv.values.shape[-1])
-    row_bytes = sum(_block(part.shape[-1]) for part in parts) + wide * (kv.values is not kv.keys)
+    row_bytes = sum(_block(part.shape[-1]) for part in parts) + wide * (not _are_values(kv))
     row_bytes *= query.element_size()
     positions = max(_LEAST, min(128, 1 << (_TILE_BYTES // row_bytes).bit_length() - 1))
     rows = max(_LEAST, min(64 if wide <= 256 else 32, triton.next_power_of_2(H // K * T)))
@@ -126,6 +126,11 @@ def _parts(kv: KVCacheView) -> tuple[Tensor, Tensor | None]:
     if width == power or width < _LEAST:
         return kv.keys, None
     return kv.keys[..., :power], kv.keys[..., power:]
+
+
+def _are_values(kv: KVCacheView) -> bool:
+    """Whether the first part of the keys is the values too, so that a program reads them once."""
+    return kv.values is kv.keys and (kv.rope_keys is not None or _parts(kv)[1] is None)
 
 
 def _block(width: int) -> int:

@@ -36,7 +36,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The sources of packed bytes as digests; `kernel` includes the kernel's build and the layer's sizes."""
+    """The sources of packed bytes as digests; `kernel` has its build, the sizes and the versions of packages."""
 
     kernel: str
     rows: str

@@ -37,8 +37,8 @@ _REASONS: Final = {
     "rows": "from other tensors",
     "checkpoint": "from a checkpoint that has changed since",
 }
-# Of a step: how its experts are computed, which packed bytes do not depend on.
-_OF_THE_CALL: Final = frozenset({"top_k", "activations", "prefill", "prefill_tokens", "stream_buffer", "resident"})
+# Of a step, the arguments that its packed bytes depend on: others are about the call, or the memory of a load.
+_OF_THE_BYTES: Final = ("num_experts", "hidden", "intermediate", "form", "grid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def layers(manifest: Manifest, sources: Sequence[WeightSource], index: Checkpoin
         assert step.kernel is not None
         rows_of_step = tuple(rows.get(step.fqn, ()))
         record = kernels[step.kernel]
-        sizes = {name: value for name, value in step.args.items() if name not in _OF_THE_CALL}
-        kernel = _digest([record.build, dict(record.spec), sizes])
+        layout = [step.args.get(name) for name in _OF_THE_BYTES]
+        kernel = _digest([record.build, dict(record.spec), layout, asdict(manifest.versions)])
         tensors = _digest([manifest.model.config_sha256, [asdict(row) for row in rows_of_step]])
         made.append(Layer(step, rows_of_step, Origin(kernel, tensors, checkpoint)))
     return tuple(made)

@@ -29,6 +29,7 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.loading import load_as
 from ktc.model.loading.compiled_model import compiled_class
 from ktc.model.loading.opened import Opened, open_folder
+from ktc.model.manifest.manifest import read_manifest
 from ktc.model.packed_store import packed_file, packed_store, weight_store
 from ktc.model.packed_store.finite_weights import is_finite, not_finite
 from ktc.model.packed_store.packed_file import Damaged, Header
@@ -78,11 +79,46 @@ def pack(
         if not missing and _is_sealed(opened):
             return _report(opened, (), kept)
         (store / packed_store.INDEX).unlink(missing_ok=True)  # until every layer is there again
-        linked = _linked(store, missing, [Path(other) for other in others])
+        linked = sharing.linked_layers(store, missing, [Path(other) for other in others])
         made = _pack_layers(opened, store, [layer for layer in missing if layer.step.fqn not in linked], progress)
         headers = [{**kept, **linked, **made}[layer.step.fqn] for layer in layers]
         _seal(opened.folder, packed_store.make_index(headers, checkpoint))
     return _report(opened, tuple(made), kept, tuple(linked))
+
+
+def link(path: str | Path, others: Sequence[Path], *, trust_remote_code: bool = False) -> PackReport | None:
+    """Make the store of the compiled model in `path` of links to those of `others`, which have the same checkpoint.
+
+    Nothing is packed: None where the model has a store, no layers, or layers that none of the others has alike.
+    Raise `InputRefused` as `pack` does.
+    """
+    opened = open_folder(Path(path), None, trusted=trust_remote_code)
+    layers = packed_store.layers(opened.manifest, opened.rows, opened.index)
+    store = opened.folder / packed_store.FOLDER
+    if not layers or store.exists():
+        return None
+    # A checkpoint's digest has no contents: two folders whose files have equal names, sizes and times are told apart.
+    alike = [other for other in others if _checkpoint_of(other) == opened.manifest.model.folder]
+    made: tuple[str, ...] = ()
+    try:
+        with _sole_writer(store):
+            headers = sharing.linked_layers(store, layers, alike)
+            if len(headers) == len(layers):
+                _pack_layers(opened, store, (), None)
+                checkpoint = packed_store.checkpoint_digest(opened.index)
+                _seal(opened.folder, packed_store.make_index([headers[one.step.fqn] for one in layers], checkpoint))
+                made = tuple(headers)
+    finally:
+        if not made:
+            shutil.rmtree(store, ignore_errors=True)
+    return _report(opened, (), {}, made) if made else None
+
+
+def _checkpoint_of(folder: Path) -> str:
+    try:
+        return read_manifest(folder).model.folder
+    except InputRefused:
+        return ""
 
 
 def pack_in_memory(
@@ -173,13 +209,6 @@ def _finished(store: Path, layers: Sequence[Layer]) -> dict[str, Header]:
         if not packed_store.changed(header, layer):
             headers[layer.step.fqn] = header
     return headers
-
-
-def _linked(store: Path, layers: Sequence[Layer], others: Sequence[Path]) -> dict[str, Header]:
-    """Link the layers that other stores have alike, where the system permits it, and return their headers."""
-    alike = sharing.equal_layers(layers, others)
-    target = {fqn: store / packed_store.file_name(fqn) for fqn in alike}
-    return {fqn: header for fqn, (file, header) in alike.items() if sharing.link_layer(file, target[fqn])}
 
 
 def _is_sealed(opened: Opened) -> bool:

@@ -9,49 +9,58 @@ again, or removed, leaves those of others as they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ktc.diagnostics import InputRefused
 from ktc.foundation.files import replaced_file
-from ktc.model.loading.opened import open_folder
 from ktc.model.packed_store import packed_file, packed_store
 from ktc.model.packed_store.packed_file import Damaged, Header
 from ktc.model.packed_store.packed_store import Layer
 
 
-def equal_layers(layers: Iterable[Layer], others: Sequence[Path]) -> dict[str, tuple[Path, Header]]:
-    """Return by module name the file and the header of each layer that the store of one of `others` has alike."""
-    return {layer.step.fqn: alike for layer in layers if (alike := next(_alike(layer, others), None))}
+def linked_layers(store: Path, layers: Iterable[Layer], others: Sequence[Path]) -> dict[str, Header]:
+    """Link into `store` each layer that a sealed store of `others` has alike; return their headers by module name.
 
-
-def has_all_layers(out: Path, others: Sequence[Path], *, trust_remote_code: bool = False) -> bool:
-    """Return whether the stores of `others` have every layer of the compiled model `out`, which has some.
-
-    Raises InputRefused as `open_folder` does.
+    A layer that the system does not link, as between two file systems, is left out.
     """
-    opened = open_folder(out, None, trusted=trust_remote_code)
-    layers = packed_store.layers(opened.manifest, opened.rows, opened.index)
-    return bool(layers) and len(equal_layers(layers, others)) == len(layers)
+    listed = dict(_sealed(others))
+    headers: dict[str, Header] = {}
+    for layer in layers:
+        for folder, seals in listed.items():
+            name = packed_store.file_name(layer.step.fqn)
+            header = _linked(folder / packed_store.FOLDER / name, store / name, layer, seals.get(layer.step.fqn, ""))
+            if header is not None:
+                headers[layer.step.fqn] = header
+                break
+    return headers
 
 
-def link_layer(file: Path, target: Path) -> bool:
-    """Give a packed file the name `target` too, in place of an earlier file. Return whether the system permits it."""
-    with suppress(OSError), replaced_file(target) as beside:
-        os.link(file, beside)
-        return True
-    return False
-
-
-def _alike(layer: Layer, others: Sequence[Path]) -> Iterator[tuple[Path, Header]]:
+def _sealed(others: Iterable[Path]) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """Yield the folders with a sealed store, with the digests of its headers by module name."""
     for folder in others:
-        path = folder / packed_store.FOLDER / packed_store.file_name(layer.step.fqn)
-        try:
-            header = packed_file.read_header(path)
-            listed = {entry.fqn: entry for entry in packed_store.read_index(folder).layers}
-        except (Damaged, OSError, InputRefused):
-            continue
-        sealed = layer.step.fqn in listed and listed[layer.step.fqn].header == packed_store.header_digest(header)
-        if sealed and not packed_store.changed(header, layer):
-            yield path, header
+        with suppress(OSError, InputRefused):
+            yield folder, {entry.fqn: entry.header for entry in packed_store.read_index(folder).layers}
+
+
+def _linked(file: Path, target: Path, layer: Layer, seal: str) -> Header | None:
+    """Link a packed file, if it is that of the seal and the layer: looked at again once it has its new name."""
+    if not _is_alike(file, layer, seal):
+        return None
+    with suppress(OSError):
+        target.unlink(missing_ok=True)  # its mode is not that of the file that others have
+        with replaced_file(target) as beside:
+            os.link(file.resolve(strict=True), beside)
+        if _is_alike(target, layer, seal):
+            return packed_file.read_header(target)
+        target.unlink()
+    return None
+
+
+def _is_alike(file: Path, layer: Layer, seal: str) -> bool:
+    try:
+        header = packed_file.read_header(file)
+    except (Damaged, OSError):
+        return False
+    return packed_store.header_digest(header) == seal and not packed_store.changed(header, layer)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ktc.foundation.formats import FORMATS, Dense
+from ktc.foundation.formats import FORMATS, Blocks, Codes
 from ktc.foundation.rates import Figure, GpuRates, Rates
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.traffic import states, traffic_of
@@ -129,7 +129,7 @@ class _Clock:
         # Threads of all nodes read scattered weights over the link between the nodes.
         bandwidth = cpu.node_bandwidth.median if work.scattered else at(cpu.bandwidth, self.threads)
         rate = at(cpu.products.get(work.weight_format) or cpu.products["bf16"], self.threads)
-        is_coded = work.packed and not isinstance(FORMATS.get(work.weight_format), Dense)
+        is_coded = work.packed and isinstance(FORMATS.get(work.weight_format), Codes | Blocks)
         read = bandwidth * (_CODES_READ if is_coded else 1.0)
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / read)
         one = cpu.call if self.issue.native_step else cpu.operator

@@ -23,7 +23,7 @@ import ktc
 from ktc.diagnostics import InputRefused
 from ktc.foundation.host import find_compiler
 from ktc.model.packed_store import packed_file, packed_store, weight_store, weights_stage
-from ktc.model.packing import sharing
+from ktc.model.packing import pack
 from ktc.stages.link import cached, link
 
 pytestmark = [
@@ -271,13 +271,14 @@ def test_a_stale_store_is_named_and_never_used(packed: Path, change: Callable[[P
     assert torch.equal(logits(packed, map=True), now)
 
 
-def for_another_use(out: Path, call: dict[str, Any]) -> Path:
+def for_another_use(out: Path, call: dict[str, Any], change: Callable[[dict[str, Any]], object] = str) -> Path:
     """A compiled model of other rules, whose experts are called in another way."""
     other = shutil.copytree(out, out.parent / "other", ignore=shutil.ignore_patterns("packed"))
     manifest = json.loads((other / "ktc.json").read_text())
     manifest["rules"]["settings"] = {"rank": "9"}
     for step in manifest["rewrites"]:
         step["args"].update(call if step["module"] == "fused_moe" else {})
+    change(manifest)
     (other / "ktc.json").write_text(json.dumps(manifest))
     return other
 
@@ -286,7 +287,6 @@ def test_models_for_two_uses_have_one_file_per_layer(packed: Path) -> None:
     other = for_another_use(packed, {"activations": "recompute"})
     assert cached.with_packed_store(other) == (packed,)
     assert cached.with_packed_store(packed) == ()
-    assert sharing.has_all_layers(other, [packed])
     report = ktc.pack(other, others=[packed])
     assert (report.packed, report.kept, report.linked) == ((), (), LAYERS)
     assert all(file_of(other, n).samefile(file_of(packed, n)) for n in range(2))
@@ -299,8 +299,7 @@ def test_models_for_two_uses_have_one_file_per_layer(packed: Path) -> None:
 
 
 def test_layers_that_differ_or_are_not_sealed_are_packed(packed: Path) -> None:
-    other = for_another_use(packed, {"threads": 2})
-    assert not sharing.has_all_layers(other, [packed])
+    other = for_another_use(packed, {}, lambda m: m["kernels"][0].update(build="0"))
     assert ktc.pack(other, others=[packed]).packed == LAYERS
     shutil.rmtree(other)
     other = for_another_use(packed, {})
@@ -324,7 +323,36 @@ def test_a_file_that_cannot_be_linked_is_packed(packed: Path, monkeypatch: pytes
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
     monkeypatch.setattr(os, "link", refusing)
-    assert ktc.pack(for_another_use(packed, {}), others=[packed]).packed == LAYERS
+    other = for_another_use(packed, {})
+    assert pack.link(other, [packed]) is None
+    assert not store(other).exists(), "nothing is packed unasked"
+    assert ktc.pack(other, others=[packed]).packed == LAYERS
+
+
+def test_a_store_is_linked_whole_or_not_at_all(packed: Path) -> None:
+    other = for_another_use(packed, {"threads": 2, "numa": "none", "activations": "recompute"})
+    elsewhere = shutil.copytree(packed, packed.parent / "elsewhere")
+    manifest = json.loads((elsewhere / "ktc.json").read_text())
+    manifest["model"]["folder"] += "_2"
+    (elsewhere / "ktc.json").write_text(json.dumps(manifest))
+    assert pack.link(other, [elsewhere]) is None, "its checkpoint is in another folder"
+    file_of(packed, 1).rename(packed / "gone")
+    assert pack.link(other, [packed]) is None
+    assert not store(other).exists()
+    (packed / "gone").rename(file_of(packed, 1))
+    report = pack.link(other, [packed])
+    assert report is not None
+    assert report.linked == LAYERS
+    assert torch.equal(logits(other, map=True), logits(packed))
+    assert pack.link(other, [packed]) is None, "it has a store"
+
+
+def test_a_link_to_a_link_is_one_to_the_file(packed: Path) -> None:
+    other = for_another_use(packed, {})
+    file_of(packed).rename(packed / "moved")
+    file_of(packed).symlink_to(packed / "moved")
+    assert ktc.pack(other, others=[packed]).linked == LAYERS
+    assert not file_of(other).is_symlink()
 
 
 def test_a_copied_checkpoint_is_told_from_the_original_only_by_its_times(packed: Path, tmp_path: Path) -> None:
