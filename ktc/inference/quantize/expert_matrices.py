@@ -41,7 +41,10 @@ class _Cut:
 
 
 class ExpertMatrices:
-    """`index` has the matrices of the stacks in modules that `chosen` accepts; `stacks` counts those stacks."""
+    """`index` has the matrices of the stacks in modules that `chosen` accepts; `stacks` counts those stacks.
+
+    `turned` are the model's tensors that have columns, while their module does not say so.
+    """
 
     def __init__(self, base: BaseModel, index: CheckpointIndex, chosen: Callable[[str], bool]) -> None:
         """Read shapes and names alone. Raises InputRefused (Q502)."""
@@ -51,6 +54,7 @@ class ExpertMatrices:
         self.stacks = 0
         tensors: dict[str, TensorEntry] = {}
         problems: list[Diagnostic] = []
+        turned = set[str]()
         for entry in index.tensors.values():
             place = find(entry.name, entry.shape)
             target = base.targets.get(place.target) if isinstance(place, Place) else None
@@ -58,7 +62,10 @@ class ExpertMatrices:
                 tensors[entry.name] = entry
                 continue
             assert isinstance(place, Place), "it has a target"
-            target = _as_held(base, target)
+            multiplied = _as_held(base, target)
+            if multiplied is not target:
+                turned.add(target.name)
+            target = multiplied
             try:
                 cut = dict(_cut(entry, place, target, names, find))
             except _Refused as error:
@@ -69,7 +76,7 @@ class ExpertMatrices:
             tensors |= {matrix.name: matrix for matrix in cut}
         if problems:
             raise InputRefused(*problems[:10])
-        self.index = replace(index, tensors=tensors)
+        self.index, self.turned = replace(index, tensors=tensors), frozenset(turned)
 
     def reader(self, rows: RowReader) -> RowReader:
         """Return a reader of `index`'s entries over one of the stored weights."""

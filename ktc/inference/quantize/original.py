@@ -20,7 +20,7 @@ from torch import Tensor
 from ktc.adapters.adapter import Adapter, read_adapter, require_lora
 from ktc.adapters.base_model import BaseModel, find_base, read_base
 from ktc.adapters.factors import FactorReader
-from ktc.adapters.layouts import place
+from ktc.adapters.layouts import PlacedAdapter, place
 from ktc.adapters.merge import plan_additions
 from ktc.adapters.merged_reader import Addition, MergedReader
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -91,8 +91,19 @@ def open_original(model: Path, adapter: Path | None, apart: Callable[[str], bool
     weights = FullPrecision(index, config)
     matrices = ExpertMatrices(base, weights.index, apart) if apart else None
     read = matrices.index if matrices else weights.index
-    added = plan_additions(place(opened, base), read) if opened else dict[str, Addition]()
+    placed = place(opened, base) if opened else None
+    if placed and matrices:
+        _require_rows(placed, matrices)
+    added = plan_additions(placed, read) if placed else dict[str, Addition]()
     return Original(base, index, read, config, weights, matrices, opened, added)
+
+
+def _require_rows(placed: PlacedAdapter, matrices: ExpertMatrices) -> None:
+    """Raise InputRefused (Q502) for an adapter of stacks that store columns, of which PEFT's factors are too."""
+    if turned := sorted(matrices.turned & {one.name for one in placed.placed}):
+        message = f"the adapter changes `{turned[0]}`, whose experts are stored by columns, and INT4 has rows"
+        hint = "merge it first (`ktc merge`), then `ktc quantize` the result"
+        raise InputRefused(Diagnostic("Q502", message, hint=hint))
 
 
 def require_one_rounding(original: Original, requantise: bool) -> None:

@@ -8,6 +8,7 @@ A name has a random part, so no client can write the name of another's image.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -21,7 +22,8 @@ PARTS: Final = ("image_url", "input_image")
 """The types of parts with an image, of the two APIs."""
 _MARK: Final = b'"data:image'
 _SHORTEST: Final = 1 << 10  # bytes of a URI that is kept apart
-_SPACE: Final = b" \t\r\n"
+_COLON: Final = re.compile(rb"[ \t\r\n]*:")
+_OF_NO_URI: Final = re.compile(rb"[^!-~]|\\")  # what JSON's parser has to see: escapes, control characters, other bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def _pieces(view: memoryview, body: bytes | bytearray, texts: dict[str, str], mo
         if body[start - 2 : start - 1] == b"\\" or end - start < _SHORTEST or _is_key(body, end):
             continue
         uri = bytes(view[start:end]).replace(b"\\/", b"/")  # as some encoders write it
-        if b"\\" in uri:
+        if _OF_NO_URI.search(uri):
             continue
         name = f"data:image/{secret}-{len(texts)}"
         texts[name] = uri.decode("latin-1")
@@ -120,7 +122,7 @@ def _pieces(view: memoryview, body: bytes | bytearray, texts: dict[str, str], mo
 
 def _is_key(body: bytes | bytearray, end: int) -> bool:
     """Return whether the text that ends at `end` is the name of a field."""
-    return bytes(body[end + 1 : end + 64]).lstrip(_SPACE)[:1] == b":"
+    return _COLON.match(body, end + 1) is not None
 
 
 def _restored(value: Any, texts: Mapping[str, str]) -> Any:

@@ -364,7 +364,8 @@ def schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _refusal(error: ValidationError) -> RequestRefused:
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = next((fault for fault in faults if "detail" in fault["loc"]), faults[0])
+    of_detail = (one for one in faults if one["loc"][0] in ("messages", "input") and "detail" in one["loc"])
+    fault = next(of_detail, faults[0])
     name, *place = fault["loc"]
     if fault["type"] == "missing" and not place:
         return RequestRefused(400, f"`{name}` is missing", "missing_required_parameter", str(name))

@@ -77,6 +77,13 @@ class _Reserved:
         self.budget.used -= max(self.num_bytes - num_bytes, 0)
         self.num_bytes = min(self.num_bytes, num_bytes)
 
+    def move(self, budget: _Budget) -> None:
+        """Take the bytes from another budget, if it has room."""
+        if budget.used + self.num_bytes <= budget.limit:
+            self.budget.used -= self.num_bytes
+            self.budget = budget
+            budget.used += self.num_bytes
+
 
 class Guard:
     """ASGI middleware around all others."""
@@ -169,6 +176,8 @@ class Guard:
             rest, texts = opened(*given)
         else:
             rest, texts = await asyncio.get_running_loop().run_in_executor(self._parsing, opened, *given)
+        if texts and reserved.budget is self._texts:  # a small body with images waits for them as a large one does
+            reserved.move(self._large)
         return rest, BodyImages(texts, lambda: reserved.keep(len(rest)))
 
     async def _body(self, headers: Mapping[str, str], receive: Any) -> bytearray:

@@ -31,6 +31,7 @@ from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request_images import (
     ImageAllowance,
     ReadImages,
+    images_of,
     inputs_of,
     read_images,
     require_readable,
@@ -119,19 +120,21 @@ class _Checked(HandlerHooks):
         """Return the inputs of a request with images in the form of a tokenizer, without stopping the event loop."""
         name, _, tokenizer = self.resolve(body)
         processor = self.model_manager.processor_of(name)
-        if not require_readable(body, processor, self.images):
-            return None
         (messages, tools), apart = self._messages(body), BODY_IMAGES.get(BodyImages())
+        images = images_of(body, messages)
+        require_readable(images, processor, self.images)
+        if not images:
+            return None
 
-        def read() -> ReadImages:
+        def prepared() -> ReadImages:
             made: list[Any] = cast("Any", self).get_processor_inputs_from_messages(messages, Modality.VLM)
             variables: Any = body.get("chat_template_kwargs") or {}
-            given = read_images(body, apart, self.images, made)
-            inputs = inputs_of(processor, given, tools, variables)
+            read = read_images(images, apart, self.images, made)
+            inputs = inputs_of(processor, read, tools, variables)
             return ReadImages(tokenizer, inputs, placeholder_id(processor))
 
         answers: Any = self.generation_state.get_manager()
-        made = await asyncio.get_running_loop().run_in_executor(answers.preparing, read)
+        made = await asyncio.get_running_loop().run_in_executor(answers.preparing, prepared)
         apart.drop()
         return made
 

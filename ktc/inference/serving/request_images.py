@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import BatchEncoding
 
 from ktc.foundation.images import ImageLimits, ImageRefused, read_data_uri
-from ktc.inference.serving.body_images import BodyImages, address_of, image_parts
+from ktc.inference.serving.body_images import PARTS, BodyImages, address_of, image_parts
 from ktc.inference.serving.refusals import RequestRefused
 from ktc.inference.serving.request import PixelKey
 from ktc.model.hf.processor import RejectedMessages, image_inputs
 
 _LOW_DETAIL: Final = (512, 512)  # pixels, as OpenAI's API has it
+_WORDS: Final = 4  # of 8 bytes in a digest
 _POSITIVE: Final = (1 << 63) - 1
 _OF_TEXT: Final = ("input_ids", "attention_mask")
 
@@ -67,31 +68,56 @@ class ReadImages:
         return getattr(self.tokenizer, name)
 
 
-def require_readable(body: Mapping[str, Any], processor: Any, allowed: ImageAllowance) -> bool:
-    """Return whether a body has images. Raises RequestRefused (400) where it may have none, or fewer."""
-    count = 0
-    for where, turn, _ in _images(body):
+@dataclass(frozen=True, slots=True)
+class GivenImage:
+    """A part with an image that the handler reads: its place in the body, and the role of its turn."""
+
+    where: str
+    role: str
+    part: Mapping[str, Any]
+
+
+def images_of(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> tuple[GivenImage, ...]:
+    """Return the images of `messages`, which the handler makes of a body, in its order.
+
+    The body may have more: fields that the handler does not read, and turns with calls, whose content it leaves out.
+    """
+    places = {id(part): where for where, part, _ in image_parts(body)}
+    fallback = "messages" if "messages" in body else "input"
+    images = list[GivenImage]()
+    for turn in messages:
+        content: Any = () if "tool_calls" in turn else turn.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else ():
+            if isinstance(part, dict) and cast("dict[str, Any]", part).get("type") in PARTS:
+                role, where = str(turn.get("role", "user")), places.get(id(cast("Any", part)), fallback)
+                images.append(GivenImage(where, role, cast("dict[str, Any]", part)))
+    return tuple(images)
+
+
+def require_readable(images: Sequence[GivenImage], processor: Any, allowed: ImageAllowance) -> None:
+    """Raise RequestRefused (400) for images where a request may have none, or fewer."""
+    for count, image in enumerate(images, 1):
+        where = image.where
         if processor is None:
             raise RequestRefused(400, f"`{where}`: the model reads text alone", "unsupported_value", where)
-        if turn.get("role", "user") != "user":
+        if image.role != "user":
             message = f"`{where}`: an image is in a turn of the user"
             raise RequestRefused(400, message, "invalid_value", where)
-        count += 1
         if count > allowed.count:
             message = f"`{where}`: a request has at most {allowed.count} images"
             raise RequestRefused(400, message, "too_many_images", where)
-    return count > 0
 
 
 def read_images(
-    body: Mapping[str, Any], apart: BodyImages, allowed: ImageAllowance, made: list[dict[str, Any]]
+    given: Sequence[GivenImage], apart: BodyImages, allowed: ImageAllowance, made: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return messages as processors take them, with decoded images; `made` are the handler's, with addresses.
 
     Data URIs may be kept `apart` under the addresses. Raises RequestRefused (400) for an image that is not read.
     """
     images = list[Any]()
-    for where, _, part in _images(body):
+    for one in given:
+        where, part = one.where, one.part
         try:
             image = read_data_uri(apart.address(address_of(part) or ""), allowed.limits)
         except ImageRefused as refused:
@@ -100,11 +126,11 @@ def read_images(
         if _detail(part) == "low":
             image.thumbnail(_LOW_DETAIL)
         images.append(image)
-    rest = iter(images)
-    for turn in made:
-        turn["content"] = [
-            {"type": "image", "image": next(rest)} if part["type"] == "image" else part for part in turn["content"]
-        ]
+    places = [
+        (turn["content"], at) for turn in made for at, part in enumerate(turn["content"]) if part["type"] == "image"
+    ]
+    for (content, at), image in zip(places, images, strict=True):
+        content[at] = {"type": "image", "image": image}
     return made
 
 
@@ -124,6 +150,8 @@ def pixel_key(ids: Tensor, pixels: Mapping[str, Any], placeholder: int | None) -
     images has others.
     """
     kinds = pixels.get("mm_token_type_ids")
+    if kinds is None and placeholder is None:
+        return None
     of_images = ids == placeholder if kinds is None else kinds != 0
     places = cast("list[int]", cast("Tensor", of_images)[0].nonzero()[:, 0].tolist())
     digest = hashlib.sha256()
@@ -134,7 +162,10 @@ def pixel_key(ids: Tensor, pixels: Mapping[str, Any], placeholder: int | None) -
             return None
     if not places:
         return None
-    words = struct.unpack("<4q", digest.digest())
+    # The key stands in the place of these tokens. After an image of fewer tokens, they may be those of text.
+    replaced = cast("list[int]", ids[0, places[0] : min(places[0] + _WORDS, places[-1] + 1)].tolist())
+    digest.update(repr(replaced).encode())
+    words = struct.unpack(f"<{_WORDS}q", digest.digest())
     return PixelKey(places[0], places[-1], tuple(-1 - (word & _POSITIVE) for word in words))
 
 
@@ -149,13 +180,6 @@ def _digest(digest: Any, name: str, value: Any) -> bool:
         return True
     digest.update(f"{name} {value!r}".encode())
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _images(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the place, the turn and the part of each image."""
-    for where, part, turn in image_parts(body):
-        if "tool_calls" not in turn:  # whose content is not read
-            yield where, turn, part
 
 
 def _detail(part: Mapping[str, Any]) -> Any:

@@ -129,7 +129,7 @@ def _parts(kv: KVCacheView) -> tuple[Tensor, Tensor | None]:
 
 
 def _are_values(kv: KVCacheView) -> bool:
-    """Whether the first part of the keys is the values too, so that a program reads them once."""
+    """Return whether the first part of the keys is the values too, so that a program reads them once."""
     return kv.values is kv.keys and (kv.rope_keys is not None or _parts(kv)[1] is None)
 
 

@@ -97,7 +97,7 @@ def link(path: str | Path, others: Sequence[Path], *, trust_remote_code: bool = 
     store = opened.folder / packed_store.FOLDER
     if not layers or store.exists():
         return None
-    # A checkpoint's digest has no contents: two folders whose files have equal names, sizes and times are told apart.
+    # A checkpoint's digest has no contents: the folder distinguishes files of equal names, sizes and times.
     alike = [other for other in others if _checkpoint_of(other) == opened.manifest.model.folder]
     made: tuple[str, ...] = ()
     try:

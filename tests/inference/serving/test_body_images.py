@@ -53,6 +53,24 @@ def test_other_texts_stay_where_they_are(body: Any) -> None:
     assert read(body) == (body, {})
 
 
+@pytest.mark.parametrize("odd", ["\u00fc", "\u20ac", " ", "\n"])
+def test_an_address_with_other_characters_is_left_to_the_parser(odd: str) -> None:
+    body = json.dumps(turn(image(f"{URI}{odd}"), {"type": "text", "text": f"{URI}{odd}"}), ensure_ascii=False).encode()
+    assert read(body) == (json.loads(body), {})
+
+
+@pytest.mark.parametrize("raw", [b"\n", b"\x00", b"\xff"])
+def test_a_body_that_is_no_json_is_refused_in_an_address_too(raw: bytes) -> None:
+    body = json.dumps(turn(image())).encode().replace(b'"}}', raw + b'"}}')
+    with pytest.raises(ValueError):
+        read(body)
+
+
+def test_names_of_fields_are_never_kept_apart() -> None:
+    body = b'{"tools": [{"' + URI.encode() + b'"' + b" " * 70 + b": 1}]}"
+    assert read(body) == (json.loads(body), {})
+
+
 def test_what_remains_is_as_small_as_a_body_of_text() -> None:
     assert len(read(turn(*[image()] * 50))[1]) == 50
     for body in (turn(image(), {"type": "text", "text": "a" * 20000}), turn(*[{"type": "text", "text": URI}] * 8)):
@@ -121,7 +139,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.Monkey
     guard: Any = Guard(None, Gate(image_bytes=1 << 20), RequestLog())
 
     async def parsed(body: bytes, keep: Callable[[int], None] = lambda _: None) -> Any:
-        return await guard._opened(bytearray(body), type("Reserved", (), {"keep": staticmethod(keep)}))
+        return await guard._opened(bytearray(body), type("Reserved", (), {"keep": staticmethod(keep), "budget": None}))
 
     for size in (1, 1000):
         asyncio.run(parsed(json.dumps(turn(*[image()] * size)).encode()))

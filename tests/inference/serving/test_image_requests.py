@@ -141,16 +141,17 @@ def test_requests_with_images_are_answered_beside_texts(address: str, opened: La
     assert [said["choices"][0]["message"]["content"] for said in answers] == wanted
 
 
-def test_low_detail_is_512_pixels_and_the_others_are_the_processors(opened: LanguageModel) -> None:
+def test_low_detail_is_512_pixels_and_the_others_are_the_processors() -> None:
     from ktc.inference.serving.body_images import BodyImages
-    from ktc.inference.serving.request_images import ImageAllowance, read_images
+    from ktc.inference.serving.request_images import ImageAllowance, images_of, read_images
 
     def read(detail: str, *, flat: bool = False) -> Any:
         uri = data_uri(png(0, 1024, 64))
         one = {"type": "input_image", "image_url": uri, "detail": detail}
         body = {"messages": turn(one if flat else {"type": "image_url", "image_url": {"url": uri, "detail": detail}})}
         made = [{"role": "user", "content": [{"type": "image"}]}]
-        return read_images(body, BodyImages(), ImageAllowance(), made)[0]["content"][0]["image"]
+        given = images_of(body, body["messages"])
+        return read_images(given, BodyImages(), ImageAllowance(), made)[0]["content"][0]["image"]
 
     low = picture(0, 1024, 64)
     low.thumbnail((512, 512))
@@ -218,6 +219,18 @@ def test_what_is_not_read_is_refused_with_its_place(address: str, name: str) -> 
     assert (status, said["code"], said["type"]) == (400, code, "invalid_request_error")
     assert words in said["message"]
     assert said["param"].startswith("messages")
+
+
+def test_images_are_those_that_the_handler_reads(address: str) -> None:
+    blue = {"type": "input_image", "image_url": data_uri(png())}
+    nested = {"type": "input_text", "text": "q", "content": [{"type": "input_image", "image_url": "http://a/b.png"}]}
+    calls = {"role": "user", "content": [blue], "tool_calls": []}
+    for given in ([{"role": "user", "content": [nested, blue]}], [calls, {"role": "user", "content": [blue]}]):
+        status, said = ask(address, {"input": given, "max_output_tokens": 2}, "responses")
+        assert status == 200, said
+    three = [{"role": "user", "content": [blue] * 3, "tool_calls": []}]
+    status, said = ask(address, {"input": three, "max_output_tokens": 2}, "responses")
+    assert (status, said["code"], said["param"]) == (400, "too_many_images", "input[0].content[2]")
 
 
 def test_a_model_of_text_refuses_images_by_name(opened: LanguageModel) -> None:

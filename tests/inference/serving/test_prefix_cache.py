@@ -142,6 +142,12 @@ def test_a_beginning_within_an_image_is_not_taken() -> None:
     cache, key = PrefixCache(1 << 20), PixelKey(18, 25, (-1, -2, -3, -4))
     tokens = [*range(18), *[99] * 8, *range(4)]
     assert key.of(tokens) == [*range(18), -1, -2, -3, -4, *[99] * 4, *range(4)]
+    few = torch.tensor([[5, 9, 1, 2, 9, 8]])  # images of one token, and words between them
+    other = torch.tensor([[5, 9, 1, 3, 9, 8]])
+    of_few, of_other = (pixel_key(ids, {"pixel_values": torch.ones(2)}, 9) for ids in (few, other))
+    assert of_few is not None and of_other is not None
+    assert of_few.of(few[0].tolist())[:5] != of_other.of(other[0].tolist())[:5]
+    assert pixel_key(few, {"pixel_values": torch.ones(2)}, None) is None
     assert PixelKey(1, 2, (-1, -2, -3, -4)).of([7, 9, 9, 8]) == [7, -1, -2, 8]
     cache.add("", key.of(tokens), row(30))
     assert cache.length("", tokens, 0) == 18, "a text with the same beginning"
