@@ -35,7 +35,7 @@ SHAPES = [(4, 2, 64, 0, 64), (20, 1, 64, 32, None), (6, 2, 33, 0, 17)]
 def decode(request: pytest.FixtureRequest) -> DecodeAttention:
     spec = request.param
     coded = spec.op == "int8_attention"
-    return decoder(built(INT8_QUICK if coded else (spec,)).kernel(spec.entry), 1, "int8" if coded else "")
+    return decoder(built(INT8_QUICK if coded else (spec,)).kernel(spec.entry), 1, "int8" if coded else "", split=False)
 
 
 def drawn(decode: DecodeAttention, shape: tuple[int, int, int, int, int | None]) -> tuple[Tensor, KVCacheView]:
