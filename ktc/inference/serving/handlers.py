@@ -118,6 +118,8 @@ class _Checked(HandlerHooks):
 
     async def _read_images(self, body: CheckedBody) -> ReadImages | None:
         """Return the inputs of a request with images in the form of a tokenizer, without stopping the event loop."""
+        if "prompt" in body:  # of a completion, which has no messages
+            return None
         name, _, tokenizer = self.resolve(body)
         processor = self.model_manager.processor_of(name)
         (messages, tools), apart = self._messages(body), BODY_IMAGES.get(BodyImages())
