@@ -59,7 +59,8 @@ def test_no_text_that_is_no_json_crashes_a_reader(tmp_path: Path, reader: str, b
 
 @pytest.mark.parametrize("depth", [30, 500, 900])
 def test_a_free_value_is_no_deeper_than_can_be_followed(depth: int) -> None:
-    row = {"entry": "e", "spec": {"a": read_json("[" * depth + "]" * depth)}, "source": "s", "digest": "d", "build": "b"}
+    spec = {"a": read_json("[" * depth + "]" * depth)}
+    row = {"entry": "e", "spec": spec, "source": "s", "digest": "d", "build": "b"}
     if depth == 30:
         decode(row, KernelRecord)
         return
