@@ -221,7 +221,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_the_long_work(
     def long_work(*_: object, **__: object) -> None:
         raise AssertionError("the model was opened")
 
-    monkeypatch.setattr("ktc.compiler.open_model", long_work)
+    monkeypatch.setattr("ktc.stages.capture.source.open_model", long_work)
     found = refusal(model, out=Path("/proc/compiled_here"), code=3)
     assert found["code"] == "I143"
     assert "`/proc`" in str(found["message"])
