@@ -222,15 +222,5 @@ def dumps(
 
 
 __all__ = [
-    "Analysis",
-    "KtcError",
-    "Model",
-    "Reading",
-    "Report",
-    "analyse",
-    "check",
-    "compile",
-    "dumps",
-    "inspect",
-    "read",
-]
+    "Analysis", "KtcError", "Model", "Reading", "Report", "analyse", "check", "compile", "dumps", "inspect", "read",
+]  # fmt: skip
