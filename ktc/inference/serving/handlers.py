@@ -118,8 +118,6 @@ class _Checked(HandlerHooks):
 
     async def _read_images(self, body: CheckedBody) -> ReadImages | None:
         """Return the inputs of a request with images in the form of a tokenizer, without stopping the event loop."""
-        if "prompt" in body:  # of a completion, which has no messages
-            return None
         name, _, tokenizer = self.resolve(body)
         processor = self.model_manager.processor_of(name)
         (messages, tools), apart = self._messages(body), BODY_IMAGES.get(BodyImages())
@@ -141,8 +139,8 @@ class _Checked(HandlerHooks):
         return made
 
     def _messages(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
-        """Return the messages of a request, and its tools."""
-        raise NotImplementedError
+        """Return the messages of a request, and its tools. A completion has neither."""
+        return [], None
 
     async def _grammar(self, body: CheckedBody) -> AnswerGrammar | None:
         """Return the compiled grammar of a request, without stopping the event loop. Raises RequestRefused."""
