@@ -30,7 +30,7 @@ TESTS = (
     "tests/inference/generate", "tests/inference/evaluate", "tests/inference/serving/test_server.py",
     "tests/learning", "tests/tools/llama_factory/test_settings.py",
 )  # fmt: skip
-TOOLS = ("pytest>=8.3", "hypothesis>=6.130")
+TOOLS = ("pytest>=8.3", "hypothesis>=6.130", "torchvision")  # old processors of images need the last
 KTC = f"{ROOT}[train,eval,serve,gguf]"  # TRL, the metrics, the server and GGUF, in whatever releases fit the set
 # It runs the stock DeepSeek-V2 in a process of its own, which the oldest transformers cannot (tests/conftest.py).
 NOT_WITH_OLDEST = (

@@ -76,6 +76,7 @@ def _rows(rates: Rates) -> Iterator[tuple[str, str, Figure]]:
         yield f"{name} bus", *_gbps(gpu.bus)
         yield f"{name} bus beside the CPU", *_gbps(gpu.bus_beside_cpu)
         yield f"CPU memory beside the bus of {name}", *_gbps(gpu.cpu_beside_bus)
+        yield f"{name} PyTorch operator of a module", *_us(gpu.operator)
         yield f"{name} launch", *_us(gpu.launch)
         yield f"{name} node of a graph", *_us(gpu.graph_node)
         yield f"{name} host node", *_us(gpu.host_node)

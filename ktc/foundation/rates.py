@@ -46,8 +46,9 @@ class GpuRates:
     products in bf16, `attention` and `latent_attention` those of attention. `bandwidth` is bytes/s of its memory.
 
     `bus` is bytes/s from pinned host memory, `bus_beside_cpu` and `cpu_beside_bus` those of the bus and of the
-    CPU's reads when both work at once. `launch` is the time of one small kernel that PyTorch issues, `graph_node` that
-    of one in a CUDA graph, and `host_node` that of a host function in one. `context` is bytes that CUDA itself takes.
+    CPU's reads when both work at once. `operator` is the time of one operator of a module's forward with gradients,
+    which Python issues, `launch` that of one small kernel alone, `graph_node` that of one in a CUDA graph, and
+    `host_node` that of a host function in one. `context` is bytes that CUDA itself takes.
     """
 
     products: Mapping[str, Figure]
@@ -58,6 +59,7 @@ class GpuRates:
     bus: Figure
     bus_beside_cpu: Figure
     cpu_beside_bus: Figure
+    operator: Figure
     launch: Figure
     graph_node: Figure
     host_node: Figure

@@ -51,6 +51,7 @@ _GPU: Final[Mapping[str, tuple[str, Unit]]] = {
     "bus_gbps": ("bus", GBPS),
     "bus_beside_cpu_gbps": ("bus_beside_cpu", GBPS),
     "cpu_beside_bus_gbps": ("cpu_beside_bus", GBPS),
+    "operator_us": ("operator", MICROSECONDS),
     "launch_us": ("launch", MICROSECONDS),
     "graph_node_us": ("graph_node", MICROSECONDS),
     "host_node_us": ("host_node", MICROSECONDS),
@@ -137,6 +138,8 @@ class RatesReader:
             products = {name: read.get(name) or _times(figure, faster) for name, figure in products.items()}
         if "bus" in given and "bus_beside_cpu" not in given:
             given["bus_beside_cpu"] = _times(usual.bus_beside_cpu, given["bus"].median / usual.bus.median)
+        if "launch" in given and "operator" not in given:
+            given["operator"] = _times(usual.operator, given["launch"].median / usual.launch.median)
         context = _figure(entries, _CONTEXT, BYTES)
         faster = products["bf16"].median / usual.products["bf16"].median
         kept = {name: _times(getattr(usual, name), faster) for name in ("grouped", "attention", "latent_attention")}

@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-from ktc.model.experts.private_api import floats_as_constants
+from ktc.model.experts.private_api import floats_as_constants, without_function_modes
 
 log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -50,7 +50,7 @@ def _compiled(function: Callable[_P, _R], dynamic: bool, index: int | None) -> C
     def on_this_thread(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         # A derivative in `function` is traced by autograd, whose thread of another GPU has no frame of the caller:
         # torch.compile 2.11 fails there.
-        with torch.autograd.set_multithreading_enabled(False), floats_as_constants():
+        with torch.autograd.set_multithreading_enabled(False), floats_as_constants(), without_function_modes():
             return compiled(*args, **kwargs)
 
     return on_this_thread

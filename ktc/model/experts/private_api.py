@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -82,6 +82,22 @@ def floats_as_constants() -> AbstractContextManager[None]:
     kernel for the CPU, for which torch tries each of the CPU's instruction sets: 50 of 80 seconds of a first step.
     """
     return cast("Any", torch)._dynamo.config.patch(specialize_float=True)
+
+
+@contextmanager
+def without_function_modes() -> Generator[None]:
+    """Call functions in the block as if no context of `torch.overrides` were entered around it.
+
+    A compiled function belongs to the contexts in which it was compiled. In others it is compiled again: within the
+    capture of a CUDA graph, which holds nothing of what a compiler does.
+    """
+    private = cast("Any", torch)._C
+    modes = [private._pop_torch_function_stack() for _ in range(private._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            private._push_on_torch_function_stack(mode)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

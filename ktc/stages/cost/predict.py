@@ -22,13 +22,13 @@ _OPTIMIZER_BYTES: Final = 28  # of AdamW per fp32 parameter: gradient, two momen
 _OPTIMIZER_OPERATORS: Final = 14  # per tensor on the CPU, with the norm that clips
 _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel updates many
 
-# Fitted to runs on H100 and H200, of two models and 8 to 48 layers (docs/benchmarks.md, "Plans"), in launches of one
-# small kernel.
-_LAUNCHES: Final = 4.9  # an operator with the Python around it
-_CALL: Final = 50  # operators outside the layers: embedding, positions, mask, the preparation of `generate`
-_STEP: Final = 215  # Python between two steps of a CUDA graph, and the copies around one
+# Fitted to runs on H100 and H200, of three models and 8 to 48 layers (docs/benchmarks.md, "Plans"), in operators of a
+# small module.
+_ISSUED: Final = 3.3  # an operator of a model, with wrappers, hooks and views that are not counted
+_CALL: Final = 50 * _ISSUED  # outside the layers: embedding, positions, mask, the preparation of `generate`
+_STEP: Final = 145  # Python between two steps of a CUDA graph, and the copies around one
 _NODES: Final = 2.3  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
-_MICRO_BATCH: Final = 650  # a trainer's own work on a sequence, its head and its loss
+_MICRO_BATCH: Final = 440  # a trainer's own work on a sequence, its head and its loss
 # What of the others' time remains, where a GPU, buses and Python work side by side: one thread issues both kernels and
 # copies, and the ring of sent weights holds about a layer.
 _BESIDE: Final = 0.2
@@ -74,14 +74,14 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
             crossings, waited = crossings + crossed, waited + crossed + busy["cpu"]
         waited += clock.shared(work)
     if gpu and issue.whole and not clock.issue.cuda_graph:
-        engines["host"] += amounts.calls * _CALL * _LAUNCHES * clock.launch(gpu)
+        engines["host"] += amounts.calls * _CALL * clock.operator(gpu)
     if use.trains:
         kinds["optimizer"] = clock.optimizer(works)
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
-        waited += use.batch * _MICRO_BATCH * clock.launch(gpu) * issue.whole
+        waited += use.batch * _MICRO_BATCH * clock.operator(gpu) * issue.whole
     binds = max(engines, key=lambda name: engines[name])
     traffic = traffic_of(works, amounts)
-    between = _STEP * clock.launch(gpu) * issue.whole if clock.issue.cuda_graph else 0.0
+    between = _STEP * clock.operator(gpu) * issue.whole if clock.issue.cuda_graph else 0.0
     return Prediction(use, _total(engines, in_turn, waited) + between, kinds, engines, crossings, binds, traffic)
 
 
@@ -119,9 +119,9 @@ class _Clock:
             busy[f"bus:{work.device}"] = self.amounts.passes * work.streamed / self._gpu(work.device).bus.median
         return busy
 
-    def launch(self, gpu: str) -> float:
-        """Return the seconds of a launch on a GPU, 0 for no GPU."""
-        return self._gpu(gpu).launch.median if gpu else 0.0
+    def operator(self, gpu: str) -> float:
+        """Return the seconds in which Python issues an operator of a small module to a GPU, 0 for no GPU."""
+        return self._gpu(gpu).operator.median if gpu else 0.0
 
     # On the CPU ------------------------------------------------------------------------------------------------------
     def _on_cpu(self, work: Work) -> float:
@@ -149,7 +149,7 @@ class _Clock:
             busy += amounts.unpacking(work) / bandwidth
         if self.issue.cuda_graph:
             return {device: busy + amounts.nodes(work) * _NODES * gpu.graph_node.median}
-        return {device: busy, "host": amounts.issued(work) * _LAUNCHES * gpu.launch.median}
+        return {device: busy, "host": amounts.issued(work) * _ISSUED * gpu.operator.median}
 
     def _gpu(self, device: str) -> GpuRates:
         return self.rates.gpus[int(device.partition(":")[2] or 0)]
@@ -184,7 +184,7 @@ class _Clock:
         if len(devices) < 2:
             return 0.0
         first = self._gpu(devices[0])
-        issued = self.amounts.issued(work) * _LAUNCHES * first.launch.median
+        issued = self.amounts.issued(work) * _ISSUED * first.operator.median
         link = first.bus.median / 2 if self.rates.peer is None else self.rates.peer.median
         return (len(devices) - 1) * (issued + 2 * states(work, self.amounts) / link)
 

@@ -173,7 +173,7 @@ def _repeated(device: torch.device, call: Callable[[], object]) -> Callable[[], 
         return lambda: seconds(device, call)
     wait(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         call()
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 

@@ -14,6 +14,8 @@ from threading import Timer
 from typing import Final
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from ktc.foundation.rates import Figure
 from ktc.model.experts.host_node import on_current_stream
@@ -24,6 +26,9 @@ _SIDE: Final = {"bf16": 8192, "fp32": 4096}  # of a square product
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _COPIED: Final = 1 << 30  # bytes
 _LAUNCHES: Final = 500
+_BLOCKS: Final = 32
+_OPERATORS: Final = 14  # of a `_Block`
+_WIDTH: Final = 64
 _HOST_NODES: Final = 50
 _PATIENCE: Final = 120.0  # seconds for another process to start torch on all GPUs
 # Another process that takes a context and the libraries of products, says how many bytes of tensors it reserved on
@@ -62,6 +67,30 @@ def launch(device: torch.device) -> Figure:
     return repeated(lambda: took() / _LAUNCHES, _BUDGET)
 
 
+class _Block(nn.Module):
+    """A small layer as models have them: a norm step by step, three products, an activation and a residual."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        made = partial(nn.Linear, _WIDTH, _WIDTH, bias=False, device=device, dtype=torch.bfloat16)
+        self.gate, self.up, self.down = made(), made(), made()
+        self.weight = nn.Parameter(torch.ones(_WIDTH, device=device, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        h = self.weight * wide.to(x.dtype)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+def operator(device: torch.device) -> Figure:
+    """Return the seconds of one operator in the forward of small modules, whose parameters require gradients."""
+    model = nn.Sequential(*(_Block(device) for _ in range(_BLOCKS)))
+    x = torch.ones(16, _WIDTH, device=device, dtype=torch.bfloat16)
+    took = partial(seconds, device, lambda: model(x))
+    return repeated(lambda: took() / (_BLOCKS * _OPERATORS), _BUDGET)
+
+
 def graph_node(device: torch.device) -> Figure:
     """Return the seconds of one small kernel in a CUDA graph."""
     x = torch.ones(16, device=device)
@@ -89,7 +118,8 @@ def _of_graph(device: torch.device, node: Callable[[], object], nodes: int) -> F
         node()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # By default the stream of a capture is on the GPU of the process' first capture.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             _times(nodes, node)
         return repeated(lambda: seconds(device, graph.replay) / nodes, _BUDGET)
 

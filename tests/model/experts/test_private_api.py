@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ktc.model.decode_steps.filled_scalars import FilledScalars
 from ktc.model.experts.private_api import (
     HOOKS,
     ConversionHook,
@@ -18,6 +19,7 @@ from ktc.model.experts.private_api import (
     schema_of,
     unsaved_buffers,
     version_of,
+    without_function_modes,
     wrapper_tensor,
 )
 
@@ -100,6 +102,19 @@ def test_compiled_code_has_a_modules_floats_as_constants_inside_the_context() ->
     (graph,) = counter.graphs
     inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
     assert [value.dtype for value in inputs if isinstance(value, Tensor)] == [torch.float32]  # a float would be fp64
+
+
+def test_a_compiled_function_is_not_compiled_again_within_a_context_of_torch_functions() -> None:
+    """`FilledScalars` is entered around the capture of a step, which a compiler would end."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: x + 1, backend=counter)
+    compiled(torch.ones(2))
+    with FilledScalars():
+        with without_function_modes():
+            compiled(torch.ones(2))
+        assert counter.frame_count == 1
+        compiled(torch.ones(2))
+    assert counter.frame_count == 2, "without it there is nothing to test"
 
 
 def test_a_function_is_called_once_a_backward_pass_has_ended() -> None:

@@ -29,7 +29,7 @@ def rates(**overrides: float) -> Rates:
     figures = {
         "grouped": 165 * TF, "attention": 165 * TF, "latent_attention": 165 * TF,
         "bandwidth": 1000 * GB, "bus": 25 * GB, "bus_beside_cpu": 25 * GB, "cpu_beside_bus": 400 * GB,
-        "launch": 0.0, "graph_node": 0.0, "host_node": 0.0, **overrides,
+        "operator": 0.0, "launch": 0.0, "graph_node": 0.0, "host_node": 0.0, **overrides,
     }  # fmt: skip
     one = {16: Figure(440 * GB)}
     cpu = CpuRates(
@@ -144,7 +144,7 @@ def test_a_model_without_kernels_is_issued_once_per_sequence(v2_lite: CapturedMo
     works = [replace(w, device="cuda:0", experts=None) for w in work_of(v2_lite, planned(v2_lite))]
 
     def host(calls: int) -> float:
-        return predict(works, Use("train", 16, 512), rates(launch=1e-5), 16, Issue(calls=calls)).engines["host"]
+        return predict(works, Use("train", 16, 512), rates(operator=1e-5), 16, Issue(calls=calls)).engines["host"]
 
     assert host(16) == pytest.approx(16 * host(1), rel=0.01)
 
