@@ -165,7 +165,7 @@ def architecture_of(base: BaseModel, hint: str = "") -> str:
     """Return the GGUF architecture of the model. Raises InputRefused (A606), with the `hint` or the known models."""
     if architecture := gguf_architecture(base.model_type):
         return architecture
-    kinds = sorted(kind for kinds in ARCHITECTURES.values() for kind in kinds)
+    kinds = sorted({kind for kinds in ARCHITECTURES.values() for kind in kinds})
     raise InputRefused(Diagnostic("A606", no_architecture(base.model_type), hint=hint or f"known are {listing(kinds)}"))
 
 

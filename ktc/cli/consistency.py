@@ -15,7 +15,7 @@ import typer
 
 from ktc.cli.early_checks import require_adapter, require_compiled, require_readable, require_writable
 from ktc.cli.following import after_compiling
-from ktc.cli.options import ReportFile, Seed, Trust, Weights
+from ktc.cli.options import CompareImages, ReportFile, Seed, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -51,6 +51,7 @@ def command(
     text: Annotated[
         Path | None, typer.Option("--text", metavar="FILE", help="Use this text's tokens. Default: random tokens.")
     ] = None,
+    image: CompareImages = None,
     sequences: Annotated[int, typer.Option("--sequences", min=1, max=4096, help="Number of sequences.")] = 4,
     length: Annotated[int, typer.Option("--tokens", min=2, max=1 << 17, help="Tokens of a sequence.")] = 64,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens before decoding begins.")] = 16,
@@ -85,9 +86,9 @@ def command(
     trained = models(outs, adapters)
     served = models(serve) if serve else trained
     request = Request(
-        trained, served, against=against, merged=merged, text=text, sequences=sequences, length=length,
-        prompt=prompt, batch_size=batch_size, precision=precision, stack=stack, attention=attention, seed=seed,
-        weights=weights, trusted=trust,
+        trained, served, against=against, merged=merged, text=text, images=tuple(image or ()), sequences=sequences,
+        length=length, prompt=prompt, batch_size=batch_size, precision=precision, stack=stack, attention=attention,
+        seed=seed, weights=weights, trusted=trust,
     )  # fmt: skip
     require_compiled(*(one.folder for one in {*trained, *served}))
     require_readable(text)

@@ -242,7 +242,7 @@ def _read_images(files: tuple[Path, ...], prompt: str | None, chunk: int | None,
     if chunk is not None:
         message = "`--prefill-chunk` cannot split a prompt with images"
         raise InputRefused(Diagnostic("G700", message, hint="leave it out"))
-    from ktc.inference.generate.images import read_images
+    from ktc.model.loading.images import read_images
 
     return read_images(files)
 

@@ -153,4 +153,8 @@ Temperature = Annotated[
 ReportFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="F.json", help="Also write the report to this file.")
 ]
+CompareImages = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="An image before the tokens, for a model with towers; repeatable."),
+]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Rows per batch.")]

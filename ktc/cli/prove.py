@@ -14,7 +14,7 @@ import typer
 from ktc.cli.amounts import relative
 from ktc.cli.early_checks import require_compiled, require_readable, require_writable
 from ktc.cli.following import loading
-from ktc.cli.options import CompiledModel, ReportFile, Seed, Trust, Weights
+from ktc.cli.options import CompareImages, CompiledModel, ReportFile, Seed, Trust, Weights
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 
@@ -31,6 +31,7 @@ def prove_command(
         Path | None,
         typer.Option("--text", metavar="FILE", help="Use this text's first tokens. Default: random tokens."),
     ] = None,
+    image: CompareImages = None,
     count: Annotated[int, typer.Option("--tokens", min=1, max=1 << 17, help="Number of tokens.")] = 128,
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="LIST", help="Compare only these layers: 0,3,10-12.")
@@ -50,7 +51,7 @@ def prove_command(
     session.require_versions()
     from ktc.inference.prove.run import Request
 
-    report = prove(session, Request(out, text, count, seed, layers, carry, weights, trust))
+    report = prove(session, Request(out, text, tuple(image or ()), count, seed, layers, carry, weights, trust))
     if output is not None:
         session.emit(json.dumps(report.to_json(), indent=1), output)
     session.next("ktc", "pack", relative(out.absolute()), *loading(weights, trust))

@@ -26,7 +26,7 @@ def fidelity_table(report: Report, every: bool = False) -> Table:
     for layer in report.layers:
         for row in layer.rows:
             whole = row.kind == "layer"
-            if not (every or row.red or row.rewritten or whole):
+            if not (every or row.red or row.rewritten or whole or row.kind == "input"):
                 continue
             carried = _pair(layer.carried.ktc, layer.carried.stock) if layer.carried and whole else ""
             rows.append((row, (str(layer.index) if whole else "", *_cells(row, carried))))

@@ -33,7 +33,7 @@ class Request:
     """Every model of `trained` is compared with every model of `served`, which gets the adapter of the former.
 
     With `merged` models that serve get no adapter. `sequences` of `length` tokens are compared, decoding begins after
-    `prompt` of them, `batch_size` sequences are decoded side by side.
+    `prompt` of them, `batch_size` sequences are decoded side by side. A question that shows `images` precedes each.
     """
 
     trained: tuple[Model, ...]
@@ -41,6 +41,7 @@ class Request:
     against: Against = "trainer"
     merged: bool = False
     text: Path | None = None
+    images: tuple[Path, ...] = ()
     sequences: int = 4
     length: int = 64
     prompt: int = 16

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktc.adapters.adapter import attach, read_adapter
 from ktc.diagnostics import Diagnostic, InputRefused
@@ -29,7 +29,9 @@ from ktc.inference.consistency.serving_path import Served, calls_of, serving_sco
 from ktc.inference.consistency.stock_path import stock_scores
 from ktc.inference.consistency.training_path import Trained, trainer_scores, uses_autocast
 from ktc.model.compare.feed import choose_tokens
+from ktc.model.compare.shown import Shown, show
 from ktc.model.hf.stock_model import vocabulary_of
+from ktc.model.loading.images import read_images
 from ktc.model.loading.load import load, stock_class
 from ktc.model.loading.load_as import build_on_meta, read_config
 from ktc.model.loading.peft_glue import read_lora_config
@@ -81,6 +83,24 @@ class _Loads:
         return dict.fromkeys(self.serves(one, other) for one, other in pairs)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """Sequences (N, T) int64 of one length and where they come from, with the question `shown` that begins each.
+
+    Decoding begins after `prompt` tokens. The tokens of the question are not compared.
+    """
+
+    rows: Tensor
+    source: str
+    shown: Shown | None
+    prompt: int
+
+    @property
+    def first(self) -> int:
+        """The column of scores (N, T - 1) from which they are compared."""
+        return 0 if self.shown is None else self.shown.length - 1
+
+
 class _Calls:
     """Counts the calls of models, and tells an observer."""
 
@@ -113,9 +133,9 @@ def measure(request: Request, observe: Observe = _silent) -> Report:
     manifests = {model.folder: read_manifest(model.folder) for model in (*request.trained, *request.served)}
     for model in request.trained:
         _check_trains(request, model)
-    source, rows = _rows(request, manifests)
+    sequences = _sequences(request, manifests)
     loads = _Loads(request, manifests)
-    references, served, rounding = _measured(loads, rows, observe)
+    references, served, rounding = _measured(loads, sequences, observe)
     pairs = [(one, other) for one in request.trained for other in request.served]
     installed = Versions.installed()
     return Report(
@@ -123,10 +143,10 @@ def measure(request: Request, observe: Observe = _silent) -> Report:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={name: str(getattr(installed, name)) for name in ("ktc", "torch", "transformers")},
         against=request.against,
-        tokens=source,
-        sequences=len(rows),
-        length=rows.shape[1],
-        prompt=request.prompt,
+        tokens=sequences.source,
+        sequences=len(sequences.rows),
+        length=sequences.rows.shape[1],
+        prompt=sequences.prompt,
         batch_size=request.batch_size,
         attention=request.attention,
         autocast=any(map(loads.autocast, request.trained)),
@@ -135,19 +155,20 @@ def measure(request: Request, observe: Observe = _silent) -> Report:
         trained=tuple(_side(model, manifests, references[model].stacking) for model in request.trained),
         served=tuple(_side(model, manifests, "") for model in request.served),
         cells=tuple(
-            _cell(one, other, references[one], served[loads.serves(one, other)], request.prompt) for one, other in pairs
+            _cell(one, other, references[one], served[loads.serves(one, other)], sequences) for one, other in pairs
         ),
         stock_rounding=rounding,
         seconds=round(time.perf_counter() - started, 2),
     )
 
 
-def _cell(one: Model, other: Model, reference: Trained, served: Served, prompt: int) -> Cell:
-    scores = reference.scores
+def _cell(one: Model, other: Model, reference: Trained, served: Served, sequences: _Sequences) -> Cell:
+    scores, first = reference.scores, sequences.first
+    calls = served.together if reference.stacked else served.alone
     paths = {
-        "calls": difference(scores, served.together if reference.stacked else served.alone),
-        "prompt": difference(scores, served.prompt),
-        "decode": difference(scores.since(prompt - 1), served.decode),
+        "calls": difference(scores.since(first), calls.since(first)),
+        "prompt": difference(scores.since(first), served.prompt.since(first)),
+        "decode": difference(scores.since(sequences.prompt - 1), served.decode),
     }
     return Cell(one.name, other.name, one.folder == other.folder, cast("Any", paths))
 
@@ -178,12 +199,15 @@ def _check_trains(request: Request, model: Model) -> None:
         raise InputRefused(Diagnostic("V813", message, hint=hint)) from error
 
 
-def _rows(request: Request, manifests: Manifests) -> tuple[str, Tensor]:
-    """Return where the tokens come from, and sequences (N, T) int64 of one length. Raises InputRefused."""
+def _sequences(request: Request, manifests: Manifests) -> _Sequences:
+    """Return what is compared. Raises InputRefused (V811, V812; G731 to G733 for images)."""
+    images = read_images(request.images)
     sizes: dict[int, Path] = {}
+    configs: dict[Path, PreTrainedConfig] = {}
     for folder, manifest in manifests.items():
         model_class = stock_class(manifest, folder, request.weights, trust_remote_code=request.trusted)
-        model = build_on_meta(model_class, read_config(folder, model_class), manifest, None, reference=False)
+        configs[folder] = read_config(folder, model_class)
+        model = build_on_meta(model_class, configs[folder], manifest, None, reference=False)
         sizes.setdefault(vocabulary_of(model), folder)
     if len(sizes) > 1:
         words = ", ".join(f"`{folder.name}` {size}" for size, folder in sizes.items())
@@ -196,17 +220,23 @@ def _rows(request: Request, manifests: Manifests) -> tuple[str, Tensor]:
     if not whole:
         message = f"`{request.text}` has {tokens.ids.shape[1]} tokens, and a sequence has {request.length}"
         raise InputRefused(Diagnostic("V812", message, hint="give a longer text, or fewer `--tokens`"))
-    return tokens.source, tokens.ids[0, : whole * request.length].view(whole, request.length)
+    rows = tokens.ids[0, : whole * request.length].view(whole, request.length)
+    if not images:
+        return _Sequences(rows, tokens.source, None, request.prompt)
+    shown = show(folder, request.images, images, configs[folder], request.trusted)
+    source = f"{tokens.source}, after {shown.length} that show {shown.words}"
+    return _Sequences(shown.before(rows), source, shown, shown.length + request.prompt)
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
 def _measured(
-    loads: _Loads, rows: Tensor, observe: Observe
+    loads: _Loads, sequences: _Sequences, observe: Observe
 ) -> tuple[Mapping[Model, Trained], Mapping[_Load, Served], Mapping[str, Difference]]:
     """Return the scores of the trainers, or of stock in their place; those that serve; and stock's own rounding."""
     request, training, serving = loads.request, loads.training, loads.serving
     stock = request.trained if request.against == "stock" else ()
-    of_serving = calls_of(rows, request.prompt, request.batch_size)
+    rows, shown = sequences.rows, sequences.shown
+    of_serving = calls_of(rows, sequences.prompt, request.batch_size)
     calls = _Calls(len(training) * len(rows) + len(serving) * of_serving + len(stock), observe)
     trained: dict[_Load, Trained] = {}
     served: dict[_Load, Served] = {}
@@ -215,13 +245,13 @@ def _measured(
         model = _loaded(request, wanted)
         if wanted in serving:  # before training, which leaves the model wrapped in autocast
             served[wanted] = serving_scores(
-                model, rows, prompt=request.prompt, batch_size=request.batch_size, autocast=wanted.autocast,
-                called=calls.count,
+                model, rows, prompt=sequences.prompt, batch_size=request.batch_size, autocast=wanted.autocast,
+                shown=shown, called=calls.count,
             )  # fmt: skip
         if wanted in training:
             tuned = _tuned(request, model, wanted)
             trained[wanted] = trainer_scores(
-                tuned, rows, autocast=wanted.autocast, stack=request.stack, called=calls.count
+                tuned, rows, autocast=wanted.autocast, stack=request.stack, shown=shown, called=calls.count
             )
             del tuned
         del model
@@ -231,9 +261,10 @@ def _measured(
     references, rounding = dict[Model, Trained](), dict[str, Difference]()
     for model in stock:
         calls.begin(f"stock, on the weights of {model.folder.name}")
-        scores = stock_scores(model.folder, rows, weights=request.weights, trusted=request.trusted)
+        scores = stock_scores(model.folder, rows, weights=request.weights, trusted=request.trusted, shown=shown)
         references[model] = Trained(scores.model_dtype, stacked=True, stacking="stock on the weights of the kernels")
-        rounding[model.name] = difference(scores.model_dtype, scores.fp32)
+        first = sequences.first
+        rounding[model.name] = difference(scores.model_dtype.since(first), scores.fp32.since(first))
         calls.count()
         gc.collect()
     return references, served, rounding

@@ -6,12 +6,14 @@ In: logits of a path, and the tokens. Out: frozen `Scores`, and the `Difference`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from ktc.model.compare.shown import Shown, arguments
 
 LARGE: Final = 0.1
 """A difference above it is counted: it changes a probability by more than a tenth."""
@@ -53,9 +55,9 @@ def score(logits: Tensor, next_tokens: Tensor) -> Scores:
     return Scores(chosen.cpu(), logits.detach().argmax(-1).cpu())
 
 
-def read(model: Callable[..., Any], rows: Tensor, *, use_cache: bool = False) -> Scores:
+def read(model: Any, rows: Tensor, *, use_cache: bool = False, shown: Shown | None = None) -> Scores:
     """Return the scores (N, T - 1) of `rows` (N, T) int64 in one forward of a model."""
-    logits: Tensor = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=use_cache).logits
+    logits: Tensor = model(**arguments(rows, shown, model.dtype), use_cache=use_cache).logits
     return score(logits[:, :-1], rows[:, 1:])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ktc.inference.consistency.scores import Scores, joined, read, score
+from ktc.model.compare.shown import Shown, arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,11 @@ def calls_of(rows: Tensor, prompt: int, batch_size: int) -> int:
 
 def serving_scores(
     model: nn.Module, rows: Tensor, *, prompt: int, batch_size: int, autocast: bool,
-    called: Callable[[], None] = lambda: None,
+    shown: Shown | None = None, called: Callable[[], None] = lambda: None,
 ) -> Served:  # fmt: skip
     """Return the scores of `rows` (N, T) int64 on every path; decoding begins after `prompt` tokens.
 
+    Each row begins with the question `shown`, if one is given.
     `batch_size` sequences are decoded side by side. With `autocast`, calls are under autocast of bf16. `called` runs
     after each call of the model.
     """
@@ -53,7 +55,7 @@ def serving_scores(
     single = [row[None] for row in rows]
 
     def counted(rows: Tensor, *, use_cache: bool) -> Scores:
-        scores = read(model, rows, use_cache=use_cache)
+        scores = read(model, rows, use_cache=use_cache, shown=shown)
         called()
         return scores
 
@@ -62,7 +64,7 @@ def serving_scores(
             together = counted(rows, use_cache=False)
             alone = joined([counted(row, use_cache=False) for row in single])
         prompts = joined([counted(row, use_cache=True) for row in single])
-        decoded = joined([_decode(model, batch, prompt, called) for batch in torch.split(rows, batch_size)])
+        decoded = joined([_decode(model, batch, prompt, shown, called) for batch in torch.split(rows, batch_size)])
     return Served(together, alone, prompts, decoded)
 
 
@@ -78,11 +80,10 @@ class _Given(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, wanted.to(scores.device), 0.0)
 
 
-def _decode(model: nn.Module, rows: Tensor, prompt: int, called: Callable[[], None]) -> Scores:
+def _decode(model: nn.Module, rows: Tensor, prompt: int, shown: Shown | None, called: Callable[[], None]) -> Scores:
     """Return the scores (N, T - prompt) of the tokens after the prompt, from the logits of `generate`."""
     made: Any = cast("Any", model).generate(
-        input_ids=rows[:, :prompt],
-        attention_mask=torch.ones_like(rows[:, :prompt]),
+        **arguments(rows[:, :prompt], shown, cast("Any", model).dtype),
         generation_config=_config(model, rows.shape[1] - prompt),
         logits_processor=LogitsProcessorList([_Given(rows, called)]),
     )

@@ -18,6 +18,7 @@ from ktc.inference.consistency.scores import Scores, read
 from ktc.model.compare.groups import OUTSIDE
 from ktc.model.compare.opened import open_compiled, open_stock
 from ktc.model.compare.quantised_baseline import formats_in, through_format
+from ktc.model.compare.shown import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,10 @@ class Stock:
     fp32: Scores
 
 
-def stock_scores(out: Path, rows: Tensor, *, weights: Path | None = None, trusted: bool = False) -> Stock:
-    """Return the scores of `rows` (N, T) int64, all in one call.
+def stock_scores(
+    out: Path, rows: Tensor, *, weights: Path | None = None, trusted: bool = False, shown: Shown | None = None
+) -> Stock:
+    """Return the scores of `rows` (N, T) int64, all in one call. Each begins with `shown`, if one is given.
 
     Raises:
         InputRefused: as `ktc.load` does; N602, N604.
@@ -43,7 +46,7 @@ def stock_scores(out: Path, rows: Tensor, *, weights: Path | None = None, truste
             stock = model.model.get_submodule(f"{group}.{experts.path}")
             through_format(stock, replace(form, integer_products=False))
     with torch.no_grad():
-        fp32 = read(model.model, rows)
+        fp32 = read(model.model, rows, shown=shown)
         for group in (OUTSIDE, *model.groups):
             model.to_own_dtype(group)
-        return Stock(read(model.model, rows), fp32)
+        return Stock(read(model.model, rows, shown=shown), fp32)

@@ -8,7 +8,7 @@ bf16 where `ktc train` has it. Dropout is off, since it draws other numbers than
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +20,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 from ktc.foundation.files import temporary_folder
 from ktc.inference.consistency.scores import Scores, joined, score
+from ktc.model.compare.shown import Shown, arguments
 from ktc.training import KTrainer
 from ktc.training.trainers.stacking import StackMode
 
@@ -40,18 +41,18 @@ def uses_autocast(dtype: torch.dtype, precision: str) -> bool:
 
 def trainer_scores(
     model: PeftModel, rows: Tensor, *, autocast: bool, stack: StackMode = "auto",
-    called: Callable[[], None] = lambda: None,
+    shown: Shown | None = None, called: Callable[[], None] = lambda: None,
 ) -> Trained:  # fmt: skip
     """Return the scores of `rows` (N, T) int64 on the trainer's path. The adapter's values stay as they are.
 
-    `called` runs with each micro-batch.
+    Each row begins with the question `shown`, if one is given. `called` runs with each micro-batch.
 
     Raises:
         InputRefused: as `KTrainer` does, T540 where `stack` is `on` and micro-batches cannot be stacked.
     """
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     with temporary_folder("consistency") as folder, _without_dropout(model):
-        arguments = TrainingArguments(
+        settings = TrainingArguments(
             output_dir=str(folder),
             per_device_train_batch_size=1,
             gradient_accumulation_steps=len(rows),
@@ -67,8 +68,9 @@ def trainer_scores(
             remove_unused_columns=False,
         )
         trainer = _Recording(
-            model=model, args=arguments, train_dataset=cast("Any", _Rows(rows)), stack_micro_batches=stack
-        )
+            model=model, args=settings, train_dataset=cast("Any", _Rows(rows)), stack_micro_batches=stack,
+            data_collator=cast("Any", _Collator(rows, shown)),
+        )  # fmt: skip
         trainer.called = called
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -78,8 +80,8 @@ def trainer_scores(
     return Trained(joined([trainer.scores[number] for number in range(len(rows))]), decision.on, how)
 
 
-class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """One sequence per sample, with its number."""
+class _Rows(torch.utils.data.Dataset[int]):
+    """The numbers of sequences."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -87,9 +89,19 @@ class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        ids = self._rows[number]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "number": torch.tensor(number)}
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+class _Collator:
+    """Micro-batches of one sequence, with its number. Pixels are as the processor makes them, as in `ktc train`."""
+
+    def __init__(self, rows: Tensor, shown: Shown | None) -> None:
+        self._rows, self._shown, self.with_images = rows, shown, shown is not None
+
+    def __call__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        (number,) = numbers
+        return {**arguments(self._rows[number][None], self._shown), "number": torch.tensor(number)}
 
 
 class _Recording(KTrainer):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.inference.generate.images import open_processor
 from ktc.model.hf.processor import with_tokenizer
 from ktc.model.hf.tokenizer import read_tokenizer
+from ktc.model.loading.images import open_processor
 
 if TYPE_CHECKING:
     import torch

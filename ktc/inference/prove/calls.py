@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ktc.diagnostics import InputRefused
 from ktc.model.compare.groups import not_by_layer
+from ktc.model.compare.shown import Shown, arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,20 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The first layer's input (1, T, H), the calls, and the length of the tuple that layers return (0: no tuple)."""
+    """The first layer's input (1, T, H), the calls, and the length of the tuple that layers return (0: no tuple).
+
+    `added` has by a layer's number what the model adds to its input between two layers, such as features of images.
+    """
 
     hidden: Tensor
     calls: tuple[LayerCall, ...]
     returned: int
+    added: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def before(self, layer: int, x: Tensor) -> Tensor:
+        """Return the input of a layer, for the hidden states `x` (1, T, H) after the one before."""
+        added = self.added.get(layer)
+        return x if added is None else x + added.to(x.device, x.dtype)
 
 
 def main_output(out: Any) -> Tensor:
@@ -95,41 +105,72 @@ class _Between(Exception):
     """The model computes something between its layers, or its layers return another structure."""
 
 
-def record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor) -> Recorded:
-    """Record the calls of all layers. Raises InputRefused (N602)."""
+def record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, shown: Shown | None = None) -> Recorded:
+    """Record the calls of all layers for `ids` (1, T) int64, which begin with the question `shown`, if there is one.
+
+    Raises InputRefused (N602).
+    """
     refused = "it computes something between its layers"
     for returned in range(_LONGEST + 1):  # older code indexes or unpacks the results of its layers
         try:
-            return _record(model, layers, ids, returned)
+            return _record(model, layers, _arguments(model, ids, shown), returned)
         except _Between:
-            continue
+            if shown is not None and (recorded := _with_added(model, layers, _arguments(model, ids, shown), returned)):
+                return recorded
         except (ValueError, IndexError, TypeError, AttributeError) as error:  # raised by the model on this structure
             refused = f"its layers return more than hidden states ({error})"
     raise InputRefused(not_by_layer(refused))
 
 
-def _record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, returned: int) -> Recorded:
+def _record(
+    model: PreTrainedModel, layers: Sequence[nn.Module], given: Mapping[str, Tensor], returned: int,
+    answer: Callable[[Tensor], Tensor] | None = None,
+) -> Recorded:  # fmt: skip
+    """Record the calls; each layer returns its input. With an `answer` it returns that, and a layer's input may differ.
+
+    Raises InputRefused (N602), and _Between.
+    """
     hidden: list[Tensor] = []
+    outputs: list[Tensor] = []
     calls: list[LayerCall] = []
 
     def forward(index: int, *args: Any, **kwargs: Any) -> Any:
         x, call = _taken(args, kwargs)
-        if index != len(calls) or (hidden and not _same(x, hidden[-1])):
+        if index != len(calls) or (outputs and answer is None and not _same(x, outputs[-1])):
             raise _Between
         hidden.append(x)
         calls.append(call)
         if len(calls) == len(layers):
             raise _LastLayer
-        return _returned(x, returned)
+        outputs.append(x if answer is None else answer(x))
+        return _returned(outputs[-1], returned)
 
     with _instead(layers, forward), suppress(_LastLayer):
-        _call(model, ids)
+        _call(model, given)
     if len(calls) < len(layers):
         raise InputRefused(not_by_layer(f"it called {len(calls)} of its {len(layers)} layers"))
-    return Recorded(hidden[0], tuple(calls), returned)
+    between = zip(hidden[1:], outputs, strict=True)
+    changed = {number: x for number, (x, output) in enumerate(between, 1) if not _same(x, output)}
+    return Recorded(hidden[0], tuple(calls), returned, changed)
 
 
-def logits(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, final: Tensor, returned: int) -> Tensor:
+def _with_added(
+    model: PreTrainedModel, layers: Sequence[nn.Module], given: Mapping[str, Tensor], returned: int
+) -> Recorded | None:
+    """Record a model that adds the same to any hidden states between its layers; None for another computation."""
+    from_zeros, from_ones = (
+        _record(model, layers, given, returned, made) for made in (torch.zeros_like, torch.ones_like)
+    )
+    same = from_zeros.added.keys() == from_ones.added.keys() and all(
+        torch.equal(1 + added, from_ones.added[layer]) for layer, added in from_zeros.added.items()
+    )
+    return from_zeros if same else None
+
+
+def logits(
+    model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, final: Tensor, returned: int,
+    shown: Shown | None = None,
+) -> Tensor:  # fmt: skip
     """Return the logits (T, V) fp32 of norm and head on `final` (1, T, H), the last layer's output."""
 
     def forward(_: int, *args: Any, **kwargs: Any) -> Any:
@@ -137,12 +178,19 @@ def logits(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, fin
         return _returned(final.to(x.device, x.dtype), returned)
 
     with _instead(layers, forward):
-        return cast("Tensor", _call(model, ids).logits)[0].float().cpu()
+        return cast("Tensor", _call(model, _arguments(model, ids, shown)).logits)[0].float().cpu()
 
 
-def _call(model: PreTrainedModel, ids: Tensor) -> Any:
+def _arguments(model: nn.Module, ids: Tensor, shown: Shown | None) -> Mapping[str, Tensor]:
+    if shown is None:
+        return {"input_ids": ids}
+    towers = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return arguments(ids, shown, towers)
+
+
+def _call(model: PreTrainedModel, given: Mapping[str, Tensor]) -> Any:
     with torch.no_grad():
-        return cast("Any", model)(input_ids=ids, use_cache=False)
+        return cast("Any", model)(**given, use_cache=False)
 
 
 def _returned(x: Tensor, length: int) -> Any:

@@ -21,7 +21,7 @@ from ktc.model.manifest.manifest import FILE as MANIFEST
 FILE: Final = "fidelity.json"
 SCHEMA: Final = 1
 
-Kind = Literal["layer", "block", "experts", "logits"]
+Kind = Literal["layer", "block", "experts", "logits", "input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,11 @@ class Worst:
 class Row:
     """One comparison. Errors are relative to the baseline; `None` is an error that is not a finite number.
 
-    `what` is a module's path within its layer, "" for the layer. `ktc` and `stock` are the errors of the compiled
-    model and of the stock model in its own dtype. `agreement` is the share of tokens for which the compiled model
-    chose the same experts as the baseline (for logits: ranks the same token first), `stock_agreement` that of stock;
-    `None` without a choice. `format_error` is what the weight format itself costs against unquantised weights.
+    `what` is a module's path within its layer, "" for the layer. An `input` is what a layer gets of embeddings and
+    towers. `ktc` and `stock` are the errors of the compiled model and of the stock model in its own dtype. `agreement`
+    is the share of tokens for which the compiled model chose the same experts as the baseline (for logits: ranks the
+    same token first), `stock_agreement` that of stock; `None` without a choice. `format_error` is what the weight
+    format itself costs against unquantised weights.
     `red` says why the row fails; "" for a row that passes.
     """
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.inference.generate.images import open_processor
 from ktc.inference.generate.language_model import LanguageModel, open_language_model, read_adapter_tokenizer
 from ktc.model.hf.processor import with_tokenizer
+from ktc.model.loading.images import open_processor
 
 PLAIN = "default"  # PEFT's name of the adapter that answers under the model's own name
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.text_files import read_text
+from ktc.model.compare.shown import Shown
 from ktc.model.hf.tokenizer import read_tokenizer
 
 _MOST_BYTES: Final = 64 << 20
@@ -25,15 +26,25 @@ _MOST_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One sequence (1, T) int64. `source` names its origin; `pieces` has the text of each token, or nothing."""
+    """One sequence (1, T) int64. `source` names its origin; `pieces` has the text of each token, or nothing.
+
+    It begins with the question `shown`, if there is one.
+    """
 
     ids: Tensor
     source: str
     pieces: tuple[str, ...]
+    shown: Shown | None = None
 
     def piece(self, position: int) -> str:
         """Return the text of a token, "" where it is unknown."""
         return self.pieces[position] if self.pieces else ""
+
+    def after(self, shown: Shown) -> Tokens:
+        """Return the tokens after a question that shows images."""
+        source = f"{self.source}, after {shown.length} that show {shown.words}"
+        pieces = (*[""] * shown.length, *self.pieces) if self.pieces else ()
+        return Tokens(shown.before(self.ids), source, pieces, shown)
 
 
 def choose_tokens(folder: Path, vocabulary: int, text: Path | None, count: int, seed: int) -> Tokens:

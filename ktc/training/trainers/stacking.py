@@ -268,6 +268,7 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
         "a step has one micro-batch": args.gradient_accumulation_steps == 1 and not _multiplied_on_a_gpu(model),
         "the router's auxiliary loss is on": getattr(trainer, "aux_loss_enabled", False)
         or getattr(config, "output_router_logits", False),
+        "rows have images": getattr(trainer.data_collator, "with_images", False),
         "the model finds the positions behind images itself": finds_positions(model),
         "the model is compiled by torch": bool(args.torch_compile),
         "the trainer makes its inputs itself": prepares_inputs_itself(trainer),

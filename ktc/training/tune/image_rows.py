@@ -106,6 +106,8 @@ def _made(processor: Any, images: RowImages) -> dict[str, Any]:
 class ImageCollator:
     """Micro-batches of texts and images: those of TRL's `collator`, with the tensors of the processor."""
 
+    with_images = True  # such micro-batches are not stacked
+
     def __init__(self, collator: Any, processor: Any) -> None:
         self._collator, self._processor = collator, processor
 

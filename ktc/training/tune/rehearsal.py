@@ -35,10 +35,10 @@ from ktc.training.tune.arguments import arguments
 from ktc.training.tune.lora import lora_config
 from ktc.training.tune.methods import stock_trainer
 from ktc.training.tune.settings import TrainSettings, types_of_settings
-from ktc.training.tune.tokenised import TokenisedData
 from ktc.training.tune.types import PreparedData, RunPaths
 
 log = logging.getLogger(__name__)
+_ROWS = 2
 _OF_A_LAYER = re.compile(r".*\.\d+\.")
 
 
@@ -111,8 +111,8 @@ def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: Prepare
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that PEFT reads; the user cannot change its code
         adapted = cast("PeftModel", get_peft_model(model, lora))
-    train = _first_rows(data.train)
-    held_out = None if data.held_out is None else _first_rows(data.held_out)
+    train = data.train.first_rows(_ROWS).dataset()
+    held_out = None if data.held_out is None else data.held_out.first_rows(_ROWS).dataset()
     trainer: Any = stock_trainer(settings.method)(
         model=adapted,
         args=arguments(folder, settings, has_held_out=held_out is not None, model=adapted),
@@ -121,11 +121,6 @@ def _build(folder: Path, paths: RunPaths, settings: TrainSettings, data: Prepare
         processing_class=read_tokenizer(paths.out, "T507"),
     )
     trainer.create_optimizer_and_scheduler(num_training_steps=settings.max_steps or 1)
-
-
-def _first_rows(data: TokenisedData) -> Any:
-    first: dict[str, Any] = {name: getattr(data, name)[:2] for name in ("input_ids", "labels", "rejected", "good")}
-    return replace(data, **first, stored=None).dataset()
 
 
 def _for_twin(config: LoraConfig, model: nn.Module) -> LoraConfig:

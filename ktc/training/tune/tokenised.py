@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
@@ -93,6 +93,13 @@ class TokenisedData:
     good: tuple[bool, ...] = ()
     stored: StoredRows | None = None
     images: tuple[RowImages, ...] = ()
+
+    def first_rows(self, count: int) -> TokenisedData:
+        """Return the first rows alone, in memory."""
+        return replace(
+            self, input_ids=self.input_ids[:count], labels=self.labels[:count], rejected=self.rejected[:count],
+            good=self.good[:count], images=self.images[:count], stored=None,
+        )  # fmt: skip
 
     def dataset(self) -> Dataset:
         """Return the rows as a dataset of TRL's tokenised form."""

@@ -127,7 +127,7 @@ class TrainingRun:
             args=args,
             train_dataset=rows,
             eval_dataset=None if held_out is None else held_out.dataset(),
-            stack_micro_batches="off" if self._has_images else self._settings.stack,
+            stack_micro_batches=self._settings.stack,
             processing_class=read_tokenizer(self._paths.out, "T507"),
         )
         if self._has_images:

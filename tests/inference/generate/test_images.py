@@ -15,8 +15,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import ktc
 from ktc.cli import app as cli
 from ktc.diagnostics import InputRefused
-from ktc.inference.generate.images import open_processor, read_images, render_with_images
+from ktc.inference.generate.images import render_with_images
 from ktc.model.hf.processor import read_processor
+from ktc.model.loading.images import open_processor, read_images
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

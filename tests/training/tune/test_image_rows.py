@@ -95,6 +95,12 @@ def test_answers_are_learned_and_nothing_of_images(processor: Any, config: Any, 
     assert config.image_token_id not in everything.labels[0]
 
 
+def test_the_first_rows_have_the_images_of_those_rows(processor: Any, tmp_path: Path) -> None:
+    """Settings are tried on them before the model is loaded."""
+    first = tokens(written(tmp_path, *ROWS), processor).first_rows(2)
+    assert [len(row["image_files"]) for row in first.dataset()] == [2, 0]
+
+
 class WithoutKinds:
     """A processor of a family that does not say which tokens are images'."""
 
@@ -185,7 +191,7 @@ def test_losses_are_those_of_stock_peft_and_trl(tmp_path: Path) -> None:
 
     folder = image_checkpoint("qwen3_vl_moe", tmp_path / "m")
     out = ktc.compile(folder, "moe-lora", tmp_path / "out", settings={"device": "cpu"})
-    rows = [[asked(part, WORDS), said(answer)] for part, answer in ((FIRST, "A cat."), (SECOND, "Two dogs."))]
+    rows = [[asked(part, WORDS), said(answer)] for part, answer in ((FIRST, "A cat."), (SECOND, "Two dogs."))] * 2
     options: dict[str, Any] = {"max_steps": 4, "batch": 2, "accumulation": 1, "logging_steps": 1}
     result = ktc.train(
         out, written(tmp_path / "data", *rows), output=tmp_path / "run", precision="fp32", learning_rate=1e-2,
