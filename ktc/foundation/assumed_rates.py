@@ -119,7 +119,7 @@ def assumed_gpu(name: str, cpu_bandwidth: float) -> GpuRates:
         bus=Figure(card.bus),
         bus_beside_cpu=Figure(0.9 * card.bus),
         cpu_beside_bus=Figure(0.9 * cpu_bandwidth),
-        operator=Figure(12e-6),
+        operator=Figure(13e-6),
         launch=Figure(8e-6),
         graph_node=Figure(1.2e-6),
         host_node=Figure(50e-6),

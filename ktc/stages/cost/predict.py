@@ -24,11 +24,11 @@ _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel update
 
 # Fitted to runs on H100 and H200, of three models and 8 to 48 layers (docs/benchmarks.md, "Plans"), in operators of a
 # small module.
-_ISSUED: Final = 3.3  # an operator of a model, with wrappers, hooks and views that are not counted
+_ISSUED: Final = 3.2  # an operator of a model, with wrappers, hooks and views that are not counted
 _CALL: Final = 50 * _ISSUED  # outside the layers: embedding, positions, mask, the preparation of `generate`
-_STEP: Final = 145  # Python between two steps of a CUDA graph, and the copies around one
+_STEP: Final = 130  # Python between two steps of a CUDA graph, and the copies around one
 _NODES: Final = 2.3  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
-_MICRO_BATCH: Final = 440  # a trainer's own work on a sequence, its head and its loss
+_MICRO_BATCH: Final = 420  # a trainer's own work on a sequence, its head and its loss
 # What of the others' time remains, where a GPU, buses and Python work side by side: one thread issues both kernels and
 # copies, and the ring of sent weights holds about a layer.
 _BESIDE: Final = 0.2

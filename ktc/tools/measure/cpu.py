@@ -30,10 +30,10 @@ from ktc.tools.measure.limits import Limits
 _FORMATS: Final[tuple[WeightFormat, ...]] = (
     "bf16", "int8", "int4", "fp8", "mxfp4", "q8_0", "q4_0", "q4_k", "q6_k", "uint4_g128",
 )  # fmt: skip
-_SIZES: Final = ExpertsSizes(num_experts=16, hidden=2048, intermediate=768, top_k=2)  # experts of Qwen3-30B
+_SIZES: Final = ExpertsSizes(num_experts=8, hidden=2048, intermediate=1536, top_k=2)  # about those of V2-Lite
 SMALL: Final = ExpertsSizes(num_experts=2, hidden=64, intermediate=64, top_k=1)  # a call is nearly all of its time
-_ROWS: Final = (128, 256, 512)  # of an expert: as in a prompt or a training step, more on a faster machine
-_LONG: Final = 8e-3  # seconds of a call beside which the start and the end of its threads' work count little
+_ROWS: Final = (128, 512)  # of an expert: as in a prompt or a training step, more on a faster machine
+_LONG: Final = 12e-3  # seconds of a call beside which the start and the end of its threads' work count little
 _SLOW_ROWS: Final = 2  # for an instruction set that would take seconds
 _BUDGET: Final = 0.25  # seconds of one figure
 _CALLS: Final = 500

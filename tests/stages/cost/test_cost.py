@@ -125,7 +125,7 @@ def test_sinks_keep_all_scores_in_memory_and_windows_are_those_of_the_layers() -
     config = model.model.config
     cores = [work.core for work in work_of(model, planned(model)) if work.kind == "attention"]
     assert {core.window for core in cores} == {config.sliding_window, 0}
-    assert all(core.pair == 15 * config.num_attention_heads * 2 for core in cores)
+    assert all(core.pair == 39 * config.num_attention_heads * 2 for core in cores)
     assert all(work.core.pair == 0 for work in work_of(other, planned(other)))
 
 
