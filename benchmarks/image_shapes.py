@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -155,21 +157,31 @@ def answer_of(model: Any, given: Mapping[str, Tensor]) -> list[int]:
 
 def compared(family: str, folder: Path) -> dict[str, Any]:
     """Return the differences of a family."""
+    began = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"{family}: {what} after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+
     torch.manual_seed(7)
     model: Any = build(config_of(family), torch.bfloat16)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model.save_pretrained(folder / "m")
+    tell("written")
     given = batch_of(model)
     in_bf16 = logits_of(model, given)
+    tell("stock in bf16")
     del model
     gc.collect()
     stock: Any = AutoModelForImageTextToText.from_pretrained(folder / "m", dtype=torch.float32).eval()
     wanted, answer = logits_of(stock, given), answer_of(stock, given)
+    tell("stock in fp32")
     del stock
     gc.collect()
     out = ktc.compile(folder / "m", "moe-lora", folder / "out", settings={"device": "cpu"})
+    tell("compiled")
     reference: Any = ktc.load(out, reference=True).float().eval()
     exact, same = logits_of(reference, given), answer_of(reference, given) == answer
+    tell("compiled in fp32")
     del reference
     gc.collect()
     by_kernels = logits_of(ktc.load(out).eval(), given)
