@@ -15,7 +15,7 @@ def write(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, text: str, pause: flo
     """Answer every request with `text`, then an end; each token takes `pause` seconds."""
     tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
-    def choose(generations: Sequence[Any], _: Any) -> list[int]:
+    def choose(generations: Sequence[Any], *_: Any) -> list[int]:
         time.sleep(pause)
         return [tokens[len(one.tokens) - len(one.request.tokens)] for one in generations]
 

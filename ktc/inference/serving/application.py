@@ -70,6 +70,7 @@ def make_application(
     answers.engine = engine
     metrics.watch(engine)
     engine.start()
+    engine.capture(models.default.adapter)
     app = _application(models, answers, metrics, gate, requests)
     if access is not None:
         update_routes.add_routes(app, access, Updates(access.root, models, adapters, engine, metrics))

@@ -1,11 +1,13 @@
 """The running batch of one adapter: sequences that take one step of decoding together.
 
-In: generations whose prompts are prefilled. Out: the logits of every sequence's next token, (rows, V) in fp32.
+In: generations whose prompts are prefilled. Out: the logits of every sequence's next token, (rows, V) in fp32. Where
+steps are CUDA graphs, they are there when `finish` returns; meanwhile the caller may enqueue what reads them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,7 @@ from ktc.inference.serving.generation import Generation
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import PagePool
 from ktc.inference.serving.row_cache import CachedRow, RowCache
+from ktc.inference.serving.row_memory import RowMemory, unfit_row
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +26,13 @@ log = logging.getLogger(__name__)
 class RowBatch:
     """Sequences in one cache, aligned at their last token. An empty one can be used again."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, most: int = 1) -> None:
+        """Make an empty one; at most this many sequences will run at once."""
         self.running: list[Generation] = []
-        self._runner, self._native = runner, runner.native_rows()
-        self._rows = RowCache(runner.paged)
+        self._runner, self._native, self._graphs = runner, runner.native_rows(), runner.graph_rows()
+        self._rows = RowCache(runner.paged) if self._graphs is None else RowMemory(most)
+        self._is_kept = self._graphs is not None
+        self._wait: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -38,10 +44,24 @@ class RowBatch:
         """The pages of running sequences and of the prefix cache, which make an empty batch worth keeping."""
         return self._rows.pool
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether an empty one is worth keeping without pages: it has graphs, or knows that it can have none."""
+        return self._is_kept
+
+    @property
+    def may_step_within_a_prompt(self) -> bool:
+        """Whether the next step is a replay, which runs no code of the model."""
+        rows = self._rows
+        return bool(self.running) and isinstance(rows, RowMemory) and self._graphs is not None and (
+            self._graphs.is_ready(rows)
+        )  # fmt: skip
+
     def compact(self) -> None:
         """Release memory that no page needs. Where memory is missing for that, the rows stay as they are."""
-        if self._native is not None:
-            self._native.forget()
+        for recorded in (self._native, self._graphs):
+            if recorded is not None:
+                recorded.forget()
         try:
             self._rows.compact()
         except (MemoryError, RuntimeError) as error:
@@ -55,6 +75,9 @@ class RowBatch:
 
     def join(self, generation: Generation, row: CachedRow) -> None:
         """Add a sequence, whose cache lacks its last token."""
+        if self._graphs is not None and (reason := unfit_row(row)):
+            self._graphs.refuse(reason)
+            self._leave_memory()
         self._rows.join(row)
         self.running.append(generation)
 
@@ -65,6 +88,7 @@ class RowBatch:
 
     def clear(self) -> list[Generation]:
         """Remove all sequences, as after a failed step, and return them."""
+        self._wait = None
         self._rows.clear()
         running, self.running = self.running, []
         return running
@@ -74,22 +98,62 @@ class RowBatch:
         return self._rows.row(at)
 
     def step(self) -> Tensor:
-        """Read the last token of every sequence; return the logits of the next."""
-        ids = torch.tensor([[generation.tokens[-1]] for generation in self.running], device=self._runner.device)
-        self._rows.begin_step()
-        native = None if self._native is None else self._native.logits(self._rows, ids)
-        logits = self._eager(ids) if native is None else native
+        """Read the last token of every sequence; return the logits of the next, which are there after `finish`."""
+        last = [generation.tokens[-1] for generation in self.running]
+        logits = self._replayed(last)
+        if logits is None:
+            assert isinstance(self._rows, RowCache)
+            ids = torch.tensor(last, device=self._runner.device)[:, None]
+            self._rows.begin_step()
+            native = None if self._native is None else self._native.logits(self._rows, ids)
+            logits = self._eager(self._rows, ids) if native is None else native
         self._rows.appended()
         return logits
 
-    def _eager(self, ids: Tensor) -> Tensor:
+    def finish(self) -> None:
+        """Wait for the step, asleep. Raises what its kernels have raised on the CPU or on a GPU."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+    def capture(self, row: CachedRow) -> None:
+        """Capture the steps of all numbers of slots for rows such as this one, before any request."""
+        if self._graphs is None or self.running or unfit_row(row):
+            return
+        assert isinstance(self._rows, RowMemory)
+        self._rows.join(row)
+        slots = 1
+        while slots <= self._rows.slots and (begun := self._graphs.begin(self._rows, [0], slots)) is not None:
+            begun[1]()
+            slots *= 2
+        self._rows.clear()
+
+    def _replayed(self, last: list[int]) -> Tensor | None:
+        """Begin a captured step; without graphs return None."""
+        if not isinstance(self._rows, RowMemory) or self._graphs is None:
+            return None
+        begun = self._graphs.begin(self._rows, last)
+        if begun is None:
+            self._leave_memory()
+            return None
+        logits, self._wait = begun
+        return logits
+
+    def _leave_memory(self) -> None:
+        """Move the rows to a cache for eager steps, which this batch takes from now on."""
+        rows = RowCache(self._runner.paged)
+        for at in range(len(self._rows.lengths)):
+            rows.join(self._rows.row(at))
+        self._rows, self._graphs = rows, None
+
+    def _eager(self, rows: RowCache, ids: Tensor) -> Tensor:
         device = self._runner.device
-        lengths = torch.tensor(self._rows.lengths, device=device)[:, None]
-        columns = self._rows.columns
+        lengths = torch.tensor(rows.lengths, device=device)[:, None]
+        columns = rows.columns
         mask: Tensor | None = None
-        if min(self._rows.lengths) < columns:
+        if min(rows.lengths) < columns:
             mask = (torch.arange(columns + 1, device=device) >= columns - lengths).long()
-        return self._runner.logits(ids, self._rows.cache, mask, lengths)
+        return self._runner.logits(ids, rows.cache, mask, lengths)
 
 
 class UnbatchedSequences:
@@ -97,6 +161,8 @@ class UnbatchedSequences:
 
     nbytes: Final = 0
     pool: Final = None
+    is_kept: Final = False
+    may_step_within_a_prompt: Final = False
 
     def __init__(self, runner: ModelRunner) -> None:
         self.running: list[Generation] = []
@@ -124,6 +190,9 @@ class UnbatchedSequences:
     def step(self) -> Tensor:
         """Read the last token of every sequence; return the logits of the next."""
         return torch.cat([self._logits(*both) for both in zip(self.running, self._caches, strict=True)])
+
+    def finish(self) -> None:
+        """Do nothing: a step is done when it returns."""
 
     def _logits(self, generation: Generation, cache: Any) -> Tensor:
         if generation.passes is not None:

@@ -113,6 +113,10 @@ class Engine:
         """Drop keys and values of earlier prompts, and native steps: for a change of weights, on this thread."""
         self._worker.forget()
 
+    def capture(self, adapter: str) -> None:
+        """Capture the steps of an adapter's batch, where they are CUDA graphs. The engine must have started."""
+        self.change(lambda: self._worker.capture(adapter))
+
     def refuse(self) -> None:
         """Refuse new requests from now on."""
         with self._changed:
@@ -195,6 +199,8 @@ class Engine:
         for decision in self._scheduler.schedule():
             self._worker.execute(decision)
             self._take_news()
+        if not self._scheduler.num_running:
+            self._worker.flush()
 
     @property
     def _has_news(self) -> bool:
@@ -227,6 +233,7 @@ class Engine:
             if not change.result.set_running_or_notify_cancel():
                 continue
             self._applying = change.idle
+            self._worker.flush()
             try:
                 change.result.set_result(change.call())
             except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ktc.inference.serving.request import End, Request
+from ktc.inference.serving.sampling import NOT_DRAWN, Settings, draw, shared_settings
 from ktc.inference.serving.stock_passes import StockPasses
 from ktc.model.hf.processor import on_device
 from ktc.model.hf.stock_model import finds_positions
@@ -39,7 +40,8 @@ class Generation:
         self.cache, self.passes = prepared.cache, prepared.passes(request, reads_pixels)
         self._processors, self._drawn = prepared.processors, bool(prepared.config.do_sample)
         self._ends = _ids(prepared.config)
-        self._seen = prompt if self._processors else None
+        self._settings = shared_settings(self._processors) if self._drawn and request.grammar is None else None
+        self._seen = prompt if self._processors and self._settings is None else None
         self._generator = torch.Generator(prompt.device)
         self._generator.manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         self._stop = _StopTexts(request.stop, request.tokenizer) if request.stop else None
@@ -56,15 +58,27 @@ class Generation:
         """Whether the next token is the most probable one, and nothing changes the logits."""
         return not self._drawn and not self._processors and self._json is None
 
-    def choose(self, logits: Tensor) -> int:
-        """Return the next token from logits (1, V), fp32, as `generate` does."""
+    @property
+    def settings(self) -> Settings | None:
+        """The processors of a drawn token as values; None where they read more than the logits of this step."""
+        return self._settings
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The random numbers of the request."""
+        return self._generator
+
+    def processed(self, logits: Tensor) -> Tensor:
+        """Return logits (rows, V) of sequences with the same `settings`, after their processors."""
+        return self._processors(None, logits) if self._processors else logits
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Return the next token (1,) from logits (1, V), fp32, as `generate` does; see `draw` for one that is none."""
         if self._json is not None:
             logits = self._json.masked(logits)  # before `top_p`, which would keep forbidden tokens alone
-        if self._seen is not None:
+        if self._processors:
             logits = self._processors(self._seen, logits)
-        if not self._drawn:
-            return int(logits.argmax(-1))
-        return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator))
+        return draw(logits, [self._generator]) if self._drawn else logits.argmax(-1)
 
     def add(self, token: int) -> End | None:
         """Append the next token; return the end if it ends the answer."""
@@ -80,20 +94,31 @@ class Generation:
         return End("length") if len(self.tokens) - len(self.request.tokens) >= self.request.max_new_tokens else None
 
 
-def choose_tokens(generations: Sequence[Generation], logits: Tensor) -> list[int | Exception]:
-    """Return the next token of every sequence from logits (rows, V), or the exception of its own processors."""
-    greedy = cast("list[int]", logits.argmax(-1).tolist())
-    return [
-        token if generation.is_greedy else _chosen(generation, logits[at : at + 1])
-        for at, (generation, token) in enumerate(zip(generations, greedy, strict=True))
-    ]
+def choose_tokens(
+    generations: Sequence[Generation], logits: Tensor, ready: Callable[[], None] | None = None
+) -> list[int | Exception]:
+    """Return the next token of every sequence from logits (rows, V), or the exception of its own processors.
 
-
-def _chosen(generation: Generation, logits: Tensor) -> int | Exception:
-    try:
-        return generation.choose(logits)
-    except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
-        return error
+    The choices are enqueued behind what computes the logits; `ready` waits for it. Sequences that draw with the same
+    processors share their passes. Each has random numbers of its own.
+    """
+    chosen, faults, alike = logits.argmax(-1), dict[int, Exception](), dict[Settings, list[int]]()
+    for at, generation in enumerate(generations):
+        if generation.settings is not None:
+            alike.setdefault(generation.settings, []).append(at)
+        elif not generation.is_greedy:
+            try:
+                chosen[at] = generation.choose(logits[at : at + 1])[0]
+            except Exception as error:  # noqa: BLE001  # the other sequences of the batch continue
+                faults[at] = error
+    for rows in alike.values():
+        first, together = generations[rows[0]], torch.tensor(rows).to(logits.device)
+        scores = first.processed(logits.index_select(0, together))
+        chosen[together] = draw(scores, [generations[at].generator for at in rows])
+    if ready is not None:
+        ready()
+    tokens = cast("list[int]", chosen.tolist())
+    return [faults.get(at) or (RuntimeError(NOT_DRAWN) if token < 0 else token) for at, token in enumerate(tokens)]
 
 
 class _Prepared:

@@ -7,19 +7,22 @@ every layer of the cache has keys and values by position; others run each with a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ktc.inference.serving.cache_size import CacheSize, LayerSize
 from ktc.inference.serving.generation import Generation
+from ktc.inference.serving.graph_rows import GraphRows
 from ktc.inference.serving.native_rows import NativeRows
 from ktc.inference.serving.request import Request
 from ktc.inference.serving.row_cache import CachedRow, RowCache, cached_row
+from ktc.inference.serving.row_memory import memory_shape, unfit_row
 from ktc.model.attention.decode import DecodeAttention, paged_layers
 from ktc.model.attention.paged_tensor import copies
 from ktc.model.decode_steps.growing_cache import GrowingLayer
@@ -46,12 +49,17 @@ class ModelRunner:
         cache = Generation(asked, model).cache
         self.unbatched_reason = self._reason(cache)
         self.size = CacheSize()
+        self.example: CachedRow | None = None
+        """A row of the kind that prompts become; None where sequences share no cache."""
         if cache is not None and not self.unbatched_reason:
             self.logits(torch.tensor([asked.tokens], device=self.device), cache, None, None)
             row = cached_row(cache, 0, None, len(asked.tokens))
             self.paged = self._without_copies(row)
             others = set(range(len(row.layers))) - self.paged.keys()
-            self.size = CacheSize(_layer_sizes(row, self.paged), _layer_sizes(row, others))
+            is_fixed = self.graph_rows() is not None and not unfit_row(row)
+            shape = memory_shape if is_fixed else None
+            self.size = CacheSize(_layer_sizes(row, self.paged), _layer_sizes(row, others), shape)
+            self.example = row.clone()
 
     def _without_copies(self, row: CachedRow) -> dict[int, DecodeAttention]:
         """Take a step in pages, and return the layers that read them where they are.
@@ -88,6 +96,26 @@ class ModelRunner:
     def native_rows(self) -> NativeRows | None:
         """Return what computes steps of a few rows natively, None for a model without native steps."""
         return NativeRows.of(self._base)
+
+    def graph_rows(self) -> GraphRows | None:
+        """Return what captures steps of a running batch, None for a model without CUDA graphs."""
+        return GraphRows.of(self._base)
+
+    @contextmanager
+    def calling_between_layers(self, call: Callable[[], None]) -> Generator[None]:
+        """Call a function before each layer of the decoder that passes inside the block compute."""
+
+        def before(*_: Any) -> None:
+            call()
+
+        decoder = self._base.get_decoder() if hasattr(self._base, "get_decoder") else self._base
+        stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+        handles = [layer.register_forward_pre_hook(before) for layer in max(stacks, key=len, default=())]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _reason(self, cache: DynamicCache | None) -> str:
         if finds_positions(self._base):

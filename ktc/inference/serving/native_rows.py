@@ -70,7 +70,7 @@ class NativeRows:
     def of(cls, model: Any) -> NativeRows | None:
         """Return those of a model that takes native steps on the CPU, None for others."""
         graphs = getattr(model, "decode_graphs", None)
-        return cls(model, graphs) if graphs is not None and graphs.recorder.device == "cpu" else None
+        return cls(model, graphs) if graphs is not None and not graphs.recorder.rounded else None
 
     def logits(self, rows: RowCache, ids: Tensor) -> Tensor | None:
         """Read ids (rows, 1) in a step that `rows` has begun; return the next logits (rows, V) in fp32."""

@@ -68,6 +68,11 @@ class Scheduler:
         return sum(map(len, list(self.running.values())))
 
     @property
+    def most_running(self) -> int:
+        """The most sequences that may decode at once."""
+        return self._limits.batch
+
+    @property
     def has_work(self) -> bool:
         """Whether a prefill has begun, or a sequence runs."""
         return self._prefill is not None or bool(self.running)

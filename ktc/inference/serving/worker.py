@@ -2,12 +2,17 @@
 
 In: decisions. Out: `Event`s with tokens and ends, and reports to the scheduler. A fault in a pass ends its requests.
 A fault in the choice of a token ends its request alone. Missing memory preempts the requests of the pass.
+Where steps are CUDA graphs, the pass of a prompt gives way between two layers: a batch whose last step is old takes one
+there, so no answer waits for the whole pass. Events of such steps are emitted when the next step has begun, so that
+their receivers work while the GPU does.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 from ktc.foundation.memory_faults import memory_fault
@@ -23,7 +28,8 @@ from ktc.inference.serving.row_cache import CachedRow
 from ktc.inference.serving.scheduler import DecodeStep, PrefillChunk, Scheduler, SchedulerOutput
 
 log = logging.getLogger(__name__)
-_MAX_IDLE_BYTES: Final = 1 << 30  # pages of empty batches that no sequence uses
+_MAX_IDLE_BYTES: Final = 1 << 30  # pages and memory of empty batches that no sequence uses
+_OLD_STEP: Final = 0.1  # seconds after which a prompt gives way to running sequences
 
 Emit = Callable[[Sequence[Event]], None]
 
@@ -41,6 +47,9 @@ class Worker:
         self._prefills: dict[str, PrefillBatch] = {}  # begun ones, by the names of their first requests
         self.batches: dict[str, RowBatch | UnbatchedSequences] = {}  # by adapter; empty ones have pages
         self.num_cached_tokens = 0  # of prompts, which were not computed again
+        self._unsent = list[Event]()
+        self._stepped = dict[str, float]()  # when the last step of each adapter ended
+        self._gives_way = False  # within such a step
 
     def _num_cached(self, request: Request, tokens: Sequence[int]) -> int:
         """Return how many first tokens of a request are in the prefix cache, of all of its tokens so far."""
@@ -55,6 +64,28 @@ class Worker:
                 self._prefill(decision)
             case DecodeStep():
                 self._decode(decision.adapter)
+
+    def flush(self) -> None:
+        """Emit the events that wait for the next step to begin."""
+        events, self._unsent = self._unsent, []
+        if events:
+            self._emit(events)
+
+    def capture(self, adapter: str) -> None:
+        """Capture the steps of a batch before its first request, where steps are CUDA graphs."""
+        example = self._runner.example
+        if example is None or self._runner.graph_rows() is None:
+            return
+        batch = RowBatch(self._runner, self.scheduler.most_running)
+        try:
+            self._adapters.use(adapter)
+            batch.capture(example)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("memory was missing to capture steps of many sequences: %s", _words(error))
+            batch.compact()
+        self.batches[adapter] = batch
 
     def end(self, ends: Mapping[str, End]) -> None:
         """End requests without a token, wherever they are. Those that have ended before are ignored."""
@@ -94,6 +125,7 @@ class Worker:
     # Prompts -----------------------------------------------------------------------------------------------------
     def _prefill(self, chunk: PrefillChunk) -> None:
         """Compute a chunk of prompts. When all is computed, the sequences join their batch."""
+        self.flush()
         name = chunk.requests[0].name
         batch = self._prefills.pop(name, None)
         generations = self._prepared(chunk.requests) if batch is None else batch.generations
@@ -102,7 +134,11 @@ class Worker:
         try:
             batch = batch or self._begin(generations)
             self._adapters.use(batch.adapter)
-            if (logits := batch.advance(None if chunk.is_last else chunk.stop)) is None:
+            running = self.batches.get(batch.adapter)
+            gives_way = running is not None and running.is_kept and bool(running.running)
+            with self._runner.calling_between_layers(self._give_way) if gives_way else nullcontext():
+                logits = batch.advance(None if chunk.is_last else chunk.stop)
+            if logits is None:
                 self._prefills[name] = batch
                 return
             self._join(batch, choose_tokens(generations, logits))
@@ -142,8 +178,11 @@ class Worker:
         adapter, prompts = prefill.adapter, [tuple(generation.tokens) for generation in prefill.generations]
         self._add_tokens(prefill.generations, tokens)
         if adapter not in self.batches:
-            make = UnbatchedSequences if self._runner.unbatched_reason else RowBatch
-            self.batches[adapter] = make(self._runner)
+            self.batches[adapter] = (
+                UnbatchedSequences(self._runner)
+                if self._runner.unbatched_reason
+                else RowBatch(self._runner, self.scheduler.most_running)
+            )
         batch = self.batches[adapter]
         try:
             for at, (generation, prompt) in enumerate(zip(prefill.generations, prompts, strict=True)):
@@ -155,7 +194,25 @@ class Worker:
                     batch.join(generation, row)
                     self.scheduler.start(generation.request.name)
         finally:
+            self._stepped.setdefault(adapter, time.monotonic())
             self._settle(adapter)
+
+    def _give_way(self) -> None:
+        """Take a step of the running sequences between two layers of a prompt, where their last one is old.
+
+        A replay runs no code of the model, which is in the middle of a pass.
+        """
+        if self._gives_way:
+            return
+        self._gives_way = True
+        try:
+            for adapter, batch in tuple(self.batches.items()):
+                is_old = time.monotonic() - self._stepped.get(adapter, 0.0) >= _OLD_STEP
+                if is_old and batch.may_step_within_a_prompt:
+                    self._step(adapter)
+                    self.flush()
+        finally:
+            self._gives_way = False
 
     def _fail_prefill(self, generations: Sequence[Generation], error: Exception) -> None:
         """End the requests of a failed prefill; those that lacked memory wait again, each to be prefilled alone."""
@@ -173,22 +230,32 @@ class Worker:
     # Steps -------------------------------------------------------------------------------------------------------
     def _decode(self, adapter: str) -> None:
         """Take one step with a batch. A fault ends its requests; with too little memory, fewer continue."""
-        batch = self.batches[adapter]
         try:
             self._adapters.use(adapter)
-            logits = batch.step()
         except Exception as error:  # noqa: BLE001  # its requests end
             self._fail_step(adapter, error, is_out_of_memory(error))
             return
+        self._step(adapter)
+
+    def _step(self, adapter: str) -> None:
+        batch = self.batches[adapter]
         try:
+            logits = batch.step()
+            self.flush()  # the events of the step before
             generations = tuple(batch.running)
-            ends = self._add_tokens(generations, choose_tokens(generations, logits))
+            tokens = choose_tokens(generations, logits, batch.finish)
+        except Exception as error:  # noqa: BLE001  # its requests end
+            self._fail_step(adapter, error, is_out_of_memory(error))
+            return
+        self._stepped[adapter] = time.monotonic()
+        try:
+            ends = self._add_tokens(generations, tokens, later=batch.is_kept)
             for at in reversed(range(len(ends))):
                 if (end := ends[at]) is not None:
-                    request, tokens = generations[at].request, generations[at].tokens[:-1]
+                    request, sequence = generations[at].request, generations[at].tokens[:-1]
                     is_kept = self._caches_prefixes and request.may_be_cached and not end.error
                     if is_kept and isinstance(batch, RowBatch):
-                        self.prefixes.add(adapter, request.key(tokens), batch.row(at))
+                        self.prefixes.add(adapter, request.key(sequence), batch.row(at))
                     batch.leave(at)
             self._settle(adapter)
         except Exception as error:  # noqa: BLE001  # its requests end
@@ -221,13 +288,18 @@ class Worker:
         self._preempted.update(live)
         return {name: generation.tokens for name, generation in live.items()}
 
-    def _add_tokens(self, generations: Sequence[Generation], tokens: Sequence[int | Exception]) -> list[End | None]:
-        """Add one token to each sequence, and emit them. A fault in the choice of a token ends its sequence alone."""
+    def _add_tokens(
+        self, generations: Sequence[Generation], tokens: Sequence[int | Exception], *, later: bool = False
+    ) -> list[End | None]:
+        """Add one token to each sequence, and emit them, or at the next `flush` those that are for `later`.
+
+        A fault in the choice of a token ends its sequence alone.
+        """
         events = [_next_event(generation, token) for generation, token in zip(generations, tokens, strict=True)]
-        self._finish([event for event in events if self.scheduler.is_live(event.name)])
+        self._finish([event for event in events if self.scheduler.is_live(event.name)], later=later)
         return [event.end for event in events]
 
-    def _finish(self, events: Sequence[Event]) -> None:
+    def _finish(self, events: Sequence[Event], *, later: bool = False) -> None:
         """Forget the requests that end with these events, and emit them."""
         ended = [event.name for event in events if event.end is not None]
         self.scheduler.finish(ended)
@@ -238,19 +310,21 @@ class Worker:
             for name, batch in self._prefills.items()
             if any(self.scheduler.is_live(generation.request.name) for generation in batch.generations)
         }
-        if events:
-            self._emit(events)
+        self._unsent += events
+        if not later:
+            self.flush()
 
     def _settle(self, adapter: str) -> None:
-        """Keep a batch that has become empty, if it has pages: cached prompts may be in them.
+        """Keep a batch that has become empty, if it has pages or graphs: cached prompts may be in its pages.
 
-        Unused pages of empty batches are bounded. The batch that has been empty for longest releases its own first.
+        Unused memory of empty batches is bounded. The batch that has been empty for longest releases its own first, and
+        one with graphs that has become empty now keeps them.
         """
         if self.batches[adapter].running:
             return
         self.batches[adapter] = self.batches.pop(adapter)
         for name, batch in tuple(self.batches.items()):
-            if batch.running:
+            if batch.running or (batch.is_kept and (name == adapter or self._num_idle_bytes <= _MAX_IDLE_BYTES)):
                 continue
             if batch.pool is None or (self._num_idle_bytes > _MAX_IDLE_BYTES and not batch.pool.used):
                 del self.batches[name]
@@ -259,8 +333,8 @@ class Worker:
 
     @property
     def _num_idle_bytes(self) -> int:
-        pools = [batch.pool for batch in self.batches.values() if not batch.running]
-        return sum(pool.unused_bytes for pool in pools if pool is not None)
+        empty = [batch for batch in self.batches.values() if not batch.running]
+        return sum(batch.nbytes if batch.pool is None else batch.pool.unused_bytes for batch in empty)
 
 
 def _next_event(generation: Generation, token: int | Exception) -> Event:

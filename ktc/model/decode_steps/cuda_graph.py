@@ -334,7 +334,7 @@ class CapturedStep:
                     wait()
                 finally:  # an error of the GPU may be a consequence of theirs
                     if self.nodes is not None:
-                        self.nodes.check(lambda packed: _name_of(model, packed))
+                        self.nodes.check(lambda packed: layer_name(model, packed))
             except BaseException:
                 self.memory.show(cache, length)
                 raise
@@ -426,6 +426,7 @@ def _rows(value: Tensor, batch: int, rows: int) -> Tensor:
     return torch.cat((value, value[:1].expand(rows - batch, *value.shape[1:])))
 
 
-def _name_of(model: nn.Module, packed: PackedExperts) -> str:
+def layer_name(model: nn.Module, packed: PackedExperts) -> str:
+    """Return the name of the module whose experts these are."""
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     return next(name for name, module in modules if isinstance(module, FusedMoe) and module.weights.packed is packed)

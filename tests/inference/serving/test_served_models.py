@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_answers import Answers
 from peft import LoraConfig
+from recorded_steps import eager_graphs
 from strong_adapters import save_strong_adapter
 
 from ktc.diagnostics import InputRefused
@@ -18,6 +19,7 @@ from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.models import LoadedAdapters, ServedModels, named_adapters, open_served_models
 from ktc.inference.serving.request import Limits, Request
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ("Hello", "Rain falls on the hills", "def add(a, b):")
@@ -41,9 +43,12 @@ def answered(opened: LanguageModel, tokens: list[int]) -> str:
     return opened.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("graphs", [None, eager_graphs()], ids=["eager", "graphs"])
 def test_each_name_answers_as_its_adapter_alone(
-    models: ServedModels, compiled: Path, adapter: Path, on_experts: Path
-) -> None:
+    models: ServedModels, compiled: Path, adapter: Path, on_experts: Path, graphs: DecodeGraphs | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(models.default.opened.model.get_base_model(), "decode_graphs", graphs)
     folders = dict(zip(models.names, (None, adapter, on_experts), strict=True))
     answers = Answers()
     model = models.default.opened.model
@@ -59,6 +64,8 @@ def test_each_name_answers_as_its_adapter_alone(
         for name, served in models.names.items()
         for text in TEXTS
     }
+    kept = [batch for batch in engine._worker.batches.values() if batch.is_kept]
+    assert len(kept) == (3 if graphs is not None else 0)
     engine.stop()
     for name, folder in folders.items():
         opened = open_language_model(compiled, adapter=folder, reference=True)

@@ -1,0 +1,163 @@
+"""`GraphRows`: steps of a running batch on a GPU as CUDA graphs, on the batch's `RowMemory`.
+
+In: the rows of a batch, and their last tokens. Out: the logits of every row's next token, which are there when `wait`
+returns. A graph belongs to a number of slots, a power of two, and to the addresses of the memory
+(`ktc.model.decode_steps.cuda_graph`). Rows that join and leave change its inputs alone: ids, positions, the column of
+the new tokens, and which columns a row has. Model states are not compared: updates are the engine's own, and drop all
+graphs. Refused with a warning (L451): a model that cannot be captured. Where a graph of fewer slots was captured, and
+one of more is not, the same step is computed without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktc.foundation.memory_faults import memory_fault
+from ktc.inference.serving.row_memory import RowMemory, RowPlaces
+from ktc.model.attention.sparse import Sparse
+from ktc.model.decode_steps.cuda_graph import (
+    Compute,
+    DecodeGraphs,
+    Replay,
+    StepRecorder,
+    Wait,
+    layer_name,
+    record_step,
+)
+from ktc.model.decode_steps.model_state import foreign_hook
+from ktc.model.experts.host_node import HostNodes
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step of the first slots; the memory of `places` lives as long as it may be replayed."""
+
+    places: RowPlaces
+    inputs: dict[str, Tensor]
+    output: Any
+    replay: Replay
+    nodes: HostNodes | None
+    is_captured: bool
+
+
+class GraphRows:
+    """The graphs of one batch, for the state in which the model serves its adapter. `refused` is why there are none."""
+
+    def __init__(self, model: PreTrainedModel, graphs: DecodeGraphs) -> None:
+        self.refused = ""
+        self._model, self._graphs = model, graphs
+        self._version = -1  # of the memory that the graphs have the addresses of
+        self._steps: dict[int, _Step] = {}
+        self._has_captured = False
+
+    @classmethod
+    def of(cls, model: Any) -> GraphRows | None:
+        """Return those of a model whose steps are captured, None for others."""
+        graphs = getattr(model, "decode_graphs", None)
+        return None if graphs is None or not graphs.recorder.rounded else cls(model, graphs)
+
+    def is_ready(self, memory: RowMemory) -> bool:
+        """Return whether the next step of the rows is a replay, so that it may run within another pass."""
+        step = self._steps.get(memory.slots_of_step)
+        is_there = step is not None and step.is_captured and memory.version == self._version
+        return is_there and not memory.needs_move
+
+    def begin(self, memory: RowMemory, tokens: list[int], slots: int = 0) -> tuple[Tensor, Wait] | None:
+        """Begin to read a token of every row; return the next logits (rows, V) in fp32, and a function that waits.
+
+        The step has at least so many `slots`. None where it cannot be captured, for a reason in `refused`.
+        Raises as a capture without memory, and `wait` as the kernels of the step.
+        """
+        slots = memory.begin_step(slots)
+        self._follow(memory.version)
+        repeated = slots - len(tokens)
+        ids = torch.tensor([*tokens, *tokens[:1] * repeated])[:, None]
+        positions = torch.tensor([*memory.lengths, *memory.lengths[:1] * repeated])[:, None]
+        given = {"input_ids": ids, "position_ids": positions}
+        step = self._steps.get(slots) or self._recorded(memory.places(slots), slots, given)
+        if step is None:
+            return None
+        for name, value in given.items():
+            step.inputs[name].copy_(value)
+        done = step.replay()
+
+        def wait() -> None:
+            try:
+                done()
+            finally:  # an error of the GPU may be a consequence of theirs
+                if step.nodes is not None:
+                    step.nodes.check(lambda packed: layer_name(self._model, packed))
+
+        logits = cast("Tensor", step.output.logits)[: len(tokens), -1]
+        return logits.to(torch.float32, copy=True), wait  # the next step writes to the same address
+
+    def forget(self) -> None:
+        """Forget all graphs, which keep the memory that they know."""
+        self._version = -1
+        self._steps.clear()
+
+    def refuse(self, reason: str) -> None:
+        """Record why there are no graphs, and tell it once."""
+        self.refused = reason
+        self._steps.clear()
+        self._graphs.tell(f"{reason} (in running batches)")
+
+    def _follow(self, version: int) -> None:
+        """Forget the graphs of memory that the rows have left."""
+        if version != self._version:
+            self.forget()
+            self._version = version
+
+    def _recorded(self, places: RowPlaces, slots: int, given: dict[str, Tensor]) -> _Step | None:
+        """Return a new step, or None for a model that cannot be captured."""
+        if reason := _unfit_model(self._model):
+            self.refuse(reason)
+            return None
+        try:
+            step = self._record(places, given, self._graphs.recorder)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that cannot be captured
+            if memory_fault(error) is not None:
+                raise
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            if not self._has_captured:
+                self.refuse(reason)
+                return None
+            self._graphs.tell(f"{reason} (in running batches of {slots})")
+            step = self._record(places, given, replace(self._graphs.recorder, record=_computed_again, launch=None))
+        self._has_captured = True
+        self._steps[slots] = step
+        return step
+
+    def _record(self, places: RowPlaces, given: dict[str, Tensor], recorder: StepRecorder) -> _Step:
+        example = {name: value.to(places.position.device) for name, value in given.items()}
+        with torch.no_grad():
+            recorded = record_step(self._model, places, example, recorder, {"attention_mask": places.present})
+        return _Step(places, *recorded, is_captured=recorder is self._graphs.recorder)
+
+
+def _unfit_model(model: PreTrainedModel) -> str:
+    """Return why no step of a model is captured, "" if one may be."""
+    if hooked := foreign_hook(model):
+        return f"`{hooked}` has a forward hook"
+    if any(isinstance(getattr(module, "sparse", None), Sparse) for module in model.modules()):
+        return "its sparse attention keeps an index of the keys on the host"
+    return ""
+
+
+def _computed_again(compute: Compute, *_: object) -> tuple[Any, Replay]:
+    """Return the output of `compute`, and a function that computes it again at the same address."""
+    output: Any = compute()
+    output.logits = output.logits.clone()
+
+    def replay() -> Callable[[], None]:
+        with torch.no_grad():
+            output.logits.copy_(compute().logits)
+        return lambda: None
+
+    return output, replay

@@ -1,0 +1,448 @@
+"""Running batches whose steps are captured: every request is answered as alone, whoever joins, leaves or has no memory.
+
+Without a GPU, what a graph would replay is computed again at the same addresses.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from decoding_models import stock_model
+from engine_answers import Answers, alone, config_of
+from recorded_steps import eager_graphs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktc.inference.serving import graph_rows, row_memory, worker
+from ktc.inference.serving.batch import RowBatch
+from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.graph_rows import GraphRows
+from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.pages import LayerRow
+from ktc.inference.serving.request import Event, Limits, Request
+from ktc.inference.serving.row_cache import CachedRow
+from ktc.inference.serving.row_memory import RowMemory, unfit_row
+from ktc.model.attention.decoding import decoding
+from ktc.model.attention.sparse import Sparse
+from ktc.model.attention.sparsity import Sparsity
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+PROMPTS = [(5, 9, 33), tuple(range(20, 43)), (7,), (50, 4, 4, 61, 8, 90, 12), (5, 9, 34), tuple(range(30, 41))]
+# Full attention; latent; sliding windows of 16 tokens and sinks.
+FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
+
+
+def graphs_here() -> DecodeGraphs:
+    return DecodeGraphs() if DEVICE != "cpu" else eager_graphs()
+
+
+def with_graphs(name: str) -> Any:
+    model: Any = stock_model(name, torch.float32).to(DEVICE)
+    if DEVICE != "cpu":
+        model.set_experts_implementation("batched_mm")
+    model.decode_graphs = graphs_here()
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return with_graphs(request.param)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return with_graphs("qwen3_moe")
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots of each captured step that is replayed; 0 for a step that is refused."""
+    found, begin = list[int](), GraphRows.begin
+
+    def counted(graphs: GraphRows, memory: RowMemory, *given: Any) -> Any:
+        begun = begin(graphs, memory, *given)
+        found.append(0 if begun is None else memory.slots_of_step)
+        return begun
+
+    monkeypatch.setattr(GraphRows, "begin", counted)
+    return found
+
+
+class Served:
+    """An engine, and what it answers."""
+
+    def __init__(self, model: Any, limits: Limits) -> None:
+        self.answers = Answers()
+        self.engine = Engine(ModelRunner(model), limits, self.answers)
+
+    def __enter__(self) -> Served:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+
+    def ask(self, name: str, prompt: Sequence[int], num_tokens: int, config: Any, **more: Any) -> None:
+        self.engine.submit(Request(name, tuple(prompt), num_tokens, config, **more))
+
+
+def by_itself(model: Any, prompt: Sequence[int], config: Any, count: int) -> list[int]:
+    with torch.device(DEVICE):
+        return alone(model, prompt, config, count)
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(batch=3, prefill_chunk=8)], ids=["together", "three in chunks"])
+def test_a_busy_batch_gives_the_tokens_of_each_alone(
+    family: PreTrainedModel, limits: Limits, steps: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    config, counts = config_of(family), [24, 16, 12, 1, 7, 26]
+    with Served(family, limits) as served:
+        for at, (prompt, count) in enumerate(zip(PROMPTS, counts, strict=True)):
+            served.ask(str(at), prompt, count, config)
+        found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
+    assert found == [
+        by_itself(family, *both, count) for *both, count in zip(PROMPTS, [config] * 6, counts, strict=True)
+    ]
+    assert steps and 0 not in steps and "L451" not in caplog.text
+    assert max(steps) == (8 if limits.batch > 3 else 4)
+
+
+def test_rows_join_and_leave_without_another_capture(
+    model: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, recorded = graph_rows.record_step, list[int]()
+    monkeypatch.setattr(graph_rows, "record_step", lambda *given: recorded.append(1) or record(*given))
+    config = config_of(model)
+    with Served(model, Limits(batch=4)) as served:
+        later = iter(range(1, 12))
+
+        def ask_next(event: Event) -> None:
+            if event.name == "0" and (at := next(later, None)) is not None:
+                served.ask(str(at), PROMPTS[at % 6], 3 + at % 4, config)
+
+        served.answers.on_event = ask_next
+        served.ask("0", PROMPTS[0], 40, config)
+        found = [served.answers.wait(str(at))[0] for at in range(12)]
+        served.ask("after", PROMPTS[1], 5, config)
+        assert served.answers.wait("after")[0] == by_itself(model, PROMPTS[1], config, 5)
+    assert found[0] == by_itself(model, PROMPTS[0], config, 40)
+    assert found[1:] == [by_itself(model, PROMPTS[at % 6], config, 3 + at % 4) for at in range(1, 12)]
+    assert {1, 2, 4} <= set(steps) and len(recorded) == 3
+
+
+def test_a_longer_prompt_and_a_long_answer_outgrow_the_memory(family: PreTrainedModel, steps: list[int]) -> None:
+    config, chance = config_of(family), random.Random(2)
+    prompts = [tuple(chance.randrange(3, 90) for _ in range(length)) for length in (9, 200, 300, 40)]
+    with Served(family, Limits(prefill_chunk=128)) as served:
+        for at, prompt in enumerate(prompts):
+            served.ask(str(at), prompt, 12 if at else 70, config)
+        found = [served.answers.wait(str(at))[0] for at in range(4)]
+        [batch] = served.engine._worker.batches.values()
+        assert isinstance(batch, RowBatch) and isinstance(batch._rows, RowMemory)
+        assert batch._rows.capacity == 512
+    assert found == [by_itself(family, prompt, config, 12 if at else 70) for at, prompt in enumerate(prompts)]
+    assert 0 not in steps
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_without_memory_is_taken_again_with_fewer_rows(
+    family: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    finish, failed, config = RowBatch.finish, list[int](), config_of(family)
+
+    def failing(batch: RowBatch) -> None:
+        finish(batch)
+        if len(batch.running) > rows:
+            failed.append(len(batch.running))
+            raise MemoryError("cannot allocate 8,589,934,592 bytes")
+
+    monkeypatch.setattr(RowBatch, "finish", failing)
+    with Served(family, Limits(batch=8)) as served:
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(str(at), prompt, 9, config)
+        found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
+    assert found == [by_itself(family, prompt, config, 9) for prompt in PROMPTS]
+    assert failed and min(failed) == rows + 1
+
+
+def test_a_capture_without_memory_is_tried_with_fewer_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(compute: Any, device: torch.device, changing: Sequence[Tensor], context: Any) -> Any:
+        if changing[0].shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
+        return model.decode_graphs.recorder.record(compute, device, changing, context)
+
+    smaller, config = copy.copy(model), config_of(model)
+    smaller.decode_graphs = DecodeGraphs(StepRecorder(record, torch.device(DEVICE).type, None))
+    with Served(smaller, Limits(batch=8)) as served:
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(str(at), prompt, 9, config)
+        found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
+    assert found == [by_itself(model, prompt, config, 9) for prompt in PROMPTS]
+
+
+def test_more_rows_than_a_graph_takes_are_computed_on_the_same_memory(
+    family: PreTrainedModel, caplog: pytest.LogCaptureFixture, steps: list[int]
+) -> None:
+    recorder = graphs_here().recorder
+
+    def record(compute: Any, device: torch.device, changing: Sequence[Tensor], context: Any) -> Any:
+        if changing[0].shape[0] > 2:
+            raise RuntimeError("it waits for the GPU")
+        return recorder.record(compute, device, changing, context)
+
+    other, config = copy.copy(family), config_of(family)
+    cast_graphs: Any = other
+    cast_graphs.decode_graphs = DecodeGraphs(StepRecorder(record, torch.device(DEVICE).type, None))
+    with Served(other, Limits(batch=8)) as served:
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(str(at), prompt, 9, config)
+        found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
+        served.engine.change(lambda: served.engine._worker.capture(""), idle=True)
+        served.ask("beside", PROMPTS[1], 30, config)
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(f"again {at}", prompt, 9, config)
+        found += [served.answers.wait(f"again {at}")[0] for at in range(len(PROMPTS))]
+    assert found == [by_itself(family, prompt, config, 9) for prompt in PROMPTS] * 2
+    assert "it waits for the GPU (in running batches of 4)" in caplog.text
+
+
+def test_prompts_over_cached_beginnings_have_the_same_answers(family: PreTrainedModel) -> None:
+    config, answers = config_of(family), list[list[int]]()
+    beginning = tuple(range(40, 64))
+    with Served(family, Limits(prefix_bytes=1 << 22)) as served:
+        served.ask("beside", PROMPTS[0], 60, config)
+        for at, prompt in enumerate([beginning, (*beginning, 5, 6), (*beginning, 9), (*beginning, 5, 6, 7)]):
+            served.ask(str(at), prompt, 9, config)
+            answers.append(served.answers.wait(str(at))[0])
+            assert answers[-1] == by_itself(family, prompt, config, 9)
+        longer = (*beginning, 5, 6, 7, *answers[-1])
+        before = served.engine.num_cached_tokens
+        served.ask("longer", longer, 9, config)
+        assert served.answers.wait("longer")[0] == by_itself(family, longer, config, 9)
+        assert served.engine.num_cached_tokens - before >= len(longer) - 1
+        assert served.answers.wait("beside")[0] == by_itself(family, PROMPTS[0], config, 60)
+
+
+def test_draws_follow_the_seed_whoever_runs_beside(model: Any) -> None:
+    drawn = config_of(model, temperature=1.3, top_p=0.9, top_k=40)
+    penalised = config_of(model, temperature=1.3, repetition_penalty=1.2)
+    drawn.do_sample = penalised.do_sample = True
+    wanted = list[list[int]]()
+    for config in (drawn, penalised):
+        torch.manual_seed(11)
+        wanted.append(by_itself(model, PROMPTS[1], config, 12))
+    with Served(model, Limits()) as served:
+        for at, prompt in enumerate(PROMPTS):
+            served.ask(f"beside {at}", prompt, 5 + at, (config_of(model), drawn, penalised)[at % 3], seed=at)
+        served.ask("drawn", PROMPTS[1], 12, drawn, seed=11)
+        served.ask("penalised", PROMPTS[1], 12, penalised, seed=11)
+        assert [served.answers.wait(name)[0] for name in ("drawn", "penalised")] == wanted
+
+
+def test_a_prompt_gives_way_between_its_layers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, logits, step = config_of(model), ModelRunner.logits, RowBatch.step
+    inside, long = [False], tuple(range(3, 90))
+    within = list[int]()
+    has_begun = threading.Event()
+
+    def read(runner: ModelRunner, ids: Tensor, *more: Any) -> Tensor:
+        inside[0] = ids.shape[1] > 20
+        try:
+            return logits(runner, ids, *more)
+        finally:
+            inside[0] = False
+
+    def counted(batch: RowBatch) -> Tensor:
+        within.extend([1] if inside[0] else [])
+        return step(batch)
+
+    monkeypatch.setattr(worker, "_OLD_STEP", 0.0)
+    monkeypatch.setattr(ModelRunner, "logits", read)
+    monkeypatch.setattr(RowBatch, "step", counted)
+    with Served(model, Limits()) as served:
+        served.engine.capture("")
+        served.answers.on_event = lambda _: has_begun.set()
+        served.ask("running", PROMPTS[0], 60, config)
+        assert has_begun.wait(60)
+        served.ask("long", long, 4, config)
+        assert served.answers.wait("long")[0] == by_itself(model, long, config, 4)
+        assert served.answers.wait("running")[0] == by_itself(model, PROMPTS[0], config, 60)
+    assert len(within) == model.config.num_hidden_layers
+
+
+def test_steps_are_captured_before_the_first_request(
+    family: PreTrainedModel, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(family)
+    with Served(family, Limits(batch=5)) as served:
+        served.engine.capture("")
+        assert len(steps) == 4
+        monkeypatch.setattr(graph_rows, "record_step", None)
+        for at, prompt in enumerate(PROMPTS[:5]):
+            served.ask(str(at), prompt, 9, config)
+        found = [served.answers.wait(str(at))[0] for at in range(5)]
+    assert found == [by_itself(family, prompt, config, 9) for prompt in PROMPTS[:5]]
+
+
+def failing(*_: Any) -> Any:
+    raise ValueError("no luck")
+
+
+def sparse(model: Any) -> None:
+    for layer in model.model.layers:
+        decoding(layer.self_attn, None, Sparse(Sparsity(4, 2, 4, "int4", shared=False), None))
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def refused(model: Any) -> None:
+    model.decode_graphs = DecodeGraphs(StepRecorder(failing, "cpu", None))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(sparse, "index of the keys"), (hooked, "has a forward hook"), (refused, "no luck")]
+)
+def test_what_cannot_be_captured_is_eager_and_told_once(
+    spoil: Callable[[Any], None], reason: str, model: Any, caplog: pytest.LogCaptureFixture, steps: list[int]
+) -> None:
+    spoiled = copy.deepcopy(model)
+    spoil(spoiled)
+    config = config_of(spoiled)
+    with Served(spoiled, Limits()) as served:
+        for turn in range(2):
+            for at, prompt in enumerate(PROMPTS[:3]):
+                served.ask(f"{turn} {at}", prompt, 8, config)
+            found = [served.answers.wait(f"{turn} {at}")[0] for at in range(3)]
+            assert found == [by_itself(spoiled, prompt, config, 8) for prompt in PROMPTS[:3]]
+    assert steps == [0]
+    told = [record.getMessage() for record in caplog.records if "L451" in record.getMessage()]
+    assert len(told) == 1 and reason in told[0] and "in running batches" in told[0]
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+WINDOW = 6
+
+
+class Rows:
+    """A memory beside the same rows as plain tensors: one layer of all tokens, and a window."""
+
+    def __init__(self, most: int = 1) -> None:
+        self.memory, self.rows, self._count = RowMemory(most), list[Tensor](), 0
+
+    def tokens(self, num: int) -> Tensor:
+        self._count += num
+        return torch.arange(self._count - num, self._count, dtype=torch.float32)[None, :, None].expand(2, -1, 3) + 1
+
+    def join(self, length: int) -> None:
+        row = self.tokens(length)
+        layers = (LayerRow(row, -row), LayerRow(row[:, -WINDOW + 1 :], -row[:, -WINDOW + 1 :]))
+        self.memory.join(CachedRow(length, layers, (None, WINDOW)))
+        self.rows.append(row)
+
+    def leave(self, at: int) -> None:
+        self.memory.leave(at)
+        self.rows[at] = self.rows[-1]
+        self.rows.pop()
+
+    def step(self) -> None:
+        new = torch.stack([self.tokens(1) for _ in self.rows])
+        self.rows = [torch.cat(pair, dim=1) for pair in zip(self.rows, new, strict=True)]
+        slots = self.memory.begin_step()
+        places = self.memory.places(slots)
+        assert slots >= len(self.rows) and slots & (slots - 1) == 0
+        given = torch.cat([new, new[:1].expand(slots - len(new), -1, -1, -1)])
+        end = int(places.position) + 1
+        for index, layer in enumerate((0, 1)):
+            keys, values = places.cache.update(given, -given, layer)
+            assert keys.shape == (slots, 2, self.memory.capacity, 3)
+            assert torch.equal(keys, -values)
+            for at in range(slots):
+                row = self.rows[at] if at < len(self.rows) else self.rows[0]
+                length = row.shape[1] if index == 0 else min(row.shape[1], WINDOW - 1)
+                assert torch.equal(keys[at, :, end - length : end], row[:, -length:])
+                assert int(places.present[at, :end].sum()) == row.shape[1]
+                assert bool(places.present[at, end - row.shape[1] :].all())
+        self.memory.appended()
+
+    def check(self, at: int) -> None:
+        whole, window = self.memory.row(at).layers
+        assert whole is not None and window is not None
+        assert torch.equal(whole.keys, self.rows[at]) and torch.equal(whole.values, -self.rows[at])
+        assert torch.equal(window.keys, self.rows[at][:, -WINDOW + 1 :])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capacities of 16 positions and more, no memory for rows to come, and moves with one column left."""
+    monkeypatch.setattr(row_memory, "capacity_for", lambda positions: -(-positions // 16) * 16)
+    monkeypatch.setattr(row_memory, "ROOM", 2)
+    monkeypatch.setattr(row_memory, "STANDING", 0)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_keep_their_tokens_through_joins_steps_and_leaves(seed: int) -> None:
+    chance, rows = random.Random(seed), Rows()
+    for _ in range(150):
+        if len(rows.rows) < 2 or (len(rows.rows) < 7 and chance.random() < 0.3):
+            rows.join(chance.choice((1, 3, WINDOW, 9, 20, 40)))
+        if len(rows.rows) > 1 and chance.random() < 0.3:
+            rows.leave(chance.randrange(len(rows.rows)))
+        if chance.random() < 0.03:
+            rows.memory.compact()
+        rows.step()
+        rows.check(chance.randrange(len(rows.rows)))
+
+
+def test_addresses_change_only_where_rows_outgrow_them() -> None:
+    rows = Rows(most=8)
+    rows.join(20)
+    versions = list[int]()
+    for turn in range(300):
+        if turn % 7 == 3 and len(rows.rows) < 8:
+            rows.join(30)
+        if turn % 11 == 9 and len(rows.rows) > 1:
+            rows.leave(turn % len(rows.rows))
+        rows.step()
+        versions.append(rows.memory.version)
+    assert len(set(versions)) <= 3
+
+
+def test_a_join_without_memory_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows()
+    rows.join(20)
+    rows.step()
+    monkeypatch.setattr(row_memory, "zeros_on_huge_pages", failing)
+    with pytest.raises(ValueError, match="no luck"):
+        rows.memory.join(CachedRow(600, (LayerRow(*[torch.zeros(2, 600, 3)] * 2),) * 2, (None, WINDOW)))
+    rows.step()
+    rows.check(0)
+
+
+def test_a_row_with_numbers_that_are_none_does_not_spoil_those_after_it() -> None:
+    memory, row = RowMemory(), torch.full((1, 200, 2), float("nan"))
+    memory.join(CachedRow(200, (LayerRow(row, row),), (None,)))
+    memory.begin_step()
+    memory.leave(0)
+    memory.join(CachedRow(3, (LayerRow(row[:, :3] * 0 + 1, torch.ones(1, 3, 2)),), (None,)))
+    memory.leave(0)
+    ones = torch.ones(1, 3, 2)
+    memory.join(CachedRow(3, (LayerRow(ones, ones),), (None,)))
+    memory.begin_step()
+    assert all(bool(tensor.isfinite().all()) for tensor in memory.places(1).tensors)
+
+
+def test_layers_without_keys_of_their_own_are_refused() -> None:
+    row = LayerRow(*[torch.zeros(1, 3, 2)] * 2)
+    assert "layer 1" in unfit_row(CachedRow(3, (row, None), (None, None)))
+    assert not unfit_row(CachedRow(3, (row, row), (None, None)))
