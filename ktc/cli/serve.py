@@ -134,8 +134,9 @@ def command(
     with serve.listen(host, port) as listening:
         models = run_compiled(session, model, wish, load)
         session.raise_if_interrupted()
-        cache_bytes = serve.free_memory() // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
-        prefix_bytes = serve.free_memory() // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
+        free = serve.free_memory(models.default.opened.model)
+        cache_bytes = free // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
+        prefix_bytes = free // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
         limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
         log_line = None if session.quiet else _write_line
         pixels = int(max_image_pixels * 1e6)

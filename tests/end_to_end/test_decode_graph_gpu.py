@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_steps import record_eagerly
+from row_pairs import Pair
 from torch import Tensor, nn
 
 import ktc
@@ -102,6 +103,20 @@ def test_a_thousand_replayed_steps_choose_the_tokens_of_the_same_steps_computed_
         found.append(generated(model, 1, 1000))
         assert len(graphs._steps) == 3  # of 256, 512 and 1024 positions
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "gpt_oss"])
+def test_a_running_batch_replays_graphs_while_rows_join_and_leave(
+    family: str, load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(load(family))
+    with caplog.at_level(logging.WARNING):
+        pair.take_turns(60)
+        for length in (200, 270, 4, 5, 6):
+            pair.join(length)
+            pair.step()
+        pair.require_same_rows()
+    assert not [record for record in caplog.records if "L451" in record.getMessage()]
 
 
 def test_an_adapter_and_its_absence_are_captured_each(load: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from ktc.inference.serving.updates import Updates
 
 PATHS: Final = frozenset({chat_page.PATH, "/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions",
                           "/v1/completions", "/v1/responses", "/v1/embeddings"})  # fmt: skip
+_SWITCH: Final = 5e-4  # seconds after which the event loop lets the engine run: a step on a GPU takes a few times that
 _HANDLERS: Final = ("chat_completion", "completion", "response")
 
 
@@ -70,7 +72,9 @@ def make_application(
     answers.engine = engine
     metrics.watch(engine)
     engine.start()
-    engine.capture(models.default.adapter)
+    if runner.graph_rows() is not None:
+        sys.setswitchinterval(_SWITCH)
+        engine.capture(models.default.adapter)
     app = _application(models, answers, metrics, gate, requests)
     if access is not None:
         update_routes.add_routes(app, access, Updates(access.root, models, adapters, engine, metrics))

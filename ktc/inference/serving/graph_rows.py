@@ -68,6 +68,7 @@ class GraphRows:
         is_there = step is not None and step.is_captured and memory.version == self._version
         return is_there and not memory.needs_move
 
+    @torch.no_grad()
     def begin(self, memory: RowMemory, tokens: list[int], slots: int = 0) -> tuple[Tensor, Wait] | None:
         """Begin to read a token of every row; return the next logits (rows, V) in fp32, and a function that waits.
 
@@ -136,8 +137,7 @@ class GraphRows:
 
     def _record(self, places: RowPlaces, given: dict[str, Tensor], recorder: StepRecorder) -> _Step:
         example = {name: value.to(places.position.device) for name, value in given.items()}
-        with torch.no_grad():
-            recorded = record_step(self._model, places, example, recorder, {"attention_mask": places.present})
+        recorded = record_step(self._model, places, example, recorder, {"attention_mask": places.present})
         return _Step(places, *recorded, is_captured=recorder is self._graphs.recorder)
 
 
@@ -156,8 +156,7 @@ def _computed_again(compute: Compute, *_: object) -> tuple[Any, Replay]:
     output.logits = output.logits.clone()
 
     def replay() -> Callable[[], None]:
-        with torch.no_grad():
-            output.logits.copy_(compute().logits)
+        output.logits.copy_(compute().logits)
         return lambda: None
 
     return output, replay

@@ -18,18 +18,18 @@ NOT_DRAWN: Final = "no token can be drawn: the scores have no finite maximum, or
 Settings = tuple[tuple[type, tuple[tuple[str, Any], ...]], ...]
 
 
-def shared_settings(processors: Sequence[Any]) -> Settings | None:
+def shared_settings(processors: Sequence[object]) -> Settings | None:
     """Return processors as values, where each reads the logits of one step alone; None otherwise.
 
     Sequences with equal settings may be processed as rows of one call.
     """
     settings = list[tuple[type, tuple[tuple[str, Any], ...]]]()
     for processor in processors:
-        values = cast("dict[str, object]", vars(processor))
+        values: dict[str, Any] = vars(processor)
         plain = all(isinstance(value, bool | int | float) for value in values.values())
         if type(processor) not in _OF_LOGITS or not plain:
             return None
-        settings.append((cast("type", type(processor)), tuple(sorted(values.items()))))
+        settings.append((type(processor), tuple(sorted(values.items()))))
     return tuple(settings)
 
 

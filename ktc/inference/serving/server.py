@@ -10,7 +10,7 @@ import importlib.util
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.foundation import versions
@@ -124,10 +124,14 @@ def _notes(unbatched_reason: str) -> Iterator[Diagnostic]:
         yield Diagnostic("G724", message, hint="throughput is that of one request", severity="note")
 
 
-def free_memory() -> int:
-    """Return the bytes of memory that are available on this machine."""
+def free_memory(model: Any) -> int:
+    """Return the bytes of memory that are available for keys and values: of the model's GPU, or of this machine."""
     import psutil
+    import torch
 
+    device = model.get_input_embeddings().weight.device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
+import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 import torch
 from engine_answers import Answers, alone, config_of
+from recorded_steps import eager_graphs
+from row_pairs import Pair
 from torch import Tensor
 
 import ktc
 from ktc.foundation.host import find_compiler
 from ktc.inference.serving import native_rows
-from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.engine import Engine
-from ktc.inference.serving.generation import Generation
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.native_rows import MOST_ROWS, NativeRows
 from ktc.inference.serving.pages import LayerRow
-from ktc.inference.serving.prefill import PrefillBatch
 from ktc.inference.serving.request import Limits, Request
 from ktc.inference.serving.row_cache import CachedRow, RowCache
 from ktc.model.attention.paged_tensor import PAGE
@@ -55,65 +54,22 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[StepProgram]:
     return found
 
 
-class Pair:
-    """The same sequences in a batch with native steps and in one without."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.runner = model, ModelRunner(model)
-        self.batches = [RowBatch(self.runner) for _ in range(2)]
-        self.batches[1]._native = None
-        self.chance = random.Random(1)
-
-    def join(self, length: int) -> None:
-        tokens = tuple(self.chance.randrange(3, self.model.config.vocab_size) for _ in range(length))
-        config = config_of(self.model)
-        for batch in self.batches:
-            generation = Generation(Request("", tokens, 400, config), self.model)
-            prefill = PrefillBatch(self.runner, [generation])
-            logits = prefill.advance(length)
-            assert logits is not None
-            generation.add(int(logits.argmax()))
-            batch.join(generation, prefill.row(0))
-
-    def leave(self, at: int) -> None:
-        for batch in self.batches:
-            batch.leave(at)
-
-    def step(self) -> None:
-        native, eager = (batch.step() for batch in self.batches)
-        assert native.dtype == eager.dtype == torch.float32
-        assert float((native - eager).norm() / eager.norm()) < 0.02
-        for each, other, logits in zip(self.batches[0].running, self.batches[1].running, eager, strict=True):
-            token = int(logits.argmax())
-            each.add(token)
-            other.add(token)
-
-    def rows(self) -> list[CachedRow]:
-        return [batch.row(at) for batch in self.batches for at in range(len(batch.running))]
-
-
 def test_rows_join_and_leave_a_program_of_their_number(model: Any, programs: list[StepProgram]) -> None:
-    pair, taken = Pair(model), list[int]()
-    for length in (5, 17, 3):
-        pair.join(length)
-    for turn in range(40):
-        before = len(programs)
-        pair.step()
-        taken.append(len(programs) - before)
-        if turn % 9 == 5:
-            pair.leave(pair.chance.randrange(len(pair.batches[0].running)))
-        if turn % 9 == 8:
-            pair.join(pair.chance.choice((2, 9, 30)))
+    pair, taken = Pair(model), [0]
+    pair.take_turns(40, lambda: taken.append(len(programs)))
+    taken = [after - before for before, after in itertools.pairwise(taken)]
     assert sum(count == 1 for count in taken) >= 30  # others are eager, recorded or compared
     assert len(set(map(id, programs[-8:]))) <= 2
-    half = len(pair.batches[0].running)
-    for native, eager in zip(pair.rows()[:half], pair.rows()[half:], strict=True):
-        assert native.length == eager.length
-        for index in range(len(native.layers)):
-            one, other = native.layer(index), eager.layer(index)
-            assert one is not None and other is not None
-            for a, b in zip(one, other, strict=True):
-                assert float((a - b).norm()) <= 0.02 * float(b.norm())
+    pair.require_same_rows()
+
+
+def test_captured_steps_compute_what_eager_ones_do(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = eager_graphs()
+    monkeypatch.setattr(model, "decode_graphs", graphs)
+    pair = Pair(model)
+    pair.take_turns(40)
+    assert pair.batches[0].is_kept and not graphs._logged
+    pair.require_same_rows()
 
 
 def test_a_batch_that_outgrows_its_memory_is_recorded_again(model: Any, programs: list[StepProgram]) -> None:
