@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import random
@@ -50,7 +51,7 @@ async def _client(url: str, model: str, number: int, end: float, prompt: tuple[i
             body |= {"temperature": 0.8, "seed": chance.randrange(1 << 30)}
         begun = time.perf_counter()
         times = await _answer(url, body)
-        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
         found.append({"tokens": wanted, "first": times[0] - begun if streams else None, "gaps": gaps})
     return found
 
