@@ -73,7 +73,7 @@ class Generation:
         return self._processors(None, logits) if self._processors else logits
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Return the next token (1,) from logits (1, V), fp32, as `generate` does; see `draw` for one that is none."""
+        """Return the next token (1,) from logits (1, V), fp32, as `generate` does; or see `draw`."""
         if self._json is not None:
             logits = self._json.masked(logits)  # before `top_p`, which would keep forbidden tokens alone
         if self._processors:

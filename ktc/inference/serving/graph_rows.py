@@ -72,7 +72,7 @@ class GraphRows:
     def begin(self, memory: RowMemory, tokens: list[int], slots: int = 0) -> tuple[Tensor, Wait] | None:
         """Begin to read a token of every row; return the next logits (rows, V) in fp32, and a function that waits.
 
-        The step has at least so many `slots`. None where it cannot be captured, for a reason in `refused`.
+        The step has at least `slots` slots. None where it cannot be captured, for a reason in `refused`.
         Raises as a capture without memory, and `wait` as the kernels of the step.
         """
         slots = memory.begin_step(slots)
@@ -104,7 +104,7 @@ class GraphRows:
         self._steps.clear()
 
     def refuse(self, reason: str) -> None:
-        """Record why there are no graphs, and tell it once."""
+        """Record why there are no graphs, and report it once."""
         self.refused = reason
         self._steps.clear()
         self._graphs.tell(f"{reason} (in running batches)")

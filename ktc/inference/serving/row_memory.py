@@ -4,7 +4,7 @@ In: rows that join and leave. Out: `RowPlaces`, through which a step of the firs
 before one column, which a tensor on the device holds. So a row joins by a copy to the left of it, the last row takes
 the place of one that leaves, and neither changes an address. Slots beyond the rows repeat the first: they choose its
 experts and no others. Layers with a window have all positions too: masks leave the others out.
-Refused (`unfit_row`): layers that share another's keys, and those that are no plain tensors of one device.
+Refused (`unfit_row`): layers that share another's keys, and those that are not plain tensors of one device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unfit_row(row: CachedRow) -> str:
 
 
 def memory_shape(rows: int, longest: int) -> tuple[int, int]:
-    """Return the fewest slots, and the positions of each, for rows of which the longest has so many tokens."""
+    """Return the fewest slots, and the positions of each, for `rows` rows, the longest with `longest` tokens."""
     return rounded(max(1, rows)), capacity_for(longest + ROOM)
 
 
@@ -205,7 +205,7 @@ class RowMemory:
         self._move(1, row.length)
 
     def _move(self, rows: int, longest: int, standing: int = STANDING) -> None:
-        """Copy the rows to memory for so many rows; where that takes at most `standing` bytes, for more."""
+        """Copy the rows to memory for `rows` rows; where that takes at most `standing` bytes, for more."""
         slots, capacity = memory_shape(rows, longest)
         slot_bytes = capacity * sum(side.shape[1] * side.shape[3] * side.itemsize for side in self._sides)
         while slots < self._most and 2 * slots * slot_bytes <= standing:

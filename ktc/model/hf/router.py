@@ -8,9 +8,9 @@ form does not cover run the stock code: traced ones, those of a recorded step, a
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final, cast
 
 import torch
@@ -18,12 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.model.hf.gpu_router import GpuRouting, has_triton
 from ktc.model.hf.patching import Patch, stock_class
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Engine, Kernel
 from ktc.model.kernels.router_spec import Dtype, RouterForm
 from ktc.model.kernels.step_context import StepContext
 
 DTYPES: Final[Mapping[Dtype, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_COMPARED: Final = 64  # rows in which a GPU's kernel is compared with PyTorch
+_BOUND: Final = 1e-5  # of the relative error of its weights in fp32
 _TRIED: Final = 7  # rows that a stock router is run on
 _LOGITS_PER_THREAD: Final = 8192  # with fewer, waking a thread costs more than it saves
 
@@ -139,6 +143,29 @@ class _Route(torch.autograd.Function):
         return kernel_backward(ctx.native, logits, bias, indices, gradients[0].contiguous()), None, None, None, None
 
 
+@functools.cache
+def check_gpu_routing(form: RouterForm, device: torch.device) -> None:
+    """Compare the kernel with PyTorch in fp32, once for each form and device. Raises HostLacks (H249)."""
+    if not has_triton():
+        return
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(_COMPARED, form.num_experts, generator=generator).to(device)
+    bias = torch.randn(form.num_experts, generator=generator).to(device) / 4 if form.corrected else None
+    with torch.no_grad():
+        weights, chosen = GpuRouting(device.type)(form, logits, bias, torch.float32)
+        scores, compared = compare(form, logits, bias)
+        best = compared.topk(form.top_k, dim=-1).values
+        expected = weigh(form, scores, compared, chosen, torch.float32)
+    # The kernel may take another one of two equal experts.
+    is_best = torch.equal(compared.gather(-1, chosen), best)
+    error = float((weights - expected).square().sum() / expected.square().sum().clamp_min(1e-30)) ** 0.5
+    if not is_best or not error <= _BOUND:
+        fault = f"its weights have a relative error of {error:.2g}" if is_best else "it chooses other experts"
+        message = f"the routing of {form} is wrong on {device}: {fault}"
+        hint = "use the tested versions of torch and Triton (constraints.txt), or leave `fused` out"
+        raise HostLacks(Diagnostic("H249", message, hint=hint))
+
+
 # The module ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class RouterLayout:
@@ -161,12 +188,16 @@ class RouterLayout:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A router's form and layout, its kernel and the most threads that it may use. Without a kernel PyTorch routes."""
+    """A router's form and layout, its kernel and the most threads that it may use. Without a kernel PyTorch routes.
+
+    A model that has the kernel of a CPU may be moved to a GPU, where `on_gpu` computes calls without gradients.
+    """
 
     form: RouterForm
     layout: RouterLayout
     kernel: Kernel | None
     threads: int
+    on_gpu: GpuRouting = field(default_factory=GpuRouting)
 
     def logits(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, as the stock module computes them."""
@@ -186,6 +217,8 @@ class Routing:
         `hidden` is the dtype of the hidden states.
         """
         dtype = hidden if self.form.weights else torch.float32 if self.form.scores else logits.dtype
+        if self.kernel is not None and self.on_gpu.serves(logits):
+            return self.on_gpu(self.form, logits, bias, dtype)
         if self.kernel is None or not self._serves(logits, hidden):
             return route(self.form, logits, bias, dtype)
         bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
@@ -284,7 +317,7 @@ def stock_results(module: nn.Module, form: RouterForm, layout: RouterLayout) -> 
     return _stock_results(stock_class(module), form, layout, _Module(module))
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _stock_results(_: type, form: RouterForm, layout: RouterLayout, stock: _Module) -> tuple[str, ...]:
     module = copy.deepcopy(stock.module).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(17)

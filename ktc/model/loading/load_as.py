@@ -35,6 +35,7 @@ from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import generation_config, remote_code, stock_model
 from ktc.model.hf.private_api import kept_in_fp32
+from ktc.model.hf.router import FusedRouter, check_gpu_routing
 from ktc.model.kernels.kernel_library import KernelLibrary, on_torch_threads
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.lora_linear import FusedLinear
@@ -146,6 +147,7 @@ def completed(
     StepContext.given_to(model)
     guard(model, manifest.rewrites, remembered, folder)
     check_split_attention(model)
+    check_gpu_routers(model)
     if manifest.cuda_graph and not reference:
         fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
@@ -171,6 +173,15 @@ def check_split_attention(model: nn.Module) -> None:
     for device in sorted(devices, key=str):
         if device.type == "cuda":
             check_split_decode(device)
+
+
+def check_gpu_routers(model: nn.Module) -> None:
+    """Compare routings with PyTorch's, on the GPUs that compute them. Raises HostLacks (H249)."""
+    for module in model.modules():
+        if isinstance(module, FusedRouter):
+            device = next(cast("nn.Module", module).parameters()).device
+            if device.type == "cuda":
+                check_gpu_routing(module.routing.form, device)
 
 
 def num_threads(manifest: Manifest) -> int:

@@ -78,14 +78,17 @@ class Fused(ModuleTarget):
         return Unsuited("M095", reading, *kept) if isinstance(reading, str) else None
 
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
-        """Return the kernel for the routing. Raises InputRefused (M095) on another device or in another dtype."""
+        """Return the kernel for the routing. Raises InputRefused (M095) in another dtype.
+
+        The kernel of the CPU is built for a router on a GPU too, since a loaded model may be moved.
+        """
         from ktc.model.hf.router import DTYPES
         from ktc.model.kernels.router_spec import ISAS, RouterSpec
 
         hidden: Dtype | None = next((name for name, dtype in DTYPES.items() if dtype == seen.dtype), None)
-        if plan.device != "cpu" or hidden is None:
-            why = f"it is on {plan.device}" if hidden else f"the model is {seen.dtype}".replace("torch.", "")
-            message = f"`{self.name}` on `{plan.claim.path}`: {why}, where the kernel does not compute"
+        if hidden is None:
+            why = f"the model is {seen.dtype}".replace("torch.", "")
+            message = f"`{self.name}` on `{plan.claim.path}`: {why}, in which no kernel computes"
             raise InputRefused(Diagnostic("M095", message, plan.claim.span, hint="narrow the rule"))
         reading = _reading(seen.core, _Stock(seen.stock))
         assert not isinstance(reading, str), "a router that is not read is left out"
@@ -95,6 +98,9 @@ class Fused(ModuleTarget):
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
         """Return the routing and the instruction set."""
         spec = cast("RouterSpec", plan.spec)
+        if plan.device != "cpu":
+            rest = "the rest of calls without gradients by a kernel of the GPU, of others by PyTorch"
+            return (f"{spec.form}: logits by PyTorch, {rest}, on {plan.device}",)
         return (f"{spec.form}: logits by PyTorch, the rest by the {spec.isa} kernel, on cpu",)
 
     def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:

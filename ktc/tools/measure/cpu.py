@@ -73,12 +73,11 @@ class Experts:
     def products(self, threads: int, budget: float = _BUDGET) -> Figure:
         """Return FLOP/s of forward, with the same many rows for all experts."""
         num_experts, hidden, intermediate, top_k = self._sizes
-        for rows in (_SLOW_ROWS,) if self._slow else _ROWS:
-            tokens = rows * num_experts // top_k
-            call = self._call(threads, tokens)
-            call()
-            if _seconds(call) >= _LONG:
-                break
+        few, many = (rows * num_experts // top_k for rows in ((_SLOW_ROWS,) * 2 if self._slow else _ROWS))
+        tokens, call = few, self._call(threads, few)
+        call()
+        if _seconds(call) < _LONG:
+            tokens, call = many, self._call(threads, many)
         flops = 6 * tokens * top_k * hidden * intermediate
         return repeated(lambda: flops / _seconds(call), budget)
 

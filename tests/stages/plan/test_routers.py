@@ -13,7 +13,7 @@ from invented.registered.models import MODELS
 
 import ktc
 from ktc.diagnostics import InputRefused
-from ktc.foundation.host import Gpu, Host
+from ktc.foundation.host import Gpu
 from ktc.model import twin
 from ktc.model.kernels.router_spec import RouterForm, RouterSpec
 from ktc.stages.capture import ModelSource, capture
@@ -73,19 +73,17 @@ def test_a_routing_in_the_code_of_the_block_stays(name: str, tmp_path: Path) -> 
     assert specs_of(plan) == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "host", "more", "why"),
-    [
-        (torch.bfloat16, replace(CPU, gpus=(Gpu("test", 24 << 30),)), "cuda:0", "it is on cuda:0"),
-        (torch.float64, CPU, "cpu", "the model is float64"),
-    ],
-)
-def test_a_router_without_a_kernel_for_it_is_refused(
-    dtype: torch.dtype, host: Host, more: str, why: str, tmp_path: Path
-) -> None:
-    program = rules(f'{FUSED} rule all {{ match module at "model" => place({more}) }}', tmp_path)
-    with pytest.raises(InputRefused, match=f"M095.*{why}"):
-        planned(captured("qwen3_moe", dtype), program, host)
+def test_a_router_in_a_dtype_without_a_kernel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match=r"M095.*the model is float64"):
+        planned(captured("qwen3_moe", torch.float64), rules(FUSED, tmp_path), CPU)
+
+
+def test_a_router_on_a_gpu_is_routed_there(tmp_path: Path) -> None:
+    host = replace(CPU, gpus=(Gpu("test", 24 << 30),))
+    program = rules(f'{FUSED} rule all {{ match module at "model" => place(cuda:0) }}', tmp_path)
+    _, plan = planned(captured("qwen3_moe", torch.bfloat16), program, host)
+    assert specs_of(plan)
+    assert any("by a kernel of the GPU, of others by PyTorch, on cuda:0" in reason.text for reason in plan.reasons)
 
 
 @pytest.mark.full
