@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
+from transformers import AutoImageProcessor, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
 from ktc.model.twin import build, default_config, shrink
 
@@ -82,11 +83,18 @@ def image_checkpoint(family: str, folder: Path) -> Path:
     return folder
 
 
+def _as_loaded(processor: Any) -> Any:
+    """Return the processor that transformers makes of its files: with torchvision, where that is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        processor.save_pretrained(folder)
+        return AutoImageProcessor.from_pretrained(folder)
+
+
 def stock_inputs(model: Any, words: Any, text: str, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
     """Return the inputs of a text with `<|image_pad|>` for each image, by the tokenizer `words`."""
     pixels: dict[str, torch.Tensor] = {}
     if images:
-        pixels = dict(image_processor(model.config)(images=list(images), return_tensors="pt"))
+        pixels = dict(_as_loaded(image_processor(model.config))(images=list(images), return_tensors="pt"))
         merged = model.config.vision_config.spatial_merge_size**2
         for count in (pixels["image_grid_thw"].prod(1) // merged).tolist():
             text = text.replace("<|image_pad|>", "<|placeholder|>" * count, 1)

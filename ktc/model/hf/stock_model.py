@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
@@ -44,10 +45,17 @@ def build(
     """Return the model of `config` in evaluation mode, as `build_on_meta` does, with the storage of the context."""
     model_class = model_class or multimodal_class(config)
     if model_class is None:
-        made = cast("Any", AutoModelForCausalLM).from_config(config, dtype=dtype, **options)
+        made = cast("Any", AutoModelForCausalLM).from_config(_text_of(config), dtype=dtype, **options)
     else:
         made = model_of_config(model_class, part_of(model_class, config), dtype=dtype, **options)
     return cast("PreTrainedModel", made).eval()
+
+
+def _text_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of a causal LM's class: transformers 5.6 gives it the whole one, which lacks its sizes."""
+    known = cast("Mapping[type[PreTrainedConfig], type[PreTrainedModel]]", MODEL_FOR_CAUSAL_LM_MAPPING)
+    part = part_of(known.get(type(config), PreTrainedModel), config)
+    return part if type(part) in known else config
 
 
 def multimodal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
