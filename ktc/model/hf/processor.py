@@ -150,9 +150,13 @@ def raw_inputs(processor: Any, text: str, images: Sequence[Any], *, special_toke
     """
     added = {} if special_tokens else {"add_special_tokens": False}
     try:
-        return dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **added))
+        made = dict(processor(text=[text], images=list(images) or None, return_tensors="pt", **added))
     except Exception as error:
         raise RejectedMessages(first_line(error) or type(error).__name__) from error
+    kinds = made.get("mm_token_type_ids")
+    if images and kinds is not None and not kinds.any():  # transformers 5.6 leaves images out without a word
+        raise RejectedMessages("the text has no placeholder for an image")
+    return made
 
 
 def with_tokenizer(processor: Any, tokenizer: Any) -> Any:
