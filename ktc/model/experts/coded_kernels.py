@@ -90,12 +90,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], matrices
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         kernel[grid](
             *given, of_codes, packed.view(_SCALES[codes.scales]), packed, *sizes,
-            **_constants(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, **more,
+            **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, **more,
         )  # fmt: skip
 
 
 @functools.cache
-def _constants(codes: PanelCodes) -> dict[str, Any]:
+def constants_of(codes: PanelCodes) -> dict[str, Any]:
+    """Return the arguments of a kernel that codes decide."""
     return {
         "NUMBERS": codes.numbers, "SCALES": codes.scales, "LEAST": codes.least, "GROUP": codes.group,
         "SPAN": codes.span, "NEIGHBOURS": codes.neighbours,
@@ -212,7 +213,7 @@ def _weight_of(code, scale, least, NUMBERS: tl.constexpr, SCALES: tl.constexpr, 
 
 
 @triton.jit
-def _row_of(lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def row_of(lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Return the matrix row of a panel's output, and whether there is one."""
     width: tl.constexpr = 32 // PARTS
     part, inner = lane // width, panel * width + lane % width
@@ -336,7 +337,7 @@ def _decoded(
         NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, 1, BLOCKS,
     )  # fmt: skip
     w = tl.reshape(w, (32, BLOCKS * 32))
-    row, is_row = _row_of(tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED)
+    row, is_row = row_of(tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED)
     column = tl.program_id(0) * BLOCKS * 32 + tl.arange(0, BLOCKS * 32)
     result = out + expert.to(tl.int64) * PARTS * rows * columns + row[:, None] * columns + column[None, :]
     tl.store(result, w, mask=is_row[:, None] & (column < columns)[None, :])
@@ -371,27 +372,23 @@ def _four_of_span(n0, n1, x0, x1, scales, factors, span, block, lane, there, SCA
         return tl.sum(n0 * x0 + n1 * x1, 3) * scale
 
 
-@triton.jit(do_not_specialize=["experts"])
-def _few_rows(
-    x, ends, out, experts, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
+@triton.jit
+def panel_sums(
+    row, codes, scales, factors, at, columns,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
-    HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
+    HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    panel, slot = tl.program_id(0), tl.program_id(1)
-    numbers = tl.arange(0, EXPERTS)
-    last = tl.load(ends + numbers, mask=numbers < experts, other=2147483647)
-    expert = tl.sum((last <= slot).to(tl.int32), 0)
-    if expert >= experts:
-        return
-    wide: tl.constexpr = NUMBERS == "int8" or NUMBERS == "e4m3"
+    """Return the products of a row with the outputs 0 to 15 of a panel and the others, or with all 32 and zeros.
+
+    `at` are the bytes before the panel. Of numbers `bf16`, which have no scales, `codes` are the weights themselves.
+    """
+    plain: tl.constexpr = NUMBERS == "bf16"
+    wide: tl.constexpr = NUMBERS == "int8" or NUMBERS == "e4m3" or plain
     of_span: tl.constexpr = SCALES == "sixes" or SCALES == "factors" or SCALES == "float8"
     lines: tl.constexpr = 32 // NEIGHBOURS if wide else 8  # of a block: two columns, or four
     beside: tl.constexpr = NEIGHBOURS if wide else 2
     lanes: tl.constexpr = 32 if wide else 16
-    at = expert.to(tl.int64) * expert_bytes + first + panel * panel_bytes
-    row = x + slot.to(tl.int64) * columns
     lane, line, two = tl.arange(0, lanes), tl.arange(0, lines), tl.arange(0, beside)
     lower = tl.full((BLOCKS, lines, lanes), 0, tl.float32)
     upper = tl.full((BLOCKS, lines, lanes), 0, tl.float32)
@@ -404,13 +401,17 @@ def _few_rows(
         from_column = (column[:, None] + line[None, :] * (32 // lines))[:, :, None] + two[None, None, :]
         x0 = tl.load(row + from_column, mask=from_column < columns, other=0).to(tl.float32)  # (B, lines, beside)
         if wide:
-            words = span + HEAD + in_span * 32
+            words = at // 2 + column * 32 if plain else span + HEAD + in_span * 32
             places = words[:, None] + tl.arange(0, lines * lanes * beside)[None, :]
-            word = tl.load(codes + places, mask=there[:, None], other=0).to(tl.int32)
-            word = tl.reshape(word, (BLOCKS, lines, lanes, beside))
-            part = tl.sum(_number_of(word, NUMBERS) * x0[:, :, None, :], 3)
-            scale, _ = _scale_of(scales, place, there[:, None], SCALES)
-            lower += part * scale[:, None, :]
+            word = tl.load(codes + places, mask=there[:, None], other=0)
+            if plain:
+                number = tl.reshape(word, (BLOCKS, lines, lanes, beside)).to(tl.float32)
+                lower += tl.sum(number * x0[:, :, None, :], 3)
+            else:
+                code = tl.reshape(word.to(tl.int32), (BLOCKS, lines, lanes, beside))
+                part = tl.sum(_number_of(code, NUMBERS) * x0[:, :, None, :], 3)
+                scale, _ = _scale_of(scales, place, there[:, None], SCALES)
+                lower += part * scale[:, None, :]
         else:
             c0, c1, c2, c3 = _four_codes(
                 codes, (span + HEAD)[:, None], (in_span // 32)[:, None], there[:, None], NUMBERS
@@ -426,12 +427,36 @@ def _few_rows(
                 minima: tl.constexpr = SPAN // GROUP * 32 if LEAST else 0
                 lower += _four_columns(n0, n1, x0, x1, scales, place, there, minima, SCALES)
                 upper += _four_columns(n2, n3, x0, x1, scales, place + 16, there, minima, SCALES)
+    return tl.sum(tl.sum(lower, 1), 0), tl.sum(tl.sum(upper, 1), 0)
+
+
+@triton.jit(do_not_specialize=["experts"])
+def _few_rows(
+    x, ends, out, experts, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
+    NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    panel, slot = tl.program_id(0), tl.program_id(1)
+    numbers = tl.arange(0, EXPERTS)
+    last = tl.load(ends + numbers, mask=numbers < experts, other=2147483647)
+    expert = tl.sum((last <= slot).to(tl.int32), 0)
+    if expert >= experts:
+        return
+    at = expert.to(tl.int64) * expert_bytes + first + panel * panel_bytes
+    lower, upper = panel_sums(
+        x + slot.to(tl.int64) * columns, codes, scales, factors, at, columns,
+        NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, BLOCKS,
+    )  # fmt: skip
+    wide: tl.constexpr = NUMBERS == "int8" or NUMBERS == "e4m3"
+    lane = tl.arange(0, 32 if wide else 16)
     result = out + slot.to(tl.int64) * PARTS * rows
-    of_lane, is_row = _row_of(lane, panel, rows, PARTS, INTERLEAVED)
-    tl.store(result + of_lane, tl.sum(tl.sum(lower, 1), 0).to(out.dtype.element_ty), mask=is_row)
+    of_lane, is_row = row_of(lane, panel, rows, PARTS, INTERLEAVED)
+    tl.store(result + of_lane, lower.to(out.dtype.element_ty), mask=is_row)
     if not wide:
-        of_lane, is_row = _row_of(lane + 16, panel, rows, PARTS, INTERLEAVED)
-        tl.store(result + of_lane, tl.sum(tl.sum(upper, 1), 0).to(out.dtype.element_ty), mask=is_row)
+        of_lane, is_row = row_of(lane + 16, panel, rows, PARTS, INTERLEAVED)
+        tl.store(result + of_lane, upper.to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
@@ -477,6 +502,6 @@ def _some_rows(
         else:
             sums = tl.dot(values, w, sums)
     lane = tl.arange(0, PANELS * 32)
-    row, is_row = _row_of(lane % 32, tl.program_id(0) % tiles * PANELS + lane // 32, rows, PARTS, INTERLEAVED)
+    row, is_row = row_of(lane % 32, tl.program_id(0) % tiles * PANELS + lane // 32, rows, PARTS, INTERLEAVED)
     result = out + (start + m).to(tl.int64)[:, None] * (PARTS * rows) + row[None, :]
     tl.store(result, sums.to(out.dtype.element_ty), mask=(start + m < end)[:, None] & is_row[None, :])
