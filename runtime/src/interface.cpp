@@ -2,6 +2,7 @@
 #define KTC_UNIT interface
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -84,12 +85,19 @@ const std::function<void()>& HostCall::call() const {
 
 void HostCall::run(void* call) noexcept {
   auto& self = *static_cast<HostCall*>(call);
+  const auto start = std::chrono::steady_clock::now();
   try {
     self.call_();
   } catch (...) {
     const std::lock_guard lock(self.busy_);
     if (!self.thrown_) self.thrown_ = std::current_exception();
   }
+  const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - start;
+  self.nanoseconds_.fetch_add(taken.count(), std::memory_order_relaxed);
+}
+
+std::int64_t HostCall::nanoseconds() const {
+  return nanoseconds_.load(std::memory_order_relaxed);
 }
 
 void HostCall::rethrow() {

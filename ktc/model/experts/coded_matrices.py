@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from ktc.model.experts.panel_codes import PanelCodes, codes_of
-from ktc.model.experts.panels import WIDTH, BlockPanels, GroupPanels, Panels, RowPanels
+from ktc.model.experts.panel_codes import PLAIN, PanelCodes, codes_of
+from ktc.model.experts.panels import WIDTH, BlockPanels, DensePanels, GroupPanels, Panels, RowPanels
 
 
 @functools.cache
@@ -25,6 +26,12 @@ def codes_of_panels(panels: Panels) -> PanelCodes | None:
             return codes_of(panels.row)
         case _:
             return None
+
+
+def addressed_codes(panels: Panels) -> PanelCodes | None:
+    """Return the same, and those of plain weights in bf16, for the kernels that read experts by their addresses."""
+    is_plain = isinstance(panels, DensePanels) and panels.dtype == torch.bfloat16
+    return PLAIN if is_plain else codes_of_panels(panels)
 
 
 def are_coded(*panels: Panels) -> bool:

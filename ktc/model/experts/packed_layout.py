@@ -85,6 +85,12 @@ class PackedLayout:
         )  # fmt: skip
         return Matrices(gate_up, down, *self._biases(packed))
 
+    @property
+    def bias_places(self) -> tuple[int, int]:
+        """The first bytes of the two biases, which are in the order of the panels' outputs."""
+        first = self._first_bytes + self._down_bytes
+        return first, first + self._first_panels * WIDTH * self.bias_dtype.itemsize
+
     def read(self, packed: Tensor) -> Matrices:
         """Read the matrices step by step."""
         ends = self._first_bytes, self._first_bytes + self._down_bytes

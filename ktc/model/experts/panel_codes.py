@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ktc.foundation.formats import Blocks, Codes, Exponent, Float8Scales, Format, Halves, ScaleAndZero
+from ktc.foundation.formats import Blocks, Codes, Dense, Exponent, Float8Scales, Format, Halves, ScaleAndZero
 
 _WIDTH: Final = 32  # outputs of a panel
 WHOLE_ROW: Final = 1 << 30
 """The columns of a span whose scales serve a whole row."""
-Numbers = Literal["signed4", "unsigned4", "e2m1", "unsigned5", "signed6", "int8", "e4m3"]
-"""How a code is read: `signed4` is code - 8, `signed6` code - 32, `e2m1` twice the number of FP4, an integer."""
+Numbers = Literal["signed4", "unsigned4", "e2m1", "unsigned5", "signed6", "int8", "e4m3", "bf16"]
+"""How a code is read: `signed4` is code - 8, `signed6` code - 32, `e2m1` twice the number of FP4, an integer.
+
+`bf16` are weights without scales."""
 Scales = Literal["bf16", "fp16", "fp32", "power", "zero", "sixes", "factors", "float8"]
 """How a scale is stored: `power` is a byte e, 2^(e - 128); `zero` an fp32 number whose lowest byte is a zero point.
 
@@ -30,7 +32,7 @@ _NUMBERS: Final[dict[tuple[int, ...], Numbers]] = {
     tuple(range(-32, 32)): "signed6",
     (*range(128), *range(-128, 0)): "int8",
 }
-_BITS: Final[dict[Numbers, int]] = {"unsigned5": 5, "signed6": 6, "int8": 8, "e4m3": 8}
+_BITS: Final[dict[Numbers, int]] = {"unsigned5": 5, "signed6": 6, "int8": 8, "e4m3": 8, "bf16": 16}
 SCALE_BYTES: Final[dict[Scales, int]] = {
     "bf16": 2, "fp16": 2, "fp32": 4, "power": 1, "zero": 4, "sixes": 2, "factors": 2, "float8": 4,
 }  # fmt: skip
@@ -64,6 +66,15 @@ class PanelCodes:
         if self.span == WHOLE_ROW:
             return self.head
         return self.head + _WIDTH * self.span * self.bits // 8
+
+
+PLAIN: Final = PanelCodes("bf16", "bf16", WHOLE_ROW, WHOLE_ROW, 0)
+"""Plain weights in bf16, for the kernels that read experts by their addresses."""
+
+
+def addressed_codes_of(row: Format, group: int = 0) -> PanelCodes | None:
+    """Return the codes of panels that a GPU multiplies by the address of their expert; None for others."""
+    return PLAIN if isinstance(row, Dense) and row.computes == "bf16" else codes_of(row, group)
 
 
 def codes_of(row: Format, group: int = 0) -> PanelCodes | None:

@@ -81,7 +81,7 @@ class IntegerProducts {
         routing_(routing),
         first_(layer.format.first_places(packed), layer.format.first_contraction()),
         down_(layer.format.down_places(packed), layer.format.down_contraction()),
-        tokens_(routing.num_slots() / layer.shape.top_k()),
+        tokens_(routing.num_tokens()),
         threads_(threads),
         codes_T_(tokens_ * first_.contraction()),
         scale_T_(tokens_),

@@ -2,6 +2,7 @@
 // has its bias if the layer has biases, and LoRA if the call has factors for it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -29,10 +30,14 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   using Products = ForwardProducts<Layer>;
   using Epilogue = FirstEpilogue<Layer, typename Products::ActivatedRows>;
   const auto& shape = layer.shape;
-  const Routing routing = layer.route(arguments.top_k_index, arguments.tokens);
-  if (arguments.tokens == 0) return;
-
+  const Routing routing = layer.route(arguments.top_k_index, arguments.tokens, arguments.partial);
   const std::int64_t slots = routing.num_slots();
+  if (slots == 0) {
+    auto* out = static_cast<Element*>(arguments.out);
+    std::fill(out, out + arguments.tokens * shape.hidden(), Element{});
+    return;
+  }
+
   const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView out_TH(static_cast<Element*>(arguments.out), arguments.tokens, shape.hidden());
@@ -61,7 +66,9 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
     const TokenSums<Layer> sums(token_sums.data(), shape.padded_hidden());
     LowRank<Layer> first_values{low_rank_first.data(), nullptr};
     LowRank<Layer> down_values{low_rank_down.data(), nullptr};
-    for (std::int64_t pair = 0; pair < slots; ++pair) weight_S[routing.slot(pair)] = weight[pair];
+    for (std::int64_t pair = 0; pair < routing.num_pairs(); ++pair) {
+      if (const std::int64_t slot = routing.slot(pair); slot != kComputedElsewhere) weight_S[slot] = weight[pair];
+    }
 
     Element* saved_S = nullptr;
     if (arguments.saved != nullptr) {

@@ -51,9 +51,9 @@ struct MoeLayer {
   }
   PanelSet down_set() const { return {format.num_down_panels(), format.down_contraction(), PanelTurns::kByExpert}; }
 
-  Routing route(const std::int64_t* top_k_index, std::int64_t tokens) const {
+  Routing route(const std::int64_t* top_k_index, std::int64_t tokens, bool partial = false) const {
     return Routing(top_k_index, tokens, shape.top_k(), shape.num_experts(),
-                   {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0});
+                   {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0}, partial);
   }
   // Outputs of the first product, padded: of gate and up, or of up alone.
   std::int64_t first_size() const { return kFirstParts * shape.padded_intermediate(); }

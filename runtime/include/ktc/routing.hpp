@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ktc/interface/moe.hpp"
 #include "ktc/interface/text.hpp"
 #include "ktc/unit.hpp"
 
@@ -34,31 +35,38 @@ struct GroupRows {
 
 class Routing {
  public:
-  // `index` is (tokens, top_k). Slots of an expert keep the order of their tokens.
+  // `index` is (tokens, top_k). Slots of an expert keep the order of their tokens. A `partial` routing has no slots for
+  // pairs that are `kComputedElsewhere`.
   Routing(const std::int64_t* index, std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts,
-          GroupRows group_rows)
-      : token_(static_cast<std::size_t>(tokens * top_k)), slot_(token_.size()) {
-    std::vector<std::int64_t> next = first_slots(index, tokens * top_k, num_experts);
+          GroupRows group_rows, bool partial = false)
+      : num_tokens_(tokens), slot_(static_cast<std::size_t>(tokens * top_k), kComputedElsewhere) {
+    std::vector<std::int64_t> next = first_slots(index, tokens * top_k, num_experts, partial);
+    token_.resize(static_cast<std::size_t>(next[num_experts]));
     add_groups(next, num_experts, group_rows);
-    for (std::int64_t pair = 0; pair < num_slots(); ++pair) {
+    for (std::int64_t pair = 0; pair < num_pairs(); ++pair) {
+      if (partial && index[pair] == kComputedElsewhere) continue;
       const std::int64_t slot = next[index[pair]]++;
       slot_[pair] = slot;
       token_[slot] = pair / top_k;
     }
   }
 
+  std::int64_t num_tokens() const { return num_tokens_; }
+  std::int64_t num_pairs() const { return static_cast<std::int64_t>(slot_.size()); }
   std::int64_t num_slots() const { return static_cast<std::int64_t>(token_.size()); }
   std::int64_t token(std::int64_t slot) const { return token_[slot]; }
+  // `kComputedElsewhere` for a pair without one.
   std::int64_t slot(std::int64_t pair) const { return slot_[pair]; }
   const std::vector<SlotGroup>& groups() const { return groups_; }
   const std::vector<ActiveExpert>& active_experts() const { return active_; }
 
  private:
   // Refuses an index out of range before anything is read with it. Element E is the number of slots.
-  static std::vector<std::int64_t> first_slots(const std::int64_t* index, std::int64_t slots,
-                                               std::int64_t num_experts) {
+  static std::vector<std::int64_t> first_slots(const std::int64_t* index, std::int64_t pairs, std::int64_t num_experts,
+                                               bool partial) {
     std::vector<std::int64_t> first(num_experts + 1, 0);
-    for (std::int64_t pair = 0; pair < slots; ++pair) {
+    for (std::int64_t pair = 0; pair < pairs; ++pair) {
+      if (partial && index[pair] == kComputedElsewhere) continue;
       if (index[pair] < 0 || index[pair] >= num_experts) {
         throw std::out_of_range("`top_k_index` names expert " + decimal(index[pair]) +
                                 "; this layer has experts 0 to " + decimal(num_experts - 1));
@@ -87,6 +95,7 @@ class Routing {
     }
   }
 
+  std::int64_t num_tokens_;
   std::vector<std::int64_t> token_;  // by slot
   std::vector<std::int64_t> slot_;   // by (token, k) pair
   std::vector<SlotGroup> groups_;

@@ -74,7 +74,8 @@ struct Fields<ktc::ForwardArguments> {
                                       required<&Of::tokens>("tokens"),
                                       optional<&Of::saved>("saved"),
                                       optional<&Of::lora_first>("lora_first"),
-                                      optional<&Of::lora_down>("lora_down")};
+                                      optional<&Of::lora_down>("lora_down"),
+                                      optional<&Of::partial>("partial")};
 };
 
 template <>

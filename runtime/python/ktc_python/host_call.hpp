@@ -16,6 +16,7 @@ inline void add_host_call(py::module_& library) {
       .def_property_readonly_static("function",
                                     [](const py::object&) { return reinterpret_cast<Address>(&ktc::HostCall::run); })
       .def_property_readonly("address", [](ktc::HostCall& call) { return reinterpret_cast<Address>(&call); })
+      .def_property_readonly("nanoseconds", &ktc::HostCall::nanoseconds)
       .def("rethrow", &ktc::HostCall::rethrow);
 }
 

@@ -1,6 +1,8 @@
 // A call of a kernel with its arguments: an operation of a decoding step, or a host function of a CUDA stream or graph.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -21,6 +23,9 @@ class HostCall {
   // waits for `rethrow`.
   static void run(void* call) noexcept;
 
+  // The time of all runs.
+  std::int64_t nanoseconds() const;
+
   // Throws what the first run since the last `rethrow` threw, if any did.
   void rethrow();
 
@@ -28,6 +33,7 @@ class HostCall {
   std::function<void()> call_;
   std::mutex busy_;
   std::exception_ptr thrown_;
+  std::atomic<std::int64_t> nanoseconds_{0};
 };
 
 }  // namespace ktc

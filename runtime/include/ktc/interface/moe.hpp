@@ -18,6 +18,9 @@ enum class Part { kGate, kUp, kDown, kGateBias, kUpBias, kDownBias };
 
 namespace ktc {
 
+// A choice that another engine computes, in a partial forward.
+inline constexpr std::int64_t kComputedElsewhere = -1;
+
 struct MoeSizes {
   std::int64_t num_experts;
   std::int64_t hidden;
@@ -63,6 +66,7 @@ struct ForwardArguments {
   std::int64_t tokens;
   LoraFactors lora_first = {};
   LoraFactors lora_down = {};
+  bool partial = false;  // choices that are `kComputedElsewhere` add nothing to the output
 };
 
 // For the gradients of weights, whose products another library computes: by slot, that is sorted by expert and then by

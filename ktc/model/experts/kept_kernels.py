@@ -1,0 +1,179 @@
+"""Experts of few rows by their addresses, by Triton: in memory of the GPU, or in pinned memory of the host.
+
+In: the choices of a layer, and a table with the address of each expert that the GPU keeps. `split` gives each choice
+the address that the GPU reads its expert from, or none; `products` multiplies each row with the panels at its address,
+as `coded_kernels.py` does; `sum_of_choices` adds a token's results in the order of its choices. Tables and shares are
+read when a kernel runs, so a CUDA graph follows their changes. Results are equal to the bit from run to run.
+Importing this needs Triton.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportReturnType=false
+# The arguments of device code get their types from Triton, which is not typed itself.
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktc.model.experts.coded_kernels import constants_of, panel_sums, row_of
+from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
+from ktc.model.experts.panel_codes import Numbers
+
+_WORDS: Final[dict[Numbers, str]] = {"int8": "byte", "e4m3": "byte", "bf16": "weight"}  # others are of 16 bits
+_NO_BIAS: Final = -1
+_SUMMED: Final = 1024  # outputs of a program
+
+
+def split(
+    index_TK: Tensor, table: Tensor, share: Tensor, counts: Tensor, traffic: Tensor, host: int, nbytes: int
+) -> tuple[Tensor, Tensor]:
+    """Divide the chosen experts of a layer among GPU memory, bus and CPU: see `kept_split.split`.
+
+    Add each chosen expert to `counts` (E,) int32, and to `traffic` (3,) int64 how many were read where. `table` (E,) is
+    int64, `share` (1,) int32; `host` is the address of the layer's packed experts, each of `nbytes`.
+    """
+    addresses, left = index_TK.new_empty(index_TK.numel()), torch.empty_like(index_TK)
+    with torch.cuda.device_of(index_TK):
+        _split[(1,)](
+            index_TK, table, share, counts, traffic, addresses, left, host, nbytes, index_TK.numel(), len(table),
+            EXPERTS=triton.next_power_of_2(len(table)), PAIRS=triton.next_power_of_2(index_TK.numel()),
+        )  # fmt: skip
+    return addresses, left
+
+
+def products(
+    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = _NO_BIAS
+) -> Tensor:
+    """Multiply rows with matrices at addresses: `(P / per_row, K), (P,) int64 -> (P, N)` in fp32.
+
+    `matrices` says where they are within an expert, and its bytes are not read. `bias_at` is the first byte of a bias
+    in fp32. Rows without an address are left undefined.
+    """
+    codes = addressed_codes(matrices.panels)
+    assert codes is not None, "panels that a GPU multiplies"
+    out = torch.empty(len(addresses), matrices.shape[1], dtype=torch.float32, device=rows.device)
+    with torch.cuda.device_of(rows):
+        _products[(matrices.num_panels, len(addresses))](
+            rows, addresses, out, matrices.begin, matrices.panel_bytes, matrices.rows, matrices.columns,
+            max(bias_at, 0), **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved,
+            WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, BIASED=bias_at != _NO_BIAS, BLOCKS=8,
+            num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def sum_of_choices(rows: Tensor, addresses: Tensor, weights_TK: Tensor) -> Tensor:
+    """Add the rows of each token that have an address, with their weights: `(T * K, H), (T * K,), (T, K) -> (T, H)`."""
+    tokens, hidden = len(weights_TK), rows.shape[1]
+    out = torch.empty(tokens, hidden, dtype=torch.float32, device=rows.device)
+    with torch.cuda.device_of(rows):
+        _sum_of_choices[(triton.cdiv(hidden, _SUMMED), tokens)](
+            rows, addresses, weights_TK, out, hidden, CHOICES=weights_TK.shape[1], BLOCK=_SUMMED
+        )
+    return out
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["host", "pairs", "experts"])
+def _split(
+    index, table, share, counts, traffic, addresses, left, host, nbytes, pairs, experts,
+    EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    expert, pair = tl.arange(0, EXPERTS), tl.arange(0, PAIRS)
+    known, is_pair = expert < experts, pair < pairs
+    chosen = tl.load(index + pair, mask=is_pair, other=-1)
+    is_of = (chosen[:, None] == expert[None, :]).to(tl.int32)  # (PAIRS, EXPERTS)
+    is_chosen = tl.max(is_of, 0)
+    kept = tl.load(table + expert, mask=known, other=0)
+    missing = tl.where(kept == 0, is_chosen, 0)
+    misses = tl.sum(missing, 0)
+    over_bus = misses * tl.load(share) + 32768 >> 16
+    sent = (missing == 1) & (tl.cumsum(missing, 0) <= over_bus)
+    place = tl.where(sent, host + expert.to(tl.int64) * nbytes, kept)
+    address = tl.sum(tl.where(is_of == 1, place[None, :], 0), 1)
+    tl.store(addresses + pair, address, mask=is_pair)
+    for_cpu = tl.where(chosen < 0, experts.to(tl.int64), chosen)  # an error of the CPU's, as any other wrong number
+    tl.store(left + pair, tl.where(address != 0, -1, for_cpu), mask=is_pair)
+    tl.store(counts + expert, tl.load(counts + expert, mask=known, other=0) + is_chosen, mask=known)
+    hits = tl.sum(is_chosen, 0) - misses
+    tl.store(traffic, tl.load(traffic) + hits)
+    tl.store(traffic + 1, tl.load(traffic + 1) + over_bus)
+    tl.store(traffic + 2, tl.load(traffic + 2) + misses - over_bus)
+
+
+@triton.jit
+def _as_words(base, WORD: tl.constexpr):
+    """Return an address as a pointer to codes or weights."""
+    if WORD == "byte":
+        return tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16)
+    elif WORD == "weight":
+        return tl.multiple_of(base.to(tl.pointer_type(tl.bfloat16)), 16)
+    else:
+        return tl.multiple_of(base.to(tl.pointer_type(tl.int16)), 16)
+
+
+@triton.jit
+def _as_scales(base, SCALES: tl.constexpr):
+    """Return an address as a pointer to the numbers that scales begin with."""
+    if SCALES == "bf16":
+        return tl.multiple_of(base.to(tl.pointer_type(tl.bfloat16)), 16)
+    elif SCALES == "fp32" or SCALES == "float8":
+        return tl.multiple_of(base.to(tl.pointer_type(tl.float32)), 16)
+    elif SCALES == "zero":
+        return tl.multiple_of(base.to(tl.pointer_type(tl.int32)), 16)
+    elif SCALES == "power":
+        return tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16)
+    else:
+        return tl.multiple_of(base.to(tl.pointer_type(tl.float16)), 16)
+
+
+@triton.jit
+def _stored(out, bias, sums, lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr):
+    """Store the sums of a panel's outputs `lane`, with their bias."""
+    of_lane, is_row = row_of(lane, panel, rows, PARTS, INTERLEAVED)
+    if BIASED:
+        sums += tl.load(bias + panel * 32 + lane, mask=is_row, other=0)
+    tl.store(out + of_lane, sums, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["bias_at"])
+def _products(
+    x, addresses, out, first, panel_bytes, rows, columns, bias_at,
+    NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WORD: tl.constexpr, PER_ROW: tl.constexpr, BIASED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    panel, pair = tl.program_id(0), tl.program_id(1)
+    base = tl.load(addresses + pair)
+    if base == 0:
+        return
+    row = x + (pair // PER_ROW).to(tl.int64) * columns
+    factors = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16)
+    lower, upper = panel_sums(
+        row, _as_words(base, WORD), _as_scales(base, SCALES), factors, first + panel * panel_bytes, columns,
+        NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, BLOCKS,
+    )  # fmt: skip
+    result = out + pair.to(tl.int64) * PARTS * rows
+    bias = (base + bias_at).to(tl.pointer_type(tl.float32))
+    if WORD == "short":
+        _stored(result, bias, lower, tl.arange(0, 16), panel, rows, PARTS, INTERLEAVED, BIASED)
+        _stored(result, bias, upper, tl.arange(0, 16) + 16, panel, rows, PARTS, INTERLEAVED, BIASED)
+    else:
+        _stored(result, bias, lower, tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED, BIASED)
+
+
+@triton.jit
+def _sum_of_choices(rows, addresses, weights, out, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    token, at = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0, tl.float32)
+    for choice in range(CHOICES):
+        pair = token.to(tl.int64) * CHOICES + choice
+        if tl.load(addresses + pair) != 0:
+            total += tl.load(rows + pair * hidden + at, mask=at < hidden, other=0) * tl.load(weights + pair)
+    tl.store(out + token.to(tl.int64) * hidden + at, total, mask=at < hidden)

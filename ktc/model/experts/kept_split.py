@@ -1,0 +1,43 @@
+"""Which engine reads a chosen expert of a decoding step: memory of the GPU, the bus, or the CPU.
+
+In: the choices of a layer, the addresses of the experts that the GPU keeps, and the share of the others that the GPU
+reads over the bus. Out: an address for each choice that the GPU computes, and the choices that are left to the CPU.
+The kernel of `kept_kernels.py` computes the same; this is its reference, and it serves where no kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+COMPUTED_ELSEWHERE: Final = -1
+"""A choice that a partial call of a kernel leaves out (`ForwardArguments::partial`)."""
+WHOLE_SHARE: Final = 1 << 16  # of the experts that the GPU does not keep
+
+
+def split(
+    index_TK: Tensor, table: Tensor, share: Tensor, counts: Tensor, traffic: Tensor, host: int, nbytes: int
+) -> tuple[Tensor, Tensor]:
+    """Divide the chosen experts of a layer: `(T, K) int64 -> (T * K,) int64, (T, K) int64`.
+
+    Of the chosen experts without an address in `table`, ordered by number, the first `share` (of `WHOLE_SHARE`,
+    rounded) have that of the host's packed bytes. Returned are the addresses of the choices, 0 for the CPU's, and the
+    choices with `COMPUTED_ELSEWHERE` in the place of those that have an address. Numbers that are no expert's stay
+    wrong ones. See `kept_kernels.split` for the other arguments.
+    """
+    experts = torch.arange(len(table), device=table.device)
+    is_of = index_TK.flatten()[:, None] == experts
+    chosen = is_of.any(0)
+    missing = chosen & (table == 0)
+    misses = missing.sum()
+    over_bus = misses * share[0] + WHOLE_SHARE // 2 >> 16
+    sent = missing & (missing.cumsum(0) <= over_bus)
+    places = torch.where(sent, host + experts * nbytes, table)
+    addresses = (is_of * places).sum(1)
+    wrong = torch.where(index_TK < 0, len(table), index_TK)
+    left = torch.where((addresses != 0).view_as(index_TK), COMPUTED_ELSEWHERE, wrong)
+    counts += chosen.to(counts.dtype)
+    traffic += torch.stack((chosen.sum() - misses, over_bus, misses - over_bus))
+    return addresses, left
