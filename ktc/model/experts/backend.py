@@ -16,6 +16,8 @@ from ktc.model.experts.coded_matrices import are_coded
 from ktc.model.experts.cpu_backend import Activations, CpuKernel
 from ktc.model.experts.graph_backend import HostNode
 from ktc.model.experts.grouped_products import described, multiplies_codes
+from ktc.model.experts.kept_backend import SplitNode
+from ktc.model.experts.kept_experts import KeptLayer
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference_backend import Reference
@@ -55,16 +57,30 @@ class ExpertsBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Single experts that a device keeps: `places` for each layer on average, which all layers share.
+
+    Of the others, the GPU reads the part `share` over the bus at first. With `fixed` neither changes.
+    """
+
+    places: int
+    share: float
+    fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Offload:
     """Calls of at least `min_tokens` tokens run on `devices`, to which the packed weights are streamed.
 
-    `buffer` is the size in bytes of the ring on each of them. Weights that are `resident` are sent once and stay.
+    `buffer` is the size in bytes of the ring on each of them. Weights that are `resident` are sent once and stay; of
+    others, the device has places for as many single experts as `kept` says, for decoding.
     """
 
     devices: tuple[torch.device, ...]
     min_tokens: int
     buffer: int = DEFAULT_BUFFER
     resident: bool = False
+    kept: Kept | None = None
 
     def serves_at_once(self, tokens: int, packed: PackedExperts) -> bool:
         """Return whether the experts that are there already multiply so few tokens without being cut into chunks.
@@ -90,11 +106,11 @@ class Offload:
 
 def choose(
     weights: ExpertsWeights, tokens: int, context: StepContext, *, activations: Activations, offload: Offload | None,
-    plain: bool = False,
+    plain: bool = False, kept: KeptLayer | None = None,
 ) -> ExpertsBackend:  # fmt: skip
     """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA.
 
-    `context` is that of the module's model.
+    `context` is that of the module's model, and `kept` the experts of the layer that a GPU keeps.
     """
     packed, form = weights.packed, weights.form
     if packed is None:
@@ -108,5 +124,6 @@ def choose(
     if torch.compiler.is_compiling():
         return CpuKernel(packed, form, weights.dtype, activations)
     if context.host_nodes is not None:
-        return HostNode(packed, form, context.host_nodes)
+        host = HostNode(packed, form, context.host_nodes)
+        return SplitNode(host, kept) if kept is not None and plain else host
     return CpuKernel(packed, form, weights.dtype, activations, context)

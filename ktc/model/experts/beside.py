@@ -73,6 +73,7 @@ class Beside(TorchDispatchMode):
         super().__init__()
         self._order = order
         self._pending: Tensor | None = None  # held, so that no other tensor takes its memory
+        self._after: Work | None = None  # of the model's stream, once it has waited
         self._thread = 0  # that entered
 
     @classmethod
@@ -104,11 +105,18 @@ class Beside(TorchDispatchMode):
         finally:
             self._pending = out  # not before: the work itself writes it. After an error too: a part may be under way
 
+    def then(self, work: Work) -> None:
+        """Do `work` in the model's stream as soon as that has waited for what was started."""
+        assert self._pending is not None, "work was started"
+        self._after = work
+
     def join(self) -> None:
         """Let the model's stream wait for the work that was started."""
         if (pending := self._pending) is not None:
-            self._pending = None
+            after, self._pending, self._after = self._after, None, None
             self._order.join(pending.device)
+            if after is not None:
+                after()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -56,11 +56,39 @@ class HostNodes:
 
         Dtypes are the kernel's, and factors of LoRA are in host memory.
         """
+        memory = self._filled(x_TH, index_TK, weights_TK)
+        call = packed.host_call(memory.x, memory.index, memory.weights, memory.out, lora, interleaved=interleaved)
+        return self._started(packed, call, memory, x_TH)
+
+    def run_rest(
+        self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, beside: Callable[[], Tensor]
+    ) -> Tensor:
+        """Enqueue the call of those experts that the GPU leaves to the CPU: see `PackedExperts.partial_call`.
+
+        `beside` enqueues the work of the GPU at the same time and returns its results (T, H), which are added.
+        """
+        memory = self._filled(x_TH, index_TK, weights_TK)
+        call = packed.partial_call(memory.x, memory.index, memory.weights, memory.out)
+        out = self._started(packed, call, memory, x_TH)
+        computed = beside()
+        self._beside.then(lambda: torch.add(out, computed, out=out))
+        return out
+
+    @property
+    def nanoseconds(self) -> int:
+        """The time of all calls so far."""
+        return sum(call.nanoseconds for _, call in self._calls)
+
+    def _filled(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> CallMemory:
+        """Enqueue the transfer of a call's inputs, and return the memory of the call."""
         self._beside.join()  # host functions before this one read the same memory
         memory = self._memory(x_TH, index_TK, weights_TK)
         memory.put(x_TH, index_TK, weights_TK)
-        out = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
-        call = packed.host_call(memory.x, memory.index, memory.weights, memory.out, lora, interleaved=interleaved)
+        return memory
+
+    def _started(self, packed: PackedExperts, call: HostCall, memory: CallMemory, like: Tensor) -> Tensor:
+        """Start a call beside the model's stream, and return its result, shaped like its hidden states."""
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         self._calls.append((packed, call))
 
         def compute() -> None:

@@ -87,7 +87,7 @@ def _split(
     expert, pair = tl.arange(0, EXPERTS), tl.arange(0, PAIRS)
     known, is_pair = expert < experts, pair < pairs
     chosen = tl.load(index + pair, mask=is_pair, other=-1)
-    is_of = (chosen[:, None] == expert[None, :]).to(tl.int32)  # (PAIRS, EXPERTS)
+    is_of = ((chosen[:, None] == expert[None, :]) & known[None, :]).to(tl.int32)  # (PAIRS, EXPERTS)
     is_chosen = tl.max(is_of, 0)
     kept = tl.load(table + expert, mask=known, other=0)
     missing = tl.where(kept == 0, is_chosen, 0)

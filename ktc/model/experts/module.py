@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.backend import ExpertsBackend, Offload, choose
 from ktc.model.experts.cpu_backend import Activations
+from ktc.model.experts.kept_experts import KeptLayer
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.private_api import ConversionHook, LoadHooks
 from ktc.model.experts.stock_layout import stock_names
@@ -53,6 +54,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         self.offload = offload
         self.guard: Callable[[], None] | None = None  # of the loader: reports changes since the model was loaded
         self.step_context = StepContext()  # replaced by that of the model
+        self.kept: KeptLayer | None = None  # set by the loader
         self.weights = weights
         self._show()
 
@@ -171,8 +173,9 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     def backend(self, tokens: int, *, plain: bool = False) -> ExpertsBackend:
         """Return the backend of a call with this number of tokens; a `plain` one has neither gradients nor LoRA."""
         return choose(
-            self.weights, tokens, self.step_context, activations=self.activations, offload=self.offload, plain=plain
-        )
+            self.weights, tokens, self.step_context, activations=self.activations, offload=self.offload, plain=plain,
+            kept=self.kept,
+        )  # fmt: skip
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: ExpertsLora | None = None

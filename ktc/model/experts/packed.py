@@ -301,6 +301,16 @@ class PackedExperts:
         arguments = self._arguments(lora.to(self.weight_dtype), None, interleaved=interleaved)
         return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
 
+    def partial_call(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> HostCall:
+        """Return `host_call` without LoRA, to which choices that are `COMPUTED_ELSEWHERE` add nothing."""
+        engine = self._kernel.engine(self._threads, self._nodes, separate=True)
+        whole = self._arguments(NO_LORA, None, interleaved=False)
+
+        def arguments(*tensors: Tensor) -> Arguments:
+            return {**whole(*tensors), "partial": True}
+
+        return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
+
     def _arguments(
         self, lora: ExpertsLora, saved: Tensor | None, *, interleaved: bool
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Arguments]:

@@ -16,21 +16,25 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_PORTABLE: Final = 1  # of cudaHostRegister: for all contexts of the process
-_tried: Final[set[tuple[int, int]]] = set()  # address and size of every storage given to `page_lock`
+_PORTABLE_AND_MAPPED: Final = 3  # of cudaHostRegister: for all contexts of the process, and read by kernels
+_tried: Final[dict[tuple[int, int], bool]] = {}  # by address and size of every storage given to `page_lock`
 
 
-def page_lock(storage: Tensor, owner: object) -> None:
-    """Lock the pages of `storage` once, until `owner` is gone. Log a warning where that fails."""
+def page_lock(storage: Tensor, owner: object) -> bool:
+    """Lock the pages of `storage` once, until `owner` is gone. Log a warning where that fails.
+
+    Return whether they are locked; a GPU then reads them at their address too.
+    """
     region = storage.data_ptr(), storage.nbytes
     if region in _tried:
-        return
-    _tried.add(region)
-    status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*region, _PORTABLE))
+        return _tried[region]
+    status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*region, _PORTABLE_AND_MAPPED))
     if status != 0:
         log.warning("weights could not be page-locked (CUDA error %d): sending them to the GPU is slow", status)
         _forget_error()
+    _tried[region] = status == 0
     weakref.finalize(owner, _unlock, region, locked=status == 0).atexit = False  # CUDA ends before
+    return status == 0
 
 
 def _forget_error() -> None:
@@ -40,7 +44,7 @@ def _forget_error() -> None:
 
 
 def _unlock(region: tuple[int, int], *, locked: bool) -> None:
-    _tried.discard(region)
+    _tried.pop(region, None)
     if not locked:
         return
     for device in range(torch.cuda.device_count()):

@@ -31,6 +31,11 @@ class HostCall:
         """The argument of the function."""
         return self.native.address
 
+    @property
+    def nanoseconds(self) -> int:
+        """The time of all calls."""
+        return self.native.nanoseconds
+
     def rethrow(self) -> None:
         """Raise what the first failed call since the last `rethrow` has thrown."""
         self.native.rethrow()

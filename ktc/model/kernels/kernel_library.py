@@ -48,6 +48,7 @@ class NativeHostCall(Protocol):
 
     function: int
     address: int
+    nanoseconds: int
 
     def rethrow(self) -> None: ...
 

@@ -1,0 +1,218 @@
+"""Single experts of any layer that a GPU keeps for decoding, and the tables that say where they are.
+
+In: the packed experts of a model's layers, and how many experts the device has places for. Out: for each layer the
+tensors that a step reads when it runs: addresses, the share of the bus, and counts that it adds to. Between two steps
+`advance` exchanges experts by their counts: the one that leaves has no address from the next step on, its place is
+written beside that step, and the other one has an address when it has arrived. No step waits for a copy.
+With `fixed`, tables and share stay as they are, and results are equal to the bit from run to run.
+Packed experts whose pages cannot be locked are not read over the bus.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+from torch import Tensor
+
+from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
+from ktc.model.experts.grouped_products import multiplies_codes
+from ktc.model.experts.kept_policy import DECAY, Exchange, bus_share, exchanges, first_kept
+from ktc.model.experts.kept_split import WHOLE_SHARE
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.experts.packed_layout import PackedLayout
+from ktc.model.experts.page_lock import page_lock
+from ktc.model.experts.stream_copies import Arrival, copies_to
+from ktc.model.kernels.form import ExpertsForm
+
+if TYPE_CHECKING:
+    from ktc.model.experts.host_node import HostNodes
+
+PERIOD: Final = 32  # steps between two looks at the counts
+_ALIGNMENT: Final = 256  # bytes between which experts begin
+MOST_ROWS: Final = 16  # of a step whose experts the GPU reads by address
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTraffic:
+    """What the steps of a model have read: experts by engine, and their bytes."""
+
+    hits: int
+    over_bus: int
+    on_cpu: int
+    hit_bytes: int
+    bus_bytes: int
+    cpu_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """An expert on its way to the place of another one."""
+
+    expert: int
+    place: int
+    arrival: Arrival
+
+
+class KeptLayer:
+    """The part of one layer in `KeptExperts`, as a step reads it."""
+
+    def __init__(self, store: KeptExperts, number: int, packed: PackedExperts, form: ExpertsForm) -> None:
+        self.store, self.packed, self.form = store, packed, form
+        sizes = packed.sizes
+        self.table, self.counts = (of[number, : sizes.num_experts] for of in (store.table, store.counts))
+        self.traffic = store.traffic[number]
+        self.layout = PackedLayout(form, sizes.hidden, sizes.intermediate, *packed.panels, packed.weight_dtype)
+        assert self.layout.nbytes * sizes.num_experts == packed.nbytes, "the layout is not the kernel's"
+        nothing = torch.empty(0, self.layout.nbytes, dtype=torch.uint8)
+        self.matrices = cast("tuple[CodedMatrices, CodedMatrices]", self.layout.coded(nothing)[:2])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Copies of a model compute without kept experts: their steps would share the tables."""
+
+    def bytes_of(self, expert: int) -> Tensor:
+        """Return the packed bytes of an expert, in host memory."""
+        return self.packed.packed[expert * self.layout.nbytes : (expert + 1) * self.layout.nbytes]
+
+
+def can_keep(packed: PackedExperts, device: torch.device) -> bool:
+    """Return whether a device can multiply experts by their addresses, as they are packed."""
+    fits = packed.num_nodes == 1 and packed.dtype == torch.bfloat16
+    fits = fits and all(addressed_codes(panels) is not None for panels in packed.panels)
+    return fits and (device.type == "cpu" or multiplies_codes(device))
+
+
+class KeptExperts:
+    """`places` experts of `layers` on a device, which one model uses. `share` is that of the bus at first."""
+
+    def __init__(
+        self, layers: Sequence[tuple[PackedExperts, ExpertsForm]], device: torch.device, places: int,
+        *, share: float, fixed: bool,
+    ) -> None:  # fmt: skip
+        packed = [experts for experts, _ in layers]
+        most = max(experts.sizes.num_experts for experts in packed)
+        self.device, self.fixed = device, fixed
+        self._nbytes = [experts.nbytes // experts.sizes.num_experts for experts in packed]
+        self._place_bytes = -(-max(self._nbytes) // _ALIGNMENT) * _ALIGNMENT
+        places = min(places, sum(experts.sizes.num_experts for experts in packed))
+        with torch.inference_mode(mode=False):  # steps within it and outside write to them
+            self._memory = torch.empty(places, self._place_bytes, dtype=torch.uint8, device=device)
+            self.table = torch.zeros(len(layers), most, dtype=torch.int64, device=device)
+            self.share = torch.zeros(1, dtype=torch.int32, device=device)
+            self.counts = torch.zeros(len(layers), most, dtype=torch.int32, device=device)
+            self.traffic = torch.zeros(len(layers), 3, dtype=torch.int64, device=device)
+        locked = device.type != "cuda" or all(page_lock(experts.packed, experts) for experts in packed)
+        self._copies = copies_to(device)
+        self._copies.keep(self._memory)
+        self._bus_speed = self._copies.bus_speed(packed[0].packed) if locked else 0.0
+        self._share = share if locked else 0.0
+        self.share.fill_(round(self._share * WHOLE_SHARE))
+        self.layers = tuple(KeptLayer(self, number, *layer) for number, layer in enumerate(layers))
+        self._addresses = torch.zeros(len(layers), most, dtype=torch.int64)  # of the next step
+        self._places: dict[int, int] = {}  # by expert, those on their way included
+        self._weights = torch.zeros(len(layers), most)  # decayed counts
+        self._seen = torch.zeros(len(layers), most, dtype=torch.int32)
+        self._exchanges: deque[Exchange] = deque()
+        self._sent: deque[_Sent] = deque()
+        self._steps, self._cpu_seen, self._busy_seen = 0, 0, 0
+        self._nodes: weakref.WeakSet[HostNodes] = weakref.WeakSet()
+        self.place(self._weights)
+
+    @property
+    def num_places(self) -> int:
+        """The number of experts that the device keeps."""
+        return len(self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._memory.nbytes
+
+    def place(self, counts: Tensor) -> None:
+        """Keep the most often chosen experts, by counts (layers, experts). Waits for the device and for the copies."""
+        experts = torch.tensor([layer.packed.sizes.num_experts for layer in self.layers])
+        missing = torch.arange(self.table.shape[1]) >= experts[:, None]
+        self._copies.finish()
+        self._exchanges.clear()
+        self._sent.clear()
+        self._weights = counts.float()
+        chosen = first_kept(counts.float().masked_fill(missing, -1.0), self.num_places)
+        self._places = {expert: place for place, expert in enumerate(chosen)}
+        self._addresses.zero_()
+        for expert, place in self._places.items():
+            self._send(expert, place)
+            self._addresses.view(-1)[expert] = self._address(place)
+        self._copies.finish()
+        self.table.copy_(self._addresses)
+
+    def renew(self) -> None:
+        """Send the kept experts again: their weights have changed."""
+        self.place(self._weights)
+
+    def uses(self, nodes: HostNodes) -> None:
+        """Measure the CPU by the host functions of a step."""
+        self._nodes.add(nodes)
+
+    # Between two steps
+
+    def advance(self) -> None:
+        """Use experts that have arrived, and begin to send at most one. No step may be under way, and none waits."""
+        if self.fixed:
+            return
+        self._steps += 1
+        changed = self._use_arrived()
+        if self._steps % PERIOD == 0:
+            self._look()
+        if self._sent or not self._exchanges:
+            if changed:
+                self.table.copy_(self._addresses)
+            return
+        exchange = self._exchanges.popleft()
+        place = self._places[exchange.entering] = self._places.pop(exchange.leaving)
+        self._addresses.view(-1)[exchange.leaving] = 0
+        self.table.copy_(self._addresses)  # before the copy, which waits for what the device was given so far
+        self._sent.append(_Sent(exchange.entering, place, self._send(exchange.entering, place)))
+
+    def figures(self) -> KeptTraffic:
+        """Return what all steps have read. Waits for the device."""
+        of_layers = self.traffic.cpu()
+        hits, over_bus, on_cpu = (int(number) for number in of_layers.sum(0))
+        nbytes = (of_layers * torch.tensor(self._nbytes)[:, None]).sum(0)
+        return KeptTraffic(hits, over_bus, on_cpu, *(int(size) for size in nbytes))
+
+    def _use_arrived(self) -> bool:
+        """Give addresses to experts that have arrived."""
+        changed = False
+        while self._sent and self._sent[0].arrival.is_over():
+            sent = self._sent.popleft()
+            self._addresses.view(-1)[sent.expert] = self._address(sent.place)
+            changed = True
+        return changed
+
+    def _look(self) -> None:
+        """Read the counts of the last steps, and decide by them what is exchanged and the share of the bus."""
+        counts = self.counts.cpu()
+        self._weights = self._weights * DECAY + (counts - self._seen)
+        self._seen = counts
+        kept = torch.zeros(self._weights.shape, dtype=torch.bool)
+        kept.view(-1)[torch.tensor(list(self._places), dtype=torch.int64)] = True
+        self._exchanges = deque(exchanges(self._weights, kept, PERIOD))
+        read, busy = self.figures().cpu_bytes, sum(nodes.nanoseconds for nodes in self._nodes)
+        new, taken = read - self._cpu_seen, busy - self._busy_seen
+        self._cpu_seen, self._busy_seen = read, busy
+        if new > 0 and taken > 0 and self._bus_speed:  # not after another step was captured
+            measured = bus_share(self._bus_speed, new / taken * 1e9)
+            self._share = (self._share + measured) / 2
+            self.share.fill_(round(self._share * WHOLE_SHARE))
+
+    def _send(self, expert: int, place: int) -> Arrival:
+        layer, number = divmod(expert, self.table.shape[1])
+        source = self.layers[layer].bytes_of(number)
+        return self._copies.send(source, self._memory[place, : source.nbytes], (self._copies.mark(),))
+
+    def _address(self, place: int) -> int:
+        return self._memory.data_ptr() + place * self._place_bytes

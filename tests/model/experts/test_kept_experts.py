@@ -1,0 +1,171 @@
+"""Single experts that a GPU keeps for decoding: by address, split with the CPU, and exchanged between steps.
+
+Without a GPU, Triton's interpreter runs the kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from kernel_layers import ISAS, Load, error, quick_or_slow, random_layer, spec_of
+from recorded_steps import LastMoment, call_at_once
+from stored_experts import in_blocks, stored_experts
+from torch import Tensor
+
+from ktc.model.experts import kept_kernels, kept_split
+from ktc.model.experts.host_node import HostNodes
+from ktc.model.experts.kept_experts import PERIOD, KeptExperts, can_keep
+from ktc.model.experts.kept_policy import Exchange, exchanges, first_kept
+from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
+from ktc.model.experts.module import FusedMoe
+from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+BOUND = 0.01
+FORMATS = [spec_of(ISAS[0]), in_blocks("q4_0", "q8_0"), spec_of(ISAS[0], codes=("int4", 32)),
+           spec_of(ISAS[0], "bf16", "silu biased", codes=("int4", 32)), spec_of(ISAS[0], codes=("fp8", 128)),
+           in_blocks("q4_1", "mxfp4"), in_blocks("q4_k", "q6_k"), in_blocks("q5_k", "nvfp4"),
+           in_blocks("uint4_g32", "uint4_g128"), spec_of(ISAS[0], codes=("int8", 0))]  # fmt: skip
+QUICK = FORMATS[:2]
+
+
+def kept_by(module: FusedMoe, places: int, share: float = 0.5, *, fixed: bool = False) -> KeptExperts:
+    assert module.weights.packed is not None and can_keep(module.weights.packed, DEVICE)
+    store = KeptExperts([(module.weights.packed, module.form)], DEVICE, places, share=share, fixed=fixed)
+    module.kept = store.layers[0]
+    return store
+
+
+def split_call(module: FusedMoe, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return what a recorded step computes, with the CPU's part done at the last moment."""
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    with torch.no_grad(), nodes.recorded(module.step_context):
+        computed = module(x.to(DEVICE), index.to(DEVICE), weights.to(DEVICE)).clone()
+    computed = computed.cpu()
+    nodes.check(lambda _: "")
+    return computed
+
+
+def test_the_kernel_and_its_reference_split_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for tokens, top_k, experts in ((1, 2, 5), (3, 4, 9), (16, 6, 64)):
+        rows = [torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]
+        index, numbers = torch.stack(rows).to(DEVICE), torch.arange(experts)
+        index[0, 0] = experts + 1 if tokens > 1 else -1  # no expert's
+        table = torch.where(torch.rand(experts, generator=generator) < 0.4, numbers * 64 + 4096, 0).to(DEVICE)
+        for part in (0, WHOLE_SHARE // 3, WHOLE_SHARE):
+            results = list[tuple[Tensor, ...]]()
+            for module in (kept_kernels, kept_split):
+                share = torch.tensor([part], dtype=torch.int32, device=DEVICE)
+                counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
+                traffic = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+                results.append((*module.split(index, table, share, counts, traffic, 1 << 40, 64), counts, traffic))
+            for one, other in zip(*results, strict=True):
+                assert torch.equal(one, other)
+            addresses, left, counts, traffic = results[0]
+            assert int(traffic.sum()) == int(counts.sum()) == len(index.unique()) - 1
+            assert torch.equal(left.flatten() == COMPUTED_ELSEWHERE, addresses != 0)
+
+
+def test_the_first_of_the_others_by_number_go_over_the_bus() -> None:
+    index, table = torch.tensor([[7, 2, 5, 4]]), torch.zeros(8, dtype=torch.int64)
+    table[5] = 11
+    rest = torch.tensor([WHOLE_SHARE // 2], dtype=torch.int32), torch.zeros(8), torch.zeros(3, dtype=torch.int64)
+    addresses, left = kept_split.split(index, table, *rest, 1000, 10)
+    assert addresses.tolist() == [0, 1020, 11, 1040] and left.tolist() == [[7, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    "spec", [quick_or_slow(spec, spec in QUICK) for spec in FORMATS], ids=lambda spec: "-".join(spec.formats)
+)
+def test_three_engines_compute_what_the_cpu_computes(spec: FusedMoeSpec) -> None:
+    module, layer = stored_experts(spec, 4, tokens=2)
+    x, weights = layer.x.to(torch.bfloat16), layer.weights.float()
+    index = torch.tensor([[0, 3], [1, 2]])
+    with torch.no_grad():
+        wanted = module(x, index, weights)
+    for places, share in ((0, 0.0), (0, 1.0), (2, 0.5), (4, 0.0)):
+        store = kept_by(module, places, share)
+        assert error(split_call(module, x, index, weights).float(), wanted.float()) <= BOUND
+        read = store.figures()
+        assert (read.hits, read.over_bus) == (places, round((4 - places) * share))
+        assert read.hits + read.over_bus + read.on_cpu == 4
+
+
+@pytest.mark.parametrize("form", ["silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved",
+                                  "relu2 ungated", "silu ungated biased transposed"])  # fmt: skip
+def test_every_form_is_computed_by_address(load: Load, form: str) -> None:
+    layer = random_layer(70, 37, 5, 2, 3, form=form)
+    module = load(layer, spec_of(ISAS[0], form=form))
+    x, weights = layer.x.to(torch.bfloat16), layer.weights.float()
+    kept_by(module, 5)
+    with torch.no_grad():
+        wanted = module(x, layer.index, weights)
+    assert error(split_call(module, x, layer.index, weights).float(), wanted.float()) <= BOUND
+
+
+def test_a_number_that_is_no_experts_is_an_error_of_the_step(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 2)
+    module = load(layer, spec_of(ISAS[0]))
+    kept_by(module, 3)
+    for wrong in (5, -1):
+        with pytest.raises(IndexError):
+            split_call(module, layer.x.bfloat16(), torch.full_like(layer.index, wrong), layer.weights.float())
+
+
+def test_a_whole_call_of_the_kernel_refuses_choices_that_are_computed_elsewhere(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 2)
+    module = load(layer, spec_of(ISAS[0]))
+    with pytest.raises(IndexError), torch.no_grad():
+        module(layer.x.bfloat16(), torch.full_like(layer.index, COMPUTED_ELSEWHERE), layer.weights.float())
+
+
+def test_experts_that_are_chosen_more_often_take_places_without_another_result(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    x, weights, index = layer.x.bfloat16(), layer.weights.float(), torch.tensor([[3, 4]])
+    with torch.no_grad():
+        wanted = module(x, index, weights)
+    seen = list[int]()
+    for _ in range(PERIOD + 8):
+        before = store.figures().hits
+        assert error(split_call(module, x, index, weights).float(), wanted.float()) <= BOUND
+        seen.append(store.figures().hits - before)
+        store.advance()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+    assert seen[0] == 0 and seen[-1] == 2
+
+
+def test_fixed_tables_stay_as_they_are(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2, fixed=True)
+    table, share = store.table.clone(), store.share.clone()
+    for _ in range(PERIOD + 2):
+        split_call(module, layer.x.bfloat16(), torch.tensor([[3, 4]]), layer.weights.float())
+        store.advance()
+    assert torch.equal(table, store.table) and torch.equal(share, store.share)
+
+
+def test_copies_of_a_model_keep_no_experts(load: Load) -> None:
+    module = load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0]))
+    kept_by(module, 2)
+    assert module.kept is not None and copy.deepcopy(module).kept is None
+
+
+def test_layers_begin_with_equally_many_experts_or_with_those_chosen_most() -> None:
+    assert first_kept(torch.zeros(3, 4), 5) == [0, 4, 8, 1, 5]
+    assert first_kept(torch.tensor([[0.0, 9, 0], [5, 0, 7]]), 3) == [1, 5, 3]
+
+
+def test_an_expert_leaves_only_for_one_that_is_chosen_clearly_more_often() -> None:
+    counts = torch.tensor([[10.0, 12, 50], [0, 11, 40]])
+    kept = torch.tensor([[True, True, False], [True, False, False]])
+    assert exchanges(counts, kept, 8) == [Exchange(2, 3), Exchange(5, 0)]
+    assert exchanges(counts, kept, 1) == [Exchange(2, 3)]
+    assert exchanges(torch.ones(2, 3), kept, 8) == []
