@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 PLAIN_EXPERTS: Final[dict[str, Any]] = {
-    "prefill": [], "prefill_tokens": 1, "stream_buffer": 1, "resident": False, "grid": None, "masters": None,
+    "prefill": [], "prefill_tokens": 1, "stream_buffer": 1, "resident": False, "kept": None, "bus_share": 0.0,
+    "fixed_split": False, "grid": None, "masters": None,
     "merged": False,
 }  # fmt: skip

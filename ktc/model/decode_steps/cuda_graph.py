@@ -384,7 +384,14 @@ def record_step(
     more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
     if more:
         raise ValueError(f"the model returns `{more[0]}`")
-    return inputs, output, replay, nodes
+    stores = tuple(dict.fromkeys(m.kept.store for m in model.modules() if isinstance(m, FusedMoe) and m.kept))
+
+    def advanced() -> Wait:
+        for store in stores:
+            store.advance()
+        return replay()
+
+    return inputs, output, advanced if stores else replay, nodes
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:

@@ -10,7 +10,7 @@ bf16, with the bits of the CPU's kernels. Importing this needs Triton.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false, reportReturnType=false, reportAssignmentType=false
 # The arguments of device code get their types from Triton, which is not typed itself.
 
 from __future__ import annotations

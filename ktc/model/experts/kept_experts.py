@@ -62,7 +62,7 @@ class KeptLayer:
     """The part of one layer in `KeptExperts`, as a step reads it."""
 
     def __init__(self, store: KeptExperts, number: int, packed: PackedExperts, form: ExpertsForm) -> None:
-        self.store, self.packed, self.form = store, packed, form
+        self.store, self.number, self.packed, self.form = store, number, packed, form
         sizes = packed.sizes
         self.table, self.counts = (of[number, : sizes.num_experts] for of in (store.table, store.counts))
         self.traffic = store.traffic[number]
@@ -84,6 +84,15 @@ def can_keep(packed: PackedExperts, device: torch.device) -> bool:
     fits = packed.num_nodes == 1 and packed.dtype == torch.bfloat16
     fits = fits and all(addressed_codes(panels) is not None for panels in packed.panels)
     return fits and (device.type == "cpu" or multiplies_codes(device))
+
+
+_stores: Final[weakref.WeakSet[KeptExperts]] = weakref.WeakSet()
+
+
+def renew_kept(packed: PackedExperts) -> None:
+    """Send the experts of a layer again that devices keep."""
+    for store in _stores:
+        store.renew(packed)
 
 
 class KeptExperts:
@@ -121,6 +130,7 @@ class KeptExperts:
         self._steps, self._cpu_seen, self._busy_seen = 0, 0, 0
         self._nodes: weakref.WeakSet[HostNodes] = weakref.WeakSet()
         self.place(self._weights)
+        _stores.add(self)
 
     @property
     def num_places(self) -> int:
@@ -149,9 +159,13 @@ class KeptExperts:
         self._copies.finish()
         self.table.copy_(self._addresses)
 
-    def renew(self) -> None:
-        """Send the kept experts again: their weights have changed."""
-        self.place(self._weights)
+    def renew(self, packed: PackedExperts) -> None:
+        """Send the kept experts of a layer again, whose weights have changed. Waits for the device."""
+        self._copies.finish()
+        for expert, place in self._places.items():
+            if self.layers[expert // self.table.shape[1]].packed.address == packed.address:
+                self._send(expert, place)
+        self._copies.finish()
 
     def uses(self, nodes: HostNodes) -> None:
         """Measure the CPU by the host functions of a step."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint.int4 import WHOLE_ROW
 from ktc.model.experts.expert_stream import renew_streams
+from ktc.model.experts.kept_experts import renew_kept
 from ktc.model.experts.load_state import Loads
 from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.packed import PackedExperts
@@ -112,6 +113,7 @@ class ExpertsWeights:
         self._generation = self.loads.generation
         if self.packed is not None:
             renew_streams(self.packed, sent=True)
+            renew_kept(self.packed)
 
     def copy_from(self, other: ExpertsWeights) -> None:
         """Load all parts from weights of the same form, sizes and kernel."""

@@ -42,6 +42,7 @@ from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.loading import peft_glue
 from ktc.model.loading.buffers import compute_buffers
+from ktc.model.loading.kept import keep_experts
 from ktc.model.loading.realise import realise
 from ktc.model.manifest import assumptions
 from ktc.model.manifest.manifest import Manifest, Versions, check_sealed, read_manifest
@@ -149,6 +150,7 @@ def completed(
     check_split_attention(model)
     check_gpu_routers(model)
     if manifest.cuda_graph and not reference:
+        keep_experts(model)
         fuse_norms(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
     entry = next((kernel.entry for kernel in manifest.kernels if kernel.spec["op"] == "step"), None)

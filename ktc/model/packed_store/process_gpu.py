@@ -90,6 +90,7 @@ def _own_step(step: Rewrite, rank: int, *, stay: bool) -> Rewrite:
     if devices := _prefill(args):
         args["prefill"] = list(dict.fromkeys(_own(device, rank) for device in devices))
         args["resident"] = stay and args["resident"]
+        args["kept"] = args.get("kept") if stay else None
     return replace(step, device=_own(step.device, rank), args=args)
 
 

@@ -37,8 +37,8 @@ class ExpertsConfig:
     """The config of `FusedMoe`. `form` is an `ExpertsForm`, `grid` an `Int4Grid` as text, None for plain weights.
 
     Calls of at least `prefill_tokens` tokens run on the devices `prefill`, through `stream_buffer` bytes on each, or
-    from weights that stay there (`resident`). `masters` is the dtype of weights that train; `merged` adds an adapter
-    to them before they are rounded.
+    from weights that stay there (`resident`). `kept`, `bus_share` and `fixed_split` are those of `Prefill`. `masters`
+    is the dtype of weights that train; `merged` adds an adapter to them before they are rounded.
     """
 
     num_experts: PositiveInt
@@ -53,6 +53,9 @@ class ExpertsConfig:
     prefill_tokens: PositiveInt = 1
     stream_buffer: PositiveInt = 1
     resident: bool = False
+    kept: int | None = None
+    bus_share: float = 0.0
+    fixed_split: bool = False
     grid: str | None = None
     masters: str | None = None
     merged: bool = False
@@ -116,6 +119,8 @@ class CpuMoe(ModuleTarget):
             sent = "where the weights stay" if prefill.resident else "where the weights are sent"
             whole = ", not cut for NUMA nodes" * (host.numa > 1)
             moved += f"; from {prefill.tokens} tokens on {listing(prefill.devices)}, {sent}{whole}"
+            if prefill.kept is not None:
+                moved += f"; in decoding {_single(prefill)}"
         how = f"{stored}, {spec.isa} kernel, {chosen}"
         computed = f"routed experts as one node on cpu ({how}){moved}"
         if lora is None:
@@ -170,6 +175,9 @@ class CpuMoe(ModuleTarget):
             prefill_tokens=max(1, prefill.tokens) if prefill else 1,
             stream_buffer=prefill.buffer if prefill else 1,
             resident=prefill is not None and prefill.resident,
+            kept=prefill.kept if prefill else None,
+            bus_share=prefill.share if prefill else 0.0,
+            fixed_split=prefill is not None and prefill.fixed_split,
             grid=weights.grid or None,
             masters=weights.masters or None,
             merged=weights.merged,
@@ -180,7 +188,7 @@ class CpuMoe(ModuleTarget):
         """Return `FusedMoe` with the experts of `old`. On meta tensors the kernel allocates nothing."""
         import torch
 
-        from ktc.model.experts.backend import Offload
+        from ktc.model.experts.backend import Kept, Offload
         from ktc.model.experts.called_module import CalledExperts
         from ktc.model.experts.module import FusedMoe
         from ktc.model.experts.own_module import StockExperts
@@ -202,7 +210,9 @@ class CpuMoe(ModuleTarget):
                 raise WrongModule(f"experts of other sizes: `{name}` {list(tensor.shape)} instead of {list(wanted)}")
             stacked[name] = tensor
         devices = tuple(map(torch.device, config.prefill))
-        offload = Offload(devices, config.prefill_tokens, config.stream_buffer, config.resident) if devices else None
+        kept = Kept(config.kept, config.bus_share, config.fixed_split) if config.kept is not None else None
+        sent = config.prefill_tokens, config.stream_buffer, config.resident, kept
+        offload = Offload(devices, *sent) if devices else None
         packed = None if kernel is None else PackedExperts(kernel, config.threads, sizes, config.numa)
         weights = ExpertsWeights(form, sizes, stacked["down_proj"].dtype, packed, training)
         is_own = isinstance(old, StockExperts)
@@ -211,6 +221,13 @@ class CpuMoe(ModuleTarget):
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)
         return made.train(old.training)
+
+
+def _single(prefill: Prefill) -> str:
+    """Return what a GPU computes in decoding steps, as a part of a sentence."""
+    first = "" if prefill.fixed_split else " at first"
+    read = f"it reads {prefill.share:.0%} of the {'others' if prefill.kept else 'experts'} over the bus{first}"
+    return f"it keeps {prefill.kept} of them, and {read}" if prefill.kept else read
 
 
 def _load(module: FusedMoe, stacked: Mapping[StockTensor, Tensor]) -> None:

@@ -193,13 +193,18 @@ class NodeMemory:
 class Prefill:
     """The devices of calls with at least `tokens` tokens, each with a share of the experts.
 
-    Weights pass through `buffer` bytes on each device; those of a layer that is `resident` stay there.
+    Weights pass through `buffer` bytes on each device; those of a layer that is `resident` stay there. `kept` is the
+    number of single experts of a layer that are there for decoding, on average of all layers, and `share` the part of
+    the others that the device reads over the bus at first; with `fixed_split` neither changes. None: a GPU reads none.
     """
 
     devices: tuple[str, ...]
     tokens: int
     buffer: int
     resident: bool = False
+    kept: int | None = None
+    share: float = 0.0
+    fixed_split: bool = False
 
     @property
     def only_device(self) -> str | None:

@@ -29,11 +29,10 @@ _CODES: Final = {_GRAPH: "M082", _NATIVE: "M084"}
 def decide_steps(draft: PlanDraft) -> PlanDraft:
     """Decide the kind of steps. Warn (M082, M084) where the program requests steps that its model cannot have."""
     settings = draft.rules.plan
-    chosen = "decode" if settings.get("auto") == "intensity" and draft.mode != "train" else "never"
     obstacles = {
         key: obstacle(draft)
         for key, obstacle in ((_GRAPH, _no_graph), (_NATIVE, _no_program))
-        if settings.get(key, chosen) == "decode"
+        if _requested(draft, key)
     }
     if obstacles.get(_GRAPH) == "":
         text = "decoding steps of `generate` are CUDA graphs, experts on the CPU are host functions in them"
@@ -44,6 +43,17 @@ def decide_steps(draft: PlanDraft) -> PlanDraft:
         return replace(draft, steps=spec).with_reasons(Reason("model", text))
     named = ((key, why) for key, why in obstacles.items() if key in settings)
     return draft.with_warnings(*(_without_effect(draft, key, why) for key, why in named))
+
+
+def are_graphs(draft: PlanDraft) -> bool:
+    """Return whether decoding steps will be CUDA graphs."""
+    return _requested(draft, _GRAPH) and _no_graph(draft) == ""
+
+
+def _requested(draft: PlanDraft, key: str) -> bool:
+    settings = draft.rules.plan
+    chosen = "decode" if settings.get("auto") == "intensity" and draft.mode != "train" else "never"
+    return settings.get(key, chosen) == "decode"
 
 
 def _without_effect(draft: PlanDraft, key: str, why: str) -> Diagnostic:

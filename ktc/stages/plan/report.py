@@ -61,5 +61,7 @@ def _settings(action: NodeAction) -> dict[str, Any]:
     """Return the rule's settings, and those of another rule for calls with many tokens."""
     if (prefill := action.prefill) is None:
         return action.target.settings
-    sent = {"stream_buffer": prefill.buffer, "resident": prefill.resident}
+    sent: dict[str, Any] = {"stream_buffer": prefill.buffer, "resident": prefill.resident}
+    if prefill.kept is not None:
+        sent |= {"kept": prefill.kept, "bus_share": prefill.share, "fixed_split": prefill.fixed_split}
     return action.target.settings | {"prefill": list(prefill.devices), "prefill_tokens": prefill.tokens} | sent

@@ -21,6 +21,7 @@ def _without_effect(draft: PlanDraft) -> Iterator[Diagnostic]:
     prefills = any(place.prefill for place in places)
     idle = {
         "layerwise_prefill": "" if prefills else "no experts have `place(cpu, prefill = ...)`",
+        "experts_split": "" if prefills else "no experts have `place(cpu, prefill = ...)`",
         "stream_buffer": "" if prefills or streams else "no weights are sent to a GPU",
     }
     for key, why in idle.items():

@@ -10,7 +10,7 @@ from ktc.stages.plan.draft import PlanDraft
 
 
 def streamed_bytes(draft: PlanDraft) -> dict[str, int]:
-    """Count by device what streamed weights take: experts that stay there as stored, and the rings of the others.
+    """Count by device what streamed weights take: experts that stay there as stored, single ones too, and rings.
 
     A ring holds a few experts at least. All layers that stream to a device through buffers of one size share one.
     """
@@ -21,7 +21,8 @@ def streamed_bytes(draft: PlanDraft) -> dict[str, int]:
             if prefill.resident:
                 nbytes[device] = nbytes.get(device, 0) + share_bytes(spec, prefill)
             else:
-                rings.add((device, ring_bytes(prefill.buffer, packed_bytes(spec) // (spec.num_experts or 1))))
+                rings.add((device, ring_bytes(prefill.buffer, expert_bytes(spec))))
+                nbytes[device] = nbytes.get(device, 0) + (prefill.kept or 0) * expert_bytes(spec)
     for device, size in rings:
         nbytes[device] = nbytes.get(device, 0) + size
     return nbytes
@@ -34,6 +35,11 @@ def sent_experts(draft: PlanDraft) -> dict[str, tuple[Prefill, FusedMoeSpec]]:
         for plan in draft.nodes
         if plan.prefill is not None and isinstance(plan.spec, FusedMoeSpec)
     }
+
+
+def expert_bytes(spec: FusedMoeSpec) -> int:
+    """Return the bytes of one packed expert."""
+    return packed_bytes(spec) // (spec.num_experts or 1)
 
 
 def share_bytes(spec: FusedMoeSpec, prefill: Prefill) -> int:

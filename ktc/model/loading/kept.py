@@ -1,0 +1,135 @@
+"""Single experts that GPUs keep for the decoding steps of a loaded model, and the counts that they begin with.
+
+In: a model whose plan gives its layers places on a device, loaded. Out: the tables are filled, and the layers' steps
+read them. `begin_with` places the experts by a file of counts, `write_counts` adds those of this run to it.
+Refused: a file that is no such file, or of another model (L457), and counts of a model that keeps no experts (L458).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from ktc.diagnostics import Diagnostic, InputRefused, render
+from ktc.foundation.decode import Undecodable, decode, read_json
+from ktc.foundation.files import write_file
+from ktc.foundation.regular_files import read_regular
+from ktc.model.experts.backend import Kept
+from ktc.model.experts.kept_experts import KeptExperts, can_keep
+from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.packed import PackedExperts
+from ktc.model.kernels.form import ExpertsForm
+
+log = logging.getLogger(__name__)
+
+SCHEMA: Final = 1
+_HINT: Final = "name a file that `--expert-counts` of this model wrote, or one that does not exist yet"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCounts:
+    """A file of counts: how often each expert was chosen, by layer, in steps of the model with this config."""
+
+    schema: int
+    config_sha256: str
+    layers: Mapping[str, tuple[int, ...]]
+
+
+def keep_experts(model: nn.Module) -> None:
+    """Send the experts that devices keep, and let steps read them. Warn (L456) where a device cannot multiply them."""
+    by_device: dict[torch.device, list[FusedMoe]] = {}
+    for module in model.modules():
+        if isinstance(module, FusedMoe) and module.offload is not None and module.offload.kept is not None:
+            by_device.setdefault(module.offload.devices[0], []).append(module)
+    for device, modules in by_device.items():
+        layers = [(module.weights.packed, module.form) for module in modules]
+        if not all(packed is not None and can_keep(packed, device) for packed, _ in layers):
+            _tell_unkept(device)
+            continue
+        settings = [cast("Kept", module.offload.kept) for module in modules if module.offload is not None]
+        store = KeptExperts(
+            cast("list[tuple[PackedExperts, ExpertsForm]]", layers), device, sum(kept.places for kept in settings),
+            share=settings[0].share, fixed=settings[0].fixed,
+        )  # fmt: skip
+        for module, layer in zip(modules, store.layers, strict=True):
+            module.kept = layer
+
+
+def _tell_unkept(device: torch.device) -> None:
+    message = f"no experts stay on `{device}` for decoding: it cannot multiply them as they are stored"
+    hint = "see `ktc explain L456`"
+    log.warning("%s", render([Diagnostic("L456", message, hint=hint, severity="warning")]))
+
+
+def kept_layers(model: nn.Module) -> dict[str, FusedMoe]:
+    """Return the modules of which devices keep experts, by name."""
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    return {name: module for name, module in modules if isinstance(module, FusedMoe) and module.kept is not None}
+
+
+def kept_stores(model: nn.Module) -> tuple[KeptExperts, ...]:
+    """Return the stores of a model's kept experts, one for each device."""
+    return tuple(dict.fromkeys(m.kept.store for m in kept_layers(model).values() if m.kept is not None))
+
+
+def begin_with(model: nn.Module, path: Path) -> ExpertCounts:
+    """Place experts by the counts of a file, if it exists, and return them. Raises InputRefused (L457, L458)."""
+    if not kept_layers(model):
+        message = "`--expert-counts` has no effect: no GPU keeps single experts of this model"
+        hint = "give the plan a budget for the GPU and experts `place(cpu, prefill = cuda:0)`; see `ktc explain L458`"
+        raise InputRefused(Diagnostic("L458", message, hint=hint))
+    digest = _config_of(model)
+    counts = read_counts(path, digest, model) if path.exists() else ExpertCounts(SCHEMA, digest, {})
+    if counts.layers:
+        for store in kept_stores(model):
+            rows = torch.zeros(store.table.shape)
+            for name, module in kept_layers(model).items():
+                if module.kept is not None and module.kept.store is store:
+                    rows[module.kept.number, : module.num_experts] = torch.tensor(counts.layers[name]).float()
+            store.place(rows)
+    return counts
+
+
+def read_counts(path: Path, config_sha256: str, model: nn.Module) -> ExpertCounts:
+    """Read a file of counts of this model. Raises InputRefused (L457)."""
+    try:
+        counts = decode(read_json(read_regular(path)), ExpertCounts)
+    except (OSError, ValueError, Undecodable) as error:
+        raise _refused(path, f"is not a file of counts: {error}") from error
+    if counts.schema != SCHEMA:
+        raise _refused(path, f"has schema {counts.schema} at `.schema`; this version reads {SCHEMA}")
+    if counts.config_sha256 != config_sha256:
+        raise _refused(path, "is of a model with another config (`.config_sha256`)")
+    for name, module in kept_layers(model).items():
+        of_layer = counts.layers.get(name)
+        if of_layer is None or len(of_layer) != module.num_experts or min(of_layer) < 0:
+            wanted = f"{module.num_experts} numbers that are not negative"
+            raise _refused(path, f"lacks {wanted} at `.layers[{json.dumps(name)}]`")
+    return counts
+
+
+def write_counts(model: nn.Module, path: Path, before: ExpertCounts) -> None:
+    """Write the counts of this run, added to those that it began with."""
+    layers = dict[str, tuple[int, ...]]()
+    for name, module in kept_layers(model).items():
+        assert module.kept is not None, "one of the layers above"
+        new: Tensor = module.kept.counts.cpu()
+        old = before.layers.get(name, (0,) * module.num_experts)
+        layers[name] = tuple(int(one) + other for one, other in zip(new, old, strict=True))
+    written: dict[str, Any] = asdict(ExpertCounts(SCHEMA, _config_of(model), layers))
+    write_file(path, json.dumps(written, indent=1) + "\n")
+
+
+def _config_of(model: nn.Module) -> str:
+    return str(cast("Any", model).loaded_from.manifest.model.config_sha256)
+
+
+def _refused(path: Path, what: str) -> InputRefused:
+    return InputRefused(Diagnostic("L457", f"`{path}` {what}", hint=_HINT))
