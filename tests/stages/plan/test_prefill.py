@@ -196,3 +196,39 @@ def test_gpu_moe_refuses_what_contradicts_it(program: str, reason: str, tmp_path
         plan_of(program, tmp_path, replace(GPU, numa=2))
     (problem,) = refusal.value.diagnostics
     assert (problem.code, reason in problem.message) == ("M078", True)
+
+
+STEPS = """rule all { match module at "*" => place(cuda:0) }
+plan { stream_buffer = 1MiB  cuda_graph = decode  SETTINGS }
+"""
+
+
+def kept_by(settings: str, folder: Path, program: str = EXPERTS) -> list[tuple[int | None, float, bool]]:
+    """What each layer keeps on the GPU for decoding, with everything else on it."""
+    plan = plan_of(program + MANY + STEPS.replace("SETTINGS", settings), folder)
+    steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+    of_experts = [step.args for step in steps if step.module == "fused_moe"]
+    return [(args["kept"], args["bus_share"], args["fixed_split"]) for args in of_experts]
+
+
+def test_a_budget_keeps_single_experts_of_all_layers_where_steps_are_graphs(tmp_path: Path) -> None:
+    without = plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", ""), tmp_path)
+    (spec,) = (spec for spec in without.kernels if spec.op == "fused_moe")
+    needed = sum(without.memory.workloads[-1].needs["cuda:0"].values())
+    budget = f"cuda:0 = {(needed + 3 * packed_bytes(spec) // spec.num_experts) // 1024 + 1}KiB"
+    kept = kept_by(budget, tmp_path)
+    assert sum(places or 0 for places, *_ in kept) == 3 and {fixed for *_, fixed in kept} == {False}
+    assert all(0 < share < 1 for _, share, _ in kept)
+    assert {fixed for *_, fixed in kept_by(f"{budget} experts_split = fixed", tmp_path)} == {True}
+    assert {places for places, *_ in kept_by("cuda:0 = 20GiB", tmp_path)} == {None}, "whole layers fit"
+
+
+def test_without_a_budget_steps_read_experts_over_the_bus_and_in_training_none(tmp_path: Path) -> None:
+    assert {places for places, *_ in kept_by("", tmp_path)} == {0}
+    assert {places for places, *_ in kept_by("mode = train", tmp_path)} == {None}
+    assert {places for places, *_ in kept_by("layerwise_prefill = 1", tmp_path)} == {None}
+
+
+def test_a_split_without_experts_that_go_elsewhere_is_told(tmp_path: Path) -> None:
+    (told,) = without_effect(plan_of(EXPERTS + "plan { experts_split = fixed }", tmp_path))
+    assert "`plan { experts_split }` has no effect" in told
