@@ -38,6 +38,7 @@ from ktc.cli.options import (
     Trust,
     Weights,
     answers_option,
+    loading_option,
 )
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -66,6 +67,13 @@ PrefillChunk = Annotated[
         "--prefill-chunk", min=1, help="Read prompts in chunks of at most this many tokens. Default: one pass."
     ),
 ]
+ExpertCounts = Annotated[
+    Path | None,
+    loading_option(
+        "--expert-counts", metavar="FILE",
+        help="Place experts on the GPU by the counts in this file, if it exists, and add those of this run.",
+    ),
+]  # fmt: skip
 _PROMPT_SIGN = "> "
 
 
@@ -103,6 +111,7 @@ def command(
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     prefill_chunk: PrefillChunk = None,
+    expert_counts: ExpertCounts = None,
     reference: Reference = False,
     text_only: TextOnly = False,
     recompile: Recompile = False,
@@ -123,6 +132,7 @@ def command(
     sampling.check()
     rows = () if file is None else read_rows(file)
     require_writable(output)
+    require_writable(expert_counts)
     if prompt is not None and not prompt.strip():
         raise InputRefused(Diagnostic("G702", "the prompt is empty", hint="give a text to `--prompt`"))
     wish = Wish.of("generate", recompile=recompile, trust=trust, weights=weights, text_only=text_only)
@@ -136,9 +146,14 @@ def command(
     opened = _open(
         session, model, wish, sampling, answers,
         adapter=adapter, reference=reference, chunk=prefill_chunk, raw=raw, with_images=bool(images),
+        expert_counts=expert_counts,
     )  # fmt: skip
     if chat:
         _converse(session, opened, sampling, system)
+    if expert_counts is not None:
+        from ktc.model.loading.kept import add_counts
+
+        add_counts(opened.model, expert_counts)
     if opened.streams:
         session.next(*serving(shown(model), adapter, weights=weights, trust=trust, text_only=text_only))
 
@@ -177,6 +192,7 @@ def chat_command(
 def _open(
     session: Session, model: str, wish: Wish, sampling: Sampling, answers: Callable[[LanguageModel], None] | None, *,
     adapter: Path | None, reference: bool, chunk: int | None, raw: bool = False, with_images: bool = False,
+    expert_counts: Path | None = None,
 ) -> LanguageModel:  # fmt: skip
     """Return the model, compiled first if it is not, after its `answers`. `chunk`: tokens of a prompt per pass.
 
@@ -186,6 +202,7 @@ def _open(
     session.require_versions()
     from ktc.inference.generate.answers import read_in_chunks, set_seed
     from ktc.inference.generate.language_model import open_language_model
+    from ktc.model.loading.kept import begin_with
 
     def load(out: Path) -> LanguageModel:
         tell_random_weights(session, out, (adapter,), wish.weights)
@@ -197,6 +214,8 @@ def _open(
         tell_template(session, opened, raw)
         if chunk is not None:
             read_in_chunks(opened, chunk)
+        if expert_counts is not None:
+            begin_with(opened.model, expert_counts)
         set_seed(sampling.seed)
         if answers is not None:
             answers(opened)

@@ -39,7 +39,7 @@ MOST_ROWS: Final = 16  # of a step whose experts the GPU reads by address
 
 @dataclass(frozen=True, slots=True)
 class KeptTraffic:
-    """What the steps of a model have read: experts by engine, and their bytes."""
+    """The experts that the steps of a model have read, by engine, and their bytes."""
 
     hits: int
     over_bus: int

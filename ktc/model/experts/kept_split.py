@@ -24,8 +24,8 @@ def split(
 
     Of the chosen experts without an address in `table`, ordered by number, the first `share` (of `WHOLE_SHARE`,
     rounded) have that of the host's packed bytes. Returned are the addresses of the choices, 0 for the CPU's, and the
-    choices with `COMPUTED_ELSEWHERE` in the place of those that have an address. Numbers that are no expert's stay
-    wrong ones. See `kept_kernels.split` for the other arguments.
+    choices with `COMPUTED_ELSEWHERE` in the place of those that have an address. Numbers of
+    missing experts stay invalid. See `kept_kernels.split` for the other arguments.
     """
     experts = torch.arange(len(table), device=table.device)
     is_of = index_TK.flatten()[:, None] == experts

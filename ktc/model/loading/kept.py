@@ -1,8 +1,8 @@
 """Single experts that GPUs keep for the decoding steps of a loaded model, and the counts that they begin with.
 
 In: a model whose plan gives its layers places on a device, loaded. Out: the tables are filled, and the layers' steps
-read them. `begin_with` places the experts by a file of counts, `write_counts` adds those of this run to it.
-Refused: a file that is no such file, or of another model (L457), and counts of a model that keeps no experts (L458).
+read them. `begin_with` places the experts by a file of counts, `add_counts` adds those of this run to it.
+Refused: a file of another kind, or of another model (L457), and counts of a model that keeps no experts (L458).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.foundation.decode import Undecodable, decode, read_json
@@ -79,22 +79,45 @@ def kept_stores(model: nn.Module) -> tuple[KeptExperts, ...]:
     return tuple(dict.fromkeys(m.kept.store for m in kept_layers(model).values() if m.kept is not None))
 
 
-def begin_with(model: nn.Module, path: Path) -> ExpertCounts:
-    """Place experts by the counts of a file, if it exists, and return them. Raises InputRefused (L457, L458)."""
-    if not kept_layers(model):
-        message = "`--expert-counts` has no effect: no GPU keeps single experts of this model"
-        hint = "give the plan a budget for the GPU and experts `place(cpu, prefill = cuda:0)`; see `ktc explain L458`"
+def begin_with(model: nn.Module, path: Path) -> None:
+    """Place experts by the counts of a file, if it exists. Raises InputRefused (L457, L458)."""
+    compiled = _compiled(model)
+    if not kept_layers(compiled):
+        message = "`--expert-counts` has no effect: decoding steps split no experts between a GPU and the CPU"
+        hint = "give the program experts with `place(cpu, prefill = cuda:0)` and CUDA graphs; see `ktc explain L458`"
         raise InputRefused(Diagnostic("L458", message, hint=hint))
-    digest = _config_of(model)
-    counts = read_counts(path, digest, model) if path.exists() else ExpertCounts(SCHEMA, digest, {})
-    if counts.layers:
-        for store in kept_stores(model):
-            rows = torch.zeros(store.table.shape)
-            for name, module in kept_layers(model).items():
-                if module.kept is not None and module.kept.store is store:
-                    rows[module.kept.number, : module.num_experts] = torch.tensor(counts.layers[name]).float()
-            store.place(rows)
-    return counts
+    counts = _counts_before(compiled, path)
+    if not counts:
+        return
+    for store in kept_stores(compiled):
+        rows = torch.zeros(store.table.shape)
+        for name, module in kept_layers(compiled).items():
+            if module.kept is not None and module.kept.store is store:
+                rows[module.kept.number, : module.num_experts] = torch.tensor(counts[name]).float()
+        store.place(rows)
+
+
+def add_counts(model: nn.Module, path: Path) -> None:
+    """Add the counts of this run to those of a file. Raises InputRefused (L457)."""
+    compiled = _compiled(model)
+    before, layers = _counts_before(compiled, path), dict[str, tuple[int, ...]]()
+    for name, module in kept_layers(compiled).items():
+        assert module.kept is not None, "one of the layers above"
+        new = cast("list[int]", module.kept.counts.tolist())
+        old = before.get(name, (0,) * module.num_experts)
+        layers[name] = tuple(one + other for one, other in zip(new, old, strict=True))
+    written = asdict(ExpertCounts(SCHEMA, _config_of(compiled), layers))
+    write_file(path, json.dumps(written, indent=1) + "\n")
+
+
+def _counts_before(model: nn.Module, path: Path) -> Mapping[str, tuple[int, ...]]:
+    return read_counts(path, _config_of(model), model).layers if path.exists() else {}
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    """Return the compiled model itself, of a `PeftModel` too."""
+    unwrapped: Any = getattr(model, "get_base_model", None)
+    return model if unwrapped is None else unwrapped()
 
 
 def read_counts(path: Path, config_sha256: str, model: nn.Module) -> ExpertCounts:
@@ -113,18 +136,6 @@ def read_counts(path: Path, config_sha256: str, model: nn.Module) -> ExpertCount
             wanted = f"{module.num_experts} numbers that are not negative"
             raise _refused(path, f"lacks {wanted} at `.layers[{json.dumps(name)}]`")
     return counts
-
-
-def write_counts(model: nn.Module, path: Path, before: ExpertCounts) -> None:
-    """Write the counts of this run, added to those that it began with."""
-    layers = dict[str, tuple[int, ...]]()
-    for name, module in kept_layers(model).items():
-        assert module.kept is not None, "one of the layers above"
-        new: Tensor = module.kept.counts.cpu()
-        old = before.layers.get(name, (0,) * module.num_experts)
-        layers[name] = tuple(int(one) + other for one, other in zip(new, old, strict=True))
-    written: dict[str, Any] = asdict(ExpertCounts(SCHEMA, _config_of(model), layers))
-    write_file(path, json.dumps(written, indent=1) + "\n")
 
 
 def _config_of(model: nn.Module) -> str:
