@@ -29,6 +29,7 @@ from ktc.cli.given_model import (
 from ktc.cli.options import (
     AdapterFolder,
     BatchSize,
+    ExpertCounts,
     Raw,
     Reference,
     Seed,
@@ -38,7 +39,6 @@ from ktc.cli.options import (
     Trust,
     Weights,
     answers_option,
-    loading_option,
 )
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
@@ -67,13 +67,6 @@ PrefillChunk = Annotated[
         "--prefill-chunk", min=1, help="Read prompts in chunks of at most this many tokens. Default: one pass."
     ),
 ]
-ExpertCounts = Annotated[
-    Path | None,
-    loading_option(
-        "--expert-counts", metavar="FILE",
-        help="Place experts on the GPU by the counts in this file, if it exists, and add those of this run.",
-    ),
-]  # fmt: skip
 _PROMPT_SIGN = "> "
 
 

@@ -17,6 +17,13 @@ _compiling_option: Final = partial(typer.Option, rich_help_panel="How it is comp
 loading_option: Final = partial(typer.Option, rich_help_panel="How it is loaded")
 answers_option: Final = partial(typer.Option, rich_help_panel="Answers")
 
+ExpertCounts = Annotated[
+    Path | None,
+    loading_option(
+        "--expert-counts", metavar="FILE",
+        help="Place experts on the GPU by the counts in this file, if it exists, and add those of this run.",
+    ),
+]  # fmt: skip
 Json = Annotated[
     bool,
     _output_option("--json", help="Print one JSON object on stdout, and everything else on stderr."),

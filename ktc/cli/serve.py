@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ktc.cli.amounts import size
-from ktc.cli.early_checks import require_given, require_readable
+from ktc.cli.early_checks import require_given, require_readable, require_writable
 from ktc.cli.given_model import GivenModel, Recompile, Wish, display_name, run_compiled, tell_random_weights
-from ktc.cli.options import Reference, TextOnly, Trust, Weights
+from ktc.cli.options import ExpertCounts, Reference, TextOnly, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 
@@ -96,6 +96,7 @@ def command(
     grace: Annotated[
         float, typer.Option("--grace", min=0, help="Seconds for running answers at the end.")
     ] = 10.0,
+    expert_counts: ExpertCounts = None,
     reference: Reference = False,
     text_only: TextOnly = False,
     recompile: Recompile = False,
@@ -106,11 +107,13 @@ def command(
     require_given(model, map(_adapter_folder, adapter or ()))
     if api_key_file is not None:
         require_readable(api_key_file)
+    require_writable(expert_counts)
     session.require_versions()
     from ktc.inference.serving import server as serve
     from ktc.inference.serving.keys import read_key
     from ktc.inference.serving.models import named_adapters, open_served_models
     from ktc.inference.serving.request import Limits
+    from ktc.model.loading.kept import add_counts, begin_with
 
     serve.require_server()
     from ktc.foundation.images import ImageLimits
@@ -126,10 +129,13 @@ def command(
 
     def load(out: Path) -> ServedModels:
         tell_random_weights(session, out, adapters, weights)
-        return open_served_models(
+        opened = open_served_models(
             out, adapters, reference=reference, weights=weights, trust_remote_code=trust, updates=access is not None,
             name=display_name(model),
         )  # fmt: skip
+        if expert_counts is not None:
+            begin_with(opened.default.opened.model, expert_counts)
+        return opened
 
     with serve.listen(host, port) as listening:
         models = run_compiled(session, model, wish, load)
@@ -160,6 +166,9 @@ def command(
         except KeyboardInterrupt:  # the way in which a server ends
             session.exit_code = INTERRUPTED
             session.tell("the server has ended")
+        finally:
+            if expert_counts is not None:
+                add_counts(opened.model, expert_counts)
 
 
 def _write_line(line: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ktc
 from ktc.diagnostics import InputRefused
+from ktc.inference.serving.metrics import Metrics
 from ktc.model.experts import kept_experts
 from ktc.model.experts.backend import Kept, Offload
 from ktc.model.experts.module import FusedMoe
@@ -76,8 +77,8 @@ def test_steps_with_kept_experts_are_those_of_the_model(folder: Path, places: in
     assert int(same.sum()) >= 4
     assert float((ours[same] - eager[same]).norm() / eager[same].norm()) <= 0.02
     (store,) = kept_stores(model)
-    read = store.figures()
-    assert read.over_bus and read.on_cpu and bool(read.hits) == bool(places)
+    read = store.figures().experts
+    assert read["bus"] and read["cpu"] and bool(read["gpu"]) == bool(places)
 
 
 def test_fixed_tables_give_the_same_bits_and_counts_move_experts(
@@ -118,3 +119,14 @@ def test_counts_of_a_model_that_keeps_no_experts_are_refused(folder: Path, tmp_p
     with pytest.raises(InputRefused) as refused:
         begin_with(ktc.load(folder), tmp_path / "counts.json")
     assert refused.value.diagnostics[0].code == "L458"
+
+
+def test_a_server_has_experts_and_bytes_by_engine(folder: Path) -> None:
+    metrics, model = Metrics(), loaded(folder, 2)
+    metrics.watch_experts(model)
+    generated(model, 2)
+    (store,) = kept_stores(model)
+    read, text = store.figures(), metrics.text().decode()
+    for engine, number in read.experts.items():
+        assert f'ktc_experts_read{{engine="{engine}"}} {float(number)}' in text
+    assert f'ktc_expert_bytes_read{{engine="gpu"}} {float(read.nbytes["gpu"])}' in text

@@ -71,6 +71,7 @@ def make_application(
     engine = Engine(runner, limits, answers.emit, adapters)
     answers.engine = engine
     metrics.watch(engine)
+    metrics.watch_experts(opened.model)
     engine.start()
     if runner.graph_rows() is not None:
         sys.setswitchinterval(_SWITCH)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, Literal
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -14,8 +16,11 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from torch import nn
 
 from ktc.inference.serving.engine import Engine
+from ktc.model.experts.kept_experts import KeptExperts
+from ktc.model.loading.kept import kept_stores
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _FIRST: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -52,6 +57,19 @@ class Metrics:
         self._prefix_bytes.set_function(lambda: engine.prefix_bytes)
         self._cache.set_function(lambda: engine.cache_bytes)
 
+    def watch_experts(self, model: nn.Module) -> None:
+        """Read the gauges of a model whose steps split experts between a GPU and the CPU."""
+        stores = kept_stores(model)
+        if not stores:
+            return
+        experts = Gauge(
+            "ktc_experts_read", "Experts that decoding steps have read", ["engine"], registry=self._registry
+        )
+        nbytes = Gauge("ktc_expert_bytes_read", "Bytes of these experts", ["engine"], registry=self._registry)
+        for engine in ("gpu", "bus", "cpu"):
+            experts.labels(engine).set_function(partial(_read_by, stores, engine, "experts"))
+            nbytes.labels(engine).set_function(partial(_read_by, stores, engine, "nbytes"))
+
     def text(self) -> bytes:
         """Return all metrics."""
         return generate_latest(self._registry)
@@ -59,6 +77,10 @@ class Metrics:
     def started(self, model: str, prompt_tokens: int) -> RequestClock:
         """Return the clock of a new request."""
         return RequestClock(self, model, prompt_tokens)
+
+
+def _read_by(stores: Sequence[KeptExperts], engine: str, what: Literal["experts", "nbytes"]) -> float:
+    return float(sum(getattr(store.figures(), what)[engine] for store in stores))
 
 
 class RequestClock:

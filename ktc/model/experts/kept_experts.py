@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
@@ -32,6 +32,7 @@ from ktc.model.kernels.form import ExpertsForm
 if TYPE_CHECKING:
     from ktc.model.experts.host_node import HostNodes
 
+ENGINES: Final[tuple[str, ...]] = ("gpu", "bus", "cpu")  # in the order of a layer's traffic
 PERIOD: Final = 32  # steps between two looks at the counts
 _ALIGNMENT: Final = 256  # bytes between which experts begin
 MOST_ROWS: Final = 16  # of a step whose experts the GPU reads by address
@@ -39,14 +40,10 @@ MOST_ROWS: Final = 16  # of a step whose experts the GPU reads by address
 
 @dataclass(frozen=True, slots=True)
 class KeptTraffic:
-    """The experts that the steps of a model have read, by engine, and their bytes."""
+    """The experts that the steps of a model have read, and their bytes, by engine: `gpu`, `bus`, `cpu`."""
 
-    hits: int
-    over_bus: int
-    on_cpu: int
-    hit_bytes: int
-    bus_bytes: int
-    cpu_bytes: int
+    experts: Mapping[str, int]
+    nbytes: Mapping[str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +53,11 @@ class _Sent:
     expert: int
     place: int
     arrival: Arrival
+
+
+def _by_engine(of_layers: Tensor) -> dict[str, int]:
+    amounts = cast("list[int]", of_layers.sum(0).tolist())
+    return dict(zip(ENGINES, amounts, strict=True))
 
 
 class KeptLayer:
@@ -194,9 +196,8 @@ class KeptExperts:
     def figures(self) -> KeptTraffic:
         """Return what all steps have read. Waits for the device."""
         of_layers = self.traffic.cpu()
-        hits, over_bus, on_cpu = (int(number) for number in of_layers.sum(0))
-        nbytes = (of_layers * torch.tensor(self._nbytes)[:, None]).sum(0)
-        return KeptTraffic(hits, over_bus, on_cpu, *(int(size) for size in nbytes))
+        nbytes = of_layers * torch.tensor(self._nbytes)[:, None]
+        return KeptTraffic(_by_engine(of_layers), _by_engine(nbytes))
 
     def _use_arrived(self) -> bool:
         """Give addresses to experts that have arrived."""
@@ -215,7 +216,7 @@ class KeptExperts:
         kept = torch.zeros(self._weights.shape, dtype=torch.bool)
         kept.view(-1)[torch.tensor(list(self._places), dtype=torch.int64)] = True
         self._exchanges = deque(exchanges(self._weights, kept, PERIOD))
-        read, busy = self.figures().cpu_bytes, sum(nodes.nanoseconds for nodes in self._nodes)
+        read, busy = self.figures().nbytes["cpu"], sum(nodes.nanoseconds for nodes in self._nodes)
         new, taken = read - self._cpu_seen, busy - self._busy_seen
         self._cpu_seen, self._busy_seen = read, busy
         if new > 0 and taken > 0 and self._bus_speed:  # not after another step was captured

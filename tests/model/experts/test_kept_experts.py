@@ -90,9 +90,9 @@ def test_three_engines_compute_what_the_cpu_computes(spec: FusedMoeSpec) -> None
     for places, share in ((0, 0.0), (0, 1.0), (2, 0.5), (4, 0.0)):
         store = kept_by(module, places, share)
         assert error(split_call(module, x, index, weights).float(), wanted.float()) <= BOUND
-        read = store.figures()
-        assert (read.hits, read.over_bus) == (places, round((4 - places) * share))
-        assert read.hits + read.over_bus + read.on_cpu == 4
+        read = store.figures().experts
+        assert (read["gpu"], read["bus"]) == (places, round((4 - places) * share))
+        assert sum(read.values()) == 4
 
 
 @pytest.mark.parametrize("form", ["silu(alpha=1.702, limit=1.25, up_offset=1.0) biased transposed interleaved",
@@ -132,9 +132,9 @@ def test_experts_that_are_chosen_more_often_take_places_without_another_result(l
         wanted = module(x, index, weights)
     seen = list[int]()
     for _ in range(PERIOD + 8):
-        before = store.figures().hits
+        before = store.figures().experts["gpu"]
         assert error(split_call(module, x, index, weights).float(), wanted.float()) <= BOUND
-        seen.append(store.figures().hits - before)
+        seen.append(store.figures().experts["gpu"] - before)
         store.advance()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
