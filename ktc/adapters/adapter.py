@@ -269,13 +269,13 @@ def require_whole(adapter: Adapter, attached: nn.Module, adapter_name: str = "de
 
 def exporting(adapter: Adapter, model: PreTrainedModel, *options: str) -> str:
     """Return the hint to write another layout; "" where it has the same, or `ktc export` refuses."""
-    from ktc.model.hf.conversions import names_one_by_one
+    from ktc.model.hf.conversions import adapted_one_by_one
 
     if adapter.kind != "LORA" or adapter.config.get("modules_to_save") or any(variants(adapter.config)):
         return ""
     if not any(".experts." in entry.name for entry in adapter.tensors):
         return ""  # the other layouts differ in the experts alone
-    layout = other_layout(stacked=not names_one_by_one(model))
+    layout = other_layout(stacked=not adapted_one_by_one(model))
     command = shlex.join(["ktc", "export", str(adapter.folder), "--layout", layout, *options])
     return f"`{command}` writes a layout that the installed peft reads"
 

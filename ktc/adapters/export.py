@@ -25,7 +25,7 @@ from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation.files import new_folder, refusing, replaced_file
 from ktc.model.checkpoint.adapter_uses import MERGED, other_layout, stored_as
 from ktc.model.checkpoint.index import open_index
-from ktc.model.hf.conversions import names_one_by_one
+from ktc.model.hf.conversions import adapted_one_by_one
 from ktc.model.loading.trained_beside import copy_record
 
 ExportLayout = Literal["per-expert", "peft-fused", "peft-fused-018", "gguf"]
@@ -92,7 +92,7 @@ def _other_ways(opened: Opened, model: Path | None) -> tuple[str, str]:
     if stored_as(open_index(opened.base.folder)) == "a GGUF file":
         merged = "train without these layers: the original is a GGUF file, into which nothing is merged"
     has_experts = any(factors.target.experts for factors in opened.factors)
-    layout = other_layout(stacked=has_experts and not names_one_by_one(opened.base.model))
+    layout = other_layout(stacked=has_experts and not adapted_one_by_one(opened.base.model))
     return merged, f"{command('--layout', layout)} writes it for other tools"
 
 

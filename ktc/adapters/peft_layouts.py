@@ -2,7 +2,8 @@
 
 In: factors. Out: the tensors and the `adapter_config.json` of a layout. Layers that share a name with the projections
 of experts are named by their weights: peft 0.19 and newer take such names in `target_modules` for the routed experts.
-Refused (A606): experts one by one for a model that keeps them stacked.
+Families whose names it does not take have the stacks in `target_parameters`, with experts one by one in the file.
+Refused (A606): experts one by one for a model whose experts PEFT reads stacked.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from peft import LoraConfig
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from ktc.adapters.base_model import BaseModel, Target
 from ktc.adapters.factors import Factors, Layout, halves, packed
 from ktc.adapters.layouts import SWAPPED_SINCE, key_of
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import versions
-from ktc.model.checkpoint.adapter_uses import keeps_stacked
-from ktc.model.hf.conversions import names_one_by_one
+from ktc.model.checkpoint.adapter_uses import only_stacked
+from ktc.model.hf.conversions import adapted_one_by_one
 from ktc.model.hf.expert_layout import EXPERT_LAYERS
 
 EXPERT_NAMES = frozenset({"gate", *EXPERT_LAYERS})
@@ -93,8 +96,8 @@ def _one_by_one(stacks: Sequence[Factors], base: BaseModel) -> tuple[dict[str, T
 
 def _projections(base: BaseModel) -> Mapping[str, str]:
     """Return the names of gate, up and down in the model's checkpoints. Raise `InputRefused` (A606)."""
-    if not (names := names_one_by_one(base.model)):
-        message = f"experts of the adapter have no layout one by one: {keeps_stacked(base.model_type)}"
+    if not (names := adapted_one_by_one(base.model)):
+        message = f"experts of the adapter have no layout one by one: {only_stacked(base.model_type)}"
         raise InputRefused(Diagnostic("A606", message, hint="use `--layout peft-fused`"))
     return names
 
@@ -134,7 +137,10 @@ def _config(
     """Return the old config with targets, ranks and alphas of the layout; use_rslora is folded into the alphas."""
     by_module = [weight for weight in plain if _goes_by_module(weight.target, base)]
     by_name = [weight for weight in plain if not _goes_by_module(weight.target, base)]
-    by_name += stacks if layout != "per-expert" else []
+    if layout != "per-expert":
+        by_name += stacks
+    elif stacks and not _takes_names(base.model, expert_names):
+        by_name, expert_names = by_name + [_joined(stack) for stack in stacks], ()
     named = [(weight, weight.target.module) for weight in by_module]
     named += [(weight, weight.target.name) for weight in by_name]
     leading = stacks if layout == "per-expert" and stacks else [weight for weight, _ in named]
@@ -154,6 +160,25 @@ def _config(
         "alpha_pattern": {name: _alpha(weight) for weight, name in named if _alpha(weight) != alpha},
         **dict.fromkeys(("layers_to_transform", "layers_pattern", "exclude_modules"), None),
     }
+
+
+def _takes_names(model: PreTrainedModel, names: Sequence[str]) -> bool:
+    """Return whether PEFT takes these names of single experts' layers in `target_modules` for the stacks."""
+    try:
+        from peft.utils import transformers_weight_conversion as peft_conversion
+    except ImportError:  # before 0.19 PEFT takes them in no family
+        return True
+    config = LoraConfig(target_modules=list(names))
+    cast("Any", peft_conversion).convert_peft_config_for_transformers(config, model, None)
+    return bool(config.target_parameters)
+
+
+def _joined(stack: Factors) -> Factors:
+    """Return the stack as PEFT joins it of single experts: factors of gate and up have rows of their own in A."""
+    if not stack.target.is_gate_up:
+        return stack
+    a, b = (functional.pad(side, pad) for side, pad in ((stack.a, (0, 0, 0, stack.r)), (stack.b, (0, stack.r))))
+    return Factors(stack.target, a, b, stack.scaling)
 
 
 def _goes_by_module(target: Target, base: BaseModel) -> bool:

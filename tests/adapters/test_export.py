@@ -109,6 +109,19 @@ def test_experts_one_by_one_are_read_by_stock_peft(saved: Saved, tmp_path: Path)
     assert any("shared_experts" in name for name in config["target_parameters"])
 
 
+@pytest.mark.skipif(not SINCE_0_19, reason="peft stacks experts that come one by one since 0.19")
+def test_experts_one_by_one_have_names_that_stock_peft_takes(saved: Saved, tmp_path: Path) -> None:
+    """It knows the names of single experts in some families; in others their stacks are named, and files are alike."""
+    source = saved("phimoe")
+    done = export(source, "per-expert", tmp_path / "adapter")
+    names = load_file(done.path / "adapter_model.safetensors").keys()
+    assert any(name.endswith("experts.0.w1.lora_A.weight") for name in names)
+    model = PeftModel.from_pretrained(stock(source.parent / "phimoe-float32"), str(done.path))
+    wanted = torch.load(source.parent / "logits.pt", weights_only=True)
+    assert (logits(model) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert same(deltas(done.path), deltas(source))
+
+
 def test_what_older_releases_saved_is_written_one_by_one(saved: Saved, tmp_path: Path) -> None:
     source = saved("qwen3_moe")
     old = export(source, "peft-fused-018", tmp_path / "old").path

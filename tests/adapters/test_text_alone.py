@@ -69,6 +69,21 @@ def test_an_adapter_of_the_whole_model_is_on_the_whole_model(checkpoint: Path, t
     assert type(find_base(read_adapter(adapter)).model) is type(whole)
 
 
+def test_experts_of_a_whole_model_are_one_by_one_only_where_peft_stacks_them(checkpoint: Path, tmp_path: Path) -> None:
+    """Peft has conversions for the text of Qwen3.5, and none for the model with towers."""
+    for auto, refused in ((AutoModelForImageTextToText, True), (AutoModelForCausalLM, False)):
+        model: Any = auto.from_pretrained(checkpoint, dtype=torch.float32)
+        stacks = [name for name, _ in model.named_parameters() if name.endswith("experts.down_proj")]
+        config = LoraConfig(r=2, target_parameters=stacks, init_lora_weights=False)
+        folder = tmp_path / auto.__name__
+        get_peft_model(model, config).save_pretrained(folder)
+        if refused:
+            with pytest.raises(InputRefused, match=r"A606.*`qwen3_5_moe` stacked"):
+                export(folder, "per-expert", tmp_path / "one")
+        else:
+            assert export(folder, "per-expert", tmp_path / "one").tensors > 0
+
+
 def test_no_gguf_file_is_written_for_a_text_whose_architecture_is_unknown(tmp_path: Path) -> None:
     model: Any = build(shrink(default_config("qwen3_5_moe", whole=True)), seed=0)
     model.save_pretrained(tmp_path / "whole")

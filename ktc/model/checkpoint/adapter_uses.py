@@ -23,7 +23,7 @@ class AdapterFacts:
     """The names that LoRA adapts (of layers or of weights) and those of modules that train themselves.
 
     `tied` are the weights of the model that share their values with another. `own_code`: of the model's class.
-    `stacked`: its checkpoints keep the experts of a layer in one tensor. `num_layers` of the model, 0 if unknown.
+    `stacked`: PEFT reads the experts of a layer in one tensor alone. `num_layers` of the model, 0 if unknown.
     """
 
     model_type: str
@@ -57,9 +57,9 @@ def no_architecture(model_type: str) -> str:
     return f"no GGUF architecture is known for `{model_type}`"
 
 
-def keeps_stacked(model_type: str) -> str:
+def only_stacked(model_type: str) -> str:
     """Return why experts of a model are not written one by one."""
-    return f"checkpoints of `{model_type}` keep them stacked"
+    return f"peft reads those of `{model_type}` stacked"
 
 
 def other_layout(*, stacked: bool) -> str:
@@ -83,7 +83,7 @@ def loses_additions(stored: Stored) -> str:
 def _stacked(facts: AdapterFacts) -> Iterator[Diagnostic]:
     """Yield a note where the default layout of `ktc export` has no place for the experts."""
     if facts.stacked and _has_experts(facts):
-        message = f"`ktc export ADAPTER` will refuse experts one by one, its default: {keeps_stacked(facts.model_type)}"
+        message = f"`ktc export ADAPTER` will refuse experts one by one, its default: {only_stacked(facts.model_type)}"
         hint = f"`ktc export ADAPTER --layout {other_layout(stacked=True)}` writes them stacked"
         yield _found(message, hint, "note")
 

@@ -14,7 +14,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,  # pyright: ignore[reportUnknownVariableType]
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import (
     ConversionOps,
     WeightConverter,
@@ -222,3 +225,12 @@ def names_one_by_one(model: PreTrainedModel) -> Mapping[str, str]:
             leaves = (pattern.removesuffix(".weight").rpartition(".")[2] for pattern in step.source_patterns)
             names |= {EXPERT_LAYERS[leaf]: leaf for leaf in leaves if leaf in EXPERT_LAYERS}
     return names if names.keys() == {"gate", "up", "down"} else {}
+
+
+def adapted_one_by_one(model: PreTrainedModel) -> Mapping[str, str]:
+    """Return the names of one expert's matrices in adapters that PEFT stacks as it reads them, or nothing.
+
+    PEFT stacks none where transformers has no conversions for the whole model's type, as with the towers of Qwen3.5.
+    """
+    model_type = str(model.config.model_type)
+    return names_one_by_one(model) if get_checkpoint_conversion_mapping(model_type) is not None else {}

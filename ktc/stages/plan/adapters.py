@@ -8,7 +8,7 @@ from dataclasses import replace
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.language.dsl.ruleset import RuleSet
 from ktc.model.checkpoint.adapter_uses import AdapterFacts, refused_later, stored_as
-from ktc.model.hf.conversions import names_one_by_one
+from ktc.model.hf.conversions import adapted_one_by_one
 from ktc.model.hf.tied_weights import tied_names
 from ktc.model.targets.node_plan import Claim
 from ktc.stages.capture import CapturedModel
@@ -80,7 +80,7 @@ def warn_of_adapters(draft: PlanDraft) -> PlanDraft:
         tied_names(captured.model),
         stored_as(source.index, source.config, source.config.get_text_config()),
         source.own_code,
-        not source.own_code and not names_one_by_one(captured.model),
+        not source.own_code and not adapted_one_by_one(captured.model),
         int(getattr(source.config.get_text_config(), "num_hidden_layers", 0)),
     )
     return draft.with_warnings(*refused_later(facts), *bypassed(captured, lora.targets))

@@ -16,7 +16,7 @@ from ktc.foundation.decode import read_json
 from ktc.foundation.regular_files import read_regular
 from ktc.model.checkpoint.adapter_uses import AdapterFacts, refused_later, stored_as
 from ktc.model.checkpoint.index import open_index
-from ktc.model.hf.conversions import names_one_by_one
+from ktc.model.hf.conversions import adapted_one_by_one
 from ktc.model.hf.tied_weights import tied_names
 from ktc.model.manifest.manifest import read_manifest
 from ktc.training.tune.types import RunPaths
@@ -37,7 +37,7 @@ def adapter_notes(paths: RunPaths, model: PeftModel) -> tuple[Diagnostic, ...]:
         tied_names(base),
         stored_as(open_index(folder), config, *parts),
         record.own_code,
-        not record.own_code and not names_one_by_one(base),
+        not record.own_code and not adapted_one_by_one(base),
         int(getattr(base.config.get_text_config(), "num_hidden_layers", 0)),
     )
     return refused_later(facts)
