@@ -325,8 +325,8 @@ def _towers(best: Priced) -> Iterator[str]:
     """Yield the bytes of the towers for images and sound on each device, where a model has some."""
     devices = best.plan.devices if best.plan else ()
     parts = [f"{size(one.kinds['towers'])} on {one.device}" for one in devices if one.kinds.get("towers")]
-    if parts:
-        yield f"towers and projectors: {', '.join(parts)}; the memory of their passes is not counted"
+    if parts and best.plan is not None:
+        yield f"towers and projectors: {', '.join(parts)}; {best.plan.memory.tower_pass}"
 
 
 def _traffic(best: Priced) -> Iterator[str]:

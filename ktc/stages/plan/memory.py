@@ -24,6 +24,7 @@ from ktc.stages.capture import BlockGraph, CapturedModel
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import budget_of, device_of, gib
 from ktc.stages.plan.streamed_bytes import sent_experts, streamed_bytes
+from ktc.stages.plan.tower_passes import tower_note
 from ktc.stages.plan.types import ANY_SIZE, BatchShape, DeviceMemory, MemoryPlan, Plan, Workload
 from ktc.stages.plan.workloads import workloads
 
@@ -47,7 +48,9 @@ def count_memory(draft: PlanDraft) -> PlanDraft:
     )  # fmt: skip
     uses, notes = workloads(draft, devices)
     total = sum(parameter.numel() for _, parameter in draft.captured.model.named_parameters())
-    memory = MemoryPlan(total, total - _idle(draft.captured), devices, uses, notes)
+    told = tower_note(draft.captured)
+    notes = (*notes, told) if told else notes
+    memory = MemoryPlan(total, total - _idle(draft.captured), devices, uses, notes, told)
     return replace(draft, memory=memory)
 
 

@@ -159,6 +159,7 @@ class MemoryPlan:
     """The bytes by device, and the inputs that fit. Shared parameters are counted once.
 
     `active` are those that one token uses: all except experts that are not chosen and the table of embeddings.
+    `tower_pass` says what is planned for images, "" for a model of text.
     """
 
     parameters: int
@@ -166,6 +167,7 @@ class MemoryPlan:
     devices: tuple[DeviceMemory, ...]
     workloads: tuple[Workload, ...]
     notes: tuple[str, ...]
+    tower_pass: str = ""
 
 
 @dataclass(frozen=True, slots=True)

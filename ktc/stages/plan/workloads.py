@@ -27,6 +27,7 @@ from ktc.stages.plan.activations import Footprint, footprint
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.placement import budget_of, device_of
 from ktc.stages.plan.streamed_bytes import sent_experts
+from ktc.stages.plan.tower_passes import TowerPass, tower_pass
 from ktc.stages.plan.types import BatchShape, DeviceMemory, Workload
 
 DEFAULT_LENGTH = 2048
@@ -99,6 +100,7 @@ class _Model:
     per_hidden: int
     outside: ProductRows | None = None  # of linear layers outside the blocks
     sent: Mapping[str, _Sent] = field(default_factory=dict[str, _Sent])  # by GPU
+    tower: tuple[str, TowerPass] | None = None  # with its device
 
 
 def workloads(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
@@ -178,7 +180,7 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
         kept = [slots.saved for slots in experts]
         needs["cpu"]["experts"] = tokens * (max(kept) if checkpointed else sum(kept))
         needs["cpu"]["workspace"] = max(slots.backward(tokens) for slots in experts)
-    return _with_products(model, needs, tokens)
+    return _with_tower(model, _with_products(model, needs, tokens), batch, length)
 
 
 def _generation(model: _Model, batch: int, length: int) -> Needs:
@@ -196,7 +198,7 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
     experts = [layer.slots for layer in model.layers if layer.slots is not None]
     if experts:
         needs["cpu"]["workspace"] = max(slots.forward(tokens) for slots in experts)
-    return _with_products(model, needs, tokens)
+    return _with_tower(model, _with_products(model, needs, tokens), batch, length)
 
 
 def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
@@ -208,6 +210,15 @@ def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
     products = [product.workspace(tokens) for product in rows if product is not None]
     if products:
         needs["cpu"]["workspace"] = max(needs["cpu"].get("workspace", 0), *products)
+    return needs
+
+
+def _with_tower(model: _Model, needs: Needs, batch: int, length: int) -> Needs:
+    """The tower for images runs before the layers: its pass needs nothing beside what they need later."""
+    if model.tower is not None:
+        device, tower = model.tower
+        later = sum(needs[device].get(purpose, 0) for purpose in ("activations", "logits", "workspace"))
+        needs[device]["towers"] = max(0, tower.bytes(batch, length) - later)
     return needs
 
 
@@ -241,6 +252,7 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
             cached[site.layer] = _cached(draft, nodes.get(site.fqn, ()), cached[site.layer])
     for fqn, number in _norms_between_blocks(captured, hidden):
         layers[number].add(device_of(fqn, placed), Footprint(4.0 * hidden, 0.0))
+    tower = tower_pass(captured)
     outside = (plan for plan in draft.nodes if plan.target.replaces_modules and not plan.claim.node)
     return _Model(
         layers=tuple(layers[number] for number in sorted(layers)),
@@ -252,6 +264,7 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
         per_hidden=hidden * item,
         outside=_widest(*(_memory(draft, plan).product for plan in outside)),
         sent=_sent(draft, hidden, item),
+        tower=None if tower is None else (device_of(tower.fqn, placed), tower),
     )
 
 
