@@ -85,7 +85,7 @@ def tower_note(captured: CapturedModel) -> str:
 
 def _most_patches(folder: Path | None, vision: Any, side: int, merged: int) -> int:
     """Return the patches of the largest image that the processor makes, and of all tiles that it cuts it into."""
-    settings = next(_settings(folder), {})
+    settings: Mapping[str, Any] = next(_settings(folder), dict[str, Any]())
     if tokens := _number(settings.get("max_soft_tokens")):
         return tokens * merged
     if patches := _number(settings.get("in_patch_limit")):
@@ -98,7 +98,7 @@ def _most_patches(folder: Path | None, vision: Any, side: int, merged: int) -> i
 def _area(settings: Mapping[str, Any]) -> int:
     """Return the pixels of the largest image by the settings of a processor, 0 where they have none."""
     given: Any = settings.get("size")
-    size = cast("Mapping[str, Any]", given) if isinstance(given, dict) else {}
+    size = cast("Mapping[str, Any]", given) if isinstance(given, dict) else dict[str, Any]()
     if pixels := _number(settings.get("max_pixels")):
         return pixels
     if longest := _number(size.get("longest_edge")):
@@ -132,7 +132,7 @@ def _size(config: Any, *names: str) -> int:
     """Return the first of a config's sizes that it has, the larger side of a pair; 0 for none."""
     for name in names:
         value: Any = getattr(config, name, None)
-        numbers = cast("list[Any]", value) if isinstance(value, list | tuple) and value else [value]
+        numbers: list[Any] = [*cast("list[Any]", value)] if isinstance(value, list | tuple) and value else [value]
         if all(_number(number) for number in numbers):
             return max(map(_number, numbers))
     return 0
