@@ -138,6 +138,7 @@ class StageReport:
         parts += [devices_table(plan), workloads_table(plan), parameters_line(plan)]
         parts += [adapter_line(plan.lora)] if plan.lora else []
         parts += [kernels_table(plan)] if plan.kernels else []
+        parts += [Text(plan.memory.tower_pass)] if plan.memory.tower_pass and not self._session.verbose else []
         parts += [proofs_table(proofs)] if proofs else []
         if self._session.verbose or proofs is None:
             parts.append(reasons_table(plan))
