@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_steps import record_eagerly
-from row_pairs import Pair
+from row_pairs import Replayed
 from torch import Tensor, nn
 
 import ktc
@@ -109,13 +109,14 @@ def test_a_thousand_replayed_steps_choose_the_tokens_of_the_same_steps_computed_
 def test_a_running_batch_replays_graphs_while_rows_join_and_leave(
     family: str, load: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(load(family))
+    pair = Replayed(load(family))
     with caplog.at_level(logging.WARNING):
         pair.take_turns(60)
         for length in (200, 270, 4, 5, 6):
             pair.join(length)
             pair.step()
         pair.require_same_rows()
+        pair.require_near_eager()
     assert not [record for record in caplog.records if "L451" in record.getMessage()]
 
 

@@ -8,20 +8,26 @@ from typing import Any
 
 import torch
 from engine_answers import config_of
+from recorded_steps import record_eagerly
+from torch import Tensor
 
 from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.generation import Generation
+from ktc.inference.serving.graph_rows import GraphRows
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.prefill import PrefillBatch
 from ktc.inference.serving.request import Request
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
 
 
 class Pair:
     """The same sequences in a batch with recorded steps and in one of eager steps."""
 
+    bound = 0.02  # of relative errors
+
     def __init__(self, model: Any) -> None:
         self.model, self.runner = model, ModelRunner(model)
-        self.batches = [RowBatch(self.runner) for _ in range(2)]
+        self.batches = [RowBatch(self.runner, standing=0) for _ in range(2)]
         self.batches[1]._native = None
         self.batches[1]._leave_memory()
         self.chance = random.Random(1)
@@ -42,15 +48,20 @@ class Pair:
             batch.leave(at)
 
     def step(self) -> None:
-        recorded, eager = (batch.step() for batch in self.batches)
+        logits = [batch.step() for batch in self.batches]
         for batch in self.batches:
             batch.finish()
+        self.compare(logits)
+        for at, token in enumerate(logits[-1].argmax(-1).tolist()):  # the same for all: choices may be close
+            for batch in self.batches:
+                batch.running[at].add(token)
+
+    def compare(self, logits: list[Tensor]) -> None:
+        """Compare the logits (rows, V) of all batches."""
+        recorded, eager = logits
         assert recorded.dtype == eager.dtype == torch.float32
-        assert float((recorded - eager).norm() / eager.norm()) < 0.02
-        for each, other, logits in zip(self.batches[0].running, self.batches[1].running, eager, strict=True):
-            token = int(logits.argmax())
-            each.add(token)
-            other.add(token)
+        error = float((recorded - eager).norm() / eager.norm())
+        assert error < self.bound, f"logits of {len(eager)} rows differ by {error:.3g}"
 
     def take_turns(self, number: int, after_step: Callable[[], None] = lambda: None) -> None:
         """Take steps; rows join and leave now and then."""
@@ -65,12 +76,44 @@ class Pair:
                 self.join(self.chance.choice((2, 9, 30)))
 
     def require_same_rows(self) -> None:
-        """Compare the keys and values of all rows."""
+        """Compare the keys and values of all rows in the first two batches."""
         for at in range(len(self.batches[0].running)):
-            recorded, eager = (batch.row(at) for batch in self.batches)
+            recorded, eager = (batch.row(at) for batch in self.batches[:2])
             assert recorded.length == eager.length
             for index in range(len(recorded.layers)):
                 one, other = recorded.layer(index), eager.layer(index)
                 assert one is not None and other is not None
                 for a, b in zip(one, other, strict=True):
-                    assert float((a - b).norm()) <= 0.02 * float(b.norm())
+                    error = float((a - b).norm() / b.norm())
+                    assert error <= self.bound, f"row {at} of {recorded.length} tokens, layer {index}: {error:.3g}"
+
+
+class Replayed(Pair):
+    """Three batches: replayed steps, the same steps computed again in such a memory, and eager steps on a cache.
+
+    The first two are equal to the bit. Kernels of the third have other shapes. Where that rounds to another choice of
+    experts, a row of a random model goes its own way; so most rows are compared with it, and not all.
+    """
+
+    bound = 0.0
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        again = RowBatch(self.runner, standing=0)
+        again._graphs = GraphRows(model, DecodeGraphs(StepRecorder(record_eagerly, self.runner.device.type)))
+        self.batches.insert(1, again)
+        self.errors = list[float]()
+        """Of the logits of each row and step, beside eager steps on a cache."""
+
+    def compare(self, logits: list[Tensor]) -> None:
+        replayed, again, eager = logits
+        same = (replayed == again).all(-1)
+        error = float((replayed - again).norm() / again.norm())
+        assert bool(same.all()), f"rows {(~same).nonzero()[:, 0].tolist()} of {len(same)} differ by {error:.3g}"
+        self.errors += ((replayed - eager).norm(dim=-1) / eager.norm(dim=-1)).tolist()
+
+    def require_near_eager(self) -> None:
+        """Compare most rows and steps with eager ones."""
+        ordered = sorted(self.errors)
+        median, share = ordered[len(ordered) // 2], sum(error < 0.02 for error in ordered) / len(ordered)
+        assert median < 0.02, f"median {median:.3g}, most {ordered[-1]:.3g}; {share:.0%} are below 0.02"

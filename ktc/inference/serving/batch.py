@@ -18,7 +18,7 @@ from ktc.inference.serving.generation import Generation
 from ktc.inference.serving.model_runner import ModelRunner
 from ktc.inference.serving.pages import PagePool
 from ktc.inference.serving.row_cache import CachedRow, RowCache
-from ktc.inference.serving.row_memory import RowMemory, unfit_row
+from ktc.inference.serving.row_memory import STANDING, RowMemory, unfit_row
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 class RowBatch:
     """Sequences in one cache, aligned at their last token. An empty one can be used again."""
 
-    def __init__(self, runner: ModelRunner, most: int = 1) -> None:
-        """Make an empty one; at most this many sequences will run at once."""
+    def __init__(self, runner: ModelRunner, most: int = 1, standing: int = STANDING) -> None:
+        """Make an empty one; at most `most` sequences will run at once. `standing` is as of `RowMemory`."""
         self.running: list[Generation] = []
         self._runner, self._native, self._graphs = runner, runner.native_rows(), runner.graph_rows()
-        self._rows = RowCache(runner.paged) if self._graphs is None else RowMemory(most)
+        self._rows = RowCache(runner.paged) if self._graphs is None else RowMemory(most, standing)
         self._is_kept = self._graphs is not None
         self._wait: Callable[[], None] | None = None
 
@@ -123,7 +123,7 @@ class RowBatch:
         assert isinstance(self._rows, RowMemory)
         self._rows.join(row)
         slots = 1
-        while slots <= self._rows.slots and (begun := self._graphs.begin(self._rows, [0], slots)) is not None:
+        while slots <= self._rows.slots and (begun := self._graphs.begin(self._rows, [0], slots, True)) is not None:
             begun[1]()
             slots *= 2
         self._rows.clear()

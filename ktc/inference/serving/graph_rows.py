@@ -4,8 +4,10 @@ In: the rows of a batch, and their last tokens. Out: the logits of every row's n
 returns. A graph belongs to a number of slots, a power of two, and to the addresses of the memory
 (`ktc.model.decode_steps.cuda_graph`). Rows that join and leave change its inputs alone: ids, positions, the column of
 the new tokens, and which columns a row has. Model states are not compared: updates are the engine's own, and drop all
-graphs. Refused with a warning (L451): a model that cannot be captured. Where a graph of fewer slots was captured, and
-one of more is not, the same step is computed without a graph.
+graphs. While answers run, a step that has no graph yet is computed without one, and the next one is captured: rows
+wait for the first kernels of a shape and for a capture in two steps, not in one. Refused with a warning (L451): a model
+that cannot be captured. Where a graph of fewer slots was captured, and one of more is not, the same step is computed
+without a graph.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class GraphRows:
         self._model, self._graphs = model, graphs
         self._version = -1  # of the memory that the graphs have the addresses of
         self._steps: dict[int, _Step] = {}
+        self._due = set[int]()  # slots whose next step is captured
         self._has_captured = False
 
     @classmethod
@@ -69,11 +72,13 @@ class GraphRows:
         return is_there and not memory.needs_move
 
     @torch.no_grad()
-    def begin(self, memory: RowMemory, tokens: list[int], slots: int = 0) -> tuple[Tensor, Wait] | None:
+    def begin(
+        self, memory: RowMemory, tokens: list[int], slots: int = 0, at_once: bool = False
+    ) -> tuple[Tensor, Wait] | None:
         """Begin to read a token of every row; return the next logits (rows, V) in fp32, and a function that waits.
 
-        The step has at least `slots` slots. None where it cannot be captured, for a reason in `refused`.
-        Raises as a capture without memory, and `wait` as the kernels of the step.
+        The step has at least `slots` slots; with `at_once` it is captured if it was not. None where it cannot be
+        captured, for a reason in `refused`. Raises as a capture without memory, and `wait` as the kernels of the step.
         """
         slots = memory.begin_step(slots)
         self._follow(memory.version)
@@ -81,7 +86,9 @@ class GraphRows:
         ids = torch.tensor([*tokens, *tokens[:1] * repeated])[:, None]
         positions = torch.tensor([*memory.lengths, *memory.lengths[:1] * repeated])[:, None]
         given = {"input_ids": ids, "position_ids": positions}
-        step = self._steps.get(slots) or self._recorded(memory.places(slots), slots, given)
+        step = self._steps.get(slots)
+        if step is None or slots in self._due:
+            step = self._recorded(memory.places(slots), slots, given, at_once or slots in self._due)
         if step is None:
             return None
         for name, value in given.items():
@@ -102,11 +109,13 @@ class GraphRows:
         """Forget all graphs, which keep the memory that they know."""
         self._version = -1
         self._steps.clear()
+        self._due.clear()
 
     def refuse(self, reason: str) -> None:
         """Record why there are no graphs, and report it once."""
         self.refused = reason
         self._steps.clear()
+        self._due.clear()
         self._graphs.tell(f"{reason} (in running batches)")
 
     def _follow(self, version: int) -> None:
@@ -115,13 +124,16 @@ class GraphRows:
             self.forget()
             self._version = version
 
-    def _recorded(self, places: RowPlaces, slots: int, given: dict[str, Tensor]) -> _Step | None:
-        """Return a new step, or None for a model that cannot be captured."""
+    def _recorded(self, places: RowPlaces, slots: int, given: dict[str, Tensor], captures: bool) -> _Step | None:
+        """Return a new step, or None for a model that cannot be captured. Without `captures` the next is one."""
         if reason := _unfit_model(self._model):
             self.refuse(reason)
             return None
+        recorder = self._graphs.recorder
+        plain = replace(recorder, record=_computed_again, launch=None)
+        self._due.discard(slots)
         try:
-            step = self._record(places, given, self._graphs.recorder)
+            step = self._record(places, given, recorder if captures else plain)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that cannot be captured
             if memory_fault(error) is not None:
                 raise
@@ -130,8 +142,10 @@ class GraphRows:
                 self.refuse(reason)
                 return None
             self._graphs.tell(f"{reason} (in running batches of {slots})")
-            step = self._record(places, given, replace(self._graphs.recorder, record=_computed_again, launch=None))
-        self._has_captured = True
+            step = self._record(places, given, plain)
+        else:
+            self._has_captured |= captures
+            self._due.update(() if captures else [slots])
         self._steps[slots] = step
         return step
 
@@ -151,12 +165,19 @@ def _unfit_model(model: PreTrainedModel) -> str:
 
 
 def _computed_again(compute: Compute, *_: object) -> tuple[Any, Replay]:
-    """Return the output of `compute`, and a function that computes it again at the same address."""
+    """Return the output of `compute`, and a function that computes it again at the same address.
+
+    The first call of that function leaves the output as it is: it is for the same inputs.
+    """
     output: Any = compute()
     output.logits = output.logits.clone()
+    is_new = True
 
     def replay() -> Callable[[], None]:
-        output.logits.copy_(compute().logits)
+        nonlocal is_new
+        if not is_new:
+            output.logits.copy_(compute().logits)
+        is_new = False
         return lambda: None
 
     return output, replay

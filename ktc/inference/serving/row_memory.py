@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.pages import LayerRow, PagePool
 from ktc.inference.serving.row_cache import CachedRow
 from ktc.model.decode_steps.step_memory import StepLayer, capacity_for, rounded
 from ktc.model.experts.packed import zeros_on_huge_pages
 
 ROOM: Final = 16  # columns: the fewest steps between two moves of all rows
-STANDING: Final = 1 << 29  # bytes: memory up to this size has slots for all rows that may come, so it seldom moves
+STANDING: Final = 1 << 29  # bytes: memory up to this size has room for rows that may come, so it seldom moves
+_MOST_STANDING: Final = 1 << 31
+_PART_STANDING: Final = 16  # of the bytes for the keys and values of all rows
+_LONG: Final = 1024  # positions that a slot has without a row of that length
 _LEFT: Final = 4  # the part of the unused columns that is left of the rows, where longer ones join without a move
 
 
@@ -43,6 +47,13 @@ def memory_shape(rows: int, longest: int) -> tuple[int, int]:
     return rounded(max(1, rows)), capacity_for(longest + ROOM)
 
 
+def standing_bytes(cache_bytes: int | None) -> int:
+    """Return the bytes that a memory may take for rows to come, where all keys and values may take `cache_bytes`."""
+    if cache_bytes is None:
+        return STANDING
+    return min(cache_bytes, _MOST_STANDING, max(STANDING, cache_bytes // _PART_STANDING))
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
     """The first slots of a memory as a step sees them: see `StepPlaces`. `present` (slots, capacity) hides padding."""
@@ -58,11 +69,11 @@ class RowMemory:
 
     pool: PagePool | None = None
 
-    def __init__(self, most: int = 1) -> None:
-        """Make an empty one, for at most this many rows where they take little memory."""
+    def __init__(self, most: int = 1, standing: int = STANDING) -> None:
+        """Make an empty one. Where they take at most `standing` bytes, it has slots for `most` rows, and long ones."""
         self.lengths: list[int] = []
         self.version = 0
-        self._most, self._end = rounded(most), 0
+        self._most, self._standing, self._end = rounded(most), standing, 0
         self._sides: tuple[Tensor, ...] = ()  # keys and values of each layer in turn
         self._windows: tuple[int | None, ...] = ()
         self._repeats = set[int]()  # slots that have the content of the first
@@ -154,8 +165,10 @@ class RowMemory:
         if not self.lengths:
             self._sides, self.version = (), self.version + 1
             self._repeats.clear()
-        elif self.slots > 2 * rounded(len(self.lengths)):
-            self._move(len(self.lengths), self.columns, standing=0)
+            return
+        slots, capacity = memory_shape(len(self.lengths), self.columns)
+        if self.slots > 2 * slots or self.capacity > 2 * capacity:
+            self._move_to(slots, capacity, self.columns)
 
     # Steps -----------------------------------------------------------------------------------------------------------
     def begin_step(self, slots: int = 0) -> int:
@@ -204,12 +217,29 @@ class RowMemory:
         self._windows = row.windows
         self._move(1, row.length)
 
-    def _move(self, rows: int, longest: int, standing: int = STANDING) -> None:
-        """Copy the rows to memory for `rows` rows; where that takes at most `standing` bytes, for more."""
-        slots, capacity = memory_shape(rows, longest)
-        slot_bytes = capacity * sum(side.shape[1] * side.shape[3] * side.itemsize for side in self._sides)
-        while slots < self._most and 2 * slots * slot_bytes <= standing:
+    def _move(self, rows: int, longest: int) -> None:
+        """Copy the rows to memory for `rows` rows, and for more and longer ones where memory is there."""
+        least = memory_shape(rows, longest)
+        roomy = self._with_room(*least)
+        if roomy != least:
+            try:
+                self._move_to(*roomy, longest)
+                return
+            except (MemoryError, RuntimeError) as error:
+                if memory_fault(error) is None:
+                    raise
+        self._move_to(*least, longest)
+
+    def _with_room(self, slots: int, capacity: int) -> tuple[int, int]:
+        """Return slots for all rows that may come, then positions for long ones, as far as `standing` bytes reach."""
+        column = sum(side.shape[1] * side.shape[3] * side.itemsize for side in self._sides)
+        while slots < self._most and 2 * slots * capacity * column <= self._standing:
             slots *= 2
+        while slots >= self._most and capacity < _LONG and 2 * slots * capacity * column <= self._standing:
+            capacity *= 2
+        return slots, capacity
+
+    def _move_to(self, slots: int, capacity: int, longest: int) -> None:
         columns, end, used = self.columns, _end_for(longest, capacity), len(self.lengths)
         moved = list[Tensor]()
         for side in self._sides:

@@ -2,6 +2,7 @@
 
 In: decisions. Out: `Event`s with tokens and ends, and reports to the scheduler. A fault in a pass ends its requests.
 A fault in the choice of a token ends its request alone. Missing memory preempts the requests of the pass.
+Passes leave cuDNN's attention out, which builds a plan for each length of a prompt.
 Where steps are CUDA graphs, the pass of a prompt gives way between two layers: a batch whose last step is old takes one
 there, so no answer waits for the whole pass. Events of such steps are emitted when the next step has begun, so that
 their receivers work while the GPU does.
@@ -25,10 +26,12 @@ from ktc.inference.serving.prefill import PrefillBatch
 from ktc.inference.serving.prefix_cache import PrefixCache
 from ktc.inference.serving.request import End, Event, Limits, Request
 from ktc.inference.serving.row_cache import CachedRow
+from ktc.inference.serving.row_memory import standing_bytes
 from ktc.inference.serving.scheduler import DecodeStep, PrefillChunk, Scheduler, SchedulerOutput
+from ktc.model.attention.torch_plans import without_plans
 
 log = logging.getLogger(__name__)
-_MAX_IDLE_BYTES: Final = 1 << 30  # pages and memory of empty batches that no sequence uses
+_MAX_IDLE_BYTES: Final = 1 << 30  # pages of empty batches that no sequence uses, or the memory of two where it is more
 _OLD_STEP: Final = 0.1  # seconds after which a prompt gives way to running sequences
 
 Emit = Callable[[Sequence[Event]], None]
@@ -43,6 +46,8 @@ class Worker:
         size = None if runner.unbatched_reason else runner.size
         self.scheduler = Scheduler(limits, size, self._num_cached)
         self._caches_prefixes = bool(limits.prefix_bytes)
+        self._standing = standing_bytes(limits.cache_bytes)
+        self._most_idle_bytes = max(_MAX_IDLE_BYTES, 2 * self._standing)
         self._preempted: dict[str, Generation] = {}
         self._prefills: dict[str, PrefillBatch] = {}  # begun ones, by the names of their first requests
         self.batches: dict[str, RowBatch | UnbatchedSequences] = {}  # by adapter; empty ones have pages
@@ -59,11 +64,12 @@ class Worker:
 
     def execute(self, decision: SchedulerOutput) -> None:
         """Carry out a decision, and report to the scheduler what became of its requests."""
-        match decision:
-            case PrefillChunk():
-                self._prefill(decision)
-            case DecodeStep():
-                self._decode(decision.adapter)
+        with without_plans():
+            match decision:
+                case PrefillChunk():
+                    self._prefill(decision)
+                case DecodeStep():
+                    self._decode(decision.adapter)
 
     def flush(self) -> None:
         """Emit the events that wait for the next step to begin."""
@@ -76,10 +82,11 @@ class Worker:
         example = self._runner.example
         if example is None or self._runner.graph_rows() is None:
             return
-        batch = RowBatch(self._runner, self.scheduler.most_running)
+        batch = RowBatch(self._runner, self.scheduler.most_running, self._standing)
         try:
             self._adapters.use(adapter)
-            batch.capture(example)
+            with without_plans():
+                batch.capture(example)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -181,7 +188,7 @@ class Worker:
             self.batches[adapter] = (
                 UnbatchedSequences(self._runner)
                 if self._runner.unbatched_reason
-                else RowBatch(self._runner, self.scheduler.most_running)
+                else RowBatch(self._runner, self.scheduler.most_running, self._standing)
             )
         batch = self.batches[adapter]
         try:
@@ -324,11 +331,11 @@ class Worker:
             return
         self.batches[adapter] = self.batches.pop(adapter)
         for name, batch in tuple(self.batches.items()):
-            if batch.running or (batch.is_kept and (name == adapter or self._num_idle_bytes <= _MAX_IDLE_BYTES)):
+            if batch.running or (batch.is_kept and (name == adapter or self._num_idle_bytes <= self._most_idle_bytes)):
                 continue
-            if batch.pool is None or (self._num_idle_bytes > _MAX_IDLE_BYTES and not batch.pool.used):
+            if batch.pool is None or (self._num_idle_bytes > self._most_idle_bytes and not batch.pool.used):
                 del self.batches[name]
-            elif self._num_idle_bytes > _MAX_IDLE_BYTES and batch.pool.is_mostly_unused:
+            elif self._num_idle_bytes > self._most_idle_bytes and batch.pool.is_mostly_unused:
                 batch.compact()
 
     @property
