@@ -107,6 +107,7 @@ class Replayed(Pair):
 
     def compare(self, logits: list[Tensor]) -> None:
         replayed, again, eager = logits
+        assert all(batch._graphs is not None for batch in self.batches[:2]), "no steps are recorded"
         same = (replayed == again).all(-1)
         error = float((replayed - again).norm() / again.norm())
         assert bool(same.all()), f"rows {(~same).nonzero()[:, 0].tolist()} of {len(same)} differ by {error:.3g}"
