@@ -36,6 +36,8 @@ class HostNodes:
         self._launch = launch or on_current_stream
         self._beside = Beside(order or SideStream())
         self._calls: list[tuple[PackedExperts, HostCall]] = []
+        self._partial: list[HostCall] = []
+        self._before = 0  # nanoseconds of partial calls that were dropped
         self._memories: dict[tuple[object, ...], CallMemory] = {}
 
     @contextmanager
@@ -44,6 +46,8 @@ class HostNodes:
 
         Earlier calls are dropped: no stream may still run them.
         """
+        self._before = self.nanoseconds
+        self._partial.clear()
         self._calls.clear()
         with context.entered(host_nodes=self), self._beside.entered():
             yield
@@ -69,6 +73,7 @@ class HostNodes:
         """
         memory = self._filled(x_TH, index_TK, weights_TK)
         call = packed.partial_call(memory.x, memory.index, memory.weights, memory.out)
+        self._partial.append(call)
         out = self._started(packed, call, memory, x_TH)
         computed = beside()
         self._beside.then(lambda: torch.add(out, computed, out=out))
@@ -76,8 +81,8 @@ class HostNodes:
 
     @property
     def nanoseconds(self) -> int:
-        """The time of all calls so far."""
-        return sum(call.nanoseconds for _, call in self._calls)
+        """The time of all partial calls so far, of those that were dropped too."""
+        return self._before + sum(call.nanoseconds for call in self._partial)
 
     def _filled(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> CallMemory:
         """Enqueue the transfer of a call's inputs, and return the memory of the call."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.grouped_products import multiplies_codes
-from ktc.model.experts.kept_policy import DECAY, Exchange, bus_share, exchanges, first_kept
+from ktc.model.experts.kept_policy import DECAY, Exchange, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import WHOLE_SHARE
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import PackedLayout
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ENGINES: Final[tuple[str, ...]] = ("gpu", "bus", "cpu")  # in the order of a layer's traffic
 PERIOD: Final = 32  # steps between two looks at the counts
+MEASURED: Final = 8  # steps between two looks at the speed of the CPU
 _ALIGNMENT: Final = 256  # bytes between which experts begin
 MOST_ROWS: Final = 16  # of a step whose experts the GPU reads by address
 
@@ -129,8 +130,8 @@ class KeptExperts:
         self._seen = torch.zeros(len(layers), most, dtype=torch.int32)
         self._exchanges: deque[Exchange] = deque()
         self._sent: deque[_Sent] = deque()
-        self._steps, self._cpu_seen, self._busy_seen = 0, 0, 0
-        self._nodes: weakref.WeakSet[HostNodes] = weakref.WeakSet()
+        self._steps, self._cpu_seen = 0, 0
+        self._busy_seen: weakref.WeakKeyDictionary[HostNodes, int] = weakref.WeakKeyDictionary()  # of each step
         self.place(self._weights)
         _stores.add(self)
 
@@ -143,6 +144,11 @@ class KeptExperts:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._memory.nbytes
+
+    @property
+    def bus_share(self) -> float:
+        """The share of the bus in the experts that the device does not keep."""
+        return self._share
 
     def place(self, counts: Tensor) -> None:
         """Keep the most often chosen experts, by counts (layers, experts). Waits for the device and for the copies."""
@@ -171,7 +177,7 @@ class KeptExperts:
 
     def uses(self, nodes: HostNodes) -> None:
         """Measure the CPU by the host functions of a step."""
-        self._nodes.add(nodes)
+        self._busy_seen.setdefault(nodes, nodes.nanoseconds)
 
     # Between two steps
 
@@ -181,6 +187,8 @@ class KeptExperts:
             return
         self._steps += 1
         changed = self._use_arrived()
+        if self._steps % MEASURED == 1:
+            self._follow_cpu()
         if self._steps % PERIOD == 0:
             self._look()
         if self._sent or not self._exchanges:
@@ -209,19 +217,23 @@ class KeptExperts:
         return changed
 
     def _look(self) -> None:
-        """Read the counts of the last steps, and decide by them what is exchanged and the share of the bus."""
+        """Read the counts of the last steps, and decide by them what is exchanged."""
         counts = self.counts.cpu()
         self._weights = self._weights * DECAY + (counts - self._seen)
         self._seen = counts
         kept = torch.zeros(self._weights.shape, dtype=torch.bool)
         kept.view(-1)[torch.tensor(list(self._places), dtype=torch.int64)] = True
         self._exchanges = deque(exchanges(self._weights, kept, PERIOD))
-        read, busy = self.figures().nbytes["cpu"], sum(nodes.nanoseconds for nodes in self._nodes)
-        new, taken = read - self._cpu_seen, busy - self._busy_seen
-        self._cpu_seen, self._busy_seen = read, busy
-        if new > 0 and taken > 0 and self._bus_speed:  # not after another step was captured
-            measured = bus_share(self._bus_speed, new / taken * 1e9)
-            self._share = (self._share + measured) / 2
+
+    def _follow_cpu(self) -> None:
+        """Measure the CPU in the last steps, and give the bus its share of the speed of both."""
+        busy = {nodes: nodes.nanoseconds for nodes in self._busy_seen}
+        taken = sum(after - self._busy_seen[nodes] for nodes, after in busy.items())
+        self._busy_seen.update(busy)
+        read = self.figures().nbytes["cpu"]
+        new, self._cpu_seen = read - self._cpu_seen, read
+        if new > 0 and taken > 0 and self._steps > 1:  # until then libraries set themselves up
+            self._share = next_share(self._share, self._bus_speed, new / taken * 1e9)
             self.share.fill_(round(self._share * WHOLE_SHARE))
 
     def _send(self, expert: int, place: int) -> Arrival:

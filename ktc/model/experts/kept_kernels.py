@@ -92,7 +92,7 @@ def _split(
     kept = tl.load(table + expert, mask=known, other=0)
     missing = tl.where(kept == 0, is_chosen, 0)
     misses = tl.sum(missing, 0)
-    over_bus = misses * tl.load(share) + 32768 >> 16
+    over_bus = tl.minimum((misses + 1) * tl.load(share) >> 16, misses)  # `kept_split.over_bus`
     sent = (missing == 1) & (tl.cumsum(missing, 0) <= over_bus)
     place = tl.where(sent, host + expert.to(tl.int64) * nbytes, kept)
     address = tl.sum(tl.where(is_of == 1, place[None, :], 0), 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +24,9 @@ from ktc.foundation import host
 from ktc.foundation.files import temporary_folder
 from ktc.model.decode_steps import cuda_graph
 from ktc.model.experts.cpu_backend import CpuKernel
+from ktc.model.experts.kept_experts import ENGINES, KeptExperts
 from ktc.model.experts.module import FusedMoe
+from ktc.model.loading.kept import kept_stores
 from ktc.model.loading.load import load
 from ktc.tools.bench.machine import peaks, reset_peaks
 from ktc.tools.bench.peers import peer
@@ -48,8 +50,9 @@ class Row:
     """The steps of one `generate`: `ms` is the median from token to token, for all sequences of the batch.
 
     `tokens_per_second` are those of all sequences. `experts_ms` is the time in which the CPU reads the experts of a
-    step at `read_gbps`, the bandwidth before and after the row; None where no expert is on the CPU. `told` says why
-    steps were not graphs. Memory in bytes.
+    step at `read_gbps`, the bandwidth before and after the row; None where no expert is on the CPU. Where steps split
+    experts, it is that of the CPU's part, `read_by` has the shares of their bytes by engine, and `bus_share` is the
+    bus's share of the others' at the end. `told` says why steps were not graphs. Memory in bytes.
     """
 
     impl: str = column("", lambda row: _NAMES[row.impl], left=True)
@@ -63,6 +66,8 @@ class Row:
         "experts' limit", lambda row: f"{row.experts_ms:.1f} ({row.experts_ms / row.ms:.2f})"
     )
     read_gbps: float = column("read GB/s", "{:.0f}")
+    read_by: Mapping[str, float] | None = column("by GPU, bus, CPU", lambda row: shares_text(row.read_by), default=None)
+    bus_share: float | None = None
     gpu_allocated: int = column("GPU GB", lambda row: f"{row.gpu_allocated / 1e9:.2f}")
     prompt_seconds: float
     told: str = ""
@@ -150,6 +155,8 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
     limits.measure(samples)
     if (graphs := getattr(model, "decode_graphs", None)) is not None:
         graphs.clear()  # each row has its own memory, and its own warnings
+    stores = () if impl == "hf" else kept_stores(model)
+    before = bytes_by(stores)
     reset_peaks()
     logging.getLogger(cuda_graph.__name__).addHandler(warnings)
     try:
@@ -169,7 +176,8 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
     limits.measure(samples)
     steps, read = clock.seconds[_UNCOUNTED:], samples.median()[1]
     median = statistics.median(steps)
-    on_cpu = 0.0 if impl == "hf" else experts_bytes(model, batch)
+    shares = shares_of(before, bytes_by(stores))
+    on_cpu = 0.0 if impl == "hf" else experts_bytes(model, batch) * (shares["cpu"] if shares else 1.0)
     return Row(
         impl=impl,
         batch=batch,
@@ -181,9 +189,28 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         prompt_seconds=clock.seconds[0],
         read_gbps=read,
         experts_ms=1e-6 * on_cpu / read if on_cpu else None,
+        read_by=shares,
+        bus_share=stores[0].bus_share if shares else None,
         gpu_allocated=peaks()[0],
         told=warnings.text,
     )
+
+
+def bytes_by(stores: Sequence[KeptExperts]) -> Mapping[str, int]:
+    """Return the bytes of experts that each engine has read in steps that split them."""
+    figures = [store.figures().nbytes for store in stores]
+    return {engine: sum(of_store[engine] for of_store in figures) for engine in ENGINES}
+
+
+def shares_of(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, float] | None:
+    """Return the share of each engine in the bytes read between two counts, None if nothing was."""
+    total = sum(after.values()) - sum(before.values())
+    return {engine: (after[engine] - before[engine]) / total for engine in after} if total else None
+
+
+def shares_text(shares: Mapping[str, float] | None) -> str:
+    """Return the shares of the engines for a table."""
+    return "-" if shares is None else ", ".join(f"{shares[engine]:.2f}" for engine in ENGINES)
 
 
 def experts_bytes(model: nn.Module, tokens: int) -> float:

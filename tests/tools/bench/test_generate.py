@@ -16,7 +16,7 @@ from places import CONFIGS
 from ktc.cli import app as cli
 from ktc.model.experts.backend import Offload
 from ktc.tools.bench import generate
-from ktc.tools.bench.generate import Row, experts_bytes
+from ktc.tools.bench.generate import Row, experts_bytes, shares_of, shares_text
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import LeftOut
 
@@ -79,6 +79,12 @@ def test_a_step_reads_the_experts_that_even_choices_hit() -> None:
 def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu() -> None:
     resident = Offload((torch.device("cuda:0"),), 0, resident=True)
     assert experts_bytes(experts_of(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry), offload=resident), 1) == 0
+
+
+def test_a_row_has_the_shares_of_the_engines_in_what_its_steps_read() -> None:
+    before, after = {"gpu": 5, "bus": 1, "cpu": 10}, {"gpu": 6, "bus": 2, "cpu": 12}
+    assert shares_of(before, before) is None and shares_text(None) == "-"
+    assert shares_text(shares_of(before, after)) == "0.25, 0.25, 0.50"
 
 
 def test_a_row_without_memory_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
