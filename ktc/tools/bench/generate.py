@@ -190,7 +190,7 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         read_gbps=read,
         experts_ms=1e-6 * on_cpu / read if on_cpu else None,
         read_by=shares,
-        bus_share=stores[0].bus_share if shares else None,
+        bus_share=next((store.bus_share for store in stores if shares), None),
         gpu_allocated=peaks()[0],
         told=warnings.text,
     )
