@@ -26,8 +26,8 @@ from ktc.stages.match import match
 from ktc.stages.plan import make_plan
 
 FAMILIES: Final = (
-    "bailing_hybrid", "granitemoehybrid", "inkling_text", "inkling2_text", "jamba", "kimi_linear", "lfm2_moe", "minimax",
-    "nemotron_h", "qwen3_5_moe", "qwen3_next", "qwen4_exp",
+    "bailing_hybrid", "granitemoehybrid", "inkling_text", "inkling2_text", "jamba", "kimi_linear", "lfm2_moe",
+    "minimax", "nemotron_h", "qwen3_5_moe", "qwen3_next", "qwen4_exp",
 )  # fmt: skip
 
 
