@@ -214,7 +214,7 @@ def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
 
 
 def _with_tower(model: _Model, needs: Needs, batch: int, length: int) -> Needs:
-    """The tower for images runs before the layers: its pass needs nothing beside what they need later."""
+    """Add what the pass of the tower for images needs beyond the later needs of the layers."""
     if model.tower is not None:
         device, tower = model.tower
         later = sum(needs[device].get(purpose, 0) for purpose in ("activations", "logits", "workspace"))
