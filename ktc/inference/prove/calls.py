@@ -7,6 +7,7 @@ from layer to layer, or pass on more than hidden states.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -111,12 +112,14 @@ def record(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, sho
     Raises InputRefused (N602).
     """
     refused = "it computes something between its layers"
-    for returned in range(_LONGEST + 1):  # older code indexes or unpacks the results of its layers
+    of_images = () if shown is None else (_with_added,)  # features that only images have, where nothing else serves
+    # older code indexes or unpacks the results of its layers
+    for recording, returned in itertools.product((_record, *of_images), range(_LONGEST + 1)):
         try:
-            return _record(model, layers, _arguments(model, ids, shown), returned)
-        except _Between:
-            if shown is not None and (recorded := _with_added(model, layers, _arguments(model, ids, shown), returned)):
+            if recorded := recording(model, layers, _arguments(model, ids, shown), returned):
                 return recorded
+        except _Between:
+            continue
         except (ValueError, IndexError, TypeError, AttributeError) as error:  # raised by the model on this structure
             refused = f"its layers return more than hidden states ({error})"
     raise InputRefused(not_by_layer(refused))
@@ -136,7 +139,8 @@ def _record(
 
     def forward(index: int, *args: Any, **kwargs: Any) -> Any:
         x, call = _taken(args, kwargs)
-        if index != len(calls) or (outputs and answer is None and not _same(x, outputs[-1])):
+        is_other = bool(hidden) and x.shape != hidden[0].shape
+        if index != len(calls) or is_other or (outputs and answer is None and not _same(x, outputs[-1])):
             raise _Between
         hidden.append(x)
         calls.append(call)

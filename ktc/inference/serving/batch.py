@@ -87,8 +87,11 @@ class RowBatch:
         _swap_out(self.running, at)
 
     def clear(self) -> list[Generation]:
-        """Remove all sequences, as after a failed step, and return them."""
-        self._wait = None
+        """Remove all sequences, as after a failed step, and return them. A replay that was begun is waited for."""
+        try:
+            self.finish()  # a GPU still calls functions of the step, whose memory may be released now
+        except Exception as error:  # noqa: BLE001 - the step has failed already
+            log.warning("a step that had failed ended with %s: %s", type(error).__name__, error)
         self._rows.clear()
         running, self.running = self.running, []
         return running
@@ -121,12 +124,14 @@ class RowBatch:
         if self._graphs is None or self.running or unfit_row(row):
             return
         assert isinstance(self._rows, RowMemory)
-        self._rows.join(row)
         slots = 1
-        while slots <= self._rows.slots and (begun := self._graphs.begin(self._rows, [0], slots, True)) is not None:
-            begun[1]()
-            slots *= 2
-        self._rows.clear()
+        try:
+            self._rows.join(row)
+            while slots <= self._rows.slots and (begun := self._graphs.begin(self._rows, [0], slots, True)) is not None:
+                begun[1]()
+                slots *= 2
+        finally:
+            self._rows.clear()
 
     def _replayed(self, last: list[int]) -> Tensor | None:
         """Begin a captured step; without graphs return None."""

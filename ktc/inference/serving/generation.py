@@ -59,6 +59,11 @@ class Generation:
         return not self._drawn and not self._processors and self._json is None
 
     @property
+    def draws(self) -> bool:
+        """Whether the next token is drawn by `generator`."""
+        return self._drawn
+
+    @property
     def settings(self) -> Settings | None:
         """The processors of a drawn token as values; None where they read more than the logits of this step."""
         return self._settings
@@ -102,6 +107,18 @@ def choose_tokens(
     The choices are enqueued behind what computes the logits; `ready` waits for it. Sequences that draw with the same
     processors share their passes. Each has random numbers of its own.
     """
+    states = [] if ready is None else [(one.generator, one.generator.get_state()) for one in generations if one.draws]
+    try:
+        return _chosen(generations, logits, ready)
+    except BaseException:  # the token of a step that failed is drawn again
+        for generator, state in states:
+            generator.set_state(state)
+        raise
+
+
+def _chosen(
+    generations: Sequence[Generation], logits: Tensor, ready: Callable[[], None] | None
+) -> list[int | Exception]:
     chosen, faults, alike = logits.argmax(-1), dict[int, Exception](), dict[Settings, list[int]]()
     for at, generation in enumerate(generations):
         if generation.settings is not None:

@@ -103,7 +103,11 @@ class GraphRows:
                     step.nodes.check(lambda packed: layer_name(self._model, packed))
 
         logits = cast("Tensor", step.output.logits)[: len(tokens), -1]
-        return logits.to(torch.float32, copy=True), wait  # the next step writes to the same address
+        try:
+            return logits.to(torch.float32, copy=True), wait  # the next step writes to the same address
+        except BaseException:
+            done()
+            raise
 
     def forget(self) -> None:
         """Forget all graphs, which keep the memory that they know."""
@@ -134,7 +138,7 @@ class GraphRows:
         self._due.discard(slots)
         try:
             step = self._record(places, given, recorder if captures else plain)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that cannot be captured
+        except Exception as error:  # of code that cannot be captured, which raises anything
             if memory_fault(error) is not None:
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -141,8 +141,7 @@ class Worker:
         try:
             batch = batch or self._begin(generations)
             self._adapters.use(batch.adapter)
-            running = self.batches.get(batch.adapter)
-            gives_way = running is not None and running.is_kept and bool(running.running)
+            gives_way = any(running.is_kept and running.running for running in self.batches.values())
             with self._runner.calling_between_layers(self._give_way) if gives_way else nullcontext():
                 logits = batch.advance(None if chunk.is_last else chunk.stop)
             if logits is None:
@@ -188,7 +187,7 @@ class Worker:
             self.batches[adapter] = (
                 UnbatchedSequences(self._runner)
                 if self._runner.unbatched_reason
-                else RowBatch(self._runner, self.scheduler.most_running, self._standing)
+                else RowBatch(self._runner, self.scheduler.most_running, self._standing // (1 + len(self.batches)))
             )
         batch = self.batches[adapter]
         try:
@@ -324,14 +323,13 @@ class Worker:
     def _settle(self, adapter: str) -> None:
         """Keep a batch that has become empty, if it has pages or graphs: cached prompts may be in its pages.
 
-        Unused memory of empty batches is bounded. The batch that has been empty for longest releases its own first, and
-        one with graphs that has become empty now keeps them.
+        Unused memory of empty batches is bounded. The batch that has been empty for longest releases its own first.
         """
         if self.batches[adapter].running:
             return
         self.batches[adapter] = self.batches.pop(adapter)
         for name, batch in tuple(self.batches.items()):
-            if batch.running or (batch.is_kept and (name == adapter or self._num_idle_bytes <= self._most_idle_bytes)):
+            if batch.running or (batch.is_kept and self._num_idle_bytes <= self._most_idle_bytes):
                 continue
             if batch.pool is None or (self._num_idle_bytes > self._most_idle_bytes and not batch.pool.used):
                 del self.batches[name]

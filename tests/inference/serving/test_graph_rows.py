@@ -19,7 +19,7 @@ from recorded_steps import eager_graphs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktc.inference.serving import graph_rows, row_memory, worker
+from ktc.inference.serving import generation, graph_rows, row_memory, worker
 from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.graph_rows import GraphRows
@@ -191,10 +191,62 @@ def test_a_capture_without_memory_is_tried_with_fewer_rows(model: Any, monkeypat
     smaller, config = copy.copy(model), config_of(model)
     smaller.decode_graphs = DecodeGraphs(StepRecorder(record, torch.device(DEVICE).type, None))
     with Served(smaller, Limits(batch=8)) as served:
+        served.engine.capture("")
         for at, prompt in enumerate(PROMPTS):
             served.ask(str(at), prompt, 9, config)
         found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
     assert found == [by_itself(model, prompt, config, 9) for prompt in PROMPTS]
+
+
+def test_a_seeded_token_of_a_step_that_failed_is_drawn_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(model, temperature=1.3)
+    config.do_sample = True
+    finish, count = RowBatch.finish, [0]
+
+    def failing(batch: RowBatch) -> None:
+        finish(batch)
+        count[0] += 1
+        if len(batch.running) == 2 and count[0] > 4:
+            raise MemoryError("cannot allocate 8,589,934,592 bytes")
+
+    torch.manual_seed(11)
+    wanted = by_itself(model, PROMPTS[1], config, 9)
+    monkeypatch.setattr(RowBatch, "finish", failing)
+    with Served(model, Limits()) as served:
+        served.ask("beside", PROMPTS[0], 9, config, seed=3)
+        served.ask("drawn", PROMPTS[1], 9, config, seed=11)
+        assert served.answers.wait("drawn")[0] == wanted
+        assert len(served.answers.wait("beside")[0]) == 9
+
+
+def test_a_replay_is_waited_for_where_a_choice_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a GPU would call the host functions of a step whose memory is released."""
+    log, draws, draw = list[str](), [0], generation.draw
+
+    def record(*given: Any) -> Any:
+        output, replay = model.decode_graphs.recorder.record(*given)
+
+        def logged() -> Callable[[], None]:
+            done = replay()
+            log.append("begun")
+            return lambda: (done(), log.append("waited"))[1]
+
+        return output, logged
+
+    def failing(*given: Any) -> Tensor:
+        draws[0] += 1
+        if draws[0] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
+        return draw(*given)
+
+    logged, config = copy.copy(model), config_of(model, temperature=1.3)
+    config.do_sample = True
+    logged.decode_graphs = DecodeGraphs(StepRecorder(record, torch.device(DEVICE).type, None))
+    monkeypatch.setattr(generation, "draw", failing)
+    with Served(logged, Limits()) as served:
+        served.ask("0", PROMPTS[0], 9, config, seed=1)
+        served.answers.wait("0")
+    assert log == ["begun", "waited"] * (len(log) // 2)
 
 
 def test_more_rows_than_a_graph_takes_are_computed_on_the_same_memory(
@@ -256,7 +308,8 @@ def test_draws_follow_the_seed_whoever_runs_beside(model: Any) -> None:
         assert [served.answers.wait(name)[0] for name in ("drawn", "penalised")] == wanted
 
 
-def test_a_prompt_gives_way_between_its_layers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapter", ["", "other"])
+def test_a_prompt_gives_way_between_its_layers(model: Any, monkeypatch: pytest.MonkeyPatch, adapter: str) -> None:
     config, logits, step = config_of(model), ModelRunner.logits, RowBatch.step
     inside, long = [False], tuple(range(3, 90))
     within = list[int]()
@@ -281,7 +334,7 @@ def test_a_prompt_gives_way_between_its_layers(model: Any, monkeypatch: pytest.M
         served.answers.on_event = lambda _: has_begun.set()
         served.ask("running", PROMPTS[0], 60, config)
         assert has_begun.wait(60)
-        served.ask("long", long, 4, config)
+        served.ask("long", long, 4, config, adapter=adapter)
         assert served.answers.wait("long")[0] == by_itself(model, long, config, 4)
         assert served.answers.wait("running")[0] == by_itself(model, PROMPTS[0], config, 60)
     assert len(within) == model.config.num_hidden_layers
