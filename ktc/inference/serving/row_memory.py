@@ -48,7 +48,7 @@ def memory_shape(rows: int, longest: int) -> tuple[int, int]:
 
 
 def standing_bytes(cache_bytes: int | None) -> int:
-    """Return the bytes that a memory may take for rows to come, where all keys and values may take `cache_bytes`."""
+    """Return the bytes of memory for rows to come, where all keys and values may take `cache_bytes`."""
     if cache_bytes is None:
         return STANDING
     return min(cache_bytes, _MOST_STANDING, max(STANDING, cache_bytes // _PART_STANDING))

@@ -27,7 +27,7 @@ from ktc.model.manifest.configs import CONFIGS, GRAPH_BLOCK
 from ktc.model.targets.config import read_config
 
 FILE = "ktc.json"
-SCHEMA = 15
+SCHEMA = 16
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
