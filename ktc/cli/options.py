@@ -143,7 +143,7 @@ Reference = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed; the same seed gives the same run."),
+    typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of random draws: the same seed gives the same draws."),
 ]
 SystemPrompt = Annotated[
     str,

@@ -18,8 +18,11 @@ from ktc.cli.given_model import GivenModel, Recompile, Wish, display_name, run_c
 from ktc.cli.options import ExpertCounts, Reference, TextOnly, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
+from ktc.diagnostics import Diagnostic
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ktc.inference.serving.models import ServedModels
 
 # The titles of groups of options in `--help`.
@@ -166,9 +169,23 @@ def command(
         except KeyboardInterrupt:  # the way in which a server ends
             session.exit_code = INTERRUPTED
             session.tell("the server has ended")
-        finally:
+        except BaseException:
             if expert_counts is not None:
-                add_counts(opened.model, expert_counts)
+                _add_counts_after_error(session, opened.model, expert_counts)
+            raise
+        if expert_counts is not None:
+            add_counts(opened.model, expert_counts)
+
+
+def _add_counts_after_error(session: Session, model: nn.Module, path: Path) -> None:
+    """Add the counts of experts, and warn (U003) where that fails too: the server's own error is the one to report."""
+    from ktc.model.loading.kept import add_counts
+
+    try:
+        add_counts(model, path)
+    except Exception as error:  # noqa: BLE001 - a device that has failed raises anything
+        message = f"the counts of this run are not in `{path}`: {error}"
+        session.diagnose([Diagnostic("U003", message, severity="warning")])
 
 
 def _write_line(line: str) -> None:

@@ -6,17 +6,20 @@ In: the panels of a format, and a device. Out: nothing. Refused (H247): products
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.model.experts.coded_matrices import CodedMatrices, are_coded
+from ktc.model.experts import kept_split
+from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes, are_coded
 from ktc.model.experts.grouped_products import multiplies_codes
+from ktc.model.experts.kept_split import WHOLE_SHARE
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.panel_codes import PanelCodes, Scales
-from ktc.model.experts.panels import WIDTH, Panels, by_output, cut
+from ktc.model.experts.panels import WIDTH, DensePanels, Panels, by_output, cut
 
 _EXPERTS, _PANELS, _SPANS, _ENDS = 2, 2, 2, (3, 70)
 _LONGEST = 256  # columns of a span; a longer one is a whole row
@@ -59,24 +62,64 @@ def check_codes(panels: Panels, device: torch.device) -> None:
         "products of many rows": (coded_kernels.some_rows(rows, matrices, ends), wanted),
     }
     for name, (computed, right) in results.items():
-        error = float(((computed.float() - right.float()).square().sum() / right.float().square().sum()).sqrt())
-        if not error <= _BOUND:
-            message = f"{name} of codes {matrices.codes.numbers} are wrong on {device}: a relative error of {error:.2g}"
-            hint = "use the tested versions of torch and Triton (constraints.txt), or keep experts on the CPU"
-            raise HostLacks(Diagnostic("H247", message, hint=hint))
+        _compare(name, panels, computed, right)
+
+
+@functools.cache
+def check_addressed(panels: Panels, device: torch.device) -> None:
+    """Compare what reads experts by their addresses, once for each format and device. Raises HostLacks (H247)."""
+    from ktc.model.experts import kept_kernels
+
+    matrices, decoded = random_matrices(panels, device)
+    one, other = (of_expert.clone() for of_expert in matrices.packed)
+    addresses = torch.tensor([other.data_ptr(), 0, one.data_ptr()], device=device)
+    rows = torch.randn(3, matrices.columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    weights = torch.tensor([[0.5, 1, 2]], device=device)
+    computed = kept_kernels.sum_of_choices(kept_kernels.products(rows, addresses, matrices), addresses, weights)
+    wanted = 0.5 * (decoded[1].float() @ rows[0].float()) + 2 * (decoded[0].float() @ rows[2].float())
+    _compare("products at addresses", panels, computed[0], wanted)
+    _compare("choices", panels, _chosen(kept_kernels.split, device), _chosen(kept_split.split, device))
+
+
+def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Return all results of a split of three choices, of which one is kept and one goes over the bus."""
+    table = torch.tensor([0, 9, 0, 0], device=device)
+    share = torch.tensor([WHOLE_SHARE // 2], dtype=torch.int32, device=device)
+    counts = torch.zeros(4, dtype=torch.int32, device=device)
+    traffic = torch.zeros(3, dtype=torch.int64, device=device)
+    results = split(torch.tensor([[3, 1, 0]], device=device), table, share, counts, traffic, 5, 2)
+    return torch.cat([of_split.flatten() for of_split in (*results, counts, traffic)])
+
+
+def _compare(name: str, panels: Panels, computed: Tensor, right: Tensor) -> None:
+    error = float(((computed.float() - right.float()).square().sum() / right.float().square().sum()).sqrt())
+    if not error <= _BOUND:
+        codes = _codes(panels).numbers
+        message = f"{name} of codes {codes} are wrong on {right.device}: a relative error of {error:.2g}"
+        hint = "use the tested versions of torch and Triton (constraints.txt), or keep experts on the CPU"
+        raise HostLacks(Diagnostic("H247", message, hint=hint))
+
+
+def _codes(panels: Panels) -> PanelCodes:
+    codes = addressed_codes(panels)
+    assert codes is not None, "panels that a GPU multiplies"
+    return codes
 
 
 def random_matrices(panels: Panels, device: torch.device) -> tuple[CodedMatrices, Tensor]:
     """Return random matrices in codes, and decoded by PyTorch: (2, 59, columns)."""
     generator = torch.Generator().manual_seed(0)
-    nothing = torch.empty(0, 0, dtype=torch.uint8)
-    codes = CodedMatrices(nothing, panels, 0, _PANELS, _PANELS * WIDTH - 5, 1).codes
+    codes = _codes(panels)
     span = min(codes.span, _LONGEST)
     columns = _SPANS * span
-    packed = torch.randint(0, 256, (_EXPERTS, _PANELS * panels.nbytes(columns)), generator=generator).to(torch.uint8)
-    packed = packed.masked_fill(packed & 127 == 127, 1)  # NaN in E4M3
-    spans = cut(packed, 1, _PANELS * (_SPANS if span == codes.span else 1), -1)
-    spans[..., : codes.head] = _random_scales(codes, spans[..., : codes.head].shape, generator)
+    nbytes = _PANELS * panels.nbytes(columns)
+    if isinstance(panels, DensePanels):
+        packed = torch.randn(_EXPERTS, nbytes // 2, generator=generator).bfloat16().view(torch.uint8)
+    else:
+        packed = torch.randint(0, 256, (_EXPERTS, nbytes), generator=generator).to(torch.uint8)
+        packed = packed.masked_fill(packed & 127 == 127, 1)  # NaN in E4M3
+        spans = cut(packed, 1, _PANELS * (_SPANS if span == codes.span else 1), -1)
+        spans[..., : codes.head] = _random_scales(codes, spans[..., : codes.head].shape, generator)
     matrices = CodedMatrices(packed.to(device), panels, 0, _PANELS, _PANELS * WIDTH - 5, columns)
     rows = by_output(panels.steps(cut(packed, 1, _PANELS, -1), columns), columns)
     return matrices, rows.flatten(1, 2)[:, : matrices.rows].contiguous().to(device)

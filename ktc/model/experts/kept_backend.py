@@ -34,7 +34,8 @@ class SplitNode(HostBackend):
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`."""
-        if any(lora.products) or len(x_TH) > MOST_ROWS:
+        is_elsewhere = x_TH.device != self.kept.table.device
+        if is_elsewhere or any(lora.products) or len(x_TH) > MOST_ROWS:
             return self.host.run(x_TH, index_TK, weights_TK, lora)
         with torch.autocast(x_TH.device.type, enabled=False):  # as the kernel, which computes in the experts' dtype
             computed = with_top_k(self.kept.packed.sizes.top_k, self._call, x_TH, index_TK, weights_TK)

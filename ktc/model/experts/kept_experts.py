@@ -117,6 +117,9 @@ class KeptExperts:
             self.share = torch.zeros(1, dtype=torch.int32, device=device)
             self.counts = torch.zeros(len(layers), most, dtype=torch.int32, device=device)
             self.traffic = torch.zeros(len(layers), 3, dtype=torch.int64, device=device)
+            self._addresses = torch.zeros(len(layers), most, dtype=torch.int64)  # of the next step
+            self._weights = torch.zeros(len(layers), most)  # decayed counts
+            self._seen = torch.zeros(len(layers), most, dtype=torch.int32)
         locked = device.type != "cuda" or all(page_lock(experts.packed, experts) for experts in packed)
         self._copies = copies_to(device)
         self._copies.keep(self._memory)
@@ -124,10 +127,7 @@ class KeptExperts:
         self._share = share if locked else 0.0
         self.share.fill_(round(self._share * WHOLE_SHARE))
         self.layers = tuple(KeptLayer(self, number, *layer) for number, layer in enumerate(layers))
-        self._addresses = torch.zeros(len(layers), most, dtype=torch.int64)  # of the next step
         self._places: dict[int, int] = {}  # by expert, those on their way included
-        self._weights = torch.zeros(len(layers), most)  # decayed counts
-        self._seen = torch.zeros(len(layers), most, dtype=torch.int32)
         self._exchanges: deque[Exchange] = deque()
         self._sent: deque[_Sent] = deque()
         self._steps, self._cpu_seen = 0, 0
@@ -151,13 +151,16 @@ class KeptExperts:
         return self._share
 
     def place(self, counts: Tensor) -> None:
-        """Keep the most often chosen experts, by counts (layers, experts). Waits for the device and for the copies."""
+        """Keep the most often chosen experts, by counts (layers, experts). Waits for the device and for the copies.
+
+        The greatest count then weighs as an expert that every step so far has chosen, so that new choices outweigh it.
+        """
         experts = torch.tensor([layer.packed.sizes.num_experts for layer in self.layers])
         missing = torch.arange(self.table.shape[1]) >= experts[:, None]
         self._copies.finish()
         self._exchanges.clear()
         self._sent.clear()
-        self._weights = counts.float()
+        self._weights = counts.float() * min(1.0, PERIOD / (1 - DECAY) / max(1.0, float(counts.max())))
         chosen = first_kept(counts.float().masked_fill(missing, -1.0), self.num_places)
         self._places = {expert: place for place, expert in enumerate(chosen)}
         self._addresses.zero_()

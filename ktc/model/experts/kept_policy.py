@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ def exchanges(counts: Tensor, kept: Tensor, most: int) -> list[Exchange]:
     have twice the count of others, and their exchange would take the bus from the steps.
     """
     flat, is_kept = counts.flatten(), kept.flatten()
-    leaving = _ordered(flat, is_kept)[:most]
-    entering = _ordered(-flat, ~is_kept)[:most]
+    leaving = _first(flat, is_kept, most)
+    entering = _first(-flat, ~is_kept, most)
     pairs = zip(entering, leaving, strict=False)
     return [Exchange(new, old) for new, old in pairs if _is_clearly_more(flat[new], flat[old])]
 
@@ -53,11 +53,11 @@ def _is_clearly_more(one: Tensor, other: Tensor) -> bool:
     return float(one - other) > _DEVIATIONS * math.sqrt(float(one + other))
 
 
-def _ordered(values: Tensor, among: Tensor) -> list[int]:
-    """Return the numbers of some values in ascending order, equal ones by number."""
+def _first(values: Tensor, among: Tensor, most: int) -> list[int]:
+    """Return the numbers of up to `most` of some values in ascending order, equal ones by number."""
     numbers = among.nonzero().flatten()
-    order = torch.argsort(values[numbers], stable=True)
-    return [int(number) for number in numbers[order]]
+    order = torch.argsort(values[numbers], stable=True)[:most]
+    return cast("list[int]", numbers[order].tolist())
 
 
 def next_share(share: float, bus: float, cpu: float) -> float:

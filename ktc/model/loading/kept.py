@@ -19,9 +19,10 @@ from torch import nn
 
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.foundation.decode import Undecodable, decode, read_json
-from ktc.foundation.files import write_file
+from ktc.foundation.files import refusing, write_file
 from ktc.foundation.regular_files import read_regular
 from ktc.model.experts.backend import Kept
+from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.kept_experts import KeptExperts, can_keep
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed import PackedExperts
@@ -30,6 +31,8 @@ from ktc.model.kernels.form import ExpertsForm
 log = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
+_WRAPPED: Final = "base_layer"  # the name that PEFT gives a module within an adapter's
+_MOST: Final = 2**53  # of a count
 _HINT: Final = "name a file that `--expert-counts` of this model wrote, or one that does not exist yet"
 
 
@@ -43,7 +46,10 @@ class ExpertCounts:
 
 
 def keep_experts(model: nn.Module) -> None:
-    """Send the experts that devices keep, and let steps read them. Warn (L456) where a device cannot multiply them."""
+    """Send the experts that devices keep, and let steps read them. Warn (L456) where a device cannot multiply them.
+
+    Raises HostLacks (H247) where it multiplies them wrongly.
+    """
     by_device: dict[torch.device, list[FusedMoe]] = {}
     for module in model.modules():
         if isinstance(module, FusedMoe) and module.offload is not None and module.offload.kept is not None:
@@ -53,6 +59,9 @@ def keep_experts(model: nn.Module) -> None:
         if not all(packed is not None and can_keep(packed, device) for packed, _ in layers):
             _tell_unkept(device)
             continue
+        if device.type == "cuda":
+            for panels in {panels for packed, _ in layers if packed is not None for panels in packed.panels}:
+                check_addressed(panels, device)
         settings = [cast("Kept", module.offload.kept) for module in modules if module.offload is not None]
         store = KeptExperts(
             cast("list[tuple[PackedExperts, ExpertsForm]]", layers), device, sum(kept.places for kept in settings),
@@ -69,9 +78,10 @@ def _tell_unkept(device: torch.device) -> None:
 
 
 def kept_layers(model: nn.Module) -> dict[str, FusedMoe]:
-    """Return the modules of which devices keep experts, by name."""
+    """Return the modules of which devices keep experts, by their names without adapters."""
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
-    return {name: module for name, module in modules if isinstance(module, FusedMoe) and module.kept is not None}
+    kept = ((name, module) for name, module in modules if isinstance(module, FusedMoe) and module.kept is not None)
+    return {".".join(part for part in name.split(".") if part != _WRAPPED): module for name, module in kept}
 
 
 def kept_stores(model: nn.Module) -> tuple[KeptExperts, ...]:
@@ -80,12 +90,19 @@ def kept_stores(model: nn.Module) -> tuple[KeptExperts, ...]:
 
 
 def begin_with(model: nn.Module, path: Path) -> None:
-    """Place experts by the counts of a file, if it exists. Raises InputRefused (L457, L458)."""
+    """Place experts by the counts of a file, if it exists. Raises InputRefused (L457, L458).
+
+    Warn (L458) where no device has a place for an expert: counts are written all the same.
+    """
     compiled = _compiled(model)
     if not kept_layers(compiled):
         message = "`--expert-counts` has no effect: decoding steps split no experts between a GPU and the CPU"
         hint = "give the program experts with `place(cpu, prefill = cuda:0)` and CUDA graphs; see `ktc explain L458`"
         raise InputRefused(Diagnostic("L458", message, hint=hint))
+    if not any(store.num_places for store in kept_stores(compiled)):
+        message = "`--expert-counts` places no experts: no GPU has room for one; the counts of this run are written"
+        hint = "give the GPU a budget, as `plan { cuda:0 = 12GiB }`; see `ktc explain L458`"
+        log.warning("%s", render([Diagnostic("L458", message, hint=hint, severity="warning")]))
     counts = _counts_before(compiled, path)
     if not counts:
         return
@@ -98,16 +115,17 @@ def begin_with(model: nn.Module, path: Path) -> None:
 
 
 def add_counts(model: nn.Module, path: Path) -> None:
-    """Add the counts of this run to those of a file. Raises InputRefused (L457)."""
+    """Add the counts of this run to those of a file. Raises InputRefused (L457, U003), or HostLacks."""
     compiled = _compiled(model)
     before, layers = _counts_before(compiled, path), dict[str, tuple[int, ...]]()
     for name, module in kept_layers(compiled).items():
         assert module.kept is not None, "one of the layers above"
         new = cast("list[int]", module.kept.counts.tolist())
         old = before.get(name, (0,) * module.num_experts)
-        layers[name] = tuple(one + other for one, other in zip(new, old, strict=True))
+        layers[name] = tuple(min(one + other, _MOST) for one, other in zip(new, old, strict=True))
     written = asdict(ExpertCounts(SCHEMA, _config_of(compiled), layers))
-    write_file(path, json.dumps(written, indent=1) + "\n")
+    with refusing(path):
+        write_file(path, json.dumps(written, indent=1) + "\n")
 
 
 def _counts_before(model: nn.Module, path: Path) -> Mapping[str, tuple[int, ...]]:
@@ -135,7 +153,13 @@ def read_counts(path: Path, config_sha256: str, model: nn.Module) -> ExpertCount
         if of_layer is None or len(of_layer) != module.num_experts or min(of_layer) < 0:
             wanted = f"{module.num_experts} numbers that are not negative"
             raise _refused(path, f"lacks {wanted} at `.layers[{json.dumps(name)}]`")
+        if max(of_layer) > _MOST:
+            raise _refused(path, f"has a count above 2**53 at `.layers[{json.dumps(name)}][{_greatest(of_layer)}]`")
     return counts
+
+
+def _greatest(counts: tuple[int, ...]) -> int:
+    return counts.index(max(counts))
 
 
 def _config_of(model: nn.Module) -> str:

@@ -45,9 +45,11 @@ def decide_steps(draft: PlanDraft) -> PlanDraft:
     return draft.with_warnings(*(_without_effect(draft, key, why) for key, why in named))
 
 
-def are_graphs(draft: PlanDraft) -> bool:
-    """Return whether decoding steps will be CUDA graphs."""
-    return _requested(draft, _GRAPH) and _no_graph(draft) == ""
+def gpu_of_graphs(draft: PlanDraft) -> str:
+    """Return the GPU of decoding steps that will be CUDA graphs, "" where they will be none."""
+    if not _requested(draft, _GRAPH) or _no_graph(draft):
+        return ""
+    return next(device for _, device in _parameters(draft) if device != "cpu")
 
 
 def _requested(draft: PlanDraft, key: str) -> bool:

@@ -4,7 +4,7 @@
 The weights of `gpu_moe` stay on the GPU of their block, which computes all calls.
 In: the claims, the program and the host. Out: for each experts module its devices, from how many tokens on, and the
 memory that weights pass through. `keep_resident` then uses the room that a budget leaves: for single experts of all
-layers where decoding steps are CUDA graphs, for whole layers otherwise.
+layers where decoding steps are CUDA graphs, for whole layers otherwise, and in a program that serves.
 Refused: a GPU that the host does not have, weights that are cut for several NUMA nodes.
 """
 
@@ -22,7 +22,7 @@ from ktc.model.experts.panel_codes import addressed_codes_of
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets.target import Prefill, Target
-from ktc.stages.plan.decode_steps import are_graphs
+from ktc.stages.plan.decode_steps import gpu_of_graphs
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.memory import count_memory
 from ktc.stages.plan.nodes import group_sites
@@ -126,33 +126,34 @@ def _unsuited(experts: Target | None, host: Host, *, is_placed: bool = False) ->
 def keep_resident(draft: PlanDraft) -> PlanDraft:
     """Keep as many experts on their devices as the budgets hold, and count the memory again.
 
-    They are single experts where decoding steps can read them, otherwise whole layers, at even distances. A device
-    without a budget keeps none, and choices keep what they say. Room is left for that use in the program's mode that
-    needs least.
+    They are single experts where decoding steps can read them, otherwise whole layers, at even distances. A program
+    that serves keeps whole layers if one fits, since running batches have more rows than those steps. A device without
+    a budget keeps none, and choices keep what they say. Room is left for that use in the program's mode that needs
+    least.
     """
     everywhere, memory = sent_experts(draft), draft.memory
     sent = {path: one for path, one in everywhere.items() if not one[0].resident}
     if not sent or memory is None:
         return draft
-    single = _reads_single_experts(draft, sent)
+    single, prefills = _reads_single_experts(draft, sent), {path: prefill for path, (prefill, _) in everywhere.items()}
     devices = {device for prefill, _ in sent.values() for device in prefill.devices}
     budgets = {device: size for device in devices if isinstance(size := draft.rules.plan.get(device), int)}
     if draft.request.choices is not None or budgets.keys() != devices:
-        return _with_prefills(draft, _split(draft, everywhere, sent, 0)) if single else draft
+        return _with_prefills(draft, prefills | _split(draft, sent, 0)) if single else draft
     uses = [use for use in memory.workloads if use.name.startswith(draft.mode)] or [*memory.workloads]
     needs = uses[-1].needs
     room = {device: max(0, budget - sum(needs.get(device, {}).values())) for device, budget in budgets.items()}
     largest = {d: max(share_bytes(spec, p) for p, spec in sent.values() if d in p.devices) for d in devices}
     paths = list(sent)
     count = min(len(paths), *(room[device] // largest[device] for device in devices))
-    if single and count < len(paths):
-        return _with_prefills(draft, _split(draft, everywhere, sent, sum(room.values())))
+    if single and count < len(paths) and (not count or draft.rules.plan.get("mode") != "serve"):
+        return _with_prefills(draft, prefills | _split(draft, sent, sum(room.values())))
     if not count:
         return draft
     chosen = {paths[(2 * number + 1) * len(paths) // (2 * count)] for number in range(count)}
-    return _with_prefills(draft, {
-        path: replace(prefill, resident=prefill.resident or path in chosen) for path, (prefill, _) in everywhere.items()
-    })  # fmt: skip
+    whole = {path: replace(prefills[path], resident=True) for path in chosen}
+    others = {path: one for path, one in sent.items() if path not in chosen}
+    return _with_prefills(draft, prefills | whole | (_split(draft, others, 0) if single and others else {}))
 
 
 def _with_prefills(draft: PlanDraft, prefills: Mapping[str, Prefill]) -> PlanDraft:
@@ -163,28 +164,26 @@ _Sent = Mapping[str, tuple[Prefill, FusedMoeSpec]]
 
 
 def _reads_single_experts(draft: PlanDraft, sent: _Sent) -> bool:
-    """Return whether steps read single experts on a GPU: as CUDA graphs, in formats that it multiplies by address."""
+    """Return whether steps read single experts: as CUDA graphs of the experts' GPU, which multiplies by address."""
     formats = all(
         addressed_codes_of(FORMATS[stored], spec.group_size) is not None
         for _, spec in sent.values()
         for stored in spec.formats
     )
-    devices = {prefill.devices for prefill, _ in sent.values()}
+    is_there = {prefill.devices for prefill, _ in sent.values()} == {(gpu_of_graphs(draft),)}
     few = all(prefill.tokens > 1 for prefill, _ in sent.values())  # otherwise all calls go there
-    return draft.mode != "train" and formats and few and sum(map(len, devices)) == 1 and are_graphs(draft)
+    return draft.mode != "train" and formats and few and is_there
 
 
-def _split(draft: PlanDraft, everywhere: _Sent, sent: _Sent, room: int) -> dict[str, Prefill]:
+def _split(draft: PlanDraft, sent: _Sent, room: int) -> dict[str, Prefill]:
     """Return prefills whose layers share places for as many single experts as there is room for."""
     device = next(iter(sent.values()))[0].devices[0]
     places = room // max(expert_bytes(spec) for _, spec in sent.values())
     rates = draft.host.rates.gpus[int(device.partition(":")[2] or 0)]
     bus, cpu = rates.bus_beside_cpu.median, rates.cpu_beside_bus.median
     fixed = draft.rules.plan.get(SPLIT) == "fixed"
-    prefills = {path: prefill for path, (prefill, _) in everywhere.items()}
-    for number, path in enumerate(sent):
+    prefills = dict[str, Prefill]()
+    for number, (path, (prefill, _)) in enumerate(sent.items()):
         kept = places * (number + 1) // len(sent) - places * number // len(sent)
-        prefills[path] = replace(
-            prefills[path], kept=kept, share=round(bus / (bus + cpu), 2), fixed_split=fixed
-        )  # fmt: skip
+        prefills[path] = replace(prefill, kept=kept, share=round(bus / (bus + cpu), 2), fixed_split=fixed)
     return prefills

@@ -19,10 +19,13 @@ def _without_effect(draft: PlanDraft) -> Iterator[Diagnostic]:
     places = [place for claim in draft.claims if (place := claim.target.placement)]
     streams = any(place.stream for place in places)
     prefills = any(place.prefill for place in places)
+    sent = [plan.prefill for plan in draft.nodes if plan.prefill is not None]  # chosen ones too
     idle = {
         "layerwise_prefill": "" if prefills else "no experts have `place(cpu, prefill = ...)`",
-        "experts_split": "" if prefills else "no experts have `place(cpu, prefill = ...)`",
-        "stream_buffer": "" if prefills or streams else "no weights are sent to a GPU",
+        "experts_split": "" if any(prefill.kept is not None for prefill in sent) else "no decoding step splits experts",
+        "stream_buffer": ""
+        if prefills or streams or not all(prefill.resident for prefill in sent)
+        else "no weights are sent to a GPU",
     }
     for key, why in idle.items():
         if why and (span := span_of(draft.rules, key)) is not None:
