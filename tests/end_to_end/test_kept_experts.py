@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from recorded_steps import eager_graphs
 from torch import Tensor
 
@@ -112,6 +113,36 @@ def test_counts_of_another_model_are_refused(folder: Path, tmp_path: Path, chang
     with pytest.raises(InputRefused, match=told) as refused:
         begin_with(model, counts)
     assert refused.value.diagnostics[0].code == "L457"
+
+
+def test_a_count_of_no_run_and_a_place_that_cannot_be_written_are_refused(folder: Path, tmp_path: Path) -> None:
+    model, counts = loaded(folder, 2), tmp_path / "counts.json"
+    add_counts(model, counts)
+    layers: dict[str, list[int]] = json.loads(counts.read_text())["layers"]
+    for of_layer in layers.values():
+        of_layer[3] = 2**53 + 1
+    counts.write_text(json.dumps(json.loads(counts.read_text()) | {"layers": layers}))
+    with pytest.raises(InputRefused, match=r"L457.*above 2\*\*53 at .*\[3\]"):
+        begin_with(model, counts)
+    with pytest.raises(InputRefused, match="U003"):
+        add_counts(model, counts / "no_folder.json")
+
+
+def test_counts_are_found_with_adapters_on_experts(folder: Path, tmp_path: Path) -> None:
+    model, counts = loaded(folder, 2), tmp_path / "counts.json"
+    add_counts(model, counts)
+    names = list(kept_layers(model))
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    adapted: Any = get_peft_model(model, config)
+    assert list(kept_layers(adapted.get_base_model())) == names
+    begin_with(adapted, counts)
+
+
+def test_a_device_without_places_is_told(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = loaded(folder, 0)
+    begin_with(model, tmp_path / "counts.json")
+    assert "L458" in caplog.text and "places no experts" in caplog.text
+    add_counts(model, tmp_path / "counts.json")
 
 
 @pytest.mark.skipif(ON_GPU, reason="there a GPU keeps experts")

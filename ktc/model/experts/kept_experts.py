@@ -221,7 +221,7 @@ class KeptExperts:
 
     def _look(self) -> None:
         """Read the counts of the last steps, and decide by them what is exchanged."""
-        counts = self.counts.cpu()
+        counts = self.counts.to("cpu", copy=True)
         self._weights = self._weights * DECAY + (counts - self._seen)
         self._seen = counts
         kept = torch.zeros(self._weights.shape, dtype=torch.bool)

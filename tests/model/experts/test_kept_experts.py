@@ -14,12 +14,16 @@ from recorded_steps import LastMoment, call_at_once
 from stored_experts import in_blocks, stored_experts
 from torch import Tensor
 
+from ktc.diagnostics import HostLacks
+from ktc.foundation.formats import WeightFormat
 from ktc.model.experts import kept_kernels, kept_split
+from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
 from ktc.model.experts.kept_policy import DECAY, Exchange, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.panels import panels_of
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -200,6 +204,45 @@ def test_fixed_tables_stay_as_they_are(load: Load) -> None:
         split_call(module, layer.x.bfloat16(), torch.tensor([[3, 4]]), layer.weights.float())
         store.advance()
     assert torch.equal(table, store.table) and torch.equal(share, store.share)
+
+
+def test_counts_of_many_runs_weigh_no_more_than_the_steps_that_follow_them(load: Load) -> None:
+    module = load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0]))
+    with torch.inference_mode():
+        store = kept_by(module, 2)
+    store.place(torch.tensor([[10**9, 10**9, 0, 0, 0]]))
+    for _ in range(PERIOD * 20):
+        store.counts[0, 3:] += 1
+        store.advance()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+    assert (store.table[0] != 0).tolist() == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("form", [("bf16", 0), ("int4", 32)])
+def test_kernels_that_read_experts_by_address_are_checked_before_their_use(
+    form: tuple[WeightFormat, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels = panels_of(*form)
+    check_addressed.__wrapped__(panels, DEVICE)
+    monkeypatch.setattr(kept_split, "over_bus", lambda misses, share: misses)
+    with pytest.raises(HostLacks, match=r"H247.*choices"):
+        check_addressed.__wrapped__(panels, DEVICE)
+    monkeypatch.setattr(kept_kernels, "sum_of_choices", lambda rows, addresses, weights: rows[:1])
+    with pytest.raises(HostLacks, match=r"H247.*products at addresses"):
+        check_addressed.__wrapped__(panels, DEVICE)
+
+
+def test_rows_on_another_device_than_the_tables_are_computed_without_them(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    x, weights = layer.x.bfloat16(), layer.weights.float()
+    with torch.no_grad():
+        wanted = module(x, layer.index, weights)
+    store.layers[0].table = store.layers[0].table.to("meta")
+    assert error(split_call(module, x, layer.index, weights).float(), wanted.float()) <= BOUND
+    assert not sum(store.figures().experts.values())
 
 
 def test_copies_of_a_model_keep_no_experts(load: Load) -> None:

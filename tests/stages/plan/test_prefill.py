@@ -12,7 +12,9 @@ from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, Host
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.link import dump_stage
-from ktc.stages.plan import Plan
+from ktc.stages.match import match
+from ktc.stages.plan import Plan, make_plan
+from ktc.stages.plan.types import Choices
 from ktc.stages.rewrite import recipe, rewrite
 
 GPU = replace(CPU, gpus=(Gpu("test", 24 << 30),))
@@ -223,6 +225,32 @@ def test_a_budget_keeps_single_experts_of_all_layers_where_steps_are_graphs(tmp_
     assert {places for places, *_ in kept_by("cuda:0 = 20GiB", tmp_path)} == {None}, "whole layers fit"
 
 
+def test_a_program_that_serves_keeps_whole_layers_where_one_fits(tmp_path: Path) -> None:
+    without = plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", ""), tmp_path)
+    (spec,) = (spec for spec in without.kernels if spec.op == "fused_moe")
+    needed = sum(without.memory.workloads[-1].needs["cuda:0"].values())
+
+    def kept(room: int, mode: str) -> list[tuple[int | None, bool]]:
+        settings = f"cuda:0 = {(needed + room) // 1024 + 1}KiB mode = {mode}"
+        plan = plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", settings), tmp_path)
+        steps = [s for s in recipe(rewrite(captured("deepseek_v2"), plan), plan.host) if s.module == "fused_moe"]
+        return [(step.args["kept"], step.args["resident"]) for step in steps]
+
+    layer = packed_bytes(spec)
+    whole = kept(layer + layer // 2, "serve")
+    assert sorted(whole, key=str) == [(0, False)] * (len(whole) - 1) + [(None, True)]
+    assert {resident for _, resident in kept(layer + layer // 2, "infer")} == {False}
+    assert sum(places or 0 for places, _ in kept(layer // 2, "serve")) == (spec.num_experts or 0) // 2
+
+
+def test_experts_on_another_gpu_than_the_steps_are_not_split(tmp_path: Path) -> None:
+    program = EXPERTS + MANY + STEPS.replace("cuda:0", "cuda:1").replace("SETTINGS", "")
+    plan = plan_of(program, tmp_path, replace(GPU, gpus=GPU.gpus * 2))
+    steps = [s for s in recipe(rewrite(captured("deepseek_v2"), plan), plan.host) if s.module == "fused_moe"]
+    assert plan.cuda_graph
+    assert {step.args["kept"] for step in steps} == {None}
+
+
 def test_without_a_budget_steps_read_experts_over_the_bus_and_in_training_none(tmp_path: Path) -> None:
     assert {places for places, *_ in kept_by("", tmp_path)} == {0}
     assert {places for places, *_ in kept_by("mode = train", tmp_path)} == {None}
@@ -230,5 +258,15 @@ def test_without_a_budget_steps_read_experts_over_the_bus_and_in_training_none(t
 
 
 def test_a_split_without_experts_that_go_elsewhere_is_told(tmp_path: Path) -> None:
-    (told,) = without_effect(plan_of(EXPERTS + "plan { experts_split = fixed }", tmp_path))
-    assert "`plan { experts_split }` has no effect" in told
+    for program in (EXPERTS, EXPERTS + MANY):
+        (told,) = without_effect(plan_of(program + "plan { experts_split = fixed }", tmp_path))
+        assert "`plan { experts_split }` has no effect" in told
+    assert not without_effect(plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", "experts_split = fixed"), tmp_path))
+
+
+def test_a_split_that_is_chosen_has_an_effect(tmp_path: Path) -> None:
+    program = rules(EXPERTS + "plan { mode = infer  auto = intensity  experts_split = fixed }", tmp_path)
+    model, chosen = captured("deepseek_v2"), Choices({"": "cuda:0"}, ("cuda:0",), 1024)
+    plan = make_plan(model, (), match(model, program, GPU), program, GPU, choices=chosen)
+    kept = {step.args["kept"] for step in recipe(rewrite(model, plan), plan.host) if step.module == "fused_moe"}
+    assert kept == {0} and not without_effect(plan)
