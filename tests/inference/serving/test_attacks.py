@@ -244,6 +244,7 @@ def test_a_fault_of_one_request_is_not_one_of_its_batch(models: ServedModels, mo
         return choose(self, scores)
 
     monkeypatch.setattr(Generation, "choose", failing)
+    monkeypatch.setattr(Generation, "settings", None)  # each row by its own processors, as with a penalty
     drawn = {**LONG, "max_tokens": 30, "temperature": 1}
     with served(models, Limits(batch=4)) as url, ThreadPoolExecutor(3) as pool:
         bodies = [
