@@ -108,6 +108,8 @@ class Worker:
     def abort(self, end: End) -> None:
         """End all requests, in any state that a fault has left."""
         self._prefills.clear()
+        for batch in self.batches.values():
+            batch.clear()  # waits for a step that a GPU still computes with the memory of its batch
         self.batches.clear()
         self._finish([Event(request.name, (), end) for request in self.scheduler.live])
 
