@@ -42,7 +42,12 @@ def test_towers_beside_the_language_model_answer_as_stock(family: str, rest: str
         wanted, found = stock(**given).logits, ours(**here).logits.float().cpu()
     other = with_image(stock, torch.arange(5, 25)[None], seed=1)
     with torch.no_grad():
-        far = (stock(**other).logits - wanted).norm()
-    # In bf16 a near tie of the router may choose another expert for a token, so that the largest difference says less.
-    assert (found - wanted).norm() < min(0.05 * wanted.norm(), 0.5 * far)
+        far = stock(**other).logits
+    # In bf16 a near tie of the router may choose another expert for a token: the median says more than the sum.
+    assert _apart(found, wanted) < min(0.06, 0.2 * _apart(far, wanted))
     assert ours.generate(**here, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == found.shape[1] + 3
+
+
+def _apart(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the median relative difference of the logits (1, t, vocabulary) of a token."""
+    return float(((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())

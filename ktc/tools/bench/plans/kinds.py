@@ -1,15 +1,17 @@
 """The time of each kind of module within a call, forward and backward, by hooks that wait for the GPU.
 
-Waiting takes away what runs side by side, so the kinds are timed in a call of their own and not in that of the total.
+Waiting takes away what runs side by side, so the kinds are timed in calls of their own and not in those of the total.
+The first of them is not counted: functions that `torch.compile` made are compiled again for modules with hooks.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +19,8 @@ from torch import nn
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.stages.capture import CapturedModel
+
+_CALLS: Final = 3
 
 
 def modules_of(captured: CapturedModel, model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -35,9 +39,22 @@ def modules_of(captured: CapturedModel, model: nn.Module) -> dict[str, list[nn.M
     return kinds
 
 
+def seconds_of_kinds(kinds: Mapping[str, list[nn.Module]], call: Callable[[], object]) -> dict[str, float]:
+    """Return the median seconds of each kind in repeated calls; experts are not in those around them."""
+    with _timed(kinds) as spent:
+        rounds = list[dict[str, float]]()
+        for _ in range(1 + _CALLS):
+            spent.clear()
+            call()
+            rounds.append(dict(spent))
+    medians = {kind: statistics.median(seconds[kind] for seconds in rounds[1:]) for kind in rounds[-1]}
+    medians["mlp"] = medians.get("mlp", 0.0) - medians.get("experts", 0.0)
+    return medians
+
+
 @contextmanager
-def timed_kinds(kinds: Mapping[str, list[nn.Module]]) -> Generator[dict[str, float]]:
-    """Yield the seconds of each kind, which are there after the block; experts are not in those around them."""
+def _timed(kinds: Mapping[str, list[nn.Module]]) -> Generator[dict[str, float]]:
+    """Yield the seconds of each kind, which every call within the block adds to."""
     spent, begun = defaultdict[str, float](float), dict[tuple[int, str], float]()
     handles: list[Any] = []
 
@@ -64,7 +81,6 @@ def timed_kinds(kinds: Mapping[str, list[nn.Module]]) -> Generator[dict[str, flo
     finally:
         for handle in handles:
             handle.remove()
-        spent["mlp"] -= spent["experts"]
 
 
 def _wait() -> None:

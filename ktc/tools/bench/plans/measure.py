@@ -17,7 +17,7 @@ from ktc.model.loading.load import load
 from ktc.stages.capture import CapturedModel
 from ktc.stages.cost import Use
 from ktc.tools.bench.finetune.steps import measured
-from ktc.tools.bench.plans.kinds import modules_of, timed_kinds
+from ktc.tools.bench.plans.kinds import modules_of, seconds_of_kinds
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.requests import Finetune
 from ktc.tools.bench.rounds import StepClock
@@ -76,10 +76,9 @@ def _step(
     seconds = row.step_times[1:]
     ids = torch.randint(_FIRST_TOKEN, captured.model.config.vocab_size, (use.batch, use.length))
     ids = ids.to(_device_of(base))
-    with timed_kinds(modules_of(captured, base)) as kinds:
-        tuned(input_ids=ids, labels=ids).loss.backward()
+    kinds = seconds_of_kinds(modules_of(captured, base), lambda: tuned(input_ids=ids, labels=ids).loss.backward())
     tuned.unload()
-    return Times(use, row.step_time, spread_of(seconds), dict(kinds))
+    return Times(use, row.step_time, spread_of(seconds), kinds)
 
 
 def _answer(
@@ -95,10 +94,10 @@ def _answer(
         _generate(model, ids, sizes.steps, clock)
         prompts.append(clock.seconds[0])
         steps += clock.seconds[_UNCOUNTED:]
-    with torch.no_grad(), timed_kinds(modules_of(captured, model)) as kinds:
-        cast("Any", model)(ids, logits_to_keep=1)
+    with torch.no_grad():
+        kinds = seconds_of_kinds(modules_of(captured, model), lambda: cast("Any", model)(ids, logits_to_keep=1))
     warm = prompts[_FIRST_PROMPTS:]
-    first = Times(prompt, statistics.median(warm), spread_of(warm), dict(kinds))
+    first = Times(prompt, statistics.median(warm), spread_of(warm), kinds)
     return first, Times(decode, statistics.median(steps), spread_of(steps))
 
 
