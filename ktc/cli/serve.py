@@ -60,8 +60,12 @@ def command(
         ),
     ] = None,
     prefill_chunk: Annotated[
-        int, _load_option("--prefill-chunk", min=1, help="Tokens of prompts that are read between two steps.")
-    ] = 512,
+        int | None,
+        _load_option(
+            "--prefill-chunk", min=1,
+            help="Tokens of prompts that are read between two steps. Default: 512, or 2,048 where a GPU reads them.",
+        ),
+    ] = None,
     prefix_cache_memory: Annotated[
         float | None,
         _load_option(
@@ -146,7 +150,8 @@ def command(
         free = serve.free_memory(models.default.opened.model)
         cache_bytes = free // 2 if max_cache_memory is None else int(max_cache_memory * 2**30)
         prefix_bytes = free // 8 if prefix_cache_memory is None else int(prefix_cache_memory * 2**30)
-        limits = Limits(max_batch, max_waiting, cache_bytes, prefill_chunk, prefix_bytes)
+        chunk = prefill_chunk or serve.default_chunk(models.default.opened.model)
+        limits = Limits(max_batch, max_waiting, cache_bytes, chunk, prefix_bytes)
         log_line = None if session.quiet else _write_line
         pixels = int(max_image_pixels * 1e6)
         allowed = ImageAllowance(max_images, ImageLimits(int(max_image_size * 2**20), pixels))

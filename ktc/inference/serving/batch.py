@@ -119,17 +119,25 @@ class RowBatch:
         if wait is not None:
             wait()
 
-    def capture(self, row: CachedRow) -> None:
-        """Capture the steps of all numbers of slots for rows such as this one, before any request."""
+    @property
+    def lacks_steps(self) -> bool:
+        """Whether the memory of an empty one has a number of slots whose step is not captured."""
+        rows = self._rows
+        is_empty = not self.running and isinstance(rows, RowMemory) and self._graphs is not None
+        return is_empty and bool(self._graphs.missing(rows))
+
+    def capture(self, row: CachedRow) -> bool:
+        """Capture the step of one number of slots for rows such as this one; return whether one was captured."""
         if self._graphs is None or self.running or unfit_row(row):
-            return
+            return False
         assert isinstance(self._rows, RowMemory)
-        slots = 1
         try:
             self._rows.join(row)
-            while slots <= self._rows.slots and (begun := self._graphs.begin(self._rows, [0], slots, True)) is not None:
+            slots = self._graphs.missing(self._rows)
+            begun = self._graphs.begin(self._rows, [0], slots, True) if slots else None
+            if begun is not None:
                 begun[1]()
-                slots *= 2
+            return begun is not None
         finally:
             self._rows.clear()
 

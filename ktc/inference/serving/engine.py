@@ -110,8 +110,11 @@ class Engine:
             self._changed.notify()
 
     def forget(self) -> None:
-        """Drop keys and values of earlier prompts, and native steps: for a change of weights, on this thread."""
-        self._worker.forget()
+        """Drop keys and values of earlier prompts, and recorded steps: for a change of weights, on this thread.
+
+        Steps that were captured before the first request are captured again.
+        """
+        self._worker.renew()
 
     def capture(self, adapter: str) -> None:
         """Capture the steps of an adapter's batch, where they are CUDA graphs. The engine must have started."""
@@ -151,6 +154,11 @@ class Engine:
             return "taking new weights" if self._applying or self._must_drain else ""
 
     @property
+    def lacks_steps(self) -> bool:
+        """Whether steps of batches that no request uses are still captured."""
+        return self._worker.lacks_steps
+
+    @property
     def num_waiting(self) -> int:
         """The number of requests whose prompts are not prefilled yet."""
         return len(self._new) + len(self._scheduler.waiting)
@@ -179,11 +187,15 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_news or self._scheduler.waiting or self._scheduler.has_work)
+                self._changed.wait_for(lambda: self._is_busy or self._worker.lacks_steps)
                 if self._aborting:
                     break
+                is_busy = self._is_busy
             try:
-                self._iterate()
+                if is_busy:
+                    self._iterate()
+                else:
+                    self._worker.capture_one()
             except Exception as error:  # no request may wait for ever
                 log.exception("the engine failed, and ends all of its requests")
                 self._end_all(failed(error))
@@ -201,6 +213,10 @@ class Engine:
             self._take_news()
         if not self._scheduler.num_running:
             self._worker.flush()
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._has_news or self._scheduler.waiting or self._scheduler.has_work)
 
     @property
     def _has_news(self) -> bool:

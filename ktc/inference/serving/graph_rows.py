@@ -109,6 +109,13 @@ class GraphRows:
             done()
             raise
 
+    def missing(self, memory: RowMemory) -> int:
+        """Return the fewest slots of `memory` without a captured step, 0 for none, or where they cannot be captured."""
+        if self.refused or not memory.slots:
+            return 0
+        known = self._steps.keys() - self._due if memory.version == self._version else frozenset[int]()
+        return next((1 << power for power in range(memory.slots.bit_length()) if 1 << power not in known), 0)
+
     def forget(self) -> None:
         """Forget all graphs, which keep the memory that they know."""
         self._version = -1

@@ -102,10 +102,18 @@ class ModelRunner:
         return GraphRows.of(self._base)
 
     @contextmanager
-    def calling_between_layers(self, call: Callable[[], None]) -> Generator[None]:
-        """Call a function before each layer of the decoder that passes inside the block compute."""
+    def between_layers(self, call: Callable[[], None]) -> Generator[None]:
+        """Call a function before each layer of the decoder that passes inside the block compute.
+
+        The device has computed the layers before the last one then: what the function enqueues waits for one layer at
+        most, not for all that the host has enqueued meanwhile.
+        """
+        ended = list[Callable[[], None]]()
 
         def before(*_: Any) -> None:
+            ended.append(mark(self.device))
+            if len(ended) > 1:
+                ended.pop(0)()
             call()
 
         decoder = self._base.get_decoder() if hasattr(self._base, "get_decoder") else self._base
@@ -136,6 +144,15 @@ class ModelRunner:
         if ropes & _BY_LENGTH:
             return "its rotary frequencies depend on the longest sequence of a batch"
         return ""
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits, asleep, until a device has computed what is enqueued on it now."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
 
 
 def _layer_sizes(row: CachedRow, numbers: Collection[int]) -> tuple[LayerSize, ...]:

@@ -28,6 +28,7 @@ _BYTES_PER_TOKEN = 32
 _BYTES_AROUND = 1 << 16
 _LARGEST_BODY = 16 << 20  # of a model without a longest length
 KEY_HINT: Final = "`(umask 077; openssl rand -hex 32 > key)`, then `--api-key-file key`"
+_CHUNK_OF_GPU: Final = 2048  # tokens
 GRACE: Final = 10.0  # seconds for running answers when the server stops
 _CLOSING: Final = 5  # seconds for connections, when no request runs any more
 
@@ -133,6 +134,24 @@ def free_memory(model: Any) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)
+
+
+def default_chunk(model: Any) -> int:
+    """Return how many tokens of prompts are read between two steps, if the user does not say.
+
+    More where a GPU computes all experts of a prompt and replays steps between its layers: there a pass takes about as
+    long with more tokens, and no answer waits for the whole of it.
+    """
+    from ktc.inference.serving.graph_rows import GraphRows
+    from ktc.model.experts.module import FusedMoe
+    from ktc.model.experts.resident_backend import GpuResident
+    from ktc.model.experts.streamed_backend import Streamed
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    experts = (module for module in base.modules() if isinstance(module, FusedMoe))
+    backends = (layer.backend(_CHUNK_OF_GPU, plain=True) for layer in experts)
+    is_read_by_gpu = GraphRows.of(base) is not None and all(isinstance(one, (GpuResident, Streamed)) for one in backends)
+    return _CHUNK_OF_GPU if is_read_by_gpu else Limits().prefill_chunk
 
 
 def url(listening: socket.socket) -> str:

@@ -28,6 +28,7 @@ from ktc.inference.serving.request import End, Event, Limits, Request
 from ktc.inference.serving.row_cache import CachedRow
 from ktc.inference.serving.row_memory import standing_bytes
 from ktc.inference.serving.scheduler import DecodeStep, PrefillChunk, Scheduler, SchedulerOutput
+from ktc.inference.serving.warm_prompts import read_warm_prompts
 from ktc.model.attention.torch_plans import without_plans
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class Worker:
         self._unsent = list[Event]()
         self._stepped = dict[str, float]()  # when the last step of each adapter ended
         self._gives_way = False  # within such a step
+        self._asked = 0.0  # when the pass of a prompt last had a chance to give way
+        self._chunk = limits.prefill_chunk
+        self._first: str | None = None  # the adapter whose steps were captured before the first request
 
     def _num_cached(self, request: Request, tokens: Sequence[int]) -> int:
         """Return how many first tokens of a request are in the prefix cache, of all of its tokens so far."""
@@ -78,21 +82,56 @@ class Worker:
             self._emit(events)
 
     def capture(self, adapter: str) -> None:
-        """Capture the steps of a batch before its first request, where steps are CUDA graphs."""
-        example = self._runner.example
-        if example is None or self._runner.graph_rows() is None:
+        """Capture the steps of a batch before its first request, where steps are CUDA graphs, and read warm prompts."""
+        if self._runner.example is None or self._runner.graph_rows() is None:
             return
-        batch = RowBatch(self._runner, self.scheduler.most_running, self._standing)
+        self._first = adapter
+        batch = self.batches[adapter] = RowBatch(self._runner, self.scheduler.most_running, self._standing)
+        while self._captured(adapter, batch):
+            pass
+        try:
+            with without_plans():
+                read_warm_prompts(self._runner, adapter, self._chunk)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("memory was missing to read prompts before the first request: %s", _words(error))
+
+    @property
+    def lacks_steps(self) -> bool:
+        """Whether a batch that no request uses has steps to capture: its memory was outgrown, or is new."""
+        return any(isinstance(batch, RowBatch) and batch.lacks_steps for batch in self.batches.values())
+
+    def capture_one(self) -> None:
+        """Capture a step of a batch that no request uses, for requests to come."""
+        for adapter, batch in self.batches.items():
+            if isinstance(batch, RowBatch) and batch.lacks_steps:
+                try:
+                    self._captured(adapter, batch)
+                except Exception:
+                    log.exception("the step of a batch could not be captured; its memory is released")
+                    del self.batches[adapter]
+                return
+
+    def renew(self) -> None:
+        """Forget as for a change of weights, and capture again what was captured before the first request."""
+        self.forget()
+        if self._first is not None and self._first not in self.batches:
+            self.capture(self._first)
+
+    def _captured(self, adapter: str, batch: RowBatch) -> bool:
+        """Capture the step of one number of slots; return whether one was captured. Without memory release it all."""
+        assert self._runner.example is not None
         try:
             self._adapters.use(adapter)
             with without_plans():
-                batch.capture(example)
+                return batch.capture(self._runner.example)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             log.warning("memory was missing to capture steps of many sequences: %s", _words(error))
             batch.compact()
-        self.batches[adapter] = batch
+            return False
 
     def end(self, ends: Mapping[str, End]) -> None:
         """End requests without a token, wherever they are. Those that have ended before are ignored."""
@@ -144,7 +183,8 @@ class Worker:
             batch = batch or self._begin(generations)
             self._adapters.use(batch.adapter)
             gives_way = any(running.is_kept and running.running for running in self.batches.values())
-            with self._runner.calling_between_layers(self._give_way) if gives_way else nullcontext():
+            self._asked = time.monotonic()
+            with self._runner.between_layers(self._give_way) if gives_way else nullcontext():
                 logits = batch.advance(None if chunk.is_last else chunk.stop)
             if logits is None:
                 self._prefills[name] = batch
@@ -212,13 +252,18 @@ class Worker:
         """
         if self._gives_way:
             return
+        now = time.monotonic()
+        layer, self._asked = now - self._asked, now
         self._gives_way = True
         try:
             for adapter, batch in tuple(self.batches.items()):
-                is_old = time.monotonic() - self._stepped.get(adapter, 0.0) >= _OLD_STEP
+                # What is enqueued now waits for a layer, and what is enqueued at the next chance for one more.
+                age = now - self._stepped.get(adapter, 0.0)
+                is_old = age >= _OLD_STEP or age + 2 * layer >= 1.5 * _OLD_STEP
                 if is_old and batch.may_step_within_a_prompt:
                     self._step(adapter)
                     self.flush()
+                    self._asked = time.monotonic()
         finally:
             self._gives_way = False
 

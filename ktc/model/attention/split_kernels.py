@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from ktc.model.attention.decode import KVCacheView
 
@@ -35,6 +36,8 @@ _SHARE: Final = 0.85  # of a multiprocessor's shared memory that queries and til
 # latents of 512 (57 and 85 us for 131,072 positions on an H200).
 _PROGRAMS, _TILES = 2, 8
 _MERGED: Final = 64  # columns of an output that a program of the second kernel adds
+_ALIGNED: Final = 16  # elements, and bytes of a pointer, of which multiples have a kernel of their own
+NOT_SPECIALISED: Final = ("positions", "programs", "groups", "hidden", "tokens")  # values have no kernels of their own
 _SCANNED: Final = 2048  # columns of a mask that a program reads at once
 
 
@@ -74,8 +77,8 @@ def attend(
             query.contiguous(), first, second if second is not None else first, values,
             first if seen is None else seen, sums, state[0], state[1], scale * _LOG2_E, L, tiling.programs,
             *first.stride()[:3], *(first if second is None else second).stride()[:3], *values.stride()[:3],
-            batch_of_mask, token_of_mask, 0.0 if mask is None else _hidden(mask.dtype), groups,
-            HEADS=H, GROUP=H // K, TOKENS=T, WIDTH=width, FIRST=first.shape[-1],
+            batch_of_mask, token_of_mask, 0.0 if mask is None else _hidden(mask.dtype), groups, T,
+            HEADS=H, GROUP=H // K, SEVERAL=T > 1, WIDTH=width, FIRST=first.shape[-1],
             SECOND=0 if second is None else second.shape[-1], VALUE=values.shape[-1],
             FIRST_BLOCK=_block(first.shape[-1]), SECOND_BLOCK=0 if second is None else _block(second.shape[-1]),
             VALUE_BLOCK=_block(values.shape[-1]), SHARED=shared, MASK=kind, ROWS=tiling.rows, BLOCK=tiling.positions,
@@ -83,8 +86,9 @@ def attend(
         )  # fmt: skip
         _merge[(B * H * T, -(-values.shape[-1] // _MERGED))](
             sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out,
-            tiling.programs, HEADS=H, TOKENS=T, VALUE=values.shape[-1], SINKS=sinks is not None,
-            PROGRAMS=triton.next_power_of_2(tiling.programs), BLOCK=_MERGED, TOGETHER=16, num_warps=4,
+            tiling.programs, T, HEADS=H, SEVERAL=T > 1, VALUE=values.shape[-1], SINKS=sinks is not None,
+            PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(tiling.programs)), BLOCK=_MERGED,
+            TOGETHER=16, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -106,6 +110,11 @@ def tiling_of(query: Tensor, kv: KVCacheView) -> Tiling:
     one, several = -(-processors // beside), -(-_PROGRAMS * processors // beside)
     programs = max(1, min(-(-L // positions), max(one, min(several, L // (_TILES * positions)))))
     return Tiling(rows, positions, programs, 4 if rows * wide <= 16 * 512 else 8, stages)
+
+
+def _most_programs(device: torch.device) -> int:
+    """Return a power of two that is not smaller than the programs of a tiling, so that all have one second kernel."""
+    return triton.next_power_of_2(_PROGRAMS * _gpu(device)[0])
 
 
 @functools.cache
@@ -138,10 +147,14 @@ def _block(width: int) -> int:
 
 
 def _mask(mask: Tensor | None, batch: int) -> tuple[Tensor | None, int, int, int]:
-    """Return a mask as its kernel reads it, its kind (none, bool, added), and the strides of sequences and tokens."""
+    """Return a mask as its kernel reads it, its kind (none, bool, added), and the strides of sequences and tokens.
+
+    Strides are multiples of `_ALIGNED`, for which Triton compiles one kernel; those of a captured step are.
+    """
     if mask is None:
         return None, 0, 0, 0
-    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    if mask.stride(-1) != 1 or mask.stride(0) % _ALIGNED or mask.stride(2) % _ALIGNED or mask.data_ptr() % _ALIGNED:
+        mask = functional.pad(mask, (0, -mask.shape[-1] % _ALIGNED)).contiguous()
     by_sequence = mask.stride(0) if mask.shape[0] == batch and batch > 1 else 0
     seen = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     return seen, 1 if mask.dtype == torch.bool else 2, by_sequence, mask.stride(2)
@@ -195,7 +208,7 @@ def _is_seen(mask, at, there, hidden, MASK: tl.constexpr):
 
 @triton.jit
 def _blocks_of(
-    program, programs, positions, mask, of_token, hidden, TOKENS: tl.constexpr, MASK: tl.constexpr,
+    program, programs, positions, mask, of_token, hidden, tokens, MASK: tl.constexpr,
     BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Return the first of the program's blocks that a token sees, and the one behind the last."""
@@ -209,7 +222,7 @@ def _blocks_of(
             at = (program + block * programs)[:, None] * BLOCK + column[None, :]
             there = (at < positions) & (block < count)[:, None]
             seen = tl.zeros((SCAN, BLOCK), tl.int32)
-            for token in range(TOKENS):
+            for token in range(tokens):
                 seen |= _is_seen(mask + token * of_token, at, there, hidden, MASK).to(tl.int32)
             any_seen = tl.max(seen, 1) > 0
             low = tl.minimum(low, tl.min(tl.where(any_seen, block, count), 0))
@@ -217,21 +230,23 @@ def _blocks_of(
     return low, high
 
 
-@triton.jit(do_not_specialize=["positions", "programs", "groups", "hidden"])
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _split(
     query, first, second, values, mask, sums, peaks, totals, scale, positions, programs,
     first_batch, first_head, first_position, second_batch, second_head, second_position,
-    value_batch, value_head, value_position, mask_batch, mask_token, hidden, groups,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    value_batch, value_head, value_position, mask_batch, mask_token, hidden, groups, tokens,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SEVERAL: tl.constexpr, WIDTH: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr,
     FIRST_BLOCK: tl.constexpr, SECOND_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     SHARED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
+    if not SEVERAL:
+        tokens = 1
     key_head, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     program, sequence = tl.program_id(1), tl.program_id(2)
     row = group * ROWS + tl.arange(0, ROWS)  # of the query rows of a key head: its heads, each with its tokens
-    is_row = row < GROUP * TOKENS
-    of_call = sequence.to(tl.int64) * (HEADS * TOKENS) + key_head * (GROUP * TOKENS) + row
+    is_row = row < GROUP * tokens
+    of_call = sequence.to(tl.int64) * (HEADS * tokens) + key_head * (GROUP * tokens) + row
     d1, dv, n = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK), tl.arange(0, BLOCK)
     of_query = query + of_call[:, None] * WIDTH
     q1 = tl.load(of_query + d1[None, :], mask=is_row[:, None] & (d1 < FIRST)[None, :], other=0)
@@ -242,10 +257,10 @@ def _split(
     first += sequence.to(tl.int64) * first_batch + key_head.to(tl.int64) * first_head
     values += sequence.to(tl.int64) * value_batch + key_head.to(tl.int64) * value_head
     mask += sequence.to(tl.int64) * mask_batch
-    low, high = _blocks_of(program, programs, positions, mask, mask_token, hidden, TOKENS, MASK, BLOCK, SCAN)
+    low, high = _blocks_of(program, programs, positions, mask, mask_token, hidden, tokens, MASK, BLOCK, SCAN)
     token = tl.zeros((1, 1), tl.int32)  # one load of the mask serves all rows of one token
-    if TOKENS > 1:
-        token = (row % TOKENS)[:, None]
+    if SEVERAL:
+        token = (row % tokens)[:, None]
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0, tl.float32)
     summed = tl.full((ROWS, VALUE_BLOCK), 0, tl.float32)
@@ -257,7 +272,7 @@ def _split(
         if SECOND > 0:
             k2 = _tile(second, begin, second_position, n, d2, there, SECOND)
             scores = _dot(q2, tl.trans(k2), scores)
-        last = positions - TOKENS + token  # that a token sees without a mask
+        last = positions - tokens + token  # that a token sees without a mask
         scores = _masked(scores * scale, mask + token * mask_token, at[None, :], there[None, :], hidden, last, MASK)
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -276,14 +291,16 @@ def _split(
     tl.store(sums + part[:, None] * VALUE + dv[None, :], summed, mask=is_row[:, None] & (dv < VALUE)[None, :])
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _merge(
-    sums, peaks, totals, sinks, out, programs,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, VALUE: tl.constexpr, SINKS: tl.constexpr, PROGRAMS: tl.constexpr,
+    sums, peaks, totals, sinks, out, programs, tokens,
+    HEADS: tl.constexpr, SEVERAL: tl.constexpr, VALUE: tl.constexpr, SINKS: tl.constexpr, PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    if not SEVERAL:
+        tokens = 1
     row = tl.program_id(0).to(tl.int64)
-    head, token = row // TOKENS % HEADS, row % TOKENS
+    head, token = row // tokens % HEADS, row % tokens
     every = tl.arange(0, PROGRAMS)
     peak = tl.load(peaks + row * programs + every, mask=every < programs, other=float("-inf"))
     total = tl.load(totals + row * programs + every, mask=every < programs, other=0)
@@ -306,5 +323,5 @@ def _merge(
         )  # fmt: skip
         summed += tl.sum(values * tl.exp2(of_peak - most)[:, None], 0)
     result = summed / tl.where(whole > 0, whole, 1.0)
-    of_token = row // (HEADS * TOKENS) * TOKENS + token
+    of_token = row // (HEADS * tokens) * tokens + token
     tl.store(out + (of_token * HEADS + head) * VALUE + column, result.to(out.dtype.element_ty), mask=column < VALUE)

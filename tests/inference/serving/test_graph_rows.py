@@ -6,8 +6,10 @@ Without a GPU, what a graph would replay is computed again at the same addresses
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from recorded_steps import eager_graphs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktc.inference.serving import generation, graph_rows, row_memory, worker
+from ktc.inference.serving import generation, graph_rows, model_runner, row_memory, worker
 from ktc.inference.serving.batch import RowBatch
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.graph_rows import GraphRows
@@ -28,6 +30,8 @@ from ktc.inference.serving.pages import LayerRow
 from ktc.inference.serving.request import Event, Limits, Request
 from ktc.inference.serving.row_cache import CachedRow
 from ktc.inference.serving.row_memory import STANDING, RowMemory, standing_bytes, unfit_row
+from ktc.inference.serving.warm_prompts import read_warm_prompts
+from ktc.model.attention.decode import MOST_TOKENS
 from ktc.model.attention.decoding import decoding
 from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparsity import Sparsity
@@ -352,6 +356,114 @@ def test_steps_are_captured_before_the_first_request(
             served.ask(str(at), prompt, 9, config)
         found = [served.answers.wait(str(at))[0] for at in range(5)]
     assert found == [by_itself(family, prompt, config, 9) for prompt in PROMPTS[:5]]
+
+
+def test_prompts_of_every_kind_are_read_before_the_first_request(
+    family: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, config = ModelRunner.logits, config_of(family)
+    found = set[tuple[object, ...]]()
+
+    def read(runner: ModelRunner, ids: Tensor, cache: Any, mask: Any, positions: Any) -> Tensor:
+        rows, new = ids.shape
+        is_few = (new > 1) + (new > MOST_TOKENS)
+        found.add((rows > 1, is_few, mask is not None, cache.get_seq_length() > 0))
+        return logits(runner, ids, cache, mask, positions)
+
+    chance, before = random.Random(5), set[tuple[object, ...]]()
+    with Served(family, Limits(batch=6, prefill_chunk=64, prefix_bytes=1 << 24)) as served:
+        monkeypatch.setattr(ModelRunner, "logits", read)
+        served.engine.capture("")
+        before, found = found, set()
+        for turn in range(3):  # the second time, beginnings are cached
+            prompts = [tuple(range(3, 3 + (29 * (at + 1) * (at + 1)) % 50)) for at in range(6)]
+            for at, prompt in enumerate(prompts):
+                served.ask(f"{turn} {at}", (*prompt, chance.randrange(90)), 3, config)
+            for at in range(6):
+                served.answers.wait(f"{turn} {at}")
+    assert len(found) > 3
+    assert found <= before
+
+
+def test_warm_prompts_end_in_time(model: Any) -> None:
+    assert not read_warm_prompts(ModelRunner(model), "", 64, seconds=0)
+
+
+def test_steps_are_captured_again_in_idle_time_and_after_new_weights(
+    model: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, config, busy = graph_rows.record_step, config_of(model), list[bool]()
+    monkeypatch.setattr(row_memory, "_LONG", 0)
+    with Served(model, Limits(batch=4)) as served:
+        engine = served.engine
+
+        def recorded(*given: Any) -> Any:
+            busy.append(engine.num_running > 0)
+            return record(*given)
+
+        engine.capture("")
+        monkeypatch.setattr(graph_rows, "record_step", recorded)
+        engine.change(engine.forget, idle=True)
+        assert busy == [False] * 3  # 1, 2 and 4 slots
+        served.ask("outgrows", [3, 5, 8] * 90, 20, config)
+        served.answers.wait("outgrows")
+        settled(engine)
+        assert len(busy) > 3
+        del busy[:]
+        for at, prompt in enumerate(PROMPTS[:4]):
+            served.ask(str(at), prompt, 9, config)
+        found = [served.answers.wait(str(at))[0] for at in range(4)]
+    assert found == [by_itself(model, prompt, config, 9) for prompt in PROMPTS[:4]]
+    assert not busy
+
+
+def settled(engine: Engine) -> None:
+    """Wait until the engine has no steps to capture."""
+    for _ in range(600):
+        if not engine.lacks_steps:
+            return
+        time.sleep(0.05)
+    raise AssertionError("steps are captured without end")
+
+
+def test_no_answer_waits_for_a_prompt_that_the_gpu_computes_later(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host enqueues all layers at once. Each takes the GPU 60 ms, and a step is behind what is enqueued."""
+    config = config_of(model)
+    clock, done, stepped = [0.0], [0.0], list[float]()
+    logits, step = ModelRunner.logits, RowBatch.step
+
+    def mark(_: object) -> Callable[[], None]:
+        done[0] = max(done[0], clock[0]) + 0.06
+        end = done[0]
+        return lambda: clock.__setitem__(0, max(clock[0], end))
+
+    def stepping(batch: RowBatch) -> Tensor:
+        clock[0] = max(clock[0], done[0]) + 0.003
+        stepped.append(clock[0])
+        return step(batch)
+
+    def read(runner: ModelRunner, *given: Any) -> Tensor:
+        for _ in range(5):  # a model of more layers
+            logits(runner, given[0], copy.deepcopy(given[1]), *given[2:])
+        return logits(runner, *given)
+
+    monkeypatch.setattr(model_runner, "mark", mark)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(RowBatch, "step", stepping)
+    has_begun = threading.Event()
+    with Served(model, Limits()) as served:
+        served.engine.capture("")
+        monkeypatch.setattr(ModelRunner, "logits", read)
+        served.answers.on_event = lambda _: has_begun.set()
+        served.ask("running", PROMPTS[0], 90, config)
+        assert has_begun.wait(60)
+        served.ask("long", tuple(range(3, 90)), 4, config)
+        served.answers.wait("long")
+        served.answers.wait("running")
+    assert clock[0] > 0.06 * 6 * model.config.num_hidden_layers
+    assert max(after - before for before, after in itertools.pairwise(stepped)) <= 0.2
 
 
 def test_passes_leave_out_attention_that_makes_a_plan_for_each_length(

@@ -109,6 +109,35 @@ def test_rows_of_different_lengths_do_not_depend_on_the_capacity() -> None:
         assert relative_error(found[at : at + 1], reference(query[at : at + 1], row, scale=0.2)) <= 1e-5
 
 
+def test_few_kernels_serve_all_lengths_rows_and_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for each set of constants, and for each set of integers that are multiples of 16."""
+    found = {name: set[object]() for name in ("_split", "_merge")}
+
+    class Launched:
+        def __init__(self, name: str) -> None:
+            self.kernel, self.kinds = getattr(split_kernels, name), found[name]
+
+        def __getitem__(self, _: object) -> Any:
+            return self.launch
+
+        def launch(self, *args: Any, **constants: Any) -> None:
+            named = dict(zip(self.kernel.arg_names, args, strict=False))
+            free = split_kernels.NOT_SPECIALISED
+            numbers = {name: value for name, value in named.items() if isinstance(value, int) and name not in free}
+            kinds = {name: (value == 1, value % 16 == 0) for name, value in numbers.items()}
+            pointers = {name: value.data_ptr() % 16 for name, value in named.items() if isinstance(value, Tensor)}
+            self.kinds.add((*kinds.items(), *pointers.items(), *constants.items()))
+
+    for name in found:
+        monkeypatch.setattr(split_kernels, name, Launched(name))
+    for tokens in range(1, 17):
+        for rows, positions in ((1, 33), (3, 77), (5, 1000)):
+            query, kv = drawn((rows, 16, 1, tokens, positions, 512, 64, 0, torch.bfloat16))
+            for mask in (None, torch.zeros(rows, 1, tokens, positions, dtype=torch.bool, device=DEVICE)):
+                split_kernels.attend(query, kv, scale=0.1, mask=mask)
+    assert len(found["_split"]) == 4 and len(found["_merge"]) == 2  # one token or several, with a mask or without
+
+
 def test_results_are_equal_to_the_bit_from_run_to_run() -> None:
     query, kv = drawn((2, 8, 2, 1, 300, 64, 0, 64, torch.bfloat16))
     first, *others = [split_kernels.attend(query, kv, scale=0.1) for _ in range(3)]
