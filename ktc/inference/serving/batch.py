@@ -122,9 +122,8 @@ class RowBatch:
     @property
     def lacks_steps(self) -> bool:
         """Whether the memory of an empty one has a number of slots whose step is not captured."""
-        rows = self._rows
-        is_empty = not self.running and isinstance(rows, RowMemory) and self._graphs is not None
-        return is_empty and bool(self._graphs.missing(rows))
+        rows, graphs = self._rows, self._graphs
+        return not self.running and graphs is not None and isinstance(rows, RowMemory) and bool(graphs.missing(rows))
 
     def capture(self, row: CachedRow) -> bool:
         """Capture the step of one number of slots for rows such as this one; return whether one was captured."""

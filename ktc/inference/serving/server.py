@@ -150,7 +150,9 @@ def default_chunk(model: Any) -> int:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     experts = (module for module in base.modules() if isinstance(module, FusedMoe))
     backends = (layer.backend(_CHUNK_OF_GPU, plain=True) for layer in experts)
-    is_read_by_gpu = GraphRows.of(base) is not None and all(isinstance(one, (GpuResident, Streamed)) for one in backends)
+    is_read_by_gpu = GraphRows.of(base) is not None and all(
+        isinstance(one, (GpuResident, Streamed)) for one in backends
+    )
     return _CHUNK_OF_GPU if is_read_by_gpu else Limits().prefill_chunk
 
 

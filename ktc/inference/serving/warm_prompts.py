@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -38,12 +37,12 @@ def kinds(chunk: int, *, has_windows: bool) -> tuple[Kind, ...]:
     many, few = MOST_TOKENS + 3, MOST_TOKENS - 3
     alone = ((1, 0), (1, many), (few, 0), (few, many), (many, 0), (many, many))
     beside = ((1, 1), (few, few), (few, 2), (many, many), (many, 3))
-    found = [Kind((many,), (0,)), *(Kind((new,), (cached,)) for new, cached in alone)]
-    found += [Kind(new, (0, 0)) for new in beside]
+    passes = [Kind((many,), (0,)), *(Kind((new,), (cached,)) for new, cached in alone)]
+    passes += [Kind(new, (0, 0)) for new in beside]
     if not has_windows:  # several rows over cached beginnings need a cache without windows
-        found += [Kind(new, (many, many)) for new in beside]
-        found += [Kind(new, (many, few)) for new in beside]
-    return *found, Kind((chunk,), (0,)), Kind((chunk // 4, max(1, chunk // 4 - 1)) * 2, (0,) * 4)
+        passes += [Kind(new, (many, many)) for new in beside]
+        passes += [Kind(new, (many, few)) for new in beside]
+    return *passes, Kind((chunk,), (0,)), Kind((chunk // 4, max(1, chunk // 4 - 1)) * 2, (0,) * 4)
 
 
 def read_warm_prompts(runner: ModelRunner, adapter: str, chunk: int, seconds: float = SECONDS) -> int:
@@ -82,5 +81,5 @@ def _generation(
     return Generation(Request("warm", _tokens(tokens), 1, config, seed=0, adapter=adapter), runner.model)
 
 
-def _tokens(count: int) -> Sequence[int]:
+def _tokens(count: int) -> tuple[int, ...]:
     return tuple(number % 2 for number in range(count))

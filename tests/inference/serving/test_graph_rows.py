@@ -30,6 +30,7 @@ from ktc.inference.serving.pages import LayerRow
 from ktc.inference.serving.request import Event, Limits, Request
 from ktc.inference.serving.row_cache import CachedRow
 from ktc.inference.serving.row_memory import STANDING, RowMemory, standing_bytes, unfit_row
+from ktc.inference.serving.server import default_chunk
 from ktc.inference.serving.warm_prompts import read_warm_prompts
 from ktc.model.attention.decode import MOST_TOKENS
 from ktc.model.attention.decoding import decoding
@@ -385,6 +386,11 @@ def test_prompts_of_every_kind_are_read_before_the_first_request(
     assert found <= before
 
 
+def test_chunks_are_longer_where_a_gpu_reads_prompts(model: Any) -> None:
+    assert default_chunk(model) == 2048
+    assert default_chunk(stock_model("qwen3_moe", torch.float32)) == 512
+
+
 def test_warm_prompts_end_in_time(model: Any) -> None:
     assert not read_warm_prompts(ModelRunner(model), "", 64, seconds=0)
 
@@ -426,9 +432,7 @@ def settled(engine: Engine) -> None:
     raise AssertionError("steps are captured without end")
 
 
-def test_no_answer_waits_for_a_prompt_that_the_gpu_computes_later(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer_waits_for_a_prompt_that_the_gpu_computes_later(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host enqueues all layers at once. Each takes the GPU 60 ms, and a step is behind what is enqueued."""
     config = config_of(model)
     clock, done, stepped = [0.0], [0.0], list[float]()
