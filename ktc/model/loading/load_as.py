@@ -50,7 +50,7 @@ from ktc.model.manifest.stale_change_guard import Remembered, guard, remember
 from ktc.model.manifest.stock_facts import assumptions_of
 from ktc.model.packed_store import process_gpu, weight_store, weights_stage
 from ktc.model.packed_store.memory import check_bytes
-from ktc.model.packed_store.placement import check_devices, device_map, follow
+from ktc.model.packed_store.placement import check_devices, device_map, follow, return_loss_to_labels
 from ktc.model.packed_store.random_weights import fill_random
 
 log = logging.getLogger(__name__)
@@ -358,6 +358,8 @@ def _finished(model: PreTrainedModel, folder: Path, base: str, placement: Mappin
     devices = device_map(placement)
     if devices is not None:
         cast("Any", model).hf_device_map = devices
+    if len({device for device in placement.values() if device != "cpu"}) > 1:
+        return_loss_to_labels(model)
     environment.apply_use_kt()
     peft_glue.install()
     return model

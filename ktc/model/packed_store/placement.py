@@ -6,11 +6,13 @@ The entry of the nearest ancestor counts. A module receives its inputs on its ow
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.experts.private_api import HOOKS
@@ -81,6 +83,21 @@ def _ancestors(fqn: str) -> Iterator[str]:
 
 def _parent(fqn: str) -> str:
     return fqn.rpartition(".")[0]
+
+
+def return_loss_to_labels(model: PreTrainedModel) -> None:
+    """Let `loss_function` return its loss on the device of the labels, which is that of the model's inputs.
+
+    Stock trainers add losses there, also for a model whose head is on another GPU. A hook on the model would be too
+    late: PEFT calls its `forward` without hooks.
+    """
+    any_model = cast("Any", model)
+    any_model.loss_function = partial(_loss_on_labels, any_model.loss_function)
+
+
+def _loss_on_labels(loss_function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    labels = kwargs["labels"] if "labels" in kwargs else args[1]
+    return loss_function(*args, **kwargs).to(labels.device)
 
 
 class _Mover:

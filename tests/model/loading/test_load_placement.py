@@ -13,7 +13,7 @@ from torch import nn
 
 from ktc.diagnostics import HostLacks
 from ktc.model.manifest.manifest import read_manifest
-from ktc.model.packed_store.placement import check_devices, device_map, device_of, follow
+from ktc.model.packed_store.placement import check_devices, device_map, device_of, follow, return_loss_to_labels
 
 SPLIT = {"model": "cuda:0", "model.layers.1": "cuda:1", "model.layers.1.mlp.experts": "cpu", "lm_head": "cuda:1"}
 
@@ -112,3 +112,18 @@ def test_a_model_on_the_cpu_gets_no_hooks() -> None:
     model = Stack()
     follow(model, {"": "cpu", "layers.1": "cpu"})
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Scored:
+    """A model as `return_loss_to_labels` sees it, whose head is on another device than its input."""
+
+    def __init__(self) -> None:
+        self.loss_function: Any = lambda logits, labels: logits.sum()
+
+
+def test_the_loss_is_returned_to_the_device_of_the_labels() -> None:
+    model: Any = Scored()
+    return_loss_to_labels(model)
+    logits, labels = torch.ones(2, 3), torch.ones(2, 3, device="meta")  # the meta device stands for a GPU
+    assert model.loss_function(logits, labels).device.type == "meta"
+    assert model.loss_function(logits=logits, labels=labels).device.type == "meta"
