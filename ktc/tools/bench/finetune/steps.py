@@ -6,6 +6,7 @@ file. The reference trains in fp32 on the CPU, one micro-batch after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,13 @@ def token_ids(request: Finetune, vocabulary: int) -> Tensor:
 
 
 def measured(
-    model: PeftModel, request: Finetune, place: str, folder: Path, sink: ProgressSink, name: str | None = None
+    model: PeftModel,
+    request: Finetune,
+    place: str,
+    folder: Path,
+    sink: ProgressSink,
+    name: str | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Row:
     """Train `model` for the steps of a request by `KTrainer`. Raises what the trainer raises.
 
@@ -47,7 +54,7 @@ def measured(
         model=model,
         args=_arguments(request, place, folder, on_cpu=_on_cpu(model)),
         train_dataset=data,
-        callbacks=[_Steps(clock)],
+        callbacks=[_Steps(clock), *callbacks],
         stack_micro_batches="off" if place == "reference" else "auto",
     )
     trainer.remove_callback(PrinterCallback)

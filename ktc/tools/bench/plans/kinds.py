@@ -1,7 +1,8 @@
-"""The time of each kind of module within a call, forward and backward, by hooks that wait for the GPU.
+"""The time of each kind of module within a call or a trainer's step, forward and backward, by hooks.
 
-Waiting takes away what runs side by side, so the kinds are timed in calls of their own and not in those of the total.
-The first of them is not counted: functions that `torch.compile` made are compiled again for modules with hooks.
+Hooks wait for the GPU, which takes away what runs side by side, so kinds are timed in rounds of their own and not in
+those of the total. The first round is not counted: functions of `torch.compile` are compiled again for modules with
+hooks.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.stages.capture import CapturedModel
-
-_CALLS: Final = 3
 
 
 def modules_of(captured: CapturedModel, model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -39,48 +39,83 @@ def modules_of(captured: CapturedModel, model: nn.Module) -> dict[str, list[nn.M
     return kinds
 
 
-def seconds_of_kinds(kinds: Mapping[str, list[nn.Module]], call: Callable[[], object]) -> dict[str, float]:
-    """Return the median seconds of each kind in repeated calls; experts are not in those around them."""
-    with _timed(kinds) as spent:
-        rounds = list[dict[str, float]]()
-        for _ in range(1 + _CALLS):
-            spent.clear()
-            call()
-            rounds.append(dict(spent))
-    medians = {kind: statistics.median(seconds[kind] for seconds in rounds[1:]) for kind in rounds[-1]}
-    medians["mlp"] = medians.get("mlp", 0.0) - medians.get("experts", 0.0)
-    return medians
+class KindClock:
+    """Seconds of each kind of module in rounds, each of which is a call or a step, while its hooks are attached."""
 
+    def __init__(self, kinds: Mapping[str, list[nn.Module]]) -> None:
+        self._kinds = kinds
+        self._spent, self._open = defaultdict[str, float](float), list[_Span]()
+        self._handles, self._rounds = list[Any](), list[dict[str, float]]()
 
-@contextmanager
-def _timed(kinds: Mapping[str, list[nn.Module]]) -> Generator[dict[str, float]]:
-    """Yield the seconds of each kind, which every call within the block adds to."""
-    spent, begun = defaultdict[str, float](float), dict[tuple[int, str], float]()
-    handles: list[Any] = []
+    def attach(self) -> None:
+        """Register the hooks."""
+        for kind, modules in self._kinds.items():
+            for module in modules:
+                self._handles += [
+                    module.register_forward_pre_hook(lambda m, _: self._begin(m, "forward")),
+                    module.register_forward_hook(lambda m, _, __, kind=kind: self._end(m, "forward", kind)),
+                    module.register_full_backward_pre_hook(lambda m, _: self._begin(m, "backward")),
+                    module.register_full_backward_hook(lambda m, _, __, kind=kind: self._end(m, "backward", kind)),
+                ]
 
-    def begin(module: nn.Module, way: str) -> None:
+    def detach(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def end_round(self) -> None:
+        """Keep the seconds since the last round."""
+        self._rounds.append(dict(self._spent))
+        self._spent.clear()
+        self._open.clear()
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The seconds of each kind, medians of all rounds but the first; a module inside another counts once."""
+        rounds = self._rounds[1:]
+        return {kind: statistics.median(seconds.get(kind, 0.0) for seconds in rounds) for kind in self._kinds}
+
+    def _begin(self, module: nn.Module, way: str) -> None:
         _wait()
-        begun[id(module), way] = time.perf_counter()
+        self._open.append(_Span((id(module), way), time.perf_counter()))
 
-    def end(module: nn.Module, way: str, kind: str) -> None:
+    def _end(self, module: nn.Module, way: str, kind: str) -> None:
         _wait()
-        began = begun.pop((id(module), way), None)
-        if began is not None:
-            spent[kind] += time.perf_counter() - began
+        now, key = time.perf_counter(), (id(module), way)
+        if not any(span.key == key for span in self._open):
+            return
+        while (span := self._open.pop()).key != key:  # backward of these has no end: no input has a gradient
+            pass
+        self._spent[kind] += now - span.began - span.inside
+        if self._open:
+            self._open[-1].inside += now - span.began
 
-    for kind, modules in kinds.items():
-        for module in modules:
-            handles += [
-                module.register_forward_pre_hook(lambda m, _: begin(m, "forward")),
-                module.register_forward_hook(lambda m, _, __, kind=kind: end(m, "forward", kind)),
-                module.register_full_backward_pre_hook(lambda m, _: begin(m, "backward")),
-                module.register_full_backward_hook(lambda m, _, __, kind=kind: end(m, "backward", kind)),
-            ]
-    try:
-        yield spent
-    finally:
-        for handle in handles:
-            handle.remove()
+
+@dataclass(slots=True)
+class _Span:
+    """A module that computes now, since when, and the seconds of modules inside."""
+
+    key: tuple[int, str]
+    began: float
+    inside: float = 0.0
+
+
+class HookedSteps(TrainerCallback):
+    """Times the kinds in every step of a trainer after the `first` ones."""
+
+    def __init__(self, clock: KindClock, first: int) -> None:
+        self._clock, self._first = clock, first
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step == self._first:
+            self._clock.attach()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step > self._first:
+            self._clock.end_round()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._clock.detach()
 
 
 def _wait() -> None:

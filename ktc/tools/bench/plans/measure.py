@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 from peft import get_peft_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from ktc.model.loading import peft_glue
@@ -17,7 +19,7 @@ from ktc.model.loading.load import load
 from ktc.stages.capture import CapturedModel
 from ktc.stages.cost import Use
 from ktc.tools.bench.finetune.steps import measured
-from ktc.tools.bench.plans.kinds import modules_of, seconds_of_kinds
+from ktc.tools.bench.plans.kinds import HookedSteps, KindClock, modules_of
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.requests import Finetune
 from ktc.tools.bench.rounds import StepClock
@@ -25,6 +27,7 @@ from ktc.tools.bench.rounds import StepClock
 _UNCOUNTED: Final = 3  # first steps of a text
 _PROMPTS, _FIRST_PROMPTS = 6, 3  # the first ones of a process are slower: memory is taken, weights are page-locked
 _FIRST_TOKEN: Final = 3
+_HOOKED: Final = 4  # calls or steps in which kinds of modules are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +72,19 @@ def _step(
     lora = peft_glue.read_lora_config(out)
     lora.lora_dropout = 0.0
     tuned = cast("Any", get_peft_model(base, lora))
+    clock = KindClock(modules_of(captured, base))
     request = Finetune(
-        model=str(out), random_weights=True, length=use.length, accumulation=use.batch, steps=sizes.steps
+        model=str(out),
+        random_weights=True,
+        length=use.length,
+        accumulation=use.batch,
+        steps=sizes.steps + _HOOKED,
     )
-    row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink, sizes.name)
-    seconds = row.step_times[1:]
-    ids = torch.randint(_FIRST_TOKEN, captured.model.config.vocab_size, (use.batch, use.length))
-    ids = ids.to(_device_of(base))
-    kinds = seconds_of_kinds(modules_of(captured, base), lambda: tuned(input_ids=ids, labels=ids).loss.backward())
+    hooked = HookedSteps(clock, sizes.steps)
+    row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink, sizes.name, [hooked])
+    seconds = row.step_times[1 : sizes.steps]  # in the first, memory is allocated and functions are compiled
     tuned.unload()
-    return Times(use, row.step_time, spread_of(seconds), kinds)
+    return Times(use, statistics.median(seconds), spread_of(seconds), clock.medians)
 
 
 def _answer(
@@ -95,10 +101,22 @@ def _answer(
         prompts.append(clock.seconds[0])
         steps += clock.seconds[_UNCOUNTED:]
     with torch.no_grad():
-        kinds = seconds_of_kinds(modules_of(captured, model), lambda: cast("Any", model)(ids, logits_to_keep=1))
+        kinds = _hooked_calls(lambda: cast("Any", model)(ids, logits_to_keep=1), modules_of(captured, model))
     warm = prompts[_FIRST_PROMPTS:]
     first = Times(prompt, statistics.median(warm), spread_of(warm), kinds)
     return first, Times(decode, statistics.median(steps), spread_of(steps))
+
+
+def _hooked_calls(call: Callable[[], object], kinds: Mapping[str, list[nn.Module]]) -> dict[str, float]:
+    clock = KindClock(kinds)
+    clock.attach()
+    try:
+        for _ in range(_HOOKED):
+            call()
+            clock.end_round()
+    finally:
+        clock.detach()
+    return clock.medians
 
 
 def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, clock: StepClock) -> None:
