@@ -15,6 +15,7 @@ from ktc.stages.plan.claims import claim_nodes
 from ktc.stages.plan.decode_steps import decide_steps
 from ktc.stages.plan.draft import PlanDraft, Request
 from ktc.stages.plan.explain import explain
+from ktc.stages.plan.kept import keep_resident
 from ktc.stages.plan.left_out import (
     leave_expert_names,
     leave_first_layers,
@@ -27,7 +28,7 @@ from ktc.stages.plan.left_out import (
 from ktc.stages.plan.memory import compare_with_budgets, count_memory
 from ktc.stages.plan.nodes import group_sites, plan_nodes, require_rewrites, warn_of_unchanged
 from ktc.stages.plan.place import place
-from ktc.stages.plan.prefill import keep_resident, send_experts
+from ktc.stages.plan.prefill import send_experts
 from ktc.stages.plan.settings import check_settings
 from ktc.stages.plan.stored import explain_conversions
 from ktc.stages.plan.streams import stream_linears

@@ -122,7 +122,8 @@ class Choices:
     """Decisions that the rules leave to the planner. A rule's placement wins over `devices`, which has modules by FQN.
 
     Calls of routed experts with at least `least` tokens go to the devices `sent`, as do all calls of those that are
-    `resident` there. `stock` are experts that PyTorch computes on the device of their layer. All are FQNs.
+    `resident` there. `stock` are experts that PyTorch computes on the device of their layer. All are FQNs. The device
+    has `places` for single experts of the others, where decoding steps read them.
     """
 
     devices: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -130,6 +131,7 @@ class Choices:
     least: int = 1
     resident: frozenset[str] = frozenset()
     stock: frozenset[str] = frozenset()
+    places: int = 0
 
 
 NO_CHOICES = Choices()

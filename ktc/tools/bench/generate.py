@@ -51,8 +51,8 @@ class Row:
 
     `tokens_per_second` are those of all sequences. `experts_ms` is the time in which the CPU reads the experts of a
     step at `read_gbps`, the bandwidth before and after the row; None where no expert is on the CPU. Where steps split
-    experts, it is that of the CPU's part, `read_by` has the shares of their bytes by engine, and `bus_share` is the
-    bus's share of the others' at the end. `told` says why steps were not graphs. Memory in bytes.
+    experts, it is that of the CPU's part, `kept` experts have a place on the GPU, `read_by` has the shares of their
+    bytes by engine, and `bus_share` is the bus's share of the others' at the end. `told` says why steps were not graphs. Memory in bytes.
     """
 
     impl: str = column("", lambda row: _NAMES[row.impl], left=True)
@@ -66,6 +66,7 @@ class Row:
         "experts' limit", lambda row: f"{row.experts_ms:.1f} ({row.experts_ms / row.ms:.2f})"
     )
     read_gbps: float = column("read GB/s", "{:.0f}")
+    kept: int | None = column("kept", lambda row: "-" if row.kept is None else f"{row.kept:,}", default=None)
     read_by: Mapping[str, float] | None = column("by GPU, bus, CPU", lambda row: shares_text(row.read_by), default=None)
     bus_share: float | None = None
     gpu_allocated: int = column("GPU GB", lambda row: f"{row.gpu_allocated / 1e9:.2f}")
@@ -189,6 +190,7 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         prompt_seconds=clock.seconds[0],
         read_gbps=read,
         experts_ms=1e-6 * on_cpu / read if on_cpu else None,
+        kept=sum(store.num_places for store in stores) if stores else None,
         read_by=shares,
         bus_share=next((store.bus_share for store in stores if shares), None),
         gpu_allocated=peaks()[0],

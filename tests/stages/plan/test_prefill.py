@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,11 +219,25 @@ def test_a_budget_keeps_single_experts_of_all_layers_where_steps_are_graphs(tmp_
     (spec,) = (spec for spec in without.kernels if spec.op == "fused_moe")
     needed = sum(without.memory.workloads[-1].needs["cuda:0"].values())
     budget = f"cuda:0 = {(needed + 3 * packed_bytes(spec) // spec.num_experts) // 1024 + 1}KiB"
+    reasons = plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", budget), tmp_path).reasons
+    assert any("cuda:0 keeps 3 of 32 routed experts" in reason.text for reason in reasons)
     kept = kept_by(budget, tmp_path)
     assert sum(places or 0 for places, *_ in kept) == 3 and {fixed for *_, fixed in kept} == {False}
     assert all(0 < share < 1 for _, share, _ in kept)
     assert {fixed for *_, fixed in kept_by(f"{budget} experts_split = fixed", tmp_path)} == {True}
     assert {places for places, *_ in kept_by("cuda:0 = 20GiB", tmp_path)} == {None}, "whole layers fit"
+
+
+def test_a_budget_without_room_for_an_expert_is_told_with_one_that_has_it(tmp_path: Path) -> None:
+    def plan(budget: str) -> Plan:
+        return plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", f"cuda:0 = {budget}"), tmp_path)
+
+    (told,) = (one for one in plan("2MiB").warnings if one.code == "M098")
+    assert told.span is not None and "has room for no expert: it is 2.0 MiB" in told.message
+    enough = re.search(r"`cuda:0 = (\d+MiB)`", told.hint or "")
+    assert enough is not None
+    more = plan(enough[1])
+    assert all(one.code != "M098" for one in more.warnings)
 
 
 def test_a_program_that_serves_keeps_whole_layers_where_one_fits(tmp_path: Path) -> None:
