@@ -120,7 +120,7 @@ def choose(
     if plain and offload is not None and offload.serves_at_once(tokens, packed):
         return GpuResident(packed, form, offload.devices[0])
     if offload is not None and tokens >= offload.min_tokens:
-        return Streamed(packed, form, offload.devices, offload.buffer, offload.resident)
+        return Streamed(packed, form, offload.devices, offload.buffer, offload.resident, kept)
     if torch.compiler.is_compiling():
         return CpuKernel(packed, form, weights.dtype, activations)
     if context.host_nodes is not None:

@@ -20,7 +20,7 @@ from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
-from ktc.model.experts.stream_ring import StreamSource, ring_of
+from ktc.model.experts.stream_ring import NearBytes, StreamSource, ring_of
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, ChunkBytes, Chunks, chunk_bytes, ring_bytes
 from ktc.model.kernels.form import ExpertsForm
 
@@ -53,6 +53,10 @@ class ExpertStream:
         holds = ResidentMatrices if experts.is_plain else ResidentBytes
         self._resident: ResidentWeights | None = holds(device, self._layout, pieces) if resident else None
         self._ring = None if resident else ring_of(device, ring_bytes(buffer, self._bytes))
+
+    def is_near(self, near: NearBytes | None) -> None:
+        """Take experts that the device keeps from there, beside the bus."""
+        self._source.is_near(near)
 
     def prepare(self) -> None:
         """Take the memory on the device that the weights need."""

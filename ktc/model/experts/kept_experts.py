@@ -5,11 +5,14 @@ tensors that a step reads when it runs: addresses, the share of the bus, and cou
 `advance` exchanges experts by their counts: the one that leaves has no address from the next step on, its place is
 written beside that step, and the other one has an address when it has arrived. No step waits for a copy.
 With `fixed`, tables and share stay as they are, and results are equal to the bit from run to run.
+Calls of many tokens pass a layer's experts through a ring; those that the device keeps get there from their places.
 Packed experts whose pages cannot be locked are not read over the bus.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,7 +29,7 @@ from ktc.model.experts.kept_split import WHOLE_SHARE
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import PackedLayout
 from ktc.model.experts.page_lock import page_lock
-from ktc.model.experts.stream_copies import Arrival, copies_to
+from ktc.model.experts.stream_copies import Arrival, Copies, Mark, copies_to
 from ktc.model.kernels.form import ExpertsForm
 
 if TYPE_CHECKING:
@@ -81,6 +84,12 @@ class KeptLayer:
         """Return the packed bytes of an expert, in host memory."""
         return self.packed.packed[expert * self.layout.nbytes : (expert + 1) * self.layout.nbytes]
 
+    def send(self, copies: Copies, piece: Tensor, target: Tensor, after: Sequence[Mark]) -> tuple[Arrival, int]:
+        """See `NearBytes.send`: a piece is some neighbouring experts."""
+        size = self.layout.nbytes
+        first = (piece.data_ptr() - self.packed.address) // size
+        return self.store.send(self, range(first, first + piece.nbytes // size), copies, (piece, target), after)
+
 
 def can_keep(packed: PackedExperts, device: torch.device) -> bool:
     """Return whether a device can multiply experts by their addresses, as they are packed."""
@@ -131,6 +140,8 @@ class KeptExperts:
         self._exchanges: deque[Exchange] = deque()
         self._sent: deque[_Sent] = deque()
         self._steps, self._cpu_seen = 0, 0
+        self._turn = threading.Lock()  # of places: they are read beside the ring's thread
+        self._readers: dict[Copies, Mark] = {}  # the last copy from a place, by the copies that made it
         self._busy_seen: weakref.WeakKeyDictionary[HostNodes, int] = weakref.WeakKeyDictionary()  # of each step
         self.place(self._weights)
         _stores.add(self)
@@ -162,13 +173,42 @@ class KeptExperts:
         self._sent.clear()
         self._weights = counts.float() * min(1.0, PERIOD / (1 - DECAY) / max(1.0, float(counts.max())))
         chosen = first_kept(counts.float().masked_fill(missing, -1.0), self.num_places)
-        self._places = {expert: place for place, expert in enumerate(chosen)}
-        self._addresses.zero_()
-        for expert, place in self._places.items():
-            self._send(expert, place)
-            self._addresses.view(-1)[expert] = self._address(place)
-        self._copies.finish()
+        with self._turn:
+            self._places = {expert: place for place, expert in enumerate(chosen)}
+            self._addresses.zero_()
+            for expert, place in self._places.items():
+                self._send(expert, place)
+                self._addresses.view(-1)[expert] = self._address(place)
+            self._copies.finish()
         self.table.copy_(self._addresses)
+
+    def send(
+        self, layer: KeptLayer, experts: range, copies: Copies, whole: tuple[Tensor, Tensor], after: Sequence[Mark]
+    ) -> tuple[Arrival, int]:
+        """Copy neighbours of a layer by `copies` from the `whole` piece to its target: kept ones from their places.
+
+        Return the bytes of those from host memory. A place is overwritten after the copies from it.
+        """
+        piece, target = whole
+        size, first, parts, sent = layer.layout.nbytes, experts.start, list[tuple[Tensor, Tensor]](), 0
+        with self._turn:
+            # an expert that is near is a run by itself, since its neighbour may be in any place
+            for place, run in itertools.groupby(experts, lambda expert: self._arrived(layer, expert)):
+                numbers = list(run)
+                begin, end = (numbers[0] - first) * size, (numbers[-1] + 1 - first) * size
+                source = piece[begin:end] if place is None else self._memory[place, :size]
+                parts.append((source, target[begin:end]))
+                sent += (end - begin) * (place is None)
+            arrival = copies.send_parts(parts, after)
+            if sent < piece.nbytes:
+                copies.keep(self._memory)
+                self._readers[copies] = arrival.mark
+        return arrival, sent
+
+    def _arrived(self, layer: KeptLayer, expert: int) -> int | None:
+        """Return the place of an expert whose bytes are there, None for others."""
+        number = layer.number * self.table.shape[1] + expert
+        return self._places[number] if int(self._addresses.view(-1)[number]) else None
 
     def renew(self, packed: PackedExperts) -> None:
         """Send the kept experts of a layer again, whose weights have changed. Waits for the device."""
@@ -199,10 +239,11 @@ class KeptExperts:
                 self.table.copy_(self._addresses)
             return
         exchange = self._exchanges.popleft()
-        place = self._places[exchange.entering] = self._places.pop(exchange.leaving)
-        self._addresses.view(-1)[exchange.leaving] = 0
-        self.table.copy_(self._addresses)  # before the copy, which waits for what the device was given so far
-        self._sent.append(_Sent(exchange.entering, place, self._send(exchange.entering, place)))
+        with self._turn:
+            place = self._places[exchange.entering] = self._places.pop(exchange.leaving)
+            self._addresses.view(-1)[exchange.leaving] = 0
+            self.table.copy_(self._addresses)  # before the copy, which waits for what the device was given so far
+            self._sent.append(_Sent(exchange.entering, place, self._send(exchange.entering, place)))
 
     def figures(self) -> KeptTraffic:
         """Return what all steps have read. Waits for the device."""
@@ -242,7 +283,8 @@ class KeptExperts:
     def _send(self, expert: int, place: int) -> Arrival:
         layer, number = divmod(expert, self.table.shape[1])
         source = self.layers[layer].bytes_of(number)
-        return self._copies.send(source, self._memory[place, : source.nbytes], (self._copies.mark(),))
+        after = self._copies.mark(), *self._readers.values()
+        return self._copies.send(source, self._memory[place, : source.nbytes], after)
 
     def _address(self, place: int) -> int:
         return self._memory.data_ptr() + place * self._place_bytes

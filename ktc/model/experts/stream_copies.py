@@ -1,4 +1,4 @@
-"""Copies from host memory to a device beside its other work, and their durations.
+"""Copies to a device beside its other work, from host memory or within its own, and their durations.
 
 In: bytes of both sides. Out: an `Arrival`, for which the device's current stream waits before it reads. On the CPU a
 copy is done when it is issued.
@@ -24,6 +24,11 @@ class Arrival:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
+    @property
+    def mark(self) -> Mark:
+        """The place in the order of the device's work at which the copy is done."""
+        return None
+
     def wait(self) -> None:
         """Let the device's work from now on wait for the copy."""
 
@@ -43,8 +48,13 @@ class Copies:
 
     def send(self, source: Tensor, target: Tensor, after: Sequence[Mark]) -> Arrival:
         """Begin to copy once the device has passed all marks."""
+        return self.send_parts([(source, target)], after)
+
+    def send_parts(self, parts: Sequence[tuple[Tensor, Tensor]], after: Sequence[Mark]) -> Arrival:
+        """Begin to copy sources to their targets, one after another, once the device has passed all marks."""
         began = time.perf_counter()
-        target.copy_(source)
+        for source, target in parts:
+            target.copy_(source)
         return Arrival(time.perf_counter() - began)
 
     def mark(self) -> Mark:
@@ -75,14 +85,15 @@ class CudaCopies(Copies):
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which may still read the target's old bytes
 
-    def send(self, source: Tensor, target: Tensor, after: Sequence[Mark]) -> Arrival:
+    def send_parts(self, parts: Sequence[tuple[Tensor, Tensor]], after: Sequence[Mark]) -> Arrival:
         with torch.cuda.stream(self._stream):
             for mark in after:
                 assert mark is not None, "marks of this device are events"
                 self._stream.wait_event(mark)
             began, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             began.record(self._stream)
-            target.copy_(source, non_blocking=True)
+            for source, target in parts:
+                target.copy_(source, non_blocking=True)
             arrived.record(self._stream)
         return _CudaArrival(self._device, began, arrived)
 
@@ -102,6 +113,10 @@ class _CudaArrival(Arrival):
     def __init__(self, device: torch.device, began: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
         self._device, self._began, self._arrived = device, began, arrived
         self._reached: torch.cuda.Event | None = None
+
+    @property
+    def mark(self) -> Mark:
+        return self._arrived
 
     def wait(self) -> None:
         stream = torch.cuda.current_stream(self._device)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +29,32 @@ _ALIGNMENT: Final = 256  # bytes between which pieces begin, as kernels read the
 _numbers = itertools.count()  # of sources: identities of objects are used again
 
 
+class NearBytes(Protocol):
+    """Parts of a source's storage that the device has already."""
+
+    def send(self, copies: Copies, piece: Tensor, target: Tensor, after: Sequence[Mark]) -> tuple[Arrival, int]:
+        """Begin to copy a piece as `Copies.send`, its near parts within the device. Return the bytes of the others."""
+        ...
+
+
 class StreamSource:
     """Bytes in host memory that are sent piece by piece: `pieces` are uint8 views of `storage`, in order."""
 
     def __init__(self, storage: Tensor, pieces: Sequence[Tensor], owner: object) -> None:
         self.storage, self.pieces, self.number = storage, tuple(pieces), next(_numbers)
         self._owner = weakref.ref(owner)
+        self._near: weakref.ref[NearBytes] | None = None
+
+    def is_near(self, near: NearBytes | None) -> None:
+        """Take what the device has from there, for as long as it lives."""
+        self._near = None if near is None else weakref.ref(near)
+
+    def send(self, number: int, copies: Copies, target: Tensor, after: Sequence[Mark]) -> tuple[Arrival, int]:
+        """Begin to copy a piece to `target`, and return the bytes that come from host memory."""
+        piece, near = self.pieces[number], None if self._near is None else self._near()
+        if near is not None:
+            return near.send(copies, piece, target, after)
+        return copies.send(piece, target, after), piece.nbytes
 
     def lock(self) -> None:
         """Lock the pages of the storage until the owner is gone."""
@@ -74,7 +94,7 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True)
 class StreamFigures:
-    """The traffic to one device: bytes sent, bytes of them that no visit used, seconds of copies, and of waiting.
+    """The traffic to one device: bytes sent by the bus, bytes that no visit used, seconds of copies, and of waiting.
 
     `bus_speed` is that of the bus alone, in bytes per second, measured when the ring was made.
     """
@@ -198,22 +218,21 @@ class Ring:
             if source is None:  # gone with its model
                 plan.numbers.clear()
                 continue
-            piece = source.pieces[plan.numbers[0]]
-            begin = self._room(piece.nbytes)
+            begin = self._room(source.pieces[plan.numbers[0]].nbytes)
             if begin is None:
                 return
-            self._send_to(begin, piece, plan, plan.numbers.popleft())
+            self._send_to(begin, source, plan, plan.numbers.popleft())
 
-    def _send_to(self, begin: int, piece: Tensor, plan: _Planned, number: int) -> None:
-        end = begin + piece.nbytes
-        arrival = self._copies.send(piece, self._memory[begin:end], self._marks)
+    def _send_to(self, begin: int, source: StreamSource, plan: _Planned, number: int) -> None:
+        end = begin + source.pieces[number].nbytes
+        arrival, sent_bytes = source.send(number, self._copies, self._memory[begin:end], self._marks)
         self._marks = []
         sent = _Sent(plan, number, begin, end, arrival)
         self._head = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._held.append(sent)
         self._ready.append(sent)
         self._unread.append(arrival)
-        self._sent += piece.nbytes
+        self._sent += sent_bytes
 
     def _room(self, size: int) -> int | None:
         """Return where `size` bytes are free, None if they are not. The next copy waits for the readers of them."""

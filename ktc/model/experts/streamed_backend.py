@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ktc.model.experts.chunk_products import ChunkProducts
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
 from ktc.model.experts.host_factors import Parameters, add_gradients, on_device, parameters_on_host
+from ktc.model.experts.kept_experts import KeptLayer
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
@@ -36,7 +37,7 @@ from ktc.model.kernels.form import ExpertsForm
 class Streamed:
     """The experts of `packed` on `devices`, each with a ring of `buffer` bytes. Results are on the first of them.
 
-    Weights that are `resident` are sent once and stay.
+    Weights that are `resident` are sent once and stay. Experts that are `kept` there are not sent.
     """
 
     packed: PackedExperts
@@ -44,6 +45,7 @@ class Streamed:
     devices: tuple[torch.device, ...]
     buffer: int = DEFAULT_BUFFER
     resident: bool = False
+    kept: KeptLayer | None = None
 
     @property
     def device(self) -> torch.device:
@@ -59,11 +61,15 @@ class Streamed:
     def _streams(self) -> tuple[ExpertStream, ...]:
         experts, count = self.packed.sizes.num_experts, len(self.devices)
         bounds = [experts * number // count for number in range(count + 1)]
-        return tuple(
+        streams = tuple(
             expert_stream(self.packed, self.form, device, self.buffer, range(first, end), resident=self.resident)
             for device, first, end in zip(self.devices, bounds, bounds[1:], strict=False)
             if end > first
         )
+        for stream in streams:
+            is_there = self.kept is not None and self.kept.store.device == stream.device
+            stream.is_near(self.kept if is_there else None)
+        return streams
 
     def prepare(self) -> None:
         """See `ExpertsBackend.prepare`."""

@@ -17,13 +17,17 @@ from torch import Tensor
 from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import WeightFormat
 from ktc.model.experts import kept_kernels, kept_split
+from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_addressed
+from ktc.model.experts.expert_stream import renew_streams
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
 from ktc.model.experts.kept_policy import DECAY, Exchange, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.panels import panels_of
+from ktc.model.experts.stream_ring import ring_of
+from ktc.model.experts.stream_sizes import ring_bytes
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -243,6 +247,48 @@ def test_rows_on_another_device_than_the_tables_are_computed_without_them(load: 
     store.layers[0].table = store.layers[0].table.to("meta")
     assert error(split_call(module, x, layer.index, weights).float(), wanted.float()) <= BOUND
     assert not sum(store.figures().experts.values())
+
+
+def many_rows(module: FusedMoe, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+    """Return what a call of many tokens computes, and the bytes that crossed the bus for it."""
+    module.offload = Offload((DEVICE,), 1, buffer=1 << 20)
+    ring, sent = ring_of(DEVICE, ring_bytes(1 << 20, module.packed_bytes // module.num_experts)), 0
+    sent -= ring.figures().sent
+    computed = module(x, index, weights)
+    return computed, sent + ring.figures().sent
+
+
+def test_calls_of_many_tokens_are_sent_the_experts_that_are_not_kept(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 40)
+    module = load(layer, spec_of(ISAS[0]))
+    x, weights, one = layer.x.bfloat16(), layer.weights.float(), module.packed_bytes // 5
+    kept_by(module, 0)
+    with torch.no_grad():
+        ring = ring_of(DEVICE, ring_bytes(1 << 20, one))  # the first call of a ring measures the bus
+        wanted, nbytes = many_rows(module, x, layer.index, weights)
+        assert nbytes == module.packed_bytes
+        store = kept_by(module, 3)
+        assert module.weights.packed is not None
+        renew_streams(module.weights.packed, sent=False)  # pieces of the next call were sent ahead
+        computed, nbytes = many_rows(module, x, layer.index, weights)
+    assert torch.equal(computed, wanted) and nbytes == 2 * one
+    assert ring.figures().sent and store.num_places == 3
+
+
+def test_an_expert_on_its_way_to_a_place_is_sent_for_a_call_of_many_tokens(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 40)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    x, weights, one = layer.x.bfloat16(), layer.weights.float(), module.packed_bytes // 5
+    with torch.no_grad():
+        wanted, _ = many_rows(module, x, layer.index, weights)
+        store.counts[0, 4] += 1000
+        for _ in range(PERIOD):
+            store.advance()
+        assert module.weights.packed is not None
+        renew_streams(module.weights.packed, sent=False)
+        computed, nbytes = many_rows(module, x, layer.index, weights)
+    assert torch.equal(computed, wanted) and nbytes == 4 * one
 
 
 def test_copies_of_a_model_keep_no_experts(load: Load) -> None:
