@@ -1,4 +1,4 @@
-"""What of the experts in host memory stays on the GPU that many tokens go to: whole layers, or single experts.
+"""The experts in host memory that stay on the GPU that many tokens go to: whole layers, or single experts.
 
 In: a draft with counted memory, whose experts have their devices. Out: the same with what the budget of a GPU, or the
 planner's choice, has room for. Single experts of any layer have places where decoding steps are CUDA graphs; whole

@@ -3,7 +3,7 @@
 `place(stream = D)` on them is the same for calls of any size. `auto` is every GPU of the host, each with a share.
 The weights of `gpu_moe` stay on the GPU of their block, which computes all calls.
 In: the claims, the program and the host. Out: for each experts module its devices, from how many tokens on, and the
-memory that weights pass through. What stays there is decided later (`kept.py`).
+memory that weights pass through. `kept.py` decides which weights stay there.
 Refused: a GPU that the host does not have, weights that are cut for several NUMA nodes.
 """
 

@@ -50,9 +50,10 @@ class Row:
     """The steps of one `generate`: `ms` is the median from token to token, for all sequences of the batch.
 
     `tokens_per_second` are those of all sequences. `experts_ms` is the time in which the CPU reads the experts of a
-    step at `read_gbps`, the bandwidth before and after the row; None where no expert is on the CPU. Where steps split
-    experts, it is that of the CPU's part, `kept` experts have a place on the GPU, `read_by` has the shares of their
-    bytes by engine, and `bus_share` is the bus's share of the others' at the end. `told` says why steps were not graphs. Memory in bytes.
+    step at `read_gbps`, the bandwidth before and after the row; None where no expert is on the CPU. Where steps
+    split experts, it is that of the CPU's part, `kept` experts have a place on the GPU, `read_by` has the shares of
+    their bytes by engine, and `bus_share` is the bus's share of the others' at the end. `told` says why steps were
+    not graphs. Memory in bytes.
     """
 
     impl: str = column("", lambda row: _NAMES[row.impl], left=True)
