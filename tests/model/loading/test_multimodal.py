@@ -176,7 +176,7 @@ def _train_alike(model: Any, stock: Any, inputs: dict[str, torch.Tensor], folder
     tuned: list[Any] = []
     for base in (model, stock):
         torch.manual_seed(0)
-        named = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+        named = r".*language_model.*\.(q_proj|k_proj|v_proj|q_a_proj|q_b_proj|kv_b_proj|o_proj)"
         adapted = get_peft_model(base, LoraConfig(r=4, target_modules=named)).train()
         optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
         losses.append([])
@@ -244,8 +244,8 @@ def test_the_twins_of_other_families_read_images_in_the_proof(family: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["kimi_k25", "step3p7", "ernie4_5_vl_moe"])
-def test_checkpoints_of_other_families_are_compiled_and_answer_as_stock(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma4", "kimi_k25", "step3p7", "ernie4_5_vl_moe"])
+def test_checkpoints_of_other_families_answer_about_images_as_stock_and_train(family: str, tmp_path: Path) -> None:
     model: Any = build(shrink(whole_config(family)), seed=0).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "m")
     stock: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
@@ -254,6 +254,7 @@ def test_checkpoints_of_other_families_are_compiled_and_answer_as_stock(family: 
     given = with_image(stock, torch.arange(5, 15)[None], seed=0)
     with torch.no_grad():
         torch.testing.assert_close(ours(**given).logits, stock(**given).logits, rtol=0, atol=1e-4)
+    _train_alike(ours, stock, given, tmp_path)
 
 
 def test_a_model_with_a_generation_of_its_own_is_refused_by_name() -> None:
