@@ -16,10 +16,11 @@ from ktc import compiler
 from ktc.diagnostics import KtcError
 from ktc.foundation.files import temporary_folder
 from ktc.stages.analysis import Analysis
-from ktc.stages.choose import Chosen, Priced, uses_of
+from ktc.stages.choose import Chosen, Priced, predictions_of, uses_of
 from ktc.stages.cost import Prediction
 from ktc.stages.plan import BatchShape
 from ktc.stages.rewrite import rewrite
+from ktc.tools.bench.plans.issue_rates import issue_rates, with_issue_rates
 from ktc.tools.bench.plans.measure import Sizes, Times, times_of
 from ktc.tools.bench.plans.report import PlansReport, Row
 from ktc.tools.bench.progress import ProgressSink
@@ -75,7 +76,9 @@ def _measured(
     sizes = Sizes(steps=request.steps, seed=request.seed, name=name)
     try:
         compiler.complete(analysis_of_plan, out, sink.stage)
+        before = issue_rates(analysis.host)
         times = times_of(out, analysis.captured, uses, sizes, sink)
+        host = with_issue_rates(analysis.host, before, issue_rates(analysis.host))
     except torch.OutOfMemoryError:
         yield LeftOut(name, "out of GPU memory")
         return
@@ -83,7 +86,8 @@ def _measured(
         yield LeftOut(name, error.diagnostics[0].message)
         return
     is_chosen = priced is analysis.chosen.best
-    for prediction, measured in zip(priced.predictions, times, strict=True):
+    predictions = predictions_of(analysis.captured, priced.plan, host, _shape(request))
+    for prediction, measured in zip(predictions, times, strict=True):
         row = row_of(name, prediction, measured, chosen=is_chosen)
         sink.finished(
             f"{name}, {row.use}: predicted {1e3 * row.predicted:,.1f} ms, measured {1e3 * row.measured:,.1f} ms"

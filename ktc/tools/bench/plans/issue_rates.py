@@ -1,0 +1,52 @@
+"""How long Python takes to issue operators while a run is measured.
+
+These rates depend on what else the machine does: on four virtual machines of one kind, an operator of a small module
+took 13 to 25 us. So a prediction beside a measurement takes the rates of that minute, and the planner those of the host
+file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ktc.foundation.host import Host
+from ktc.foundation.rates import Figure
+from ktc.tools.measure import cpu, gpu
+
+
+@dataclass(frozen=True, slots=True)
+class IssueRates:
+    """Seconds of one operator on the CPU, and per GPU those of an operator of a small module and of a kernel launch."""
+
+    cpu: Figure
+    operators: tuple[Figure, ...]
+    launches: tuple[Figure, ...]
+
+
+def issue_rates(host: Host) -> IssueRates:
+    """Measure the rates now, in about a second."""
+    devices = [torch.device("cuda", number) for number in range(len(host.rates.gpus))]
+    return IssueRates(cpu.operator(), tuple(map(gpu.operator, devices)), tuple(map(gpu.launch, devices)))
+
+
+def with_issue_rates(host: Host, before: IssueRates, after: IssueRates) -> Host:
+    """Return the host with the means of the rates before and after a run."""
+    rates = host.rates
+    gpus = tuple(
+        replace(one, operator=operator, launch=launch)
+        for one, operator, launch in zip(
+            rates.gpus,
+            map(_mean, before.operators, after.operators),
+            map(_mean, before.launches, after.launches),
+            strict=True,
+        )
+    )
+    processor = replace(rates.cpu, operator=_mean(before.cpu, after.cpu))
+    return replace(host, described=replace(rates, cpu=processor, gpus=gpus))
+
+
+def _mean(before: Figure, after: Figure) -> Figure:
+    median = (before.median + after.median) / 2
+    return Figure(median, max(before.spread, after.spread, abs(after.median - before.median) / median))
