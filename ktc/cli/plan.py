@@ -138,7 +138,7 @@ def plan_command(
     session.show(_cases_table(rows) if several else _plans_table(rows[0]))
     if not several and not isinstance(rows[0].chosen, KtcError):
         best = rows[0].chosen.best
-        for line in (*_towers(best), *_chunks(rows[0]), *_traffic(best), *_processes(rows[0].chosen)):
+        for line in (*_towers(best), *_chunks(rows[0]), *_places(best), *_traffic(best), *_processes(rows[0].chosen)):
             session.show(line)
     refused = [row.chosen for row in rows if isinstance(row.chosen, KtcError)]
     if refused and len(refused) == len(rows):
@@ -321,6 +321,17 @@ def _chunks(row: _Row) -> Iterator[str]:
         yield f"assumed: a GPU computes the experts of a layer in {parts} in calls of many tokens{ring}"
 
 
+def _places(best: Priced) -> Iterator[str]:
+    """Yield where the experts of decoding steps are read, if a GPU and the CPU share them."""
+    from ktc.stages.plan.kept import places_of
+
+    if best.plan is not None and (places := places_of(best.plan)) is not None:
+        kept, total, share = places
+        keeps = f"the GPU keeps {kept:,} of {total:,} routed experts, and " if kept else "the GPU "
+        others = "the others" if kept else "the experts"
+        yield f"decoding steps: {keeps}reads {share:.0%} of {others} over the bus at first, beside the CPU"
+
+
 def _towers(best: Priced) -> Iterator[str]:
     """Yield the bytes of the towers for images and sound on each device, where a model has some."""
     devices = best.plan.devices if best.plan else ()
@@ -369,6 +380,8 @@ def _to_json(row: _Row) -> dict[str, Any]:
 
 
 def _plans_json(chosen: Chosen) -> Iterator[dict[str, Any]]:
+    from ktc.stages.plan.kept import places_of
+
     for number, one in enumerate(chosen.priced):
         yield {
             "name": one.candidate.name,
@@ -376,6 +389,7 @@ def _plans_json(chosen: Chosen) -> Iterator[dict[str, Any]]:
             "lacks": one.lacks,
             "seconds": one.seconds,
             "bytes": _bytes(one),
+            "places": places[0] if one.plan is not None and (places := places_of(one.plan)) is not None else 0,
             "towers": {device.device: device.kinds.get("towers", 0) for device in one.plan.devices} if one.plan else {},
             "predictions": [
                 {

@@ -136,12 +136,17 @@ def _gain(question: Question, work: Work) -> float:
 
 # Routed experts ------------------------------------------------------------------------------------------------------
 def _sent(question: Question, on_gpu: Choices, gpus: tuple[str, ...], left: int) -> Iterator[Candidate]:
-    """Yield that many tokens go to `gpus`, with no layer resident there, and with as many as there is room for."""
+    """Yield that many tokens go to `gpus`, with no layer resident there, and with as many as there is room for.
+
+    One GPU may have places for single experts instead, which decoding steps read.
+    """
     least = crossover(question, gpus)
     sent = replace(on_gpu, sent=gpus, least=least)
     where = listed(gpus)
     if least <= max(_TOKENS):
         yield Candidate(f"experts sent to {where} for calls of {least:,} tokens or more", sent)
+    if len(gpus) == 1 and dict(on_gpu.devices) == {"": "cuda:0"} and question.plan.mode != "train":
+        yield Candidate(f"single experts on {where}, as many as fit", replace(sent, keeps=True))
     layers = list(question.experts)
     packed = max(work.weights for work in question.works if work.experts is not None)
     room = min((left, *question.room[1 : len(gpus)])) if len(gpus) > 1 else left

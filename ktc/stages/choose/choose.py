@@ -24,6 +24,7 @@ from ktc.stages.cost import Prediction, predict, work_of
 from ktc.stages.cost.predict import Issue
 from ktc.stages.match import Matches
 from ktc.stages.plan import make_plan
+from ktc.stages.plan.kept import places_of
 from ktc.stages.plan.placement import budget_of
 from ktc.stages.plan.types import ANY_SIZE, NO_CHOICES, BatchShape, Plan, Workload
 
@@ -62,7 +63,7 @@ class Planner:
                 break
             latest = self._attempts(replace(question, room=room))
             priced += [one for one in latest if all(one.candidate != other.candidate for other in priced)]
-        fitting = [one for one in priced if not one.lacks]
+        fitting = self._with_one_kind([one for one in priced if not one.lacks], len(question.experts))
         if not fitting:
             return Chosen(base, tuple(priced))
         least = min(map(_weighed, fitting))
@@ -73,6 +74,20 @@ class Planner:
         plan = replace(best.plan, reasons=(*reasons, *best.plan.reasons))
         processes = data_parallel(priced, self._host, self._must_fit, self._step)
         return Chosen(plan, (replace(best, plan=plan), *others), processes)
+
+    def _with_one_kind(self, fitting: list[Priced], layers: int) -> list[Priced]:
+        """Leave out the plans that keep some whole layers where one keeps single experts, or the reverse for a server.
+
+        Both read as many bytes where choices are even, so predictions do not tell them apart. Single experts follow
+        choices that are not. A server's batches have more rows than the steps that read them.
+        """
+        single = [one for one in fitting if _keeps(one)]
+        whole = [one for one in fitting if one.candidate.choices.resident]
+        if self._rules.plan.get("mode") == "serve":
+            dropped = single if whole else []
+        else:
+            dropped = [one for one in whole if len(one.candidate.choices.resident) < layers] if single else []
+        return [one for one in fitting if one not in dropped]
 
     def _step(self, plan: Plan, host: Host, shape: BatchShape) -> Prediction:
         return predictions_of(self._captured, plan, host, shape)[-1]
@@ -91,7 +106,9 @@ class Planner:
         return Question(self._captured, base, work_of(self._captured, base), self._host, uses, room)
 
     def _attempts(self, question: Question) -> list[Priced]:
-        return [self._attempt(candidate) for candidate in candidates(question) if candidate is not CPU]
+        """Return the candidates with their prices; one without room for an expert is that without places."""
+        priced = [self._attempt(candidate) for candidate in candidates(question) if candidate is not CPU]
+        return [one for one in priced if one.plan is None or _keeps(one) or not one.candidate.choices.keeps]
 
     def _attempt(self, candidate: Candidate) -> Priced:
         try:
@@ -130,6 +147,11 @@ def choose_plan(
     if rules.plan.get("auto") != "intensity":
         return Chosen(planner.plan(None), ())
     return planner.chosen()
+
+
+def _keeps(priced: Priced) -> bool:
+    """Return whether a plan has places for single experts."""
+    return priced.plan is not None and (places_of(priced.plan) or (0,))[0] > 0
 
 
 def _room_left(room: tuple[int, ...], priced: Sequence[Priced]) -> tuple[int, ...]:

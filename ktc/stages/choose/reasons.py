@@ -60,6 +60,8 @@ def _engine(work: Work, use: Use) -> str:
     experts = work.experts
     if experts is None:
         return work.device
+    if experts.engines(use) is not None:
+        return f"{experts.devices[0]}, its bus and the CPU at once"
     devices = experts.sent_to(use.tokens)
     if not devices or devices == ("cpu",):
         return "the CPU"
@@ -72,7 +74,7 @@ def _elsewhere(work: Work, engine: str, rates: Rates) -> Work | None:
         return None
     if work.experts is not None:
         on_gpu = engine.startswith("cuda")
-        experts = replace(work.experts, devices=() if on_gpu else ("cuda:0",), least=1)
+        experts = replace(work.experts, devices=() if on_gpu else ("cuda:0",), least=1, kept=0.0, bus_share=None)
         return replace(work, experts=experts, device="cpu" if on_gpu else "cuda:0")
     return replace(work, device="cuda:0" if work.device == "cpu" else "cpu")
 

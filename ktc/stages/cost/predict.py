@@ -35,6 +35,7 @@ _BESIDE: Final = 0.2
 _CODES: Final = 0.2  # of the products of bf16, the rate at which a GPU multiplies codes, where it does not decode them
 # Of the CPU's bandwidth, the part that few rows times codes reach: 0.5 to 0.6 on a Xeon with AMX (docs/benchmarks.md).
 _CODES_READ: Final = 0.55
+_SPLIT_NODES: Final = 6  # kernels of experts on three engines: the split, two products, activation, two sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,16 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
     # One core is the driver's while a GPU works.
     threads = max(1, threads - 1) if gpu else threads
     clock = _Clock(amounts, rates, threads, issue if use.phase == "decode" else AS_PYTORCH)
-    engines, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
+    engines, kinds, at_once = (defaultdict[str, float](float) for _ in range(3))
     crossings = waited = in_turn = 0.0
     for work in works:
+        if busy := clock.split(work):
+            kinds[work.kind] += max(busy.values())
+            crossed = clock.crossing(gpu, work) if gpu else 0.0
+            crossings, waited = crossings + crossed, waited + crossed + max(busy.values())
+            for engine, seconds in busy.items():
+                at_once[engine] += seconds
+            continue
         busy = clock.seconds(work)
         for engine, seconds in busy.items():
             engines[engine] += seconds
@@ -79,10 +87,12 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
         kinds["optimizer"] = clock.optimizer(works)
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
         waited += use.batch * _MICRO_BATCH * clock.operator(gpu) * issue.whole
-    binds = max(engines, key=lambda name: engines[name])
-    traffic = traffic_of(works, amounts)
     between = _STEP * clock.operator(gpu) * issue.whole if clock.issue.cuda_graph else 0.0
-    return Prediction(use, _total(engines, in_turn, waited) + between, kinds, engines, crossings, binds, traffic)
+    seconds = _total(engines, in_turn, waited) + between
+    for engine, of_split in at_once.items():
+        engines[engine] += of_split
+    binds = max(engines, key=lambda name: engines[name])
+    return Prediction(use, seconds, kinds, engines, crossings, binds, traffic_of(works, amounts))
 
 
 def _total(engines: Mapping[str, float], in_turn: float, waited: float) -> float:
@@ -95,7 +105,7 @@ def _total(engines: Mapping[str, float], in_turn: float, waited: float) -> float
         kind = engine.partition(":")[0]
         kinds[kind] = max(kinds.get(kind, 0.0), seconds)
     on_cpu = kinds.pop("cpu", 0.0)
-    longest = max(kinds.values())
+    longest = max(kinds.values(), default=0.0)
     return longest + _BESIDE * (sum(kinds.values()) - longest) + max(waited, on_cpu)
 
 
@@ -129,8 +139,7 @@ class _Clock:
         # Threads of all nodes read scattered weights over the link between the nodes.
         bandwidth = cpu.node_bandwidth.median if work.scattered else at(cpu.bandwidth, self.threads)
         rate = at(cpu.products.get(work.weight_format) or cpu.products["bf16"], self.threads)
-        is_coded = work.packed and isinstance(FORMATS.get(work.weight_format), Codes | Blocks)
-        read = bandwidth * (_CODES_READ if is_coded else 1.0)
+        read = bandwidth * (_CODES_READ if _is_coded(work) else 1.0)
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / read)
         one = cpu.call if self.issue.native_step else cpu.operator
         issued = amounts.operators(work) * one.median
@@ -171,9 +180,24 @@ class _Clock:
             for engine, seconds in self._on_gpu(work, device).items():
                 busy[engine] = seconds if engine == "host" else seconds / len(devices)
             if not work.experts.resident:
-                sent = self.amounts.passes * work.weights / len(devices)
+                sent = self.amounts.passes * work.weights * (1 - work.experts.kept) / len(devices)
                 busy[f"bus:{device}"] = sent / self._bus(len(devices), device)
         return busy
+
+    def split(self, work: Work) -> dict[str, float]:
+        """Return the busy seconds of the engines that read the experts of a step at once; none where one does."""
+        experts = work.experts
+        read = None if experts is None else experts.engines(self.amounts.use)
+        if experts is None or read is None:
+            return {}
+        kept, sent, rest = (number * work.weights / experts.count for number in read)
+        device = experts.devices[0]
+        gpu, codes = self._gpu(device), _CODES_READ if _is_coded(work) else 1.0
+        return {
+            "cpu": rest / (codes * gpu.cpu_beside_bus.median),
+            f"bus:{device}": sent / gpu.bus_beside_cpu.median,
+            device: kept / gpu.bandwidth.median + _SPLIT_NODES * _NODES * gpu.graph_node.median,
+        }
 
     def shared(self, work: Work) -> float:
         """Return the seconds that GPUs which share a layer wait for each other.
@@ -217,6 +241,10 @@ def at(figures: Mapping[int, Figure], threads: int) -> float:
         return figures[below].median
     share = (threads - below) / (above - below)
     return (1 - share) * figures[below].median + share * figures[above].median
+
+
+def _is_coded(work: Work) -> bool:
+    return work.packed and isinstance(FORMATS.get(work.weight_format), Codes | Blocks)
 
 
 def _products_of(gpu: GpuRates, work: Work) -> float:

@@ -30,11 +30,14 @@ def _of_work(work: Work, stands: str, amounts: Amounts) -> Iterator[tuple[tuple[
         if work.kind in ("attention", "mlp"):
             yield _link(stands, work.device), 2 * states(work, amounts)
         return
-    devices = work.experts.sent_to(amounts.use.tokens) or (work.device,)
+    experts, use = work.experts, amounts.use
+    devices = experts.sent_to(use.tokens) or (work.device,)
+    if (read := experts.engines(use)) is not None:
+        yield _link(_HOST, experts.devices[0]), read[1] * work.weights / experts.count
     for device in devices:
         yield _link(stands, device), 2 * states(work, amounts)
         if work.packed and device != _HOST and not work.experts.resident:
-            yield _link(_HOST, device), amounts.passes * work.weights / len(devices)
+            yield _link(_HOST, device), amounts.passes * work.weights * (1 - work.experts.kept) / len(devices)
 
 
 def states(work: Work, amounts: Amounts) -> float:

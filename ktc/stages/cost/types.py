@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
+SPLIT_ROWS: Final = 16  # of a step whose experts are on three engines
 KINDS = ("attention", "experts", "mlp", "norms", "lm_head", "optimizer")
 
 
@@ -58,6 +59,8 @@ class RoutedExperts:
 
     `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus, each
     its share in `chunks`. Their adapters are updated on `adapters_on`, "" for the device of the work.
+    In decoding steps that are CUDA graphs, the first device reads the part `kept` of the experts from its memory and,
+    by `bus_share`, some of the others over the bus; None: it reads none in them.
     """
 
     count: int
@@ -67,10 +70,26 @@ class RoutedExperts:
     resident: bool = False
     chunks: int = 1
     adapters_on: str = ""
+    kept: float = 0.0
+    bus_share: float | None = None
 
     def touched(self, tokens: int) -> float:
         """Return the share of experts that `tokens` tokens use, where every expert is as likely."""
         return 1 - (1 - self.top_k / self.count) ** tokens
+
+    def engines(self, use: Use) -> tuple[float, float, float] | None:
+        """Return how many experts of a step a GPU's memory, the bus and the CPU read; None where one engine does.
+
+        The bus reads whole experts of those that are not kept.
+        """
+        if self.bus_share is None or use.phase != "decode" or use.tokens > SPLIT_ROWS or self.sent_to(use.tokens):
+            return None
+        chosen = self.count * self.touched(use.tokens)
+        misses = chosen * (1 - self.kept)
+        fewer = int(misses)
+        below, above = (min(number, int((number + 1) * self.bus_share)) for number in (fewer, fewer + 1))
+        sent = below + (misses - fewer) * (above - below)
+        return chosen - misses, sent, misses - sent
 
     def sent_to(self, tokens: int) -> tuple[str, ...]:
         """Return the devices of a call, empty where the CPU computes it."""

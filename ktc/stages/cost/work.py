@@ -205,6 +205,7 @@ class _Works:
             experts = RoutedExperts(
                 count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks,
                 adapters_on=prefill.devices[0] if on_gpu else "",
+                kept=(prefill.kept or 0) / count, bus_share=None if prefill.kept is None else prefill.share,
             )  # fmt: skip
         return replace(
             work,

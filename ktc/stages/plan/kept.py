@@ -8,7 +8,7 @@ A budget that leaves no room for one expert is a warning (M098).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -21,11 +21,11 @@ from ktc.stages.plan.decode_steps import gpu_of_graphs
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.memory import count_memory
 from ktc.stages.plan.nodes import group_sites
-from ktc.stages.plan.placement import gib
+from ktc.stages.plan.placement import budget_of, gib
 from ktc.stages.plan.prefill import with_prefills
 from ktc.stages.plan.settings import span_of
 from ktc.stages.plan.streamed_bytes import expert_bytes, sent_experts, share_bytes
-from ktc.stages.plan.types import Reason, Workload
+from ktc.stages.plan.types import Plan, Reason, Workload
 
 SPLIT: Final = "experts_split"  # of the `plan` block
 _STEP: Final = 64 << 20  # bytes, in which a message names budgets
@@ -48,9 +48,9 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     devices, choices = {device for prefill, _ in sent.values() for device in prefill.devices}, draft.request.choices
     budgets = {device: size for device in devices if isinstance(size := draft.rules.plan.get(device), int)}
     if choices is not None or budgets.keys() != devices:
-        return _keeping(draft, sent, choices.places if choices else 0) if single else draft
-    use = _least(draft)
-    room = {device: max(0, budget - sum(use.needs.get(device, {}).values())) for device, budget in budgets.items()}
+        places = _room(draft, devices) // _place_bytes(sent) if choices is not None and choices.keeps else 0
+        return _keeping(draft, sent, places) if single else draft
+    use, room = _least(draft), {device: _room(draft, (device,)) for device in budgets}
     largest = {d: max(share_bytes(spec, p) for p, spec in sent.values() if d in p.devices) for d in devices}
     paths = list(sent)
     count = min(len(paths), *(room[device] // largest[device] for device in devices))
@@ -71,6 +71,13 @@ def _least(draft: PlanDraft) -> Workload:
     assert draft.memory is not None, "a pass before counts the memory"
     uses = draft.memory.workloads
     return ([use for use in uses if use.name.startswith(draft.mode)] or [*uses])[-1]
+
+
+def _room(draft: PlanDraft, devices: Iterable[str]) -> int:
+    """Return the bytes that the budgets of devices leave in the use that needs least."""
+    needs = _least(draft).needs
+    budgets = {device: budget_of(device, draft.rules, draft.host) or 0 for device in devices}
+    return sum(max(0, budget - sum(needs.get(device, {}).values())) for device, budget in budgets.items())
 
 
 def _counted(draft: PlanDraft, prefills: Mapping[str, Prefill]) -> PlanDraft:
@@ -100,6 +107,23 @@ def _no_place(draft: PlanDraft, use: Workload, sent: _Sent, device: str, budget:
     hint = f"`{device} = {enough >> 20}MiB` is enough for the first, each takes {gib(one)}"
     hint += f"; a smaller `stream_buffer` than {gib(buffer)} leaves room too"
     return Diagnostic("M098", message, span_of(draft.rules, device), hint=hint, severity="warning")
+
+
+def places_of(plan: Plan) -> tuple[int, int, float] | None:
+    """Return the places of a plan, the experts that share them, and the part of the others that the bus reads at first.
+
+    None where decoding steps split no experts between a GPU and the CPU.
+    """
+    split = [
+        (action.prefill, action.kernel.num_experts or 1, len(rewrite.sites))
+        for rewrite in plan.rewrites
+        for action in rewrite.actions
+        if action.prefill is not None and action.prefill.kept is not None and isinstance(action.kernel, FusedMoeSpec)
+    ]
+    if not split:
+        return None
+    kept = sum((prefill.kept or 0) * sites for prefill, _, sites in split)
+    return kept, sum(experts * sites for _, experts, sites in split), split[0][0].share
 
 
 def _place_bytes(sent: _Sent) -> int:

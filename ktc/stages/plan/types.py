@@ -123,7 +123,7 @@ class Choices:
 
     Calls of routed experts with at least `least` tokens go to the devices `sent`, as do all calls of those that are
     `resident` there. `stock` are experts that PyTorch computes on the device of their layer. All are FQNs. The device
-    has `places` for single experts of the others, where decoding steps read them.
+    `keeps` as many single experts of the others as it has room for, where decoding steps read them.
     """
 
     devices: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -131,7 +131,7 @@ class Choices:
     least: int = 1
     resident: frozenset[str] = frozenset()
     stock: frozenset[str] = frozenset()
-    places: int = 0
+    keeps: bool = False
 
 
 NO_CHOICES = Choices()

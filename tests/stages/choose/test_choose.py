@@ -16,6 +16,7 @@ from ktc.stages.choose import Case, Chosen, choose_plan, what_if
 from ktc.stages.cost import work_of
 from ktc.stages.match import match
 from ktc.stages.plan import BatchShape
+from ktc.stages.plan.kept import places_of
 
 SERVER = replace(CPU, cores=16, threads=16, memory=1 << 40)
 TRAINING = """
@@ -133,3 +134,31 @@ def test_one_process_per_gpu_is_priced_beside_the_plan(v2_lite: CapturedModel, t
     assert one.seconds / 2 < both.processes.seconds < one.seconds
     parameters = sum(work.adapter for work in work_of(v2_lite, both.plan))
     assert both.processes.sent == pytest.approx(4 * parameters, rel=0.01)  # half of each gradient, out and back
+
+
+ANSWERING = """
+import "std/moe.ktr"
+rule experts { match moe.block => cpu_moe() }
+plan { mode = MODE auto = intensity }
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "single", "layers"),
+    [(12 << 30, "infer", True, 0), (12 << 30, "serve", False, 7), (80 << 30, "infer", False, 26)],
+)
+def test_a_gpu_for_some_experts_has_places_for_answers_and_layers_for_a_server(
+    size: int, mode: str, single: bool, layers: int, v2_lite: CapturedModel, tmp_path: Path
+) -> None:
+    one = chosen(v2_lite, program(tmp_path, ANSWERING.replace("MODE", mode)), with_gpus(1, size))
+    name, places = one.best.candidate.name, places_of(one.plan)
+    if single:
+        assert name == "single experts on cuda:0, as many as fit"
+        assert places is not None and 300 < places[0] < places[1] == 26 * 64
+        assert any("bus and the CPU at once" in reason.text for reason in one.plan.reasons)
+    elif layers == 26:
+        assert places is None
+    else:
+        assert len(one.best.candidate.choices.resident) == pytest.approx(layers, abs=2)
+    for memory in one.plan.devices:
+        assert memory.budget is None or memory.weights + memory.streaming <= memory.budget

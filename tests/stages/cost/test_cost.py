@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from families import CPU, captured, full_size
+from places import CONFIGS
 
 from ktc.foundation.host import Gpu
 from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
 from ktc.language import dsl
 from ktc.model.experts.stream_sizes import MOST_ROWS
-from ktc.stages.capture import CapturedModel
+from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.stages.cost import Use, Work, predict, work_of
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.predict import Issue, at
@@ -19,6 +22,7 @@ from ktc.stages.cost.traffic import traffic_of
 from ktc.stages.cost.types import Core, RoutedExperts
 from ktc.stages.match import match
 from ktc.stages.plan import Plan, make_plan
+from ktc.stages.plan.kept import places_of
 
 GB, TF = 1e9, 1e12
 SERVER = replace(CPU, cores=16, threads=16, memory=1 << 40, gpus=(Gpu("card", 80 << 30),))
@@ -96,6 +100,54 @@ def test_a_gpu_waits_for_experts_on_the_cpu(v2_lite: CapturedModel) -> None:
     step = predict(works, Use("decode", 1, 1024), rates(host_node=50e-6), 16, Issue(cuda_graph=True))
     assert step.seconds == pytest.approx(step.engines["cuda:0"] + step.engines["cpu"] + step.crossings)
     assert step.crossings == pytest.approx(26 * 2 * 50e-6, rel=0.01)
+
+
+STEP = Use("decode", 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("kept", "share", "read"),
+    [(0.0, 0.37, (0.0, 2.0, 4.0)), (0.0, 0.0, (0.0, 0.0, 6.0)), (0.5, 0.37, (3.0, 1.0, 2.0)), (1.0, 0.37, (6.0, 0, 0)),
+     (0.25, 0.37, (1.5, 1.5, 3.0))],
+)  # fmt: skip
+def test_a_step_reads_whole_experts_by_three_engines(
+    kept: float, share: float, read: tuple[float, float, float]
+) -> None:
+    experts = RoutedExperts(64, 6, ("cuda:0",), 1024, kept=kept, bus_share=share)
+    assert experts.engines(STEP) == pytest.approx(read)
+    assert experts.engines(Use("prefill", 1, 4)) is None and experts.engines(Use("decode", 17, 4)) is None
+    assert replace(experts, bus_share=None).engines(STEP) is None
+
+
+def test_a_step_waits_for_the_slowest_of_the_engines_that_read_experts() -> None:
+    experts = RoutedExperts(64, 6, ("cuda:0",), 1024, kept=0.5, bus_share=0.37)
+    one = Work("experts", 0, "cpu", "bf16", products=6e6, weights=64e6, experts=experts, packed=True)
+    attention = Work("attention", 0, "cuda:0", "bf16", weights=1e6)
+    step = predict([attention, one], STEP, rates(bus_beside_cpu=20 * GB), 16, Issue(cuda_graph=True))
+    times = {"bus:cuda:0": 1e6 / (20 * GB), "cpu": 2e6 / (400 * GB)}
+    assert {engine: step.engines[engine] for engine in times} == pytest.approx(times)
+    assert step.kinds["experts"] == pytest.approx(times["bus:cuda:0"]) and step.binds == "bus:cuda:0"
+    assert step.seconds == pytest.approx(times["bus:cuda:0"] + 1e6 / (1000 * GB))
+    prompt = predict([attention, one], Use("prefill", 1, 2048), rates(), 16)
+    assert prompt.engines["bus:cuda:0"] == pytest.approx(32e6 / (25 * GB)), "kept experts are not sent"
+    assert traffic_of([one], Amounts(STEP)) == {("cpu", "cuda:0"): pytest.approx(1e6)}
+
+
+def test_a_measured_step_on_bus_and_cpu_is_predicted_within_a_fifth(tmp_path: Path) -> None:
+    """Six layers on an H200 took 6.9 ms (2026-11-28, commit 9ad2fb82), with the rates of that host."""
+    measured = {
+        "bandwidth": 4112 * GB, "bus": 54.93 * GB, "bus_beside_cpu": 50.12 * GB, "cpu_beside_bus": 85.37 * GB,
+        "operator": 24.75e-6, "launch": 6.946e-6, "graph_node": 0.9431e-6, "host_node": 22.12e-6,
+    }  # fmt: skip
+    host = replace(SERVER, described=rates(**measured), gpus=(Gpu("NVIDIA H200", 140 << 30),))
+    config = json.loads((CONFIGS / "deepseek-v2-lite" / "config.json").read_text()) | {"num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = capture(open_model(tmp_path))
+    rules = dsl.load("moe-inference", {"device": "cuda:0", "prefill": "cuda:0"})
+    plan = make_plan(model, (), match(model, rules, host), rules, host)
+    assert places_of(plan) == (0, 320, 0.37)
+    step = predict(work_of(model, plan), STEP, host.rates, 16, Issue(plan.cuda_graph, whole=True))
+    assert step.seconds == pytest.approx(6.9e-3, rel=0.2)
 
 
 WINDOWED = Core(scores=10.0, cached=4.0, repeated=64.0, window=128)
