@@ -120,7 +120,7 @@ class CpuMoe(ModuleTarget):
             whole = ", not cut for NUMA nodes" * (host.numa > 1)
             moved += f"; from {prefill.tokens} tokens on {listing(prefill.devices)}, {sent}{whole}"
             if prefill.kept is not None:
-                moved += f"; in decoding {_single(prefill)}"
+                moved += f"; in decoding {prefill.in_decoding}"
         how = f"{stored}, {spec.isa} kernel, {chosen}"
         computed = f"routed experts as one node on cpu ({how}){moved}"
         if lora is None:
@@ -221,13 +221,6 @@ class CpuMoe(ModuleTarget):
         if not stacked["down_proj"].is_meta:
             _load(made, stacked)
         return made.train(old.training)
-
-
-def _single(prefill: Prefill) -> str:
-    """Return what a GPU computes in decoding steps, as a part of a sentence."""
-    first = "" if prefill.fixed_split else " at first"
-    read = f"it reads {prefill.share:.0%} of the {'others' if prefill.kept else 'experts'} over the bus{first}"
-    return f"it keeps {prefill.kept} of them, and {read}" if prefill.kept else read
 
 
 def _load(module: FusedMoe, stacked: Mapping[StockTensor, Tensor]) -> None:

@@ -207,6 +207,15 @@ class Prefill:
     fixed_split: bool = False
 
     @property
+    def in_decoding(self) -> str:
+        """The experts that the device reads in decoding steps, as a part of a sentence; "" if the CPU reads all."""
+        if self.kept is None:
+            return ""
+        first = "" if self.fixed_split else " at first"
+        read = f"reads {self.share:.0%} of the {'others' if self.kept else 'experts'} over the bus{first}"
+        return f"it keeps {self.kept} of them, and it {read}" if self.kept else f"it {read}"
+
+    @property
     def only_device(self) -> str | None:
         """The device that computes all calls from weights that stay there, if there is one."""
         stays = self.resident and self.tokens <= 1 and len(self.devices) == 1

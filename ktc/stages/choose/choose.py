@@ -78,7 +78,7 @@ class Planner:
     def _with_one_kind(self, fitting: list[Priced], layers: int) -> list[Priced]:
         """Leave out the plans that keep some whole layers where one keeps single experts, or the reverse for a server.
 
-        Both read as many bytes where choices are even, so predictions do not tell them apart. Single experts follow
+        Both read as many bytes where choices are even, so predictions are equal. Single experts follow
         choices that are not. A server's batches have more rows than the steps that read them.
         """
         single = [one for one in fitting if _keeps(one)]

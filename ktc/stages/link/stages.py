@@ -95,6 +95,7 @@ def _notes(rewrite: BlockRewrite) -> tuple[str, ...]:
         f"{action.node} -> {action.target.name} at `{action.fqn}`"
         f" on {rewrite.node_devices.get(action.node, rewrite.device)}"
         + (f", kernel {action.kernel.entry}" if action.kernel else "")
+        + (f", in decoding {action.prefill.in_decoding}" if action.prefill and action.prefill.in_decoding else "")
         + f" (rule {action.rule}, {action.span})"
         for action in rewrite.actions
     )

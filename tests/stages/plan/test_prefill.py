@@ -219,8 +219,10 @@ def test_a_budget_keeps_single_experts_of_all_layers_where_steps_are_graphs(tmp_
     (spec,) = (spec for spec in without.kernels if spec.op == "fused_moe")
     needed = sum(without.memory.workloads[-1].needs["cuda:0"].values())
     budget = f"cuda:0 = {(needed + 3 * packed_bytes(spec) // spec.num_experts) // 1024 + 1}KiB"
-    reasons = plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", budget), tmp_path).reasons
-    assert any("cuda:0 keeps 3 of 32 routed experts" in reason.text for reason in reasons)
+    plan = plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", budget), tmp_path)
+    assert any("cuda:0 keeps 3 of 32 routed experts" in reason.text for reason in plan.reasons)
+    shown = dump_stage("planned", captured("deepseek_v2"), None, plan)
+    assert any("in decoding it keeps 1 of them" in note for block in shown.blocks for note in block.notes)
     kept = kept_by(budget, tmp_path)
     assert sum(places or 0 for places, *_ in kept) == 3 and {fixed for *_, fixed in kept} == {False}
     assert all(0 < share < 1 for _, share, _ in kept)
