@@ -7,12 +7,16 @@ address, and the bus would read old pages.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import resource
 import weakref
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+
+from ktc.diagnostics import Diagnostic, render
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +25,7 @@ _tried: Final[dict[tuple[int, int], bool]] = {}  # by address and size of every 
 
 
 def page_lock(storage: Tensor, owner: object) -> bool:
-    """Lock the pages of `storage` once, until `owner` is gone. Log a warning where that fails.
+    """Lock the pages of `storage` once, until `owner` is gone. Warn (L459) where that fails, once in the process.
 
     Return whether they are locked; a GPU then reads them at their address too.
     """
@@ -30,11 +34,31 @@ def page_lock(storage: Tensor, owner: object) -> bool:
         return _tried[region]
     status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*region, _PORTABLE_AND_MAPPED))
     if status != 0:
-        log.warning("weights could not be page-locked (CUDA error %d): sending them to the GPU is slow", status)
+        _tell(storage.nbytes, status)
         _forget_error()
     _tried[region] = status == 0
     weakref.finalize(owner, _unlock, region, locked=status == 0).atexit = False  # CUDA ends before
     return status == 0
+
+
+@functools.cache
+def _once() -> list[int]:
+    """Return the sizes that were refused and told."""
+    return []
+
+
+def _tell(nbytes: int, status: int) -> None:
+    if _once():
+        return
+    _once().append(nbytes)
+    message = (
+        f"the system locks no pages of {nbytes / 2**20:,.0f} MiB of weights (CUDA error {status}): copies of them to"
+    )
+    message += " the GPU are slow, and decoding steps read no experts over the bus"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    now = "" if limit == resource.RLIM_INFINITY else f", now {limit >> 10:,} KiB"
+    hint = f"raise the limit of locked memory (`ulimit -l`{now}), and that of the container"
+    log.warning("%s", render([Diagnostic("L459", message, hint=hint, severity="warning")]))
 
 
 def _forget_error() -> None:

@@ -6,6 +6,8 @@ Without a GPU, Triton's interpreter runs the kernels on the CPU.
 from __future__ import annotations
 
 import copy
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import WeightFormat
-from ktc.model.experts import kept_kernels, kept_split
+from ktc.model.experts import kept_kernels, kept_split, page_lock
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.expert_stream import renew_streams
@@ -289,6 +291,19 @@ def test_an_expert_on_its_way_to_a_place_is_sent_for_a_call_of_many_tokens(load:
         renew_streams(module.weights.packed, sent=False)
         computed, nbytes = many_rows(module, x, layer.index, weights)
     assert torch.equal(computed, wanted) and nbytes == 4 * one
+
+
+def test_locked_pages_that_the_system_refuses_are_told_once_with_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: refusing)
+    monkeypatch.setattr(page_lock, "_once", functools.cache(list[int]))
+    owners = [torch.nn.Linear(1, 1) for _ in range(3)]
+    storages = [torch.empty(2 << 20, dtype=torch.uint8) for _ in owners]
+    assert not any(page_lock.page_lock(one, owner) for one, owner in zip(storages, owners, strict=True))
+    assert caplog.text.count("L459") == 2, "the code, and the page that explains it"
+    assert "`ulimit -l`" in caplog.text
 
 
 def test_copies_of_a_model_keep_no_experts(load: Load) -> None:
