@@ -7,7 +7,6 @@ address, and the bus would read old pages.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import resource
 import weakref
@@ -22,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _PORTABLE_AND_MAPPED: Final = 3  # of cudaHostRegister: for all contexts of the process, and read by kernels
 _tried: Final[dict[tuple[int, int], bool]] = {}  # by address and size of every storage given to `page_lock`
+_refused: Final[list[int]] = []  # bytes of the first one
 
 
 def page_lock(storage: Tensor, owner: object) -> bool:
@@ -41,20 +41,13 @@ def page_lock(storage: Tensor, owner: object) -> bool:
     return status == 0
 
 
-@functools.cache
-def _once() -> list[int]:
-    """Return the sizes that were refused and told."""
-    return []
-
-
 def _tell(nbytes: int, status: int) -> None:
-    if _once():
+    """Warn (L459) of the first refusal."""
+    if _refused:
         return
-    _once().append(nbytes)
-    message = (
-        f"the system locks no pages of {nbytes / 2**20:,.0f} MiB of weights (CUDA error {status}): copies of them to"
-    )
-    message += " the GPU are slow, and decoding steps read no experts over the bus"
+    _refused.append(nbytes)
+    message = f"the system locks no pages of {nbytes / 2**20:,.0f} MiB of weights (CUDA error {status}): "
+    message += "copies of them to the GPU are slow, and decoding steps read no experts over the bus"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     now = "" if limit == resource.RLIM_INFINITY else f", now {limit >> 10:,} KiB"
     hint = f"raise the limit of locked memory (`ulimit -l`{now}), and that of the container"
