@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.lora_dropout import Drop
 from ktc.model.experts.packed import PackedExperts
 
 _TRAILING: Final = (
-    "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, "
-    "str kernel, float gate_up_scale, float down_scale, bool interleaved, bool keep"
+    "Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? seed, "
+    "str kernel, float gate_up_scale, float down_scale, float gate_up_dropout, float down_dropout, "
+    "bool interleaved, bool keep"
 )
+_FACTORS: Final = 4  # tensors of LoRA, first of the trailing arguments
 _FORWARD: Final = f"(Tensor packed, Tensor x, Tensor index, Tensor weights, {_TRAILING}) -> (Tensor, Tensor)"
 _BACKWARD: Final = (
     f"(Tensor packed, Tensor grad, Tensor? x, Tensor index, Tensor weights, Tensor saved, {_TRAILING})"
@@ -28,21 +31,25 @@ _BACKWARD: Final = (
 
 
 class _Trailing(NamedTuple):
-    """The trailing arguments of both operators: LoRA factors, then settings."""
+    """The trailing arguments of both operators: LoRA factors, the seed of dropout (`None`: none), then settings."""
 
     gate_up_a: Tensor | None
     gate_up_b: Tensor | None
     down_a: Tensor | None
     down_b: Tensor | None
+    seed: Tensor | None
     kernel: str
     gate_up_scale: float
     down_scale: float
+    gate_up_dropout: float
+    down_dropout: float
     interleaved: bool
     keep: bool
 
     @property
     def lora(self) -> ExpertsLora:
-        return ExpertsLora.of(self[:4], (self.gate_up_scale, self.down_scale))
+        drop = Drop.of(self.seed, self.gate_up_dropout, self.down_dropout)
+        return ExpertsLora.of(self[:_FACTORS], (self.gate_up_scale, self.down_scale), drop)
 
     @property
     def experts(self) -> PackedExperts:
@@ -64,7 +71,9 @@ def fused_moe(
 
     `keep`: forward saves gate and up of every slot for backward, which else computes them again.
     """
-    trailing = (*lora.factors, experts.key, *lora.scales, interleaved, keep)
+    drop = lora.drop
+    seed, dropouts = (None, (0.0, 0.0)) if drop is None else (drop.seed, (drop.gate_up, drop.down))
+    trailing = (*lora.factors, seed, experts.key, *lora.scales, *dropouts, interleaved, keep)
     return torch.ops.ktc.fused_moe(experts.packed, x_TH, index_TK, weights_TK, *trailing)[0]
 
 
@@ -141,19 +150,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     # Else every call allocates zeros as the gradient of the saved bytes, which are megabytes.
     ctx.set_materialize_grads(False)
     needs_x = not trailing.keep or any(trailing.lora.ranks)
-    ctx.save_for_backward(x if needs_x else None, index, weights, output[1], *trailing[:4])
+    ctx.save_for_backward(x if needs_x else None, index, weights, output[1], *trailing[: _FACTORS + 1])
     # Not a saved tensor: a hook that offloads those would copy all experts of the layer.
-    ctx.packed, ctx.settings = packed, trailing[4:]
+    ctx.packed, ctx.settings = packed, trailing[_FACTORS + 1 :]
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:  # only the gradient of the saved bytes is requested
-        return (None,) * (8 + len(ctx.settings))
+        return (None,) * (4 + _FACTORS + 1 + len(ctx.settings))
     others = ctx.saved_tensors
-    factors = others[4:]
+    factors = others[4 : 4 + _FACTORS]
     grad_x, grad_weights, *grad_factors = torch.ops.ktc.fused_moe_backward(ctx.packed, grad, *others, *ctx.settings)
     of_factors = (None if factor is None else gradient for factor, gradient in zip(factors, grad_factors, strict=True))
-    return None, grad_x, None, grad_weights, *of_factors, *[None] * len(ctx.settings)
+    return None, grad_x, None, grad_weights, *of_factors, None, *[None] * len(ctx.settings)
 
 
 def _refuse_second(*_: object) -> NoReturn:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.grouped_products import outer, times_columns, times_rows
 from ktc.model.experts.lora import ExpertsLora, Lora
+from ktc.model.experts.lora_dropout import PRODUCTS, Drop, DroppedInputs, Product, bits_of, kept_only
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.reference import activated
 from ktc.model.experts.slots import Rows
@@ -35,7 +36,8 @@ class ChunkProducts:
         self.dtype = dtype
         self._form = form
         self._gate_up, self._down = (
-            None if factors is None else _Factors.of(factors, dtype) for factors in lora.products
+            None if factors is None else _Factors.of(factors, dtype, lora.drop, product)
+            for factors, product in zip(lora.products, PRODUCTS, strict=True)
         )
 
     @property
@@ -46,9 +48,11 @@ class ChunkProducts:
 
     def forward(self, x: Tensor, rows: Rows, run: range, matrices: Matrices) -> Tensor:
         """Compute the outputs of rows, `(S, H) -> (S, H)`."""
-        inner = self._inner(x, self._gate_up and self._gate_up.low(x, rows, run), rows, run, matrices)
-        h = compiled_on(x.device, _activation(self._form))(*inner).to(x.dtype)
-        added = self._down and self._down.outputs(self._down.low(h, rows, run), rows, run)
+        low = self._gate_up and self._gate_up.low(self._gate_up.read(x, self._gate_up.bits(rows)), rows, run)
+        h = compiled_on(x.device, _activation(self._form))(*self._inner(x, low, rows, run, matrices)).to(x.dtype)
+        added = None
+        if self._down is not None:
+            added = self._down.outputs(self._down.low(self._down.read(h, self._down.bits(rows)), rows, run), rows, run)
         return _plus(times_rows(h, matrices.down, rows.ends), added, matrices.down_bias, rows)
 
     def backward(
@@ -58,12 +62,16 @@ class ChunkProducts:
 
         `grad` is that of the layer's output, not yet multiplied by the routing weights.
         """
-        low = self._gate_up and self._gate_up.low(x, rows, run)
+        bits, down_bits = (factors and factors.bits(rows) for factors in (self._gate_up, self._down))
+        read = x if self._gate_up is None else self._gate_up.read(x, bits)
+        low = self._gate_up and self._gate_up.low(read, rows, run)
         gate_up, down, _, _ = matrices = matrices.decoded(rows.ends)
         inner = self._inner(x, low, rows, run, matrices)
         d_h = times_columns(grad, down, rows.ends)
         d_down_low = self._down and self._down.d_low(grad, rows, run)
-        of_adapter = None if self._down is None or d_down_low is None else self._down.inputs(d_down_low, rows, run)
+        of_adapter = None
+        if self._down is not None and d_down_low is not None:
+            of_adapter = self._down.read(self._down.inputs(d_down_low, rows, run), down_bits)
         backward = compiled_on(x.device, _activation_backward(self._form))
         h, d_inner, d_weights = backward(d_h, of_adapter, weights, *inner)
         h, d_inner = h.to(x.dtype), d_inner.to(x.dtype)
@@ -71,12 +79,13 @@ class ChunkProducts:
             d_weights = d_weights + (matrices.down_bias[rows.experts] * grad).sum(-1)
         if self._down is not None and d_down_low is not None:
             of_rows = weights[:, None].to(x.dtype)  # on the narrow side of each outer product
+            h = self._down.read(h, down_bits)
             self._down.add(h, self._down.low(h, rows, run) * of_rows, grad, d_down_low * of_rows, rows, run)
         d_x, of_adapter = times_columns(d_inner, gate_up, rows.ends), None
         if self._gate_up is not None and low is not None:
             d_low = self._gate_up.d_low(d_inner, rows, run)
-            self._gate_up.add(x, low, d_inner, d_low, rows, run)
-            of_adapter = self._gate_up.inputs(d_low, rows, run)
+            self._gate_up.add(read, low, d_inner, d_low, rows, run)
+            of_adapter = self._gate_up.read(self._gate_up.inputs(d_low, rows, run), bits)
         return _plus(d_x, of_adapter, None, rows), d_weights
 
     def _inner(self, x: Tensor, low: Tensor | None, rows: Rows, run: range, matrices: Matrices) -> tuple[Any, ...]:
@@ -90,7 +99,7 @@ class ChunkProducts:
 class _Factors:
     """LoRA of one product in the dtype of the rows: `a` (E, r, inputs) and `b` (E, outputs, r), and their gradients.
 
-    The rank is filled up with zeros, which change no product. `a` is multiplied by `scale`.
+    The rank is filled up with zeros, which change no product. `a` is multiplied by `scale`. Inputs may be `dropped`.
     """
 
     a: Tensor
@@ -98,19 +107,33 @@ class _Factors:
     scale: float
     d_a: Tensor
     d_b: Tensor
+    dropped: DroppedInputs | None
 
     @classmethod
-    def of(cls, lora: Lora, dtype: torch.dtype) -> _Factors:
+    def of(cls, lora: Lora, dtype: torch.dtype, drop: Drop | None, product: Product) -> _Factors:
         more = -lora.rank % _RANKS
         a, b = (lora.a.detach() * lora.scale).to(dtype), lora.b.detach().to(dtype)
         if more:
             a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        return cls(a.contiguous(), b.contiguous(), lora.scale, torch.zeros_like(lora.a), torch.zeros_like(lora.b))
+        gradients = torch.zeros_like(lora.a), torch.zeros_like(lora.b)
+        dropped = drop and drop.of_product(product, a.device)
+        return cls(a.contiguous(), b.contiguous(), lora.scale, *gradients, dropped)
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor]:
         """The gradients of A and B."""
         return self.d_a * self.scale, self.d_b
+
+    def bits(self, rows: Rows) -> Tensor | None:
+        """Return what A reads of rows, as `DroppedInputs.bits`; None: all."""
+        if self.dropped is None:
+            return None
+        bits = compiled_on(rows.tokens.device, bits_of)
+        return bits(self.dropped.key, rows.tokens, rows.numbers, self.a.shape[2], self.dropped.product, self.dropped.below)
+
+    def read(self, x: Tensor, bits: Tensor | None) -> Tensor:
+        """Return `x`, or the gradient of what A reads, without what is dropped: (S, inputs) -> (S, inputs)."""
+        return x if bits is None else compiled_on(x.device, kept_only)(x, bits)
 
     def low(self, x: Tensor, rows: Rows, run: range) -> Tensor:
         """`scale * A x`, (S, inputs) -> (S, r)."""

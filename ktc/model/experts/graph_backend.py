@@ -26,7 +26,12 @@ class HostNode(HostBackend):
     nodes: HostNodes
 
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
-        """See `ExpertsBackend.run`. Raises `RuntimeError` for factors on a GPU: a graph keeps addresses of the host."""
+        """See `ExpertsBackend.run`. Raises `RuntimeError` for factors on a GPU: a graph keeps addresses of the host.
+
+        The same for dropout, of which a graph would keep the seed.
+        """
+        if lora.drop is not None:
+            raise RuntimeError("the adapters of its experts drop inputs, as in training")
         if any(factor is not None and factor.device.type != "cpu" for factor in lora.factors):
             raise RuntimeError("the adapters of its experts are on a GPU, where they train")
 

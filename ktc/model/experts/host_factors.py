@@ -73,7 +73,7 @@ def on_device(lora: ExpertsLora, device: torch.device, *, in_backward: bool) -> 
     if device not in _senders:
         _senders[device] = _Sender(device)
     values = _senders[device].take(_Use.of(lora.factors, in_backward=in_backward))
-    return ExpertsLora.of(values, lora.scales)
+    return ExpertsLora.of(values, lora.scales, lora.drop)
 
 
 def forget() -> None:

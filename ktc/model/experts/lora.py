@@ -8,18 +8,20 @@ Its factors take four forms on their way from PEFT to C++:
    reads back.
 4. `LoraFactors` of `interface/moe.hpp`, made by `lora_arguments` from factors of the kernel's dtype.
 
+Dropout is drawn between 2 and 3, once for each call (`ExpertsLora.drawn`).
 Refused: factors of another shape than the layer's weights, a rank above `MAX_RANK`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import torch
 from torch import Tensor
 
+from ktc.model.experts.lora_dropout import Drop, Product, dropped_below, kept_only, kept_scale
 from ktc.model.experts.weight_training import State, state_of
 from ktc.model.kernels.kernel_library import Arguments
 
@@ -31,7 +33,8 @@ class Factors:
     """LoRA of one product: `a` (..., rank, inputs), `b` (..., outputs, rank), and the scale of their product.
 
     `parameters` and `scales` are those of all adapters that the factors were made of. A cache compares these, because
-    joined factors are new tensors in each call.
+    joined factors are new tensors in each call. `dropout` is the probability with which an input of A is dropped, of a
+    single adapter.
     """
 
     a: Tensor
@@ -39,6 +42,7 @@ class Factors:
     scale: float
     parameters: tuple[Tensor, ...] = ()
     scales: tuple[float, ...] = ()
+    dropout: float = 0.0
 
     @classmethod
     def joined(cls, adapters: Sequence[Self]) -> Self:
@@ -64,8 +68,12 @@ class Lora(Factors):
         """The number of columns of B."""
         return self.a.shape[1]
 
-    def __call__(self, expert: int, x: Tensor) -> Tensor:
-        """Compute `scale * B A x` of one expert, (..., inputs) -> (..., outputs), in the dtype of `x`."""
+    def __call__(self, expert: int, x: Tensor, bits: Tensor | None = None) -> Tensor:
+        """Compute `scale * B A x` of one expert, (..., inputs) -> (..., outputs), in the dtype of `x`.
+
+        With the `bits` of `DroppedInputs`, A reads what is kept of `x`, (S, inputs).
+        """
+        x = x if bits is None else kept_only(x, bits)
         a, b = self.a[expert].to(x.dtype), self.b[expert].to(x.dtype)
         return torch.nn.functional.linear(torch.nn.functional.linear(x, a), b) * self.scale
 
@@ -94,7 +102,8 @@ class Lora(Factors):
     def on(self, device: torch.device) -> Lora:
         """Return the factors on a device, differentiable; from page-locked memory a copy is issued, not waited for."""
         a, b = (factor.to(device, non_blocking=factor.is_pinned()) for factor in (self.a, self.b))
-        return Lora(a, b, self.scale, self.parameters or (self.a, self.b), self.scales or (self.scale,))
+        parameters, scales = self.parameters or (self.a, self.b), self.scales or (self.scale,)
+        return Lora(a, b, self.scale, parameters, scales, self.dropout)
 
     def zeros(self, dtype: torch.dtype) -> Lora:
         """Return zeros to add gradients to. B's has the strides of PEFT's own parameter, (outputs, rank, E)."""
@@ -105,16 +114,35 @@ class Lora(Factors):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLora:
-    """The adapted products of a layer: gate_up (up alone without a gate), down, or both."""
+    """The adapted products of a layer: gate_up (up alone without a gate), down, or both.
+
+    `drop` is the dropout of one call, `None` without. Scales then contain the factor of what is kept.
+    """
 
     gate_up: Lora | None = None
     down: Lora | None = None
+    drop: Drop | None = None
 
     @classmethod
-    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float]) -> ExpertsLora:
-        """Return the value that has these `factors` and `scales`."""
+    def of(
+        cls, factors: Sequence[Tensor | None], scales: Sequence[float], drop: Drop | None = None
+    ) -> ExpertsLora:
+        """Return the value that has these `factors`, `scales` and dropout."""
         gate_up_a, gate_up_b, down_a, down_b = factors
-        return cls(_lora(gate_up_a, gate_up_b, scales[0]), _lora(down_a, down_b, scales[1]))
+        return cls(_lora(gate_up_a, gate_up_b, scales[0]), _lora(down_a, down_b, scales[1]), drop)
+
+    def drawn(self) -> ExpertsLora:
+        """Return the factors for one call: with a seed drawn where the adapters have dropout, else themselves."""
+        gate_up, down = (0.0 if lora is None else lora.dropout for lora in self.products)
+        if not (dropped_below(gate_up) or dropped_below(down)):
+            return self
+        scaled = (lora and replace(lora, scale=lora.scale * kept_scale(lora.dropout)) for lora in self.products)
+        return ExpertsLora(*scaled, Drop.drawn(gate_up, down))
+
+    def bits(self, product: Product, tokens: Tensor, experts: Tensor, columns: int) -> Tensor | None:
+        """Return what is kept of a product's inputs in this call: see `DroppedInputs.bits`; `None`: all."""
+        dropped = self.drop and self.drop.of_product(product, tokens.device)
+        return None if dropped is None else dropped.bits(tokens, experts, columns)
 
     @property
     def products(self) -> tuple[Lora | None, Lora | None]:
@@ -152,13 +180,13 @@ class ExpertsLora:
 
     def to(self, dtype: torch.dtype) -> ExpertsLora:
         """Apply `Lora.to` to both products."""
-        return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products))
+        return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products), self.drop)
 
     def on(self, device: torch.device) -> ExpertsLora:
         """Return the factors on a device, differentiable: themselves where they are there."""
         if all(factor is None or factor.device == device for factor in self.factors):
             return self
-        return ExpertsLora(*(lora and lora.on(device) for lora in self.products))
+        return ExpertsLora(*(lora and lora.on(device) for lora in self.products), self.drop)
 
     def zeros(self, dtype: torch.dtype) -> ExpertsLora:
         """Apply `Lora.zeros` to both products."""
@@ -179,6 +207,10 @@ def lora_arguments(lora: ExpertsLora, gradients: ExpertsLora | None = None, *, i
         fields["lora_first"] = _factors(lora.gate_up, first, interleaved=interleaved)
     if lora.down is not None:
         fields["lora_down"] = _factors(lora.down, down, interleaved=interleaved)
+    if lora.drop is not None:
+        probabilities = {"lora_first": lora.drop.gate_up, "lora_down": lora.drop.down}
+        for name, of_product in fields.items():
+            of_product.update(dropped=dropped_below(probabilities[name]), seed=int(lora.drop.seed))
     return fields
 
 

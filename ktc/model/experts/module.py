@@ -199,6 +199,7 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
         self._check_lora(lora)
         if hidden_states.is_meta:  # shapes alone, differentiable as the values would be
             return hidden_states * top_k_weights.sum(-1, keepdim=True).to(hidden_states.dtype)
+        lora = lora.drawn()
         plain = not torch.is_grad_enabled() and not any(lora.products)
         backend = self.backend(hidden_states.shape[0], plain=plain)
         return backend.run(hidden_states, top_k_index, top_k_weights, lora)

@@ -3,12 +3,15 @@
 PEFT wraps a module once for each of its parameters that `LoraConfig.target_parameters` names, one wrapper in the other.
 Stock wrappers add B A to the weights of all experts before every call; these hand their factors to the layer's one
 autograd node.
-Names, shapes and files are those of stock PEFT. Refused: dropout, merging, initialisations that read the weights,
-ranks above `MAX_RANK` together, biases, and adapting the experts as if they were one linear layer.
+Names, shapes and files are those of stock PEFT, which has no dropout here: theirs is an `nn.Dropout` for each adapter,
+as in PEFT's linear layers. Refused: merging, initialisations that read the weights, ranks above `MAX_RANK` together,
+biases, dropout of several active adapters or of one that is merged in every step, and adapting the experts as if they
+were one linear layer.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, cast
@@ -52,13 +55,27 @@ class ExpertsParamWrapper(ParamWrapper):
         if parameter_name is None or parameter_name not in ADAPTED:
             raise _refused_target(adapter_name, parameter_name)
         _require_asked_for(adapter_name, kwargs.get("config"))
-        _require_suited(adapter_name, int(kwargs["r"]), kwargs)  # stock PEFT would refuse later and explain less
+        # stock PEFT would refuse later and explain less
+        _require_suited(adapter_name, int(kwargs["r"]), kwargs, base_layer)
+        dropout, kwargs = _without_dropout(kwargs)
         super().__init__(base_layer, adapter_name, parameter_name=parameter_name, **kwargs)
+        self._set_dropout(adapter_name, dropout)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, *args: Any, **kwargs: Any) -> None:
         """Add an adapter of rank `r`. Raises `InputRefused` (L432) for settings that experts cannot have."""
-        _require_suited(adapter_name, r, kwargs)
+        _require_suited(adapter_name, r, kwargs, self)
+        dropout, kwargs = _without_dropout(kwargs)
         super().update_layer(adapter_name, r, lora_alpha, *args, **kwargs)
+        self._set_dropout(adapter_name, dropout)
+
+    def _set_dropout(self, adapter_name: str, probability: float) -> None:
+        if probability:
+            self.lora_dropout[adapter_name] = nn.Dropout(probability)
+
+    def _dropout_of(self, name: str) -> float:
+        """Return the probability with which the next call drops inputs of an adapter."""
+        layer = self.lora_dropout[name]
+        return layer.p if isinstance(layer, nn.Dropout) and layer.training else 0.0
 
     def forward(self, x: Tensor, *args: Any, lora: ExpertsLora = NO_LORA, **kwargs: Any) -> Tensor:
         """Call the experts with this parameter's factors and with `lora`, those of the wrappers around this one."""
@@ -85,6 +102,9 @@ class ExpertsParamWrapper(ParamWrapper):
             raise InputRefused(
                 Diagnostic("L432", message, hint=f"the kernels take {MAX_RANK}: `set_adapter` with fewer")
             )
+        if len(active) > 1 and any(lora.dropout for lora in active):
+            message = "several active adapters on routed experts train with dropout, each with inputs of its own"
+            raise InputRefused(Diagnostic("L432", message, hint="`set_adapter` with one, or `lora_dropout=0`"))
         return Lora.joined(active) if active else None
 
     def _lora_of(self, name: str) -> Lora:
@@ -95,7 +115,7 @@ class ExpertsParamWrapper(ParamWrapper):
         if _READS_TRANSPOSED and not cast("Any", self.get_base_layer()).form.transposed:
             a, b = b.transpose(1, 2), a.transpose(1, 2)
         scale = float(cast("Any", self).scaling[name])
-        return Lora(a, b, scale, parameters, (scale,))
+        return Lora(a, b, scale, parameters, (scale,), self._dropout_of(name))
 
     def expert_of(self, side: Literal["A", "B"], rows: int, row: int, column: int) -> int:
         """Return the expert of a value in PEFT's matrix A (E r, inputs), or B (outputs, r E), which has `rows` rows."""
@@ -152,22 +172,32 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any]) -> None:
-    wrong = _unsuited(r, settings)
+def _require_suited(adapter_name: str, r: int, settings: Mapping[str, Any], layer: nn.Module) -> None:
+    wrong = _unsuited(r, settings, layer)
     if wrong:
         message = f"adapter `{adapter_name}` on routed experts: {wrong}"
         raise InputRefused(Diagnostic("L432", message, hint="see `ktc explain L432` for what experts can have"))
 
 
-def _unsuited(r: int, settings: Mapping[str, Any]) -> str:
-    """Return the setting of this adapter that experts cannot have, "" if there is none."""
+def _without_dropout(settings: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return the dropout of an adapter, and its settings without: stock PEFT refuses one for a weight."""
+    if "config" not in settings:  # before 0.19
+        return float(settings.get("lora_dropout", 0.0)), {**settings, "lora_dropout": 0.0}
+    config = copy.copy(settings["config"])
+    dropout, config.lora_dropout = float(config.lora_dropout), 0.0
+    return dropout, {**settings, "config": config}
+
+
+def _unsuited(r: int, settings: Mapping[str, Any], layer: nn.Module) -> str:
+    """Return the setting of this adapter that the experts in `layer` cannot have, "" if there is none."""
     # PEFT 0.19 and newer pass the config, older releases its fields
     config = cast("Mapping[str, Any]", settings["config"].__dict__ if "config" in settings else settings)
     dropout, initialisation = config["lora_dropout"], config["init_lora_weights"]
     if r > MAX_RANK:
         return f"rank {r}, of which the kernels take {MAX_RANK} at most"
-    if dropout:
-        return f"dropout {dropout:g}, which has no meaning for weights that many tokens share"
+    experts: Any = layer.get_base_layer() if isinstance(layer, ParamWrapper) else layer
+    if dropout and experts.weights.training.merged:
+        return f"dropout {dropout:g}, and the adapter is merged in every step"
     if initialisation not in (True, False, "gaussian", "orthogonal"):
         return f"initialisation `{initialisation}`, which reads the weights that are packed"
     if config.get("use_dora"):

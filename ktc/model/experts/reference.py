@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.lora_dropout import Product
 from ktc.model.kernels.form import Activation, ExpertsForm, Function, parse_form
 
 # From rows (T, K) and a matrix (N, K) to (T, N); one for gate_up, one for down.
@@ -68,25 +70,41 @@ def fused_moe_reference(
     for expert in cast("list[int]", torch.unique(top_k_index).tolist()):
         k, token = torch.where(slots_KT == expert)
         matrices = [tensor[expert] for tensor in stock]
-        y = _expert_output(form, hidden_states[token], matrices, expert, lora, products)
+        y = _expert_output(form, hidden_states[token], matrices, lora and _OfExpert(lora, expert, token), products)
         y = y * top_k_weights[token, k, None]
         out_TH = out_TH.index_add(0, token, y.to(out_TH.dtype))
     return out_TH
 
 
+@dataclass(frozen=True, slots=True)
+class _OfExpert:
+    """The adapters of one expert, and the tokens of its rows (T,), which decide what is dropped."""
+
+    lora: ExpertsLora
+    expert: int
+    tokens: Tensor
+
+    def added(self, product: Product, x: Tensor) -> Tensor | float:
+        """Return the adapter's part of a product, (T, inputs) -> (T, outputs), 0 without an adapter."""
+        factors = self.lora.gate_up if product == "gate_up" else self.lora.down
+        if factors is None:
+            return 0.0
+        bits = self.lora.bits(product, self.tokens, torch.full_like(self.tokens, self.expert), x.shape[1])
+        return factors(self.expert, x, bits)
+
+
 def _expert_output(
-    form: ExpertsForm, x: Tensor, stock: Sequence[Tensor], expert: int, lora: ExpertsLora | None,
-    products: Products | None,
-) -> Tensor:  # fmt: skip
-    """Compute one expert's outputs, (T, H) -> (T, H), before routing weights; `expert` is its index in `lora`."""
+    form: ExpertsForm, x: Tensor, stock: Sequence[Tensor], lora: _OfExpert | None, products: Products | None
+) -> Tensor:
+    """Compute one expert's outputs, (T, H) -> (T, H), before routing weights."""
     (gate_up, down), (gate_up_bias, down_bias) = stock[:2], stock[2:] or (None, None)
     of_gate_up, of_down = products or (None, None)
     inner = _linear(form, x, gate_up, gate_up_bias, of_gate_up)
-    if lora and lora.gate_up:
-        inner = inner + lora.gate_up(expert, x)
+    if lora is not None:
+        inner = inner + lora.added("gate_up", x)
     act = activated(form, inner)
     y = _linear(form, act, down, down_bias, of_down)
-    return y + lora.down(expert, act) if lora and lora.down else y
+    return y if lora is None else y + lora.added("down", act)
 
 
 def activated(form: ExpertsForm, gate_up: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ktc.model.experts.expert_stream import ExpertStream, expert_stream
 from ktc.model.experts.host_factors import Parameters, add_gradients, on_device, parameters_on_host
 from ktc.model.experts.kept_experts import KeptLayer
 from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.lora_dropout import Drop
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.saved_on_host import SavedOnHost
@@ -93,7 +94,7 @@ def compute(
     on_host = parameters_on_host(lora) if home.type == "cuda" else None
     tensors = index, x, weights, *(lora if on_host else lora.on(home)).factors
     with torch.autocast(home.type, enabled=False):  # as the kernel, which computes in the experts' dtype
-        call = _Call(tuple(streams), lora.scales, on_host, torch.is_grad_enabled())
+        call = _Call(tuple(streams), lora.scales, lora.drop, on_host, torch.is_grad_enabled())
         return cast("Tensor", _StreamedExperts.apply(call, *tensors))
 
 
@@ -106,12 +107,13 @@ class _Call:
 
     streams: tuple[ExpertStream, ...]
     scales: tuple[float, float]
+    drop: Drop | None
     on_host: Parameters | None
     keeps: bool
 
     def lora(self, factors: Sequence[Tensor | None], device: torch.device, *, in_backward: bool) -> ExpertsLora:
         """Return the factors on a device for one of the call's passes."""
-        lora = ExpertsLora.of(factors, self.scales)
+        lora = ExpertsLora.of(factors, self.scales, self.drop)
         return lora if self.on_host is None else on_device(lora, device, in_backward=in_backward)
 
 

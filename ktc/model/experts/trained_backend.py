@@ -10,7 +10,7 @@ dA = s B^T dW, dB = s dW A^T.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -55,7 +55,7 @@ class Trained(HostBackend):
         stock = tuple(self.weights.stock.values())
         trained = (x_TH, weights_TK, *stock, *(factor for factor in lora.factors if factor is not None))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
-            call = _Call(self.weights, packed, self.activations == "keep", lora.scales, self.weights.packed_from)
+            call = _Call(self.weights, packed, self.activations == "keep", lora, self.weights.packed_from)
             out_TH = cast("Tensor", _Experts.apply(call, index, x, weights, *lora.factors, *stock))
         else:
             out_TH, _ = packed.forward(
@@ -81,8 +81,12 @@ class _Call:
     weights: ExpertsWeights
     packed: PackedExperts
     keep: bool
-    scales: tuple[float, float]
+    lora: ExpertsLora
     state: State | None
+
+    def with_factors(self, factors: Sequence[Tensor | None]) -> ExpertsLora:
+        """Return the adapters of the call with the factors that autograd gives."""
+        return ExpertsLora.of(factors, self.lora.scales, self.lora.drop)
 
 
 def _changed(fqn: str) -> Diagnostic:
@@ -100,7 +104,7 @@ _BEFORE_FACTORS = 4  # arguments of `_Experts`
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor, *others: Tensor | None) -> Tensor:
-        lora = ExpertsLora.of(others[:4], call.scales)
+        lora = call.with_factors(others[:4])
         out, saved = call.packed.forward(
             x, index, weights, save=call.keep, lora=call.weights.beside(lora),
             interleaved=call.weights.form.interleaved,
@@ -116,7 +120,7 @@ class _Experts(torch.autograd.Function):
         index, x, weights, saved, *factors = ctx.saved_tensors
         if call.weights.packed_from != call.state:
             raise InputRefused(_changed(call.weights.fqn))
-        lora, packed, form = ExpertsLora.of(factors, call.scales), call.packed, call.weights.form
+        lora, packed, form = call.with_factors(factors), call.packed, call.weights.form
         wants = ctx.needs_input_grad[_BEFORE_FACTORS:]
         merged = call.weights.training.merged and any(wants[:4])
         rows = None

@@ -33,7 +33,7 @@ def plan_lora(draft: PlanDraft) -> PlanDraft:
         lora = LoraPlan((), (), DEFAULT_RANK, DEFAULT_RANK, DEFAULT_DROPOUT, {}, {}, whole, modules)
         return replace(draft, lora=lora)
     dropout = dropout_of(adapting, rules)
-    experts = {weight.fqn: weight for weight in adapted_weights(captured, draft.claims, dropout)}
+    experts = {weight.fqn: weight for weight in adapted_weights(captured, draft.claims)}
     sizes = _linear_sizes(captured, linears)
     first = next((claim for claim in linears.values()), adapting[0])
     r, alpha = int(_setting(first, rules, "rank")), float(_setting(first, rules, "alpha"))

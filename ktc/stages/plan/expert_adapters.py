@@ -1,7 +1,7 @@
 """`lora_experts` claims -> the weights of routed experts that PEFT adapts by name, with their ranks.
 
 Refused (M076): experts that no kernel runs, or that the model keeps one by one or in another layout; gate without up
-where they are one weight; a rank that the kernels do not take; a dropout.
+where they are one weight; a rank that the kernels do not take.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AdaptedWeight:
     sizes: tuple[int, int]
 
 
-def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: float) -> tuple[AdaptedWeight, ...]:
+def adapted_weights(captured: CapturedModel, claims: Sequence[Claim]) -> tuple[AdaptedWeight, ...]:
     """Return the weights that `lora_experts` names, in the order of the layers. Raise InputRefused (M076)."""
     on_kernel = {claim.path for claim in claims if claim.target.name in _HOSTS}
     modules = {module.fqn: module for module in captured.modules}
@@ -51,7 +51,7 @@ def adapted_weights(captured: CapturedModel, claims: Sequence[Claim], dropout: f
             continue
         module = modules.get(claim.path)
         why = "" if claim.path in on_kernel else _NO_KERNEL
-        why = why or _unsuited(claim.target, module, dropout) or _other_layout(captured, claim, module)
+        why = why or _unsuited(claim.target, module) or _other_layout(captured, claim, module)
         if why:
             message = f"`{LoraExperts.name}` on `{claim.path}`: {why}"
             problems.setdefault(why, Diagnostic("M076", message, claim.span, hint=_hint(why)))
@@ -78,7 +78,7 @@ def _targets(target: Target) -> tuple[str, ...]:
     return cast("tuple[str, ...]", target.settings["targets"])
 
 
-def _unsuited(target: Target, module: ModuleInfo | None, dropout: float) -> str:
+def _unsuited(target: Target, module: ModuleInfo | None) -> str:
     """Return why the target is impossible for experts that a kernel runs, "" if it is possible."""
     names = {tensor.name for tensor in module.tensors} & _PARTS.keys() if module is not None else set[str]()
     targets, rank = set(_targets(target)), target.settings["rank"]
@@ -93,8 +93,6 @@ def _unsuited(target: Target, module: ModuleInfo | None, dropout: float) -> str:
         return f"these experts have none of {', '.join(sorted(targets))}"
     if isinstance(rank, int) and rank > MAX_RANK:
         return f"rank {rank}, of which the kernels take {MAX_RANK} at most"
-    if dropout:
-        return f"the adapter has dropout {dropout:g}, and experts can only be adapted without"
     return ""
 
 
@@ -120,7 +118,6 @@ def _other_layout(captured: CapturedModel, claim: Claim, module: ModuleInfo | No
 
 def _hint(why: str) -> str:
     for word, hint in (
-        ("dropout", "write `dropout = 0` in the `lora` block"),
         ("rank", f"write `rank = {MAX_RANK}` or less"),
         ("without its kernel", f"add `=> {_HOSTS[0]}()` to the rule"),
         ("gate and up", "name both in `targets`, or neither"),

@@ -3,6 +3,7 @@
 // Master weights are accumulators (fp32), rounded to elements where they are multiplied. With d the gradient of the
 // output, backward computes v = s B^T d, dx += A^T v, and, summed over the slots of an expert, dA = v x^T and dB = d
 // u^T. Low-rank values are stored twice: packed as the micro-kernel reads them, and as plain rows for the gradients.
+// Where inputs are dropped, A reads m x and gives m A^T v, with m from `lora_dropout.hpp`.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <cstring>
 
 #include "ktc/interface/moe.hpp"
+#include "ktc/lora_dropout.hpp"
 #include "ktc/moe_layer.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/routing.hpp"
@@ -41,14 +43,16 @@ class LoraProduct {
  public:
   using Accumulator = typename Layer::Accumulator;
 
-  static LoraProduct of_first(const Layer& layer, const LoraFactors& factors) {
+  static LoraProduct of_first(const Layer& layer, const LoraFactors& factors, std::int64_t slots) {
     const std::int64_t size = layer.shape.intermediate();
     const bool interleaved = Layer::kGated && factors.interleaved;
     return LoraProduct(factors, layer.shape.num_experts(), layer.shape.hidden(), size, Layer::kFirstParts,
-                       interleaved ? 1 : size, interleaved ? 2 : 1);
+                       interleaved ? 1 : size, interleaved ? 2 : 1,
+                       KeptInputs(factors, DroppedProduct::kFirst, layer.shape.hidden(), slots));
   }
-  static LoraProduct of_down(const Layer& layer, const LoraFactors& factors) {
-    return LoraProduct(factors, layer.shape.num_experts(), layer.shape.intermediate(), layer.shape.hidden(), 1, 0, 1);
+  static LoraProduct of_down(const Layer& layer, const LoraFactors& factors, std::int64_t slots) {
+    return LoraProduct(factors, layer.shape.num_experts(), layer.shape.intermediate(), layer.shape.hidden(), 1, 0, 1,
+                       KeptInputs(factors, DroppedProduct::kDown, layer.shape.intermediate(), slots));
   }
 
   bool active() const { return rank_ > 0; }
@@ -58,6 +62,8 @@ class LoraProduct {
   std::int64_t row_rank() const { return round_up(rank_, kRankUnit); }
   Accumulator scale() const { return scale_; }
   std::int64_t inputs() const { return inputs_; }
+  bool drops() const { return active() && kept_.drops(); }
+  const KeptInputs& kept() const { return kept_; }
   // Half panels of each part of the outputs, gate and up or one, in a panel.
   std::int64_t halves_per_panel() const { return 2 / parts_; }
 
@@ -74,6 +80,7 @@ class LoraProduct {
   void regions(const Visit& visit) {
     visit(copied_b_);
     visit(copied_grad_b_);
+    kept_.regions(visit);
   }
   // A worker's share of the factors of experts with tokens, and zeros for their gradients.
   void read(const Routing& routing, Worker worker) const {
@@ -114,7 +121,7 @@ class LoraProduct {
 
  private:
   LoraProduct(const LoraFactors& factors, std::int64_t num_experts, std::int64_t inputs, std::int64_t size,
-              std::int64_t parts, std::int64_t part_stride, std::int64_t row_stride)
+              std::int64_t parts, std::int64_t part_stride, std::int64_t row_stride, const KeptInputs& kept)
       : a_(static_cast<const Accumulator*>(factors.a)),
         b_(static_cast<const Accumulator*>(factors.b)),
         grad_a_(static_cast<Accumulator*>(factors.grad_a)),
@@ -130,7 +137,8 @@ class LoraProduct {
         part_stride_(part_stride),
         row_stride_(row_stride),
         copied_b_(copy_size(b_, b_strides_)),
-        copied_grad_b_(copy_size(grad_b_, grad_b_strides_)) {}
+        copied_grad_b_(copy_size(grad_b_, grad_b_strides_)),
+        kept_(kept) {}
 
   bool copies_b() const { return copied_b_.count() > 0; }
   bool copies_grad_b() const { return copied_grad_b_.count() > 0; }
@@ -176,6 +184,7 @@ class LoraProduct {
   std::int64_t row_stride_;
   Region<Accumulator> copied_b_;
   Region<Accumulator> copied_grad_b_;
+  KeptInputs kept_;
 };
 
 // Panels of factors, packed again for each expert: an optimiser changes them at every step, so a packed copy would not
@@ -310,6 +319,31 @@ struct LowRank {
     return rows_S + slot * product.row_rank();
   }
 };
+
+// Packed rows of `padded` elements of some groups' slots, from the rows of their tokens (T, K) without what the product
+// drops.
+template <class Layer>
+void gather_kept(const LoraProduct<Layer>& product, const Routing& routing,
+                 const MatrixView<const typename Layer::Element>& tokens, std::int64_t padded, Range groups,
+                 typename Layer::Element* target) {
+  using Element = typename Layer::Element;
+  alignas(64) Element lanes[Layer::Isa::kMaxRows][kHalfPanel];
+  const PackedRows<Layer> rows(target, padded);
+  for (std::int64_t index = groups.begin; index < groups.end; ++index) {
+    const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
+    for (std::int64_t half = 0; half * kHalfPanel < padded; ++half) {
+      const std::int64_t first = half * kHalfPanel;
+      const std::int64_t count = std::clamp<std::int64_t>(tokens.columns - first, 0, kHalfPanel);
+      for (int row = 0; row < group.rows; ++row) {
+        const std::int64_t slot = group.first_slot + row;
+        const Element* source = tokens.row(routing.token(slot)) + first;
+        std::fill(std::copy(source, source + count, lanes[row]), lanes[row] + kHalfPanel, Element{});
+        keep_only(product.kept().half(slot, half), lanes[row]);
+      }
+      rows.write(group, first, lanes);
+    }
+  }
+}
 
 // The values that forward keeps for backward: gate and up of each slot, then the low-rank rows of both products.
 template <class Layer>

@@ -26,8 +26,8 @@ class LoraBackward {
   LoraBackward(const Layer& layer, const Routing& routing, const BackwardArguments& arguments, int threads)
       : layer_(layer),
         routing_(routing),
-        first_(Product::of_first(layer, arguments.lora_first)),
-        down_(Product::of_down(layer, arguments.lora_down)),
+        first_(Product::of_first(layer, arguments.lora_first, routing.num_slots())),
+        down_(Product::of_down(layer, arguments.lora_down, routing.num_slots())),
         scratch_(layer, first_, down_, threads),
         u_first_packed_S_(arguments.saved == nullptr ? packed_size(first_) : 0),
         u_first_S_(arguments.saved == nullptr ? rows_size(first_) : 0),
@@ -35,7 +35,10 @@ class LoraBackward {
         v_first_S_(rows_size(first_)),
         v_down_packed_S_(packed_size(down_)),
         v_down_S_(rows_size(down_)),
-        u_down_S_(rows_size(down_)) {
+        u_down_S_(rows_size(down_)),
+        kept_hidden_S_(arguments.saved == nullptr && first_.drops()
+                           ? routing.num_slots() * layer.shape.padded_hidden()
+                           : 0) {
     if (arguments.saved == nullptr) return;
     const SavedSlots<Layer> saved(layer_, const_cast<void*>(arguments.saved), routing.num_slots(), first_.rank());
     saved_u_first_S_ = saved.first_rows_S;
@@ -49,6 +52,7 @@ class LoraBackward {
   void regions(const Visit& visit) {
     for (Region<Element>* packed : {&u_first_packed_S_, &v_first_packed_S_, &v_down_packed_S_}) visit(*packed);
     for (Region<Accumulator>* rows : {&u_first_S_, &v_first_S_, &v_down_S_, &u_down_S_}) visit(*rows);
+    visit(kept_hidden_S_);
     scratch_.regions(visit);
     first_.regions(visit);
     down_.regions(visit);
@@ -59,16 +63,27 @@ class LoraBackward {
     first_.read(routing_, worker);
     down_.read(routing_, worker);
   }
+  // Which inputs of some groups are dropped: others read it after a barrier.
+  void draw(Range groups) const {
+    first_.kept().draw(routing_, groups);
+    down_.kept().draw(routing_, groups);
+  }
   void write_gradients(Worker worker) const {
     first_.write(routing_, worker);
     down_.write(routing_, worker);
   }
 
-  // For gate and up computed again: u of the first product from its packed inputs, and likewise that of down.
-  void recompute_first(int worker, Range groups, const Element* hidden_S) const {
+  // For gate and up computed again: u of the first product from its packed inputs, and likewise that of down, from
+  // which the caller has dropped some.
+  void recompute_first(int worker, Range groups, const Tokens& hidden_TH, const Element* hidden_S) const {
+    if (first_.drops()) {
+      gather_kept(first_, routing_, hidden_TH, layer_.shape.padded_hidden(), groups, kept_hidden_S_.data());
+      hidden_S = kept_hidden_S_.data();
+    }
     to_low_rank(first_, routing_, groups, hidden_S, layer_.shape.padded_hidden(), Panels::ranks_of_a,
                 scratch_.low_rank(worker), u_first());
   }
+  const KeptInputs* kept_of_down() const { return down_.drops() ? &down_.kept() : nullptr; }
   void recompute_down(int worker, Range groups, const Element* activated_S) const {
     to_low_rank(down_, routing_, groups, activated_S, layer_.shape.padded_intermediate(), Panels::ranks_of_a,
                 scratch_.low_rank(worker), u_down());
@@ -89,7 +104,7 @@ class LoraBackward {
   // Around the epilogue of the product with W_down^T, which adds to `column_gradients`.
   template <class Inner>
   auto around_down(int worker, const Inner& inner) const {
-    return WithLora(down_, v_down(), Panels::inputs_of_a, scratch_.factors(worker), inner);
+    return WithLora(down_, v_down(), Panels::inputs_of_a, scratch_.factors(worker), inner, true);
   }
   LoraColumnGradients<Layer> column_gradients(int worker) const {
     return {first_, u_first(), down_, v_down(), scratch_.sums(worker)};
@@ -105,7 +120,7 @@ class LoraBackward {
   auto around_hidden(int worker, const Tokens& hidden_TH, const Tokens& grad_out_TH, const Inner& inner) const {
     const LoraHiddenGradients<Layer, Inner> gradients(first_, v_first(), down_, u_down(), routing_, hidden_TH,
                                                       grad_out_TH, scratch_.sums(worker), inner);
-    return WithLora(first_, v_first(), Panels::inputs_of_a, scratch_.factors(worker), gradients);
+    return WithLora(first_, v_first(), Panels::inputs_of_a, scratch_.factors(worker), gradients, true);
   }
 
  private:
@@ -142,6 +157,7 @@ class LoraBackward {
   Region<Element> v_down_packed_S_;
   Region<Accumulator> v_down_S_;
   Region<Accumulator> u_down_S_;
+  Region<Element> kept_hidden_S_;
   // The u that forward kept; null where it is computed again.
   Accumulator* saved_u_first_S_ = nullptr;
   const Accumulator* saved_u_down_S_ = nullptr;

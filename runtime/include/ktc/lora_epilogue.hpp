@@ -53,7 +53,8 @@ class LoraScratch {
   Region<Accumulator> sums_W_;
 };
 
-// Adds `values` times the panel that `pack(product, expert, panel, scratch)` makes to each tile, then calls `inner`.
+// Adds `values` times the panel that `pack(product, expert, panel, scratch)` makes to each tile, then calls `inner`. A
+// panel of the product's inputs gets nothing where those are dropped.
 template <class Layer, class Pack, TileEpilogue<typename Layer::Accumulator> Inner>
 class WithLora {
  public:
@@ -63,21 +64,27 @@ class WithLora {
   using Accumulator = typename Layer::Accumulator;
 
   WithLora(const LoraProduct<Layer>& product, const LowRank<Layer>& values, Pack pack, Element* scratch,
-           const Inner& inner)
-      : product_(product), values_(values), pack_(pack), scratch_(scratch), inner_(inner) {}
+           const Inner& inner, bool of_inputs = false)
+      : product_(product),
+        values_(values),
+        pack_(pack),
+        scratch_(scratch),
+        inner_(inner),
+        drops_(of_inputs && product.drops()) {}
 
   void begin(PanelPart part) const {
     if (product_.active()) pack_(product_, part.expert, part.panel, scratch_);
     inner_.begin(part);
   }
   void prefetch(const SlotGroup& group, PanelPart part) const { inner_.prefetch(group, part); }
-  void complete(Isa& isa, const SlotGroup& group, PanelPart, Accumulator* tile) const {
+  void complete(Isa& isa, const SlotGroup& group, PanelPart part, Accumulator* tile) const {
     if (!product_.active()) return;
     alignas(64) Accumulator low_rank[Isa::kMaxRows * kPanelWidth];
     const std::int64_t rank = product_.packed_rank();
     FetchAhead<Isa> nothing;
     isa.multiply(group.rows, rank / ElementTraits<Element>::kDepth, values_.packed_S + group.first_slot * rank,
                  scratch_, low_rank, nothing);
+    if (drops_) drop(group, part, low_rank);
     for (std::int64_t lane = 0; lane < group.rows * kPanelWidth; lane += kHalfPanel) {
       (Lanes::load(tile + lane) + Lanes::load(low_rank + lane)).store(tile + lane);
     }
@@ -86,11 +93,21 @@ class WithLora {
   void end(PanelPart part) const { inner_.end(part); }
 
  private:
+  void drop(const SlotGroup& group, PanelPart part, Accumulator* low_rank) const {
+    for (int row = 0; row < group.rows; ++row) {
+      for (std::int64_t half = 0; half < 2; ++half) {
+        keep_only(product_.kept().half(group.first_slot + row, 2 * part.panel + half),
+                  low_rank + row * kPanelWidth + half * kHalfPanel);
+      }
+    }
+  }
+
   const LoraProduct<Layer>& product_;
   LowRank<Layer> values_;
   Pack pack_;
   Element* scratch_;
   Inner inner_;
+  bool drops_;
 };
 
 // Sums of outer products of half panels and low-rank rows: (row_rank, 16) for each half panel of a gradient.
@@ -193,18 +210,27 @@ class LoraColumnGradients {
     if (down_.active()) down_sums_.prefetch_grad_a(part);
     if (first_.active()) first_sums_.prefetch_grad_b(part.expert, part.panel * kFirstHalves, kFirstHalves);
   }
-  // Half a panel of a group: the results of the activation, and the weighted gradients of its inputs.
-  void add(const SlotGroup& group, std::int64_t half, const Element (*activated)[kHalfPanel],
+  // Half a panel of a group, of columns `part.panel`: the results of the activation, and the weighted gradients of its
+  // inputs.
+  void add(const SlotGroup& group, PanelPart part, std::int64_t half, const Element (*activated)[kHalfPanel],
            const Element (*d_first)[Layer::Isa::kMaxRows][kHalfPanel]) const {
     const Element* rows[Layer::Isa::kMaxRows];
     if (down_.active()) {
+      alignas(64) Element kept[Layer::Isa::kMaxRows][kHalfPanel];
       for (int row = 0; row < group.rows; ++row) rows[row] = activated[row];
+      if (down_.drops()) {
+        for (int row = 0; row < group.rows; ++row) {
+          rows[row] = std::copy(activated[row], activated[row] + kHalfPanel, kept[row]) - kHalfPanel;
+          keep_only(down_.kept().half(group.first_slot + row, 2 * part.panel + half), kept[row]);
+        }
+      }
       down_sums_.add(half, rows, group.rows, down_values_.rows(down_, group.first_slot));
     }
     if (!first_.active()) return;
-    for (std::int64_t part = 0; part < Layer::kFirstParts; ++part) {
-      for (int row = 0; row < group.rows; ++row) rows[row] = d_first[part][row];
-      first_sums_.add(half * Layer::kFirstParts + part, rows, group.rows, first_values_.rows(first_, group.first_slot));
+    for (std::int64_t output = 0; output < Layer::kFirstParts; ++output) {
+      for (int row = 0; row < group.rows; ++row) rows[row] = d_first[output][row];
+      first_sums_.add(half * Layer::kFirstParts + output, rows, group.rows,
+                      first_values_.rows(first_, group.first_slot));
     }
   }
   void end(PanelPart part) const {
@@ -260,9 +286,10 @@ class LoraHiddenGradients {
     prefetch_tokens(group, part);  // again: the product has evicted them from the few sets of L1 that they share
     inner_(group, part, tile);
     if (first_.active()) {
-      add(group, part, hidden_TH_, first_sums_, first_values_.rows(first_, group.first_slot));
+      const KeptInputs* kept = first_.drops() ? &first_.kept() : nullptr;
+      add(group, part, hidden_TH_, first_sums_, first_values_.rows(first_, group.first_slot), kept);
     }
-    if (down_.active()) add(group, part, grad_out_TH_, down_sums_, down_values_.rows(down_, group.first_slot));
+    if (down_.active()) add(group, part, grad_out_TH_, down_sums_, down_values_.rows(down_, group.first_slot), nullptr);
   }
   void end(PanelPart part) const {
     if (first_.active()) first_sums_.add_to_grad_a(part);
@@ -280,20 +307,21 @@ class LoraHiddenGradients {
     }
   }
 
+  // Rows without what is dropped where there is `kept`.
   void add(const SlotGroup& group, PanelPart part, const Tokens& tokens, const LoraSums<Layer>& sums,
-           const Accumulator* factors) const {
+           const Accumulator* factors, const KeptInputs* kept) const {
     const Element* rows[Layer::Isa::kMaxRows];
-    alignas(64) Element last_columns[Layer::Isa::kMaxRows][kHalfPanel];
+    alignas(64) Element copied[Layer::Isa::kMaxRows][kHalfPanel];
     for (std::int64_t half = 0; half < 2; ++half) {
       const std::int64_t first = part.panel * kPanelWidth + half * kHalfPanel;
       const std::int64_t count = std::min(kHalfPanel, tokens.columns - first);
       if (count <= 0) return;
       for (int row = 0; row < group.rows; ++row) {
         rows[row] = tokens.row(routing_.token(group.first_slot + row)) + first;
-        if (count == kHalfPanel) continue;
-        std::fill(std::copy(rows[row], rows[row] + count, last_columns[row]), last_columns[row] + kHalfPanel,
-                  Element{});
-        rows[row] = last_columns[row];
+        if (count == kHalfPanel && kept == nullptr) continue;
+        std::fill(std::copy(rows[row], rows[row] + count, copied[row]), copied[row] + kHalfPanel, Element{});
+        rows[row] = copied[row];
+        if (kept != nullptr) keep_only(kept->half(group.first_slot + row, 2 * part.panel + half), copied[row]);
       }
       sums.add(half, rows, group.rows, factors);
     }

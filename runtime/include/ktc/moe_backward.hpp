@@ -83,16 +83,15 @@ class ActivationGradient {
 
   void operator()(const SlotGroup& group, PanelPart part, Accumulator* tile) const {
     Accumulator d_weight[Layer::Isa::kMaxRows] = {};
-    for (int half = 0; half < 2; ++half) half_panel(group, part.panel, half, tile + half * kHalfPanel, d_weight);
+    for (int half = 0; half < 2; ++half) half_panel(group, part, half, tile + half * kHalfPanel, d_weight);
     for (int row = 0; row < group.rows; ++row) {
       weight_gradients_.put(group.first_slot + row, part.panel, d_weight[row]);
     }
   }
 
  private:
-  void half_panel(const SlotGroup& group, std::int64_t panel, int side, Accumulator* tile,
-                  Accumulator* d_weight) const {
-    const std::int64_t half = 2 * panel + side;
+  void half_panel(const SlotGroup& group, PanelPart part, int side, Accumulator* tile, Accumulator* d_weight) const {
+    const std::int64_t half = 2 * part.panel + side;
     const std::int64_t padded = layer_.shape.padded_intermediate();
     const bool has_padding = layer_.valid_lanes(half) < kHalfPanel;
     const bool needs_activated = lora_.active() || activated_rows_ != nullptr;
@@ -120,19 +119,19 @@ class ActivationGradient {
         gradients.d_up.to_elements(d_first[0][row]);
       }
     }
-    if (lora_.active()) lora_.add(group, side, activated, d_first);
+    if (lora_.active()) lora_.add(group, part, side, activated, d_first);
     if (activated_rows_ != nullptr) {
       PlainRows<Layer>(activated_rows_, padded).write(group, half * kHalfPanel, activated);
     }
     if (d_first_rows_ != nullptr) {
       const PlainRows<Layer> plain(d_first_rows_, layer_.first_size());
-      for (std::int64_t part = 0; part < Layer::kFirstParts; ++part) {
-        plain.write(group, part * padded + half * kHalfPanel, d_first[part]);
+      for (std::int64_t output = 0; output < Layer::kFirstParts; ++output) {
+        plain.write(group, output * padded + half * kHalfPanel, d_first[output]);
       }
     }
     const PackedRows<Layer> rows(d_first_S_, layer_.first_size());
-    for (std::int64_t part = 0; part < Layer::kFirstParts; ++part) {
-      rows.write(group, (half * Layer::kFirstParts + part) * kHalfPanel, d_first[part]);
+    for (std::int64_t output = 0; output < Layer::kFirstParts; ++output) {
+      rows.write(group, (half * Layer::kFirstParts + output) * kHalfPanel, d_first[output]);
     }
   }
 
@@ -229,16 +228,19 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
       Accumulator* at_hand = sums_at_hand_W.data() + worker.index * sums_at_hand<Isa>();
       Element* own_scratch = scratch_W.data() + worker.index * scratch_size;
       lora.read_factors(worker);
+      lora.draw(share(num_groups));
       if (lora.down() && !recompute) worker.barrier.arrive_and_wait();
       if (recompute) {
         const bool reads_elements = !ForwardProducts<Layer>::kPacksRows || lora.first();
         products->read_hidden(worker, share(num_groups), hidden_TH, reads_elements ? packed_S : nullptr);
-        if (lora.first()) lora.recompute_first(worker.index, share(num_groups), packed_S);
+        if (lora.first()) lora.recompute_first(worker.index, share(num_groups), hidden_TH, packed_S);
         worker.barrier.arrive_and_wait();
         auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is space: gradients come later
-        products->first(
-            worker.index, first_queues->of(worker.index), packed_S, {at_hand, own_scratch},
-            lora.around_first(worker.index, FirstEpilogue<Layer>(layer, arguments.packed, activated_S, recomputed_S)));
+        const KeptInputs* kept = lora.kept_of_down();
+        const FirstEpilogue<Layer> epilogue(layer, arguments.packed, kept == nullptr ? activated_S : nullptr,
+                                            recomputed_S, {kept == nullptr ? nullptr : activated_S, kept});
+        products->first(worker.index, first_queues->of(worker.index), packed_S, {at_hand, own_scratch},
+                        lora.around_first(worker.index, epilogue));
         worker.barrier.arrive_and_wait();
         if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);
       }

@@ -42,26 +42,33 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const MatrixView hidden_TH(static_cast<const Element*>(arguments.hidden_states), arguments.tokens, shape.hidden());
   const MatrixView out_TH(static_cast<Element*>(arguments.out), arguments.tokens, shape.hidden());
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
-  auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first);
-  auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down);
-  // Products that pack their own rows leave the rows of elements to LoRA, if the call has any.
-  const std::int64_t hidden_size = Products::kPacksRows && !lora_first.active() ? 0 : slots * shape.padded_hidden();
+  auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first, slots);
+  auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down, slots);
+  // Products that pack their own rows leave the rows of elements to LoRA, if the call has any. Where inputs are dropped,
+  // LoRA has rows of its own: of the first product, then of down.
+  const auto reads_rows = [](const auto& product) { return product.active() && !product.drops(); };
+  const std::int64_t hidden_size = Products::kPacksRows && !reads_rows(lora_first) ? 0 : slots * shape.padded_hidden();
   const std::int64_t repacked_size =
-      Products::kPacksRows && lora_down.active() ? slots * shape.padded_intermediate() : 0;
+      Products::kPacksRows && reads_rows(lora_down) ? slots * shape.padded_intermediate() : 0;
+  const std::int64_t kept_size = slots * std::max(lora_first.drops() ? shape.padded_hidden() : 0,
+                                                  lora_down.drops() ? shape.padded_intermediate() : 0);
 
   exclusively(engine, [&](const Team& team, Workspace& workspace) {
     LoraScratch<Layer> lora_scratch(layer, lora_first, lora_down, team.threads());
     Products products(layer, routing, arguments.packed, team.threads());
-    Region<Element> hidden(hidden_size), activated(slots * shape.padded_intermediate()), repacked(repacked_size);
+    Region<Element> hidden(hidden_size), activated(slots * shape.padded_intermediate()), repacked(repacked_size),
+        kept(kept_size);
     Region<Accumulator> token_sums(TokenSums<Layer>::size(arguments.tokens, shape.padded_hidden())), weights(slots);
     Region<Accumulator> sums_at_hand_W(sums_at_hand<Isa>() * team.threads());
     Region<Element> scratch_W(layer.panel_scratch() * team.threads());
     Region<Element> low_rank_first(slots * lora_first.packed_rank()), low_rank_down(slots * lora_down.packed_rank());
     workspace.lay_out(hidden, activated, repacked, products, token_sums, weights, sums_at_hand_W, scratch_W,
-                      low_rank_first, low_rank_down, lora_scratch, lora_first, lora_down);
+                      low_rank_first, low_rank_down, lora_scratch, lora_first, lora_down, kept);
     Element* hidden_S = hidden.data_or_null();
     Element* activated_S = activated.data();
     Element* repacked_S = repacked.data_or_null();
+    Element* kept_S = kept.data_or_null();
+    const KeptActivated<Element> kept_activated{lora_down.drops() ? kept_S : nullptr, &lora_down.kept()};
     Accumulator* weight_S = weights.data();
     const TokenSums<Layer> sums(token_sums.data(), shape.padded_hidden());
     LowRank<Layer> first_values{low_rank_first.data(), nullptr};
@@ -89,20 +96,25 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
       lora_first.read(routing, worker);
       lora_down.read(routing, worker);
       sums.clear(share(arguments.tokens));
+      lora_first.kept().draw(routing, share(num_groups));
+      lora_down.kept().draw(routing, share(num_groups));
+      if (lora_first.drops())
+        gather_kept(lora_first, routing, hidden_TH, shape.padded_hidden(), share(num_groups), kept_S);
       if (lora_first.active()) {
-        to_low_rank(lora_first, routing, share(num_groups), hidden_S, shape.padded_hidden(), Panels::ranks_of_a,
-                    lora_scratch.low_rank(worker.index), first_values);
+        to_low_rank(lora_first, routing, share(num_groups), lora_first.drops() ? kept_S : hidden_S,
+                    shape.padded_hidden(), Panels::ranks_of_a, lora_scratch.low_rank(worker.index), first_values);
       }
       worker.barrier.arrive_and_wait();
 
       products.first(worker.index, first_queues.of(worker.index), hidden_S, scratch,
                      WithLora(lora_first, first_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
-                              Epilogue(layer, arguments.packed, activated_S, saved_S)));
+                              Epilogue(layer, arguments.packed, activated_S, saved_S, kept_activated)));
       worker.barrier.arrive_and_wait();
       products.read_activated(worker, share(num_groups), activated_S, repacked_S);
       if (lora_down.active()) {
-        to_low_rank(lora_down, routing, share(num_groups), Products::kPacksRows ? repacked_S : activated_S,
-                    shape.padded_intermediate(), Panels::ranks_of_a, lora_scratch.low_rank(worker.index), down_values);
+        const Element* rows_S = lora_down.drops() ? kept_S : Products::kPacksRows ? repacked_S : activated_S;
+        to_low_rank(lora_down, routing, share(num_groups), rows_S, shape.padded_intermediate(), Panels::ranks_of_a,
+                    lora_scratch.low_rank(worker.index), down_values);
       }
       if (Products::kReadsActivated || lora_down.active()) worker.barrier.arrive_and_wait();
 

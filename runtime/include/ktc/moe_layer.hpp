@@ -10,6 +10,7 @@
 
 #include "ktc/concepts.hpp"
 #include "ktc/decoded_panels.hpp"
+#include "ktc/lora_dropout.hpp"
 #include "ktc/moe_sweep.hpp"
 #include "ktc/panel_places.hpp"
 #include "ktc/routing.hpp"
@@ -148,7 +149,14 @@ class PlainRows {
   std::int64_t row_size_;
 };
 
-// After a panel of the first product: the activation, in the rows that the down product reads. Either target may be
+// Packed rows of the activation's results that down's A reads, without what is dropped. Null: it reads those of down.
+template <class Element>
+struct KeptActivated {
+  Element* packed_S = nullptr;
+  const KeptInputs* inputs = nullptr;
+};
+
+// After a panel of the first product: the activation, in the rows that the down product reads. Every target may be
 // null.
 template <class Layer, class ActivatedRows = PackedRows<Layer>>
 class FirstEpilogue {
@@ -157,8 +165,9 @@ class FirstEpilogue {
   using Lanes = typename Layer::Lanes;
   using Accumulator = typename Layer::Accumulator;
 
-  FirstEpilogue(const Layer& layer, const std::byte* packed, Element* activated_S, Element* saved_S)
-      : layer_(layer), packed_(packed), activated_S_(activated_S), saved_S_(saved_S) {}
+  FirstEpilogue(const Layer& layer, const std::byte* packed, Element* activated_S, Element* saved_S,
+                KeptActivated<Element> kept = {})
+      : layer_(layer), packed_(packed), activated_S_(activated_S), saved_S_(saved_S), kept_(kept) {}
 
   void begin(PanelPart) const {}
   void end(PanelPart) const {}
@@ -207,12 +216,19 @@ class FirstEpilogue {
     if (activated_S_ != nullptr) {
       ActivatedRows(activated_S_, padded).write(group, half * kHalfPanel, activated);
     }
+    if (kept_.packed_S != nullptr) {
+      for (int row = 0; row < group.rows; ++row) {
+        keep_only(kept_.inputs->half(group.first_slot + row, half), activated[row]);
+      }
+      PackedRows<Layer>(kept_.packed_S, padded).write(group, half * kHalfPanel, activated);
+    }
   }
 
   const Layer& layer_;
   const std::byte* packed_;
   Element* activated_S_;
   Element* saved_S_;
+  KeptActivated<Element> kept_;
 };
 
 // Sums over the experts of a token, kept in accumulators of (T, Hp) until the last one was added.

@@ -58,6 +58,8 @@ struct Fields<ktc::LoraFactors> {
                                       required<&Of::scale>("scale"),
                                       required<&Of::interleaved>("interleaved"),
                                       required<&Of::b_strides>("b_strides"),
+                                      optional<&Of::dropped>("dropped"),
+                                      optional<&Of::seed>("seed"),
                                       optional<&Of::grad_a>("grad_a"),
                                       optional<&Of::grad_b>("grad_b"),
                                       optional<&Of::grad_b_strides>("grad_b_strides")};

@@ -41,7 +41,8 @@ struct FactorStrides {
 // LoRA on one product for all experts, in the kernel's accumulator type: A (E, rank, inputs), contiguous, and B (E,
 // outputs, rank), as its strides say, add scale * B A to the weights. Rank 0: none. The outputs of the first product
 // are the rows of gate, then those of up; or of both in turn where `interleaved`. Gradients, of the same shapes, are
-// zeros before backward, which writes those of experts with tokens.
+// zeros before backward, which writes those of experts with tokens. An input of A is dropped where its 16 random bits
+// are below `dropped` (0: none), by the `seed` of the call; `scale` then contains the factor of the others.
 struct LoraFactors {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -50,6 +51,8 @@ struct LoraFactors {
   std::int64_t rank = 0;
   double scale = 1;
   bool interleaved = false;
+  std::int64_t dropped = 0;  // of 65,536
+  std::int64_t seed = 0;
   FactorStrides b_strides = {};
   FactorStrides grad_b_strides = {};
 };
