@@ -13,6 +13,9 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.reference import fused_moe_reference
 
 
+DRAWN = 11  # of torch's generator before a call, which draws the seed of its dropout
+
+
 @dataclass(frozen=True, slots=True)
 class Adapted:
     """A random layer with factors, in float64 but exact in bf16; `ranks` 0: none."""
@@ -24,7 +27,8 @@ class Adapted:
         """Output, then the gradients of hidden states, routing weights and factors."""
         x, weights, lora = trained(self, torch.float64, torch.float64)
         stock = [*self.layer.stock.values()]
-        out = fused_moe_reference(x, self.layer.index, weights, stock, self.layer.form, lora=lora)
+        torch.manual_seed(DRAWN)
+        out = fused_moe_reference(x, self.layer.index, weights, stock, self.layer.form, lora=lora.drawn())
         return with_gradients(out, self.layer.grad, (x, weights, *lora.factors))
 
 
@@ -48,12 +52,15 @@ def with_gradients(out: Tensor, grad: Tensor, inputs: tuple[Tensor | None, ...])
 def run_adapted(module: FusedMoe, adapted: Adapted, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     masters = torch.float64 if dtype == torch.float64 else torch.float32
     x, weights, lora = trained(adapted, dtype, masters)
+    torch.manual_seed(DRAWN)
     return with_gradients(
         module(x, adapted.layer.index, weights, lora), adapted.layer.grad, (x, weights, *lora.factors)
     )
 
 
-def adapt(layer: Layer, rank: int | tuple[int, int], *, seed: int = 3, selecting: bool = False) -> Adapted:
+def adapt(
+    layer: Layer, rank: int | tuple[int, int], *, seed: int = 3, selecting: bool = False, dropout: float = 0.0
+) -> Adapted:
     """Factors of both products, or of those with a rank; B is stored as PEFT stores it, with the experts last.
 
     Where they are `selecting`, A picks single inputs and the scale is a power of two: no low-rank value is rounded.
@@ -67,7 +74,8 @@ def adapt(layer: Layer, rank: int | tuple[int, int], *, seed: int = 3, selecting
         if selecting:
             a = torch.eye(rank, inputs).expand(layer.num_experts, -1, -1)
         b = torch.randn(outputs, rank, layer.num_experts, generator=generator).mul(0.25 * rank**-0.5).bfloat16()
-        return Lora(a.double(), b.double().permute(2, 0, 1), scale=0.5 if selecting else 0.75)
+        scale = 0.5 if selecting else 0.75
+        return Lora(a.double(), b.double().permute(2, 0, 1), scale, dropout=dropout)
 
     first, down = rank if isinstance(rank, tuple) else (rank, rank)
     wide = layer.intermediate * (2 if layer.form.gated else 1)

@@ -16,6 +16,7 @@ from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import PANEL, padded
 
 _RANK_UNIT: Final = 8  # saved low-rank rows are padded to it
+_DROPPED: Final = 128  # columns whose bits are drawn together: `lora_dropout.hpp`
 _ITEM: Final = {"bf16": 2, "fp32": 4, "fp64": 8}
 _INDEX: Final = 8
 # What one thread's sums take at most, with tiles and without; `sums_at_hand` of moe_sweep.hpp asserts it.
@@ -56,22 +57,26 @@ class Slots:
 
 
 def slots_of(
-    spec: FusedMoeSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1, weights_train: bool = False
-) -> Slots:
+    spec: FusedMoeSpec, *, keep: bool, ranks: tuple[int, int] = (0, 0), threads: int = 1, weights_train: bool = False,
+    dropout: bool = False,
+) -> Slots:  # fmt: skip
     """Return the bytes of a layer that keeps gate and up for backward, or its input to recompute them.
 
     `ranks` are those of LoRA on the first product and on down (0: none). Its gradients read the input too, and the
     low-rank values of each slot. `weights_train`: backward makes gradients of weights, or of factors merged into them.
+    With `dropout` each pass has a bit for each input of LoRA, and rows without what is dropped.
     """
     sizes = _Sizes.of(spec)
+    bits, rows = _dropped(sizes, ranks) if dropout else (0, 0)
+    again = 0 if keep or not ranks[0] else sizes.top_k * sizes.hidden * sizes.item
     factors = _factors(spec, ranks)
     return Slots(
         saved=_saved(spec, sizes, ranks, keep=keep),
         _around=2 * sizes.hidden * sizes.item,  # input and output
         _gradients=weights_train * sizes.top_k * (sizes.outputs + sizes.inter) * sizes.item,
         _per_token=(
-            _forward(spec, sizes, ranks),
-            _backward(spec, sizes, ranks, keep=keep),
+            _forward(spec, sizes, ranks) + bits + rows,
+            _backward(spec, sizes, ranks, keep=keep) + bits + again * dropout,
         ),
         _scratch=(
             threads * _thread(spec, sizes, ranks, panels=_decoded_panels(spec), quantises=True) + factors,
@@ -151,6 +156,13 @@ def _token(spec: FusedMoeSpec, sizes: _Sizes) -> int:
 def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
     """Return the bytes of a slot's low-rank values, as elements and as sums."""
     return sum(padded(rank) for rank in ranks) * (sizes.item + sizes.total)
+
+
+def _dropped(sizes: _Sizes, ranks: tuple[int, int]) -> tuple[int, int]:
+    """Return the bytes per token of dropout in forward: bits, and rows of elements of one product, then of the other."""
+    widths = [width for width, rank in zip((sizes.hidden, sizes.inter), ranks, strict=True) if rank]
+    bits = sum(-(-width // _DROPPED) * _DROPPED // 8 for width in widths)
+    return sizes.top_k * bits, sizes.top_k * max(widths, default=0) * sizes.item
 
 
 def _quantised(spec: FusedMoeSpec, sizes: _Sizes) -> int:

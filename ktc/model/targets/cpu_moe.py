@@ -141,6 +141,7 @@ class CpuMoe(ModuleTarget):
             ranks=lora.ranks if lora else (0, 0),
             threads=self.num_threads(seen.host),
             weights_train=bool(plan.weights.masters) or plan.weights.merged,
+            dropout=lora is not None and lora.dropout,
         )
         return NodeMemory(slots=slots)
 

@@ -114,7 +114,7 @@ def test_the_operator_alone_reads_nothing_beyond_a_tensor(load: Load) -> None:
     experts = load(layer, SPEC).weights.packed
     assert experts is not None
     x, index, weights = layer.x.bfloat16(), layer.index, layer.weights.float()
-    trailing = (None, None, None, None, experts.key, 1.0, 1.0, False, True)
+    trailing = (None, None, None, None, None, experts.key, 1.0, 1.0, 0.0, 0.0, False, True)
     out, saved = torch.ops.ktc.fused_moe(experts.packed, x, index, weights, *trailing)
     backward = torch.ops.ktc.fused_moe_backward
     assert torch.isfinite(backward(experts.packed, out, x, index, weights, saved, *trailing)[0]).all()

@@ -32,20 +32,23 @@ def factors(layer: Layer, rank: int = 3, *, first: bool = True, down: bool = Tru
     return ExpertsLora(lora(layer.hidden, wide) if first else None, lora(narrow, layer.hidden) if down else None)
 
 
-def arguments(module: FusedMoe, layer: Layer, lora: ExpertsLora, *, keep: bool) -> tuple[Any, ...]:
+def arguments(
+    module: FusedMoe, layer: Layer, lora: ExpertsLora, *, keep: bool, dropout: float = 0.0
+) -> tuple[Any, ...]:
     experts = module.weights.packed
     assert experts is not None
     x, weights = layer.x.bfloat16().requires_grad_(), layer.weights.float().requires_grad_()
-    rest = (*lora.factors, experts.key, 0.75, 0.5, False, keep)
+    seed = torch.tensor(5) if dropout else None
+    rest = (*lora.factors, seed, experts.key, 0.75, 0.5, dropout, dropout, False, keep)
     return experts.packed[:], x, layer.index, weights, *rest
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
-@pytest.mark.parametrize("adapted", ["nothing", "both", "down"])
+@pytest.mark.parametrize("adapted", ["nothing", "both", "down", "dropped"])
 def test_the_operator_is_what_pytorch_asks_of_one(load: Load, adapted: str, keep: bool) -> None:
     layer = random_layer(64, 48, 4, 2, 9)
-    lora = factors(layer, first=adapted == "both", down=adapted != "nothing")
-    inputs = arguments(load(layer, SPEC), layer, lora, keep=keep)
+    lora = factors(layer, first=adapted in ("both", "dropped"), down=adapted != "nothing")
+    inputs = arguments(load(layer, SPEC), layer, lora, keep=keep, dropout=0.25 if adapted == "dropped" else 0.0)
     torch.library.opcheck(torch.ops.ktc.fused_moe.default, inputs)
 
 
