@@ -143,9 +143,48 @@ def test_an_adapter_comes_back_and_others_stand_beside_it(package: ModuleType, t
         assert torch.equal(logits(model), base)
 
 
+def test_dropout_is_drawn_in_training_alone_and_repeatable_for_a_seed(package: ModuleType, tmp_path: Path) -> None:
+    config = package.lora_config()
+    config.lora_dropout = 0.5
+    torch.manual_seed(7)
+    model = get_peft_model(package.load(), config)
+    for name, values in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(values, std=0.1)
+    wanted = logits(model.eval())
+    assert torch.equal(logits(model), wanted)
+
+    def in_training(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return logits(model.train())
+
+    assert torch.equal(in_training(1), in_training(1))
+    assert not torch.equal(in_training(1), in_training(2))
+    torch.manual_seed(1)
+    checkpointed = gradients(model.train())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad()
+    torch.manual_seed(1)
+    assert all(torch.equal(gradient, checkpointed[name]) for name, gradient in gradients(model).items())
+    model.save_pretrained(str(tmp_path / "adapter"))
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["lora_dropout"] == 0.5
+    assert torch.equal(logits(PeftModel.from_pretrained(package.load(), str(tmp_path / "adapter"))), wanted)
+
+
+def test_several_active_adapters_drop_nothing_together(package: ModuleType) -> None:
+    config = package.lora_config()
+    config.lora_dropout = 0.5
+    model = get_peft_model(package.load(), config, "first")
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["first", "second"])
+    logits(model.eval())
+    with pytest.raises(InputRefused, match=r"L432: several active adapters"):
+        logits(model.train())
+
+
 def test_what_packed_experts_cannot_do_is_refused(package: ModuleType) -> None:
     weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    for settings in ({"lora_dropout": 0.1}, {"r": 129}, {"init_lora_weights": "pissa"}):
+    for settings in ({"r": 129}, {"init_lora_weights": "pissa"}):
         with pytest.raises(InputRefused, match="L432"):
             get_peft_model(package.load(), LoraConfig(target_modules=[], target_parameters=weights, **settings))  # type: ignore[arg-type]
     with pytest.raises(InputRefused, match="L433"):

@@ -202,13 +202,15 @@ def test_quantising_what_was_quantised_changes_nothing() -> None:
         assert torch.equal(again[1], scales)
 
 
-@pytest.mark.parametrize("tokens", [5, 65], ids=["few rows", "many rows"])
-def test_lora_on_quantised_weights(library: KernelLibrary, spec: FusedMoeSpec, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "dropout"), [(5, 0.0), (65, 0.0), (65, 0.5)], ids=["few rows", "many rows", "dropout"]
+)
+def test_lora_on_quantised_weights(library: KernelLibrary, spec: FusedMoeSpec, tokens: int, dropout: float) -> None:
     layer = layer_for(spec, (2, 3, 4, 2, tokens, 4))
     module = module_for(library, spec, layer)
     for expert, part, values in matrices(layer):
         values.copy_(module.expert(expert, part))
-    adapted = adapt(layer, (8, 5), selecting=not spec.gated)
+    adapted = adapt(layer, (8, 5), selecting=not spec.gated, dropout=dropout)
     # of few rows the codes themselves are multiplied, which is the more exact of two roundings
     assert_close(run_adapted(module, adapted), adapted.reference(), 1 if tokens > 4 * max(CODE_ROWS.values()) else 2)
     for options in ({"threads": 3}, {"activations": "recompute"}):

@@ -57,6 +57,8 @@ def test_a_plan_bounds_what_a_call_reserves(
     experts = load(layer, spec, threads=threads).weights.packed
     assert experts is not None
     compare(experts, layer, spec, ranks, threads, keep)
+    if any(ranks):
+        compare(experts, layer, spec, ranks, threads, keep, dropout=0.25)
 
 
 @pytest.mark.slow
@@ -75,15 +77,18 @@ def test_quantised_weights_take_scratch_of_their_own(
         for ranks in ((0, 0), (8, 5)):
             for keep in (True, False):
                 compare(experts, layer, spec, ranks, threads, keep)
+                if any(ranks):
+                    compare(experts, layer, spec, ranks, threads, keep, dropout=0.25)
 
 
 def compare(
-    experts: PackedExperts, layer: Layer, spec: FusedMoeSpec, ranks: tuple[int, int], threads: int, keep: bool
-) -> None:
+    experts: PackedExperts, layer: Layer, spec: FusedMoeSpec, ranks: tuple[int, int], threads: int, keep: bool,
+    dropout: float = 0.0,
+) -> None:  # fmt: skip
     sized = replace(spec, **SIZES)
-    slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads)
+    slots = slots_of(sized, keep=keep, ranks=ranks, threads=threads, dropout=bool(dropout))
     x, index, weights = layer.x.bfloat16(), layer.index, layer.weights.float()
-    lora = lora_of(ranks, layer)
+    lora = lora_of(ranks, layer, dropout).drawn()
     saved = experts.forward(x, index, weights, save=keep, lora=lora)[1]
 
     def forward() -> None:
@@ -98,11 +103,11 @@ def compare(
     assert packed_bytes(sized) == experts.nbytes
 
 
-def lora_of(ranks: tuple[int, int], layer: Layer) -> ExpertsLora:
+def lora_of(ranks: tuple[int, int], layer: Layer, dropout: float) -> ExpertsLora:
     def lora(rank: int, inputs: int, outputs: int) -> Lora | None:
         factor: Callable[..., Tensor] = torch.zeros
         b = factor(outputs, rank, 8).permute(2, 0, 1)  # as PEFT stores it
-        return Lora(factor(8, rank, inputs), b, 1.0) if rank else None
+        return Lora(factor(8, rank, inputs), b, 1.0, dropout=dropout) if rank else None
 
     hidden, inner = layer.hidden, layer.intermediate
     return ExpertsLora(lora(ranks[0], hidden, inner * (1 + layer.form.gated)), lora(ranks[1], inner, hidden))

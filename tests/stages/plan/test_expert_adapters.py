@@ -105,17 +105,30 @@ def test_a_plan_says_what_a_token_leaves_for_backward(tmp_path: Path, activation
 
 
 @pytest.mark.parametrize(
-    ("action", "block", "why"),
+    ("action", "why"),
     [
-        ("cpu_moe() => lora_experts()", "dropout = 0.1", "dropout 0.1"),
-        ("cpu_moe() => lora_experts(rank = 200)", "", "rank 200, of which the kernels take 128"),
-        ("cpu_moe() => lora_experts(targets = [gate])", "", "gate and up are one weight"),
-        ("lora_experts()", "", "no rule with `cpu_moe`"),
+        ("cpu_moe() => lora_experts(rank = 200)", "rank 200, of which the kernels take 128"),
+        ("cpu_moe() => lora_experts(targets = [gate])", "gate and up are one weight"),
+        ("lora_experts()", "no rule with `cpu_moe`"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_with_a_reason(tmp_path: Path, action: str, block: str, why: str) -> None:
-    text = f"rule r {{ match moe.block => {action} }}\nlora {{ rank = 8  {block} }}"
+def test_what_cannot_be_adapted_is_refused_with_a_reason(tmp_path: Path, action: str, why: str) -> None:
+    text = f"rule r {{ match moe.block => {action} }}\nlora {{ rank = 8 }}"
     assert why in refused(text, tmp_path)
+
+
+def test_dropout_is_planned_with_its_memory(tmp_path: Path) -> None:
+    rule = "rule r { match moe.block => cpu_moe() => lora_experts() }"
+    plain, dropped = (plan_of(f"{rule}\nlora {{ rank = 8  dropout = {p} }}", tmp_path) for p in (0, 0.1))
+    assert plain.lora is not None and dropped.lora is not None
+    config = adapter_json(dropped.lora)
+    assert (config["lora_dropout"], config["target_parameters"]) == (0.1, list(plain.lora.parameters))
+    (kernel,) = dropped.kernels
+    for keep in (True, False):
+        without, with_it = (slots_of(kernel, keep=keep, ranks=(8, 8), dropout=each) for each in (False, True))
+        assert without.saved == with_it.saved
+        assert without.forward(64) < with_it.forward(64)
+        assert without.backward(64) < with_it.backward(64)
 
 
 def test_experts_in_a_list_are_refused_and_told_why(tmp_path: Path) -> None:

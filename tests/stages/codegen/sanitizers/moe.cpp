@@ -305,6 +305,8 @@ class Layer {
             .rank = rank,
             .scale = 0.5,
             .interleaved = interleaved,
+            .dropped = rank % 2 == 1 ? 20000 : 0,
+            .seed = 7,
             .b_strides = strides,
             .grad_b_strides = strides};
   }
