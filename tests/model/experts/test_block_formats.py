@@ -309,7 +309,7 @@ def adapted_and_expected(
     """Output and gradients of a layer with LoRA, and what they should be."""
     layer = layer_for(spec, (1, 1, 2, 2, tokens, 2), seed)
     module = module_for(library, spec, layer)
-    adapted = adapt(layer, 8)
+    adapted = adapt(layer, 8, dropout=seed % 2 * 0.5)
     found = run_adapted(module, adapted)
     round_what_is_decoded(module, spec, layer, tokens)
     out = adapted.reference()[0]

@@ -14,11 +14,13 @@ from torch import Tensor
 from ktc.foundation import host
 from ktc.foundation.isa import Isa
 from ktc.model.experts import lora_dropout
+from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.lora_dropout import Drop, Product, kept_only, philox
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.experts.streamed_backend import Streamed
+from ktc.model.experts.weight_training import WeightTraining
 
 # Hidden, intermediate, experts, experts per token, tokens, and how many experts get any.
 SHAPES = {
@@ -214,3 +216,32 @@ def test_no_seed_is_read_where_nothing_is_dropped() -> None:
     stock = [*adapted.layer.stock.values()]
     out = fused_moe_reference(x, adapted.layer.index, weights, stock, adapted.layer.form, lora=lora)
     assert torch.equal(out, adapted.reference()[0])
+
+
+def test_adapters_beside_weights_that_train_drop_the_same(load: Load) -> None:
+    adapted = adapt(random_layer(70, 37, 5, 2, 29), 8, dropout=P)
+    training = WeightTraining(masters=torch.float64)
+    module = load(adapted.layer, spec_of("scalar", "fp64"), training=training)
+    for ours, theirs in zip(run_adapted(module, adapted, torch.float64), adapted.reference(), strict=True):
+        assert error(ours, theirs) <= 1e-14
+
+
+def test_a_graph_that_would_keep_a_seed_is_refused(load: Load) -> None:
+    adapted = adapt(random_layer(64, 48, 4, 2, 9), 8, dropout=P)
+    module, nodes = load(adapted.layer, spec_of(ISAS[0])), HostNodes(lambda call: call())
+    inputs = adapted.layer.x.bfloat16(), adapted.layer.index, adapted.layer.weights.float()
+    with (
+        nodes.recorded(module.step_context),
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="drop inputs, as in training"),
+    ):
+        module(*inputs, adapted.lora)
+
+
+def test_a_compiled_call_is_repeatable_for_a_seed(load: Load) -> None:
+    adapted = adapt(random_layer(64, 48, 4, 2, 9), 8, dropout=P)
+    module = load(adapted.layer, spec_of(ISAS[0]))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    first, second = (run_adapted(compiled, adapted) for _ in range(2))  # type: ignore[arg-type]
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, run_adapted(module, adapted)))

@@ -111,6 +111,11 @@ def test_a_capture_without_parameters_of_its_own_trains_what_has_them(tmp_path: 
             "an adapter with dropout cannot be merged",
         ),
         (
+            f"lora {{ rank = 4  dropout = 0.1 }}\nrule e {{ {EXPERTS} => lora_experts on m.experts "
+            "=> fake_quant(int4, group = 32, weights = merged) on m.experts }",
+            "an adapter with dropout cannot be merged",
+        ),
+        (
             LORA + 'rule q { match linear at "**.q_proj" => lora_linear => fake_quant(int4, weights = merged) }\n'
             'rule k { match linear at "**.k_proj" => lora_linear => fake_quant(int4) }',
             "rounds the base of `model.layers.0.self_attn.k_proj` and the merged weights of",
