@@ -81,13 +81,13 @@ def batches(shape: Shape, tokens: int) -> tuple[Batch, ...]:
     return tuple(one() for _ in range(NUM_ROUTINGS))
 
 
-def lora_factors(shape: Shape, rank: int) -> ExpertsLora:
+def lora_factors(shape: Shape, rank: int, dropout: float = 0.0) -> ExpertsLora:
     """Trained factors on gate, up and down in fp32, stored as PEFT stores them: A by expert, B with experts last."""
     generator = torch.Generator().manual_seed(rank)
     scale = _LORA_ALPHA / rank
     gate_up = _factors(shape.num_experts, rank, shape.hidden, 2 * shape.intermediate, generator)
     down = _factors(shape.num_experts, rank, shape.intermediate, shape.hidden, generator)
-    return ExpertsLora(Lora(*gate_up, scale), Lora(*down, scale))
+    return ExpertsLora(Lora(*gate_up, scale, dropout=dropout), Lora(*down, scale, dropout=dropout))
 
 
 def _uniform(size: tuple[int, int], generator: torch.Generator) -> Tensor:

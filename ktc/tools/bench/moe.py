@@ -71,6 +71,7 @@ class Row:
     share_of_bandwidth: float = column("of read", "{:.3f}")
     ktc_speedup: float | None = column("ktc is", "{:.2f}x as fast", default=None)
     shape: str
+    lora_dropout: float = 0.0
     isa: str
     threads: int
     rounds: int
@@ -244,7 +245,10 @@ def _measure(
         cases = list[_Case]()
         for passes, rank, candidate in itertools.product(request.passes, request.lora_ranks, candidates):
             case = _Case(candidate, passes, rank, inputs)
-            if reason := candidate.reason_against(tokens, passes, rank) or failed.get(id(candidate), ""):
+            reason = candidate.reason_against(tokens, passes, rank) or failed.get(id(candidate), "")
+            if rank and request.lora_dropout and not candidate.impl.startswith(KTC):
+                reason = reason or "has no dropout of LoRA on experts"
+            if reason:
                 yield left_out(candidate.impl, reason, passes, tokens, rank)
             else:
                 cases.append(case)
@@ -305,6 +309,7 @@ def _row(request: Moe, case: _Case, spent: Sequence[Seconds], samples: Samples) 
         share_of_bandwidth=gbps / bandwidth,
         isa=candidate.isa,
         lora_rank=case.rank,
+        lora_dropout=request.lora_dropout if case.rank else 0.0,
         threads=request.threads,
         rounds=len(spent),
         **times,

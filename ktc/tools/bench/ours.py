@@ -94,7 +94,7 @@ def _load_blocks(module: FusedMoe, shape: Shape, weight_format: WeightFormat) ->
 def _layer(module: FusedMoe, request: Moe, rank: int) -> Layer:
     if rank == 0:
         return Layer(module)
-    lora = lora_factors(request.shape, rank)
+    lora = lora_factors(request.shape, rank, request.lora_dropout)
     trained = tuple(factor for factor in lora.factors if factor is not None)
 
     def experts(x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:

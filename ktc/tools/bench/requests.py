@@ -137,6 +137,7 @@ class Moe(_OfLayer):
     lora_ranks: tuple[int, ...] = numbers(
         (0,), "LoRA ranks on the experts; 0: without LoRA.", "--lora-rank", least=0, most=MAX_RANK
     )
+    lora_dropout: float = option(0.0, "Dropout of LoRA, which only ktc has on experts.", least=0, most=1)
     threads: int = option(1, _THREADS, least=1)
     rounds: int = option(0, "Measured rounds; the median is reported. 0 chooses by the cost.", least=0)
     isas: tuple[Isa, ...] = words((), "Instruction sets of ktc's kernels. Default: the best.", "--isa", (), "ISA,...")
