@@ -23,40 +23,59 @@ namespace ktc::inline KTC_UNIT {
 // The product whose inputs are dropped: the last word of the counter.
 enum class DroppedProduct : std::uint32_t { kFirst = 0, kDown = 1 };
 
-// Columns of a counter, and counters that are computed together.
+// Columns of a counter. Rows are whole stretches of `kCounters` counters, and at most `kMostCounters` are drawn at once.
 inline constexpr std::int64_t kDropBlock = 8;
 inline constexpr std::int64_t kCounters = 16;
+inline constexpr std::int64_t kMostCounters = 256;
 
-// The numbers of `kCounters` neighbouring blocks; `words[i]` are word i of each counter, then of each result.
-inline void philox(std::uint64_t seed, std::uint32_t (&words)[4][kCounters]) {
-  constexpr std::uint64_t kFirstFactor = 0xD2511F53, kSecondFactor = 0xCD9E8D57;
+// Ten rounds over `count` counters, of which each array has a word; the results replace them. The loop has no constant
+// length, since GCC unrolls such loops before it could vectorise them.
+inline void philox(std::uint64_t seed, std::int64_t count, std::uint32_t* __restrict c0, std::uint32_t* __restrict c1,
+                   std::uint32_t* __restrict c2, std::uint32_t* __restrict c3) {
+  constexpr std::uint32_t kFirstFactor = 0xD2511F53, kSecondFactor = 0xCD9E8D57;
   constexpr int kRounds = 10;
   auto first_key = static_cast<std::uint32_t>(seed), second_key = static_cast<std::uint32_t>(seed >> 32);
+  const auto high = [](std::uint32_t factor, std::uint32_t word) {
+    return static_cast<std::uint32_t>(static_cast<std::uint64_t>(factor) * word >> 32);
+  };
   for (int round = 0; round < kRounds; ++round) {
-    for (std::int64_t i = 0; i < kCounters; ++i) {
-      const std::uint64_t first = kFirstFactor * words[0][i], second = kSecondFactor * words[2][i];
-      words[0][i] = static_cast<std::uint32_t>(second >> 32) ^ words[1][i] ^ first_key;
-      words[1][i] = static_cast<std::uint32_t>(second);
-      words[2][i] = static_cast<std::uint32_t>(first >> 32) ^ words[3][i] ^ second_key;
-      words[3][i] = static_cast<std::uint32_t>(first);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::uint32_t first = c0[i], second = c2[i];
+      c0[i] = high(kSecondFactor, second) ^ c1[i] ^ first_key;
+      c1[i] = kSecondFactor * second;
+      c2[i] = high(kFirstFactor, first) ^ c3[i] ^ second_key;
+      c3[i] = kFirstFactor * first;
     }
     first_key += 0x9E3779B9;
     second_key += 0xBB67AE85;
   }
 }
 
+// A byte of ones for each bit that is set, of zeros for each other.
+inline std::uint64_t bytes_of_bits(std::uint8_t bits) {
+  constexpr std::uint64_t kOnes = 0x0101010101010101;
+  const std::uint64_t single = bits * kOnes & 0x8040201008040201;  // bit i in byte i
+  return ((single + 0x7f * kOnes) >> 7 & kOnes) * 0xff;
+}
+
 // Zeros in place of those of 16 values whose bit is not set.
 template <class T>
 [[gnu::always_inline]] inline void keep_only(std::uint16_t kept, T* values) {
-  using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t,
-                                  std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
+  using Bits = std::conditional_t<sizeof(T) == 2, std::int16_t,
+                                  std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>>;
   static_assert(sizeof(T) == sizeof(Bits));
-  alignas(64) Bits bits[kHalfPanel];
-  std::memcpy(bits, values, sizeof(bits));
-  for (std::int64_t lane = 0; lane < kHalfPanel; ++lane) {
-    bits[lane] &= static_cast<Bits>(-static_cast<std::int32_t>(kept >> lane & 1));
+  // Eight at a time: a load of both words of bytes would wait for their stores.
+  for (std::int64_t first = 0; first < kHalfPanel; first += kDropBlock) {
+    const std::uint64_t bytes = bytes_of_bits(static_cast<std::uint8_t>(kept >> first));
+    using Bytes [[gnu::vector_size(kDropBlock)]] = std::int8_t;
+    using Lanes [[gnu::vector_size(kDropBlock * sizeof(Bits))]] = Bits;
+    Bytes masks;
+    Lanes lanes;
+    std::memcpy(&masks, &bytes, sizeof(masks));
+    std::memcpy(&lanes, values + first, sizeof(lanes));
+    lanes &= __builtin_convertvector(masks, Lanes);
+    std::memcpy(values + first, &lanes, sizeof(lanes));
   }
-  std::memcpy(values, bits, sizeof(bits));
 }
 
 // The kept inputs of one product: a bit for each column of each slot, drawn once in each pass. Nothing is allocated or
@@ -99,24 +118,30 @@ class KeptInputs {
 
  private:
   void draw_row(std::int64_t token, std::int64_t expert, std::uint8_t* kept) const {
-    alignas(64) std::uint32_t words[4][kCounters];
-    for (std::int64_t block = 0; block < row_bytes_; block += kCounters) {
-      for (std::int64_t i = 0; i < kCounters; ++i) {
-        words[0][i] = static_cast<std::uint32_t>(block + i);
+    alignas(64) std::uint32_t words[4][kMostCounters];
+    for (std::int64_t first = 0; first < row_bytes_; first += kMostCounters) {
+      const std::int64_t count = std::min(kMostCounters, row_bytes_ - first);
+      for (std::int64_t i = 0; i < count; ++i) {
+        words[0][i] = static_cast<std::uint32_t>(first + i);
         words[1][i] = static_cast<std::uint32_t>(token);
         words[2][i] = static_cast<std::uint32_t>(expert);
         words[3][i] = static_cast<std::uint32_t>(product_);
       }
-      philox(seed_, words);
-      for (std::int64_t i = 0; i < kCounters; ++i) {
-        std::uint32_t bits = 0;
-        for (int word = 0; word < 4; ++word) {
-          const std::uint32_t low = words[word][i] & 0xffff, high = words[word][i] >> 16;
-          bits |= static_cast<std::uint32_t>(low >= dropped_) << (2 * word);
-          bits |= static_cast<std::uint32_t>(high >= dropped_) << (2 * word + 1);
-        }
-        kept[block + i] = static_cast<std::uint8_t>(bits);
+      philox(seed_, count, words[0], words[1], words[2], words[3]);
+      bits_of(words, count, kept + first);
+    }
+  }
+
+  // A bit for each 16 bits of a counter's four words, the lower ones of a word first.
+  void bits_of(const std::uint32_t (&words)[4][kMostCounters], std::int64_t count, std::uint8_t* __restrict kept) const {
+    const std::uint32_t dropped = dropped_;
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::uint32_t bits = 0;
+      for (int word = 0; word < 4; ++word) {
+        const std::uint32_t low = words[word][i] & 0xffff, high = words[word][i] >> 16;
+        bits |= (low >= dropped ? 1U : 0U) << (2 * word) | (high >= dropped ? 2U : 0U) << (2 * word);
       }
+      kept[i] = static_cast<std::uint8_t>(bits);
     }
   }
 
