@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError
 from ktc.foundation.files import temporary_folder
 from ktc.model import twin
+from ktc.model.experts.peft_wrapper import ADAPTED
 from ktc.model.hf import stock_model
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.model.loading import all_linear
@@ -134,6 +135,9 @@ def _for_twin(config: LoraConfig, model: nn.Module) -> LoraConfig:
         config.target_modules = None  # a pattern of later layers
     config.target_parameters = list(_known(config.target_parameters or (), parameters)) or None
     config.layers_to_transform = config.layers_pattern = None
+    stacks = [name.rpartition(".")[2] in ADAPTED for name in config.target_parameters or ()]
+    if stacks and all(stacks):
+        config.lora_dropout = 0.0  # compiled experts take it, which stock PEFT does not know
     return config
 
 
