@@ -45,6 +45,10 @@ TOLD: dict[str, tuple[AdapterFacts, str, str]] = {
         AdapterFacts("gpt_oss", ("model.layers.0.mlp.experts.down_proj",), stacked=True, num_layers=2),
         "`ktc export ADAPTER` will refuse experts one by one", "--layout peft-fused`",
     ),
+    "experts with dropout": (
+        AdapterFacts("qwen3_moe", ("model.layers.0.mlp.experts.down_proj",), num_layers=2, dropout=True),
+        "stock peft will refuse", "`ktc export ADAPTER` writes `lora_dropout` as 0",
+    ),
     "modules that train": (AdapterFacts("qwen3_moe", (), ("model.embed_tokens",)), "`ktc export` will refuse", "merge"),
     "tied weights": (
         AdapterFacts("qwen3_moe", ("lm_head",), tied=frozenset({"lm_head.weight"})), "`lm_head`: the weight is tied", ""

@@ -1,7 +1,8 @@
 """The later uses of an adapter that are impossible by the names of its weights or by its original.
 
 In: `AdapterFacts`, known before anything is trained. Out: a finding (A613) for each later command that will refuse the
-adapter, with its reason and the ways that remain. `ktc.adapters` refuses for the same reasons, by the same functions.
+adapter, with its reason and the ways that remain, and where stock PEFT will. `ktc.adapters` refuses for the same
+reasons, by the same functions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class AdapterFacts:
     """The names that LoRA adapts (of layers or of weights) and those of modules that train themselves.
 
     `tied` are the weights of the model that share their values with another. `own_code`: of the model's class.
-    `stacked`: PEFT reads the experts of a layer in one tensor alone. `num_layers` of the model, 0 if unknown.
+    `stacked`: PEFT reads the experts of a layer in one tensor alone. `num_layers` of the model, 0 if unknown. `dropout`:
+    what the adapter reads is dropped in training.
     """
 
     model_type: str
@@ -34,6 +36,7 @@ class AdapterFacts:
     own_code: bool = False
     stacked: bool = False
     num_layers: int = 0
+    dropout: bool = False
 
 
 def refused_later(facts: AdapterFacts) -> tuple[Diagnostic, ...]:
@@ -41,7 +44,7 @@ def refused_later(facts: AdapterFacts) -> tuple[Diagnostic, ...]:
     if facts.own_code:
         message = "`ktc export` and `ktc merge` will refuse the adapter: the model's class is code of its own"
         return (_found(message, "use the adapter with peft, or with `ktc generate` and `ktc serve`", "note"),)
-    exports = _whole(facts) if facts.modules else (*_stacked(facts), *_without_gguf(facts))
+    exports = _whole(facts) if facts.modules else (*_stacked(facts), *_dropped(facts), *_without_gguf(facts))
     return (*exports, *_tied(facts), *_rounded(facts))
 
 
@@ -86,6 +89,14 @@ def _stacked(facts: AdapterFacts) -> Iterator[Diagnostic]:
         message = f"`ktc export ADAPTER` will refuse experts one by one, its default: {only_stacked(facts.model_type)}"
         hint = f"`ktc export ADAPTER --layout {other_layout(stacked=True)}` writes them stacked"
         yield _found(message, hint, "note")
+
+
+def _dropped(facts: AdapterFacts) -> Iterator[Diagnostic]:
+    """Yield a note where stock PEFT refuses the adapter as training saves it."""
+    if facts.dropout and _has_experts(facts):
+        message = "stock peft will refuse the adapter as it is saved: it has no dropout on routed experts"
+        layout = " --layout peft-fused" if facts.stacked else ""
+        yield _found(message, f"`ktc export ADAPTER{layout}` writes `lora_dropout` as 0, which stock peft reads", "note")
 
 
 def _without_gguf(facts: AdapterFacts) -> Iterator[Diagnostic]:

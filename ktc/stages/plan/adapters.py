@@ -82,6 +82,7 @@ def warn_of_adapters(draft: PlanDraft) -> PlanDraft:
         source.own_code,
         not source.own_code and not adapted_one_by_one(captured.model),
         int(getattr(source.config.get_text_config(), "num_hidden_layers", 0)),
+        bool(lora.lora_dropout),
     )
     return draft.with_warnings(*refused_later(facts), *bypassed(captured, lora.targets))
 

@@ -67,7 +67,7 @@ def leave_expert_names(draft: PlanDraft) -> PlanDraft:
     adapting = [claim for claim in draft.claims if claim.target.adapts]
     if not names or not adapting or not dropout_of(adapting, draft.rules):
         return draft
-    reason = "PEFT interprets their names as routed experts, whose adapters have no dropout"
+    reason = "PEFT interprets their names as routed experts, and adapts them by their weights, without dropout"
     why = Unsuited("M096", reason, "keep their linear layers as they are", "such layers stay as they are")
 
     def named(claim: Claim) -> Unsuited | None:

@@ -39,5 +39,6 @@ def adapter_notes(paths: RunPaths, model: PeftModel) -> tuple[Diagnostic, ...]:
         record.own_code,
         not record.own_code and not adapted_one_by_one(base),
         int(getattr(base.config.get_text_config(), "num_hidden_layers", 0)),
+        bool(getattr(chosen, "lora_dropout", 0)),
     )
     return refused_later(facts)
