@@ -12,7 +12,6 @@ from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.reference import fused_moe_reference
 
-
 DRAWN = 11  # of torch's generator before a call, which draws the seed of its dropout
 
 

@@ -24,8 +24,8 @@ class AdapterFacts:
     """The names that LoRA adapts (of layers or of weights) and those of modules that train themselves.
 
     `tied` are the weights of the model that share their values with another. `own_code`: of the model's class.
-    `stacked`: PEFT reads the experts of a layer in one tensor alone. `num_layers` of the model, 0 if unknown. `dropout`:
-    what the adapter reads is dropped in training.
+    `stacked`: PEFT reads the experts of a layer in one tensor alone. `num_layers` of the model, 0 if unknown.
+    `dropout`: of what the adapter reads some is dropped in training.
     """
 
     model_type: str
@@ -96,7 +96,9 @@ def _dropped(facts: AdapterFacts) -> Iterator[Diagnostic]:
     if facts.dropout and _has_experts(facts):
         message = "stock peft will refuse the adapter as it is saved: it has no dropout on routed experts"
         layout = " --layout peft-fused" if facts.stacked else ""
-        yield _found(message, f"`ktc export ADAPTER{layout}` writes `lora_dropout` as 0, which stock peft reads", "note")
+        yield _found(
+            message, f"`ktc export ADAPTER{layout}` writes `lora_dropout` as 0, which stock peft reads", "note"
+        )
 
 
 def _without_gguf(facts: AdapterFacts) -> Iterator[Diagnostic]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.grouped_products import outer, times_columns, times_rows
 from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.model.experts.lora_dropout import PRODUCTS, Drop, DroppedInputs, Product, bits_of, kept_only
+from ktc.model.experts.lora_dropout import PRODUCTS, AdaptedProduct, Drop, DroppedInputs, bits_of, kept_only
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.reference import activated
 from ktc.model.experts.slots import Rows
@@ -110,7 +110,7 @@ class _Factors:
     dropped: DroppedInputs | None
 
     @classmethod
-    def of(cls, lora: Lora, dtype: torch.dtype, drop: Drop | None, product: Product) -> _Factors:
+    def of(cls, lora: Lora, dtype: torch.dtype, drop: Drop | None, product: AdaptedProduct) -> _Factors:
         more = -lora.rank % _RANKS
         a, b = (lora.a.detach() * lora.scale).to(dtype), lora.b.detach().to(dtype)
         if more:
@@ -129,7 +129,9 @@ class _Factors:
         if self.dropped is None:
             return None
         bits = compiled_on(rows.tokens.device, bits_of)
-        return bits(self.dropped.key, rows.tokens, rows.numbers, self.a.shape[2], self.dropped.product, self.dropped.below)
+        return bits(
+            self.dropped.key, rows.tokens, rows.numbers, self.a.shape[2], self.dropped.product, self.dropped.below
+        )
 
     def read(self, x: Tensor, bits: Tensor | None) -> Tensor:
         """Return `x`, or the gradient of what A reads, without what is dropped: (S, inputs) -> (S, inputs)."""

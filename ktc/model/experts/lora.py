@@ -21,7 +21,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from ktc.model.experts.lora_dropout import Drop, Product, dropped_below, kept_only, kept_scale
+from ktc.model.experts.lora_dropout import AdaptedProduct, Drop, dropped_below, kept_only, kept_scale
 from ktc.model.experts.weight_training import State, state_of
 from ktc.model.kernels.kernel_library import Arguments
 
@@ -124,9 +124,7 @@ class ExpertsLora:
     drop: Drop | None = None
 
     @classmethod
-    def of(
-        cls, factors: Sequence[Tensor | None], scales: Sequence[float], drop: Drop | None = None
-    ) -> ExpertsLora:
+    def of(cls, factors: Sequence[Tensor | None], scales: Sequence[float], drop: Drop | None = None) -> ExpertsLora:
         """Return the value that has these `factors`, `scales` and dropout."""
         gate_up_a, gate_up_b, down_a, down_b = factors
         return cls(_lora(gate_up_a, gate_up_b, scales[0]), _lora(down_a, down_b, scales[1]), drop)
@@ -136,10 +134,10 @@ class ExpertsLora:
         gate_up, down = (0.0 if lora is None else lora.dropout for lora in self.products)
         if not (dropped_below(gate_up) or dropped_below(down)):
             return self
-        scaled = (lora and replace(lora, scale=lora.scale * kept_scale(lora.dropout)) for lora in self.products)
-        return ExpertsLora(*scaled, Drop.drawn(gate_up, down))
+        first, second = (lora and replace(lora, scale=lora.scale * kept_scale(lora.dropout)) for lora in self.products)
+        return ExpertsLora(first, second, Drop.drawn(gate_up, down))
 
-    def bits(self, product: Product, tokens: Tensor, experts: Tensor, columns: int) -> Tensor | None:
+    def bits(self, product: AdaptedProduct, tokens: Tensor, experts: Tensor, columns: int) -> Tensor | None:
         """Return what is kept of a product's inputs in this call: see `DroppedInputs.bits`; `None`: all."""
         dropped = self.drop and self.drop.of_product(product, tokens.device)
         return None if dropped is None else dropped.bits(tokens, experts, columns)
@@ -180,13 +178,15 @@ class ExpertsLora:
 
     def to(self, dtype: torch.dtype) -> ExpertsLora:
         """Apply `Lora.to` to both products."""
-        return ExpertsLora(*(lora and lora.to(dtype) for lora in self.products), self.drop)
+        gate_up, down = (lora and lora.to(dtype) for lora in self.products)
+        return ExpertsLora(gate_up, down, self.drop)
 
     def on(self, device: torch.device) -> ExpertsLora:
         """Return the factors on a device, differentiable: themselves where they are there."""
         if all(factor is None or factor.device == device for factor in self.factors):
             return self
-        return ExpertsLora(*(lora and lora.on(device) for lora in self.products), self.drop)
+        gate_up, down = (lora and lora.on(device) for lora in self.products)
+        return ExpertsLora(gate_up, down, self.drop)
 
     def zeros(self, dtype: torch.dtype) -> ExpertsLora:
         """Apply `Lora.zeros` to both products."""

@@ -17,8 +17,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-Product = Literal["gate_up", "down"]
-PRODUCTS: Final[tuple[Product, Product]] = ("gate_up", "down")  # a number is the last word of the counter
+AdaptedProduct = Literal["gate_up", "down"]
+PRODUCTS: Final[tuple[AdaptedProduct, AdaptedProduct]] = ("gate_up", "down")  # a number is the last word of the counter
 _FACTORS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
@@ -56,7 +56,7 @@ class Drop:
         """Return the value with these fields, `None` without a seed."""
         return None if seed is None else cls(seed, gate_up, down)
 
-    def of_product(self, product: Product, device: torch.device) -> DroppedInputs | None:
+    def of_product(self, product: AdaptedProduct, device: torch.device) -> DroppedInputs | None:
         """Return the dropout of a product's input on a device, `None` if nothing is dropped there."""
         below = dropped_below(self.gate_up if product == "gate_up" else self.down)
         if below == 0:
@@ -72,7 +72,7 @@ class DroppedInputs:
     """Dropout of one product's input: the key of the generator, (2,) int64 on the device of the rows."""
 
     key: Tensor
-    product: Product
+    product: AdaptedProduct
     below: int
 
     def bits(self, tokens: Tensor, experts: Tensor, columns: int) -> Tensor:
@@ -95,7 +95,7 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
     return c0, c1, c2, c3
 
 
-def bits_of(key: Tensor, tokens: Tensor, experts: Tensor, columns: int, product: Product, below: int) -> Tensor:
+def bits_of(key: Tensor, tokens: Tensor, experts: Tensor, columns: int, product: AdaptedProduct, below: int) -> Tensor:
     """See `DroppedInputs.bits`: a function of tensors and constants, which a GPU's compiler takes."""
     block = torch.arange(-(-columns // _BLOCK), device=tokens.device)[None, :]
     last = torch.full_like(block, PRODUCTS.index(product))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ktc.model.experts.lora import ExpertsLora
-from ktc.model.experts.lora_dropout import Product
+from ktc.model.experts.lora_dropout import AdaptedProduct
 from ktc.model.kernels.form import Activation, ExpertsForm, Function, parse_form
 
 # From rows (T, K) and a matrix (N, K) to (T, N); one for gate_up, one for down.
@@ -84,7 +84,7 @@ class _OfExpert:
     expert: int
     tokens: Tensor
 
-    def added(self, product: Product, x: Tensor) -> Tensor | float:
+    def added(self, product: AdaptedProduct, x: Tensor) -> Tensor | float:
         """Return the adapter's part of a product, (T, inputs) -> (T, outputs), 0 without an adapter."""
         factors = self.lora.gate_up if product == "gate_up" else self.lora.down
         if factors is None:

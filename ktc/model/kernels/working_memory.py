@@ -159,7 +159,7 @@ def _low_rank(sizes: _Sizes, ranks: tuple[int, int]) -> int:
 
 
 def _dropped(sizes: _Sizes, ranks: tuple[int, int]) -> tuple[int, int]:
-    """Return the bytes per token of dropout in forward: bits, and rows of elements of one product, then of the other."""
+    """Return the bytes per token of dropout in forward: bits, and rows that one product reads, then the other."""
     widths = [width for width, rank in zip((sizes.hidden, sizes.inter), ranks, strict=True) if rank]
     bits = sum(-(-width // _DROPPED) * _DROPPED // 8 for width in widths)
     return sizes.top_k * bits, sizes.top_k * max(widths, default=0) * sizes.item

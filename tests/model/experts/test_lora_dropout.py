@@ -16,7 +16,7 @@ from ktc.foundation.isa import Isa
 from ktc.model.experts import lora_dropout
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.lora import ExpertsLora
-from ktc.model.experts.lora_dropout import Drop, Product, kept_only, philox
+from ktc.model.experts.lora_dropout import AdaptedProduct, Drop, kept_only, philox
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.experts.streamed_backend import Streamed
@@ -45,7 +45,7 @@ ANSWERS = {
 
 
 def masks(
-    p: float, tokens: int, columns: int, *, seed: int = 5, expert: int = 0, product: Product = "gate_up"
+    p: float, tokens: int, columns: int, *, seed: int = 5, expert: int = 0, product: AdaptedProduct = "gate_up"
 ) -> Tensor:
     """What is kept of `tokens` rows of one expert: ones and zeros."""
     of_product = Drop(torch.tensor(seed), p, p).of_product(product, torch.device("cpu"))
@@ -104,9 +104,7 @@ def test_experts_of_any_form_are_those_of_the_reference(load: Load, isa: Isa, fo
 @pytest.mark.parametrize("ranks", [(8, 0), (0, 8), (3, 40)])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("form", EXACT[:2])
-def test_the_scalar_oracle_is_exact_in_float64(
-    load: Load, form: str, ranks: tuple[int, int], activations: str
-) -> None:
+def test_the_scalar_oracle_is_exact_in_float64(load: Load, form: str, ranks: tuple[int, int], activations: str) -> None:
     adapted = adapt(random_layer(70, 37, 5, 2, 29, form=form), ranks, dropout=P)
     module = load(adapted.layer, spec_of("scalar", "fp64", form), activations=activations)
     for ours, theirs in zip(run_adapted(module, adapted, torch.float64), adapted.reference(), strict=True):

@@ -111,8 +111,10 @@ def test_a_capture_without_parameters_of_its_own_trains_what_has_them(tmp_path: 
             "an adapter with dropout cannot be merged",
         ),
         (
-            f"lora {{ rank = 4  dropout = 0.1 }}\nrule e {{ {EXPERTS} => lora_experts on m.experts "
-            "=> fake_quant(int4, group = 32, weights = merged) on m.experts }",
+            (
+                f"lora {{ rank = 4  dropout = 0.1 }}\nrule e {{ {EXPERTS} => lora_experts on m.experts "
+                "=> fake_quant(int4, group = 32, weights = merged) on m.experts }"
+            ),
             "an adapter with dropout cannot be merged",
         ),
         (
