@@ -130,7 +130,7 @@ class ExpertsLora:
         return cls(_lora(gate_up_a, gate_up_b, scales[0]), _lora(down_a, down_b, scales[1]), drop)
 
     def drawn(self) -> ExpertsLora:
-        """Return the factors for one call: with a seed drawn where the adapters have dropout, else themselves."""
+        """Return the factors for one call: with a seed drawn where the adapters have dropout."""
         gate_up, down = (0.0 if lora is None else lora.dropout for lora in self.products)
         if not (dropped_below(gate_up) or dropped_below(down)):
             return self

@@ -2,7 +2,7 @@
 
 In: a probability, the seed of a call, and the token and expert of each row. Out: the same bits as
 `runtime/include/ktc/lora_dropout.hpp`, on any device and for rows in any order: forward, a forward computed again and
-backward agree, whoever computes them. Each pair of token and expert has a mask of its own, and each product.
+backward agree. Each pair of token and expert has a mask of its own, and each product.
 
 The generator is Philox4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its
 key is the seed. The counter is a block of 8 columns, the token, the expert and the product; the result has 16 bits for
@@ -48,7 +48,7 @@ class Drop:
 
     @classmethod
     def drawn(cls, gate_up: float, down: float) -> Drop:
-        """Return dropout with a seed of PyTorch's generator of the host, for whatever device computes the call."""
+        """Return dropout with a seed of PyTorch's generator of the host, for a call on any device."""
         return cls(torch.randint(0, 2**63 - 1, (), dtype=torch.int64), gate_up, down)
 
     @classmethod

@@ -1,5 +1,5 @@
 // Dropout of the inputs that a product's A reads: the bits of a counter-based generator, so that forward, a forward
-// computed again and backward drop the same elements, whichever worker asks for them.
+// computed again and backward drop the same elements on any number of workers.
 //
 // Philox4x32 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is the
 // seed of the call; the counter is the block of eight columns, the token, the expert and the product. A block's eight
