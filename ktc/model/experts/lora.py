@@ -190,7 +190,8 @@ class ExpertsLora:
 
     def zeros(self, dtype: torch.dtype) -> ExpertsLora:
         """Apply `Lora.zeros` to both products."""
-        return ExpertsLora(*(lora and lora.zeros(dtype) for lora in self.products))
+        gate_up, down = (lora and lora.zeros(dtype) for lora in self.products)
+        return ExpertsLora(gate_up, down)
 
 
 NO_LORA: Final = ExpertsLora()
