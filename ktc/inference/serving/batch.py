@@ -30,7 +30,9 @@ class RowBatch:
         """Make an empty one; at most `most` sequences will run at once. `standing` is as of `RowMemory`."""
         self.running: list[Generation] = []
         self._runner, self._native, self._graphs = runner, runner.native_rows(), runner.graph_rows()
-        self._rows = RowCache(runner.paged) if self._graphs is None else RowMemory(most, standing)
+        self._rows = RowCache(runner.paged)
+        if self._graphs is not None:
+            self._rows = RowMemory(most, standing, self._graphs.indexed)
         self._is_kept = self._graphs is not None
         self._wait: Callable[[], None] | None = None
 

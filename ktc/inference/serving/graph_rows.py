@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.row_memory import RowMemory, RowPlaces
-from ktc.model.attention.sparse import Sparse
+from ktc.model.attention.sparse import Sparse, indexed_layers, unindexed
+from ktc.model.attention.step_index import IndexedLayer
 from ktc.model.decode_steps.cuda_graph import (
     Compute,
     DecodeGraphs,
@@ -64,6 +65,11 @@ class GraphRows:
         """Return those of a model whose steps are captured, None for others."""
         graphs = getattr(model, "decode_graphs", None)
         return None if graphs is None or not graphs.recorder.rounded else cls(model, graphs)
+
+    @property
+    def indexed(self) -> dict[int, IndexedLayer]:
+        """How the layers of its memory are indexed whose attention is sparse."""
+        return indexed_layers(self._model, self._graphs.recorder.device)
 
     def is_ready(self, memory: RowMemory) -> bool:
         """Return whether the next step of the rows is a replay, so that it may run within another pass."""
@@ -137,7 +143,7 @@ class GraphRows:
 
     def _recorded(self, places: RowPlaces, slots: int, given: dict[str, Tensor], captures: bool) -> _Step | None:
         """Return a new step, or None for a model that cannot be captured. Without `captures` the next is one."""
-        if reason := _unfit_model(self._model):
+        if reason := _unfit_model(self._model, self._graphs.recorder.device):
             self.refuse(reason)
             return None
         recorder = self._graphs.recorder
@@ -166,13 +172,12 @@ class GraphRows:
         return _Step(places, *recorded, is_captured=recorder is self._graphs.recorder)
 
 
-def _unfit_model(model: PreTrainedModel) -> str:
+def _unfit_model(model: PreTrainedModel, device: str) -> str:
     """Return why no step of a model is captured, "" if one may be."""
     if hooked := foreign_hook(model):
         return f"`{hooked}` has a forward hook"
-    if any(isinstance(getattr(module, "sparse", None), Sparse) for module in model.modules()):
-        return "its sparse attention keeps an index of the keys on the host"
-    return ""
+    sparse = (module for module in model.modules() if isinstance(getattr(module, "sparse", None), Sparse))
+    return next((reason for module in sparse if (reason := unindexed(module, device))), "")
 
 
 def _computed_again(compute: Compute, *_: object) -> tuple[Any, Replay]:

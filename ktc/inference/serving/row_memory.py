@@ -9,16 +9,19 @@ Refused (`unfit_row`): layers that share another's keys, and those that are not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.pages import LayerRow, PagePool
 from ktc.inference.serving.row_cache import CachedRow
+from ktc.model.attention.step_index import IndexedLayer, StepIndex, signs_on
 from ktc.model.decode_steps.step_memory import StepLayer, capacity_for, rounded
 from ktc.model.experts.packed import zeros_on_huge_pages
 
@@ -69,12 +72,20 @@ class RowMemory:
 
     pool: PagePool | None = None
 
-    def __init__(self, most: int = 1, standing: int = STANDING) -> None:
-        """Make an empty one. Where they take at most `standing` bytes, it has slots for `most` rows, and long ones."""
+    def __init__(
+        self, most: int = 1, standing: int = STANDING, indexed: Mapping[int, IndexedLayer] | None = None
+    ) -> None:  # fmt: skip
+        """Make an empty one. Where they take at most `standing` bytes, it has slots for `most` rows, and long ones.
+
+        Layers that are `indexed` have codes of their keys too.
+        """
+        self._indexed, self._means = dict(indexed or {}), list[Tensor]()
+        self._uncoded = set[int]()  # rows whose keys have no codes yet
         self.lengths: list[int] = []
         self.version = 0
         self._most, self._standing, self._end = rounded(most), standing, 0
-        self._sides: tuple[Tensor, ...] = ()  # keys and values of each layer in turn
+        # Keys and values of each layer in turn, then codes and scales of the indexed ones.
+        self._sides: tuple[Tensor, ...] = ()
         self._windows: tuple[int | None, ...] = ()
         self._repeats = set[int]()  # slots that have the content of the first
         self._is_shown = False  # whether `present` has the rows
@@ -124,12 +135,14 @@ class RowMemory:
         elif row.length > self._end or not rows:
             self._shift(longest)
         for at, side in enumerate(self._sides):
-            layer = row.layers[at // 2]
-            assert layer is not None
-            part = layer[at % 2]
             side[rows].zero_()  # masked values are still multiplied, by 0: an old NaN would stay one
-            side[rows, :, self._end - part.shape[1] : self._end] = part
+            if at < 2 * len(row.layers):
+                layer = row.layers[at // 2]
+                assert layer is not None
+                part = layer[at % 2]
+                side[rows, :, self._end - part.shape[1] : self._end] = part
         self.lengths.append(row.length)
+        self._uncoded.add(rows)
         self._repeats.discard(rows)
         self._is_shown = False
 
@@ -137,8 +150,13 @@ class RowMemory:
         """Remove a sequence; the last one takes its place."""
         last = len(self.lengths) - 1
         if at != last:
-            for side in self._sides:
+            for side in (*self._sides, *self._means):
                 side[at] = side[last]
+        if last in self._uncoded:
+            self._uncoded.add(at)
+        elif at != last:
+            self._uncoded.discard(at)
+        self._uncoded.discard(last)
         if at == 0:
             self._repeats.clear()
         self.lengths[at] = self.lengths[last]
@@ -148,6 +166,7 @@ class RowMemory:
     def clear(self) -> None:
         """Remove all sequences."""
         self.lengths.clear()
+        self._uncoded.clear()
         self._repeats.clear()
         self._is_shown = False
 
@@ -176,10 +195,11 @@ class RowMemory:
         rows = len(self.lengths)
         if self._end == self.capacity:
             self._make_room(rows)
+        self._encode()
         slots = min(max(self.slots_of_step, slots), self.slots)
         missing = [slot for slot in range(rows, slots) if slot not in self._repeats]
         if missing:
-            for side in self._sides:
+            for side in (*self._sides, *self._means):
                 side[missing[0] : missing[-1] + 1] = side[:1]
         self._repeats = set(range(rows, slots))  # those beyond do not get the token of this step
         if not self._is_shown:
@@ -198,12 +218,39 @@ class RowMemory:
     def places(self, slots: int) -> RowPlaces:
         """Return the first slots for a step."""
         sides = [side[:slots] for side in self._sides]
+        indices = {number: index.first(slots) for number, index in self._indices().items()}
         layers = [
-            StepLayer(sides[2 * number], sides[2 * number + 1], self._position, is_sliding=window is not None)
+            StepLayer(
+                sides[2 * number], sides[2 * number + 1], self._position, is_sliding=window is not None,
+                index=indices.get(number),
+            )
             for number, window in enumerate(self._windows)
-        ]
+        ]  # fmt: skip
         cache = Cache(layers=cast("Any", layers))
-        return RowPlaces(self._position, cache, (self._position, *sides), self._present[:slots])
+        means = (mean[:slots] for mean in self._means)
+        return RowPlaces(self._position, cache, (self._position, *sides, *means), self._present[:slots])
+
+    def _indices(self) -> dict[int, StepIndex]:
+        """Return the codes of the indexed layers, all slots."""
+        first = 2 * len(self._windows)
+        return {
+            number: StepIndex(*self._of_index(first + 2 * at), self._means[at], signs_on(self._means[at]))
+            for at, number in enumerate(self._indexed)
+        }
+
+    def _of_index(self, at: int) -> tuple[Tensor, Tensor]:
+        codes, scales = self._sides[at : at + 2]
+        return codes, scales[..., 0]
+
+    def _encode(self) -> None:
+        """Write the codes of rows that have none yet."""
+        if self._uncoded and self._indexed:
+            for number, index in self._indices().items():
+                keys, values = self._sides[2 * number : 2 * number + 2]
+                for row in self._uncoded:
+                    columns = slice(self._end - self.lengths[row], self._end)
+                    self._indexed[number].encode(index, keys, values, row, columns)
+        self._uncoded.clear()
 
     # Memory ----------------------------------------------------------------------------------------------------------
     def _is_small(self, rows: int, longest: int) -> bool:
@@ -214,6 +261,9 @@ class RowMemory:
         self._sides = tuple(
             tensor.new_zeros((0, tensor.shape[0], 0, tensor.shape[2])) for layer in row.layers for tensor in layer or ()
         )
+        of_indices = [of.index(*self._sides[2 * number : 2 * number + 2]) for number, of in self._indexed.items()]
+        self._sides += tuple(side for index in of_indices for side in (index.codes, index.scales[..., None]))
+        self._means = [index.mean for index in of_indices]
         self._windows = row.windows
         self._move(1, row.length)
 
@@ -246,6 +296,7 @@ class RowMemory:
             memory = zeros_on_huge_pages((slots, side.shape[1], capacity, side.shape[3]), side)
             memory[:used, :, end - columns : end] = side[:used, :, self._end - columns : self._end]
             moved.append(memory)
+        self._means = [F.pad(mean[:used], (0, 0, 0, 0, 0, slots - used)) for mean in self._means]
         device = moved[0].device
         self._present = torch.zeros((slots, capacity), dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)

@@ -7,12 +7,13 @@ or None for a call that stays dense: up to `budget` positions, many tokens, grad
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from ktc.model.attention.key_index import KeyIndex, index_of, is_followed, keep_
 from ktc.model.attention.row_indices import RowIndices, every_position, joined, row_lengths, row_of
 from ktc.model.attention.selection import attend_chosen, choose, visible_positions
 from ktc.model.attention.sparsity import Sparsity, Traffic
+from ktc.model.attention.step_index import IndexedLayer, StepIndex, unfit_width
 from ktc.model.hf.patching import Patch
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.gemv import is_traced
@@ -65,8 +67,14 @@ class Sparse:
 
         `mask` is bool, (B or 1, 1, T, L); `indices` (B, T, K) are the choice of the model's indexer.
         """
-        if torch.is_grad_enabled() or query.shape[2] > MOST_TOKENS or is_traced() or not is_seen_mask(mask):
+        if torch.is_grad_enabled() or query.shape[2] > MOST_TOKENS or is_traced():
             return None
+        if not is_seen_mask(mask):
+            if mask is None or not mask.is_floating_point() or _index_of_step(module, kv) is None:
+                return None
+            mask = mask > torch.finfo(mask.dtype).min / 2  # of a step on a GPU, whose mask is added
+        if indices is None and (index := _index_of_step(module, kv)) is not None and query.shape[2] == 1:
+            return self._in_step(module, query, kv, index, mask, scale, sinks)
         decode = self.decode if self.decode is not None and self.decode.serves(query, kv, mask) else None
         if indices is not None:
             chosen = _of_indexer(indices, kv, mask)
@@ -80,6 +88,19 @@ class Sparse:
         module.traffic = module.traffic + self._traffic(query, kv, chosen, lengths, by_index=indices is None)
         attended = attend_chosen if decode is None else decode.of_chosen
         return attended(query, kv, chosen, scale=scale, sinks=sinks)
+
+    def _in_step(
+        self, module: Any, query: Tensor, kv: KVCacheView, index: StepIndex, mask: Tensor | None, scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Compute a step that is recorded on a GPU, whose layer has codes of its own."""
+        if mask is None or kv.keys.shape[2] <= self.sparsity.budget:
+            return None
+        from ktc.model.attention.sparse_kernels import StepKeys, attend_sparsely
+
+        position: Tensor = module.step_context.followed_layer.layer.position
+        keys = StepKeys(kv, index, position, mask[..., : kv.keys.shape[2]])
+        return attend_sparsely(query.detach(), keys, scale=scale, sparsity=self.sparsity, sinks=sinks)[0]
 
     def _by_index(
         self, module: Any, query: Tensor, kv: KVCacheView, mask: Tensor | None, scale: float,
@@ -159,6 +180,48 @@ class Sparse:
         index = sum(self.sparsity.traffic(length, *sizes).index for length in lengths) if by_index else 0
         gathered = int(chosen.counts.sum()) * row_bytes
         return Traffic(index, gathered, sum(lengths) * K * row_bytes, len(query) * query.shape[2])
+
+
+def _index_of_step(module: Any, kv: KVCacheView) -> StepIndex | None:
+    """Return the index of the layer that the module reads in a step that is recorded on a GPU."""
+    followed: FollowedLayer | None = module.step_context.followed_layer
+    layer = None if followed is None else followed.layer
+    return getattr(layer, "index", None) if layer is not None and layer.keys is kv.keys else None
+
+
+def unindexed(module: Any, device: str) -> str:
+    """Return why steps that a GPU replays have no index for an attention module with `sparse`; "" if they can."""
+    sparse: Sparse = module.sparse
+    if sparse.indexer:
+        return "the model's own indexer keeps its keys on the host"
+    if sparse.decode is not None or not computes_steps(device):
+        return "its sparse attention keeps an index of the keys on the host"
+    absorption = getattr(module, "absorption", None)
+    if absorption is not None:
+        return unfit_width(absorption.sizes.latent, absorption.sizes.rope)
+    width: int | None = getattr(module, "head_dim", None)
+    return "its heads have no width that is known" if width is None else unfit_width(width)
+
+
+def indexed_layers(model: nn.Module, device: str) -> dict[int, IndexedLayer]:
+    """Return how the layers of a memory are indexed whose steps are recorded on devices of type `device`."""
+    modules = cast("list[Any]", [one for one in model.modules() if isinstance(getattr(one, "sparse", None), Sparse)])
+    return {
+        int(module.layer_idx): IndexedLayer(
+            module.sparse.sparsity.index, hasattr(module, "absorption"), module.sparse.sparsity.budget
+        )
+        for module in modules
+        if not unindexed(module, device)
+    }
+
+
+def computes_steps(device: str) -> bool:
+    """Return whether sparse attention has kernels for recorded steps on devices of this type."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return device == "cuda" or bool(knobs.runtime.interpret)
 
 
 def _of_indexer(indices: Tensor, kv: KVCacheView, mask: Tensor | None) -> Chosen | None:

@@ -27,6 +27,7 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache
 
 from ktc.diagnostics import Diagnostic, render
+from ktc.model.attention.sparse import indexed_layers
 from ktc.model.decode_steps.filled_scalars import FilledScalars
 from ktc.model.decode_steps.model_state import ModelState, foreign_hook
 from ktc.model.decode_steps.step_ahead import PendingStep
@@ -215,7 +216,7 @@ class DecodeGraphs:
             if memory is None or not memory.holds(cache):
                 if reason := self._refused(model, cache):
                     return reason
-                memory = self._taken(cache, inputs["input_ids"].shape[0])
+                memory = self._taken(model, cache, inputs["input_ids"].shape[0])
             if id(memory) not in self._steps:
                 self._steps[id(memory)] = capture(model, memory, inputs, self.recorder)
             return self._steps[id(memory)]
@@ -228,7 +229,7 @@ class DecodeGraphs:
             self._refusal = _Refusal(weakref.ref(cache), reason, of_state=not lacks_memory)
             return reason
 
-    def _taken(self, cache: DynamicCache, batch: int) -> StepMemory:
+    def _taken(self, model: PreTrainedModel, cache: DynamicCache, batch: int) -> StepMemory:
         """Copy a cache into a free memory of its size, or into a new one.
 
         For a new long one, those are dropped that are smaller and that no other cache uses: kept for later caches, they
@@ -244,7 +245,7 @@ class DecodeGraphs:
             idle = [m for m in self._memories if m.is_idle(cache) and not m.is_used_by(cache)]
             for old in idle[: max(0, len(self._memories) + 1 - _MEMORIES)]:
                 self._forget(old)
-            memory = StepMemory(cache, rows, capacity)
+            memory = StepMemory(cache, rows, capacity, indexed_layers(model, self.recorder.device))
         else:
             self._memories.remove(memory)
         memory.take(cache)
@@ -324,7 +325,9 @@ class CapturedStep:
         cache: DynamicCache = inputs[CACHE]
         length, batch = length_of(cache), inputs["input_ids"].shape[0]
         self.memory.position.fill_(length)
-        for name, value in step_inputs(self.memory, inputs).items():
+        values = step_inputs(self.memory, inputs)
+        self.memory.encode(values["attention_mask"], length)
+        for name, value in values.items():
             self.inputs[name].copy_(value)
         wait = self.replay()
 

@@ -11,6 +11,7 @@ those that share keys and values with another layer.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from ktc.model.attention.step_index import IndexedLayer, StepIndex
 from ktc.model.decode_steps.growing_cache import GrowingLayer
 from ktc.model.experts.packed import zeros_on_huge_pages
 
@@ -80,17 +82,26 @@ class StepMemory:
     A step writes at `position` (1,) int64, and its model reads `cache`. Rows beyond a batch repeat its first.
     """
 
-    def __init__(self, cache: DynamicCache, rows: int, capacity: int) -> None:
+    def __init__(
+        self, cache: DynamicCache, rows: int, capacity: int, indexed: Mapping[int, IndexedLayer] | None = None
+    ) -> None:  # fmt: skip
+        """Make it; layers that are `indexed` have codes of their keys too."""
         self.rows, self.capacity = rows, capacity
+        self._indexed = {number: of for number, of in (indexed or {}).items() if of.budget < capacity}
         with torch.inference_mode(mode=False):  # a step within it may follow one outside
             self.held = tuple(
                 (_empty(layer.keys, rows, capacity), _empty(layer.values, rows, capacity)) for layer in _layers(cache)
             )
             self.position = torch.zeros(1, dtype=torch.int64, device=self.held[0][0].device)
+            self._indices = {number: of.index(*self.held[number]) for number, of in self._indexed.items()}
+        self._has_codes = False  # of the keys of the cache that was taken
         self.shapes = shapes_of(cache)
         self.cache = Cache(layers=[
-            StepLayer(*pair, self.position, is_sliding=type(layer) is DynamicSlidingWindowLayer)
-            for layer, pair in zip(_layers(cache), self.held, strict=True)
+            StepLayer(
+                *pair, self.position, is_sliding=type(layer) is DynamicSlidingWindowLayer,
+                index=self._indices.get(number),
+            )
+            for number, (layer, pair) in enumerate(zip(_layers(cache), self.held, strict=True))
         ])  # fmt: skip
         self._user: weakref.ref[DynamicCache] | None = None
         self._shown: tuple[weakref.ref[torch.UntypedStorage], ...] = ()  # alive while a view of the last `take` is
@@ -99,12 +110,15 @@ class StepMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
-        return sum(tensor.nbytes for pair in self.held for tensor in pair)
+        return sum(tensor.nbytes for pair in self.held for tensor in pair) + sum(
+            index.nbytes for index in self._indices.values()
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The position, and the keys and values of all layers."""
-        return self.position, *(tensor for pair in self.held for tensor in pair)
+        of_indices = (tensor for index in self._indices.values() for tensor in index.tensors)
+        return self.position, *(tensor for pair in self.held for tensor in pair), *of_indices
 
     def is_used_by(self, cache: DynamicCache) -> bool:
         """Return whether `take` made `cache` a view of this memory."""
@@ -156,9 +170,20 @@ class StepMemory:
             layer.keys, layer.values = keys[: layer.keys.shape[0]], values[: layer.values.shape[0]]
             if type(layer) is GrowingLayer:
                 layer.release()
+        self._has_codes = False
         self._shown = tuple(shown)
         self._user = weakref.ref(cache)
         self.show(cache, length)
+
+    def encode(self, present: Tensor, length: int) -> None:
+        """Write the codes of the first `length` positions, if they are missing. `present` (rows, L) hides padding."""
+        if self._has_codes or not self._indices:
+            return
+        firsts = cast("list[int]", present[:, :length].argmax(1).tolist())
+        for number, index in self._indices.items():
+            for row, first in enumerate(firsts):
+                self._indexed[number].encode(index, *self.held[number], row, slice(first, length))
+        self._has_codes = True
 
     def show(self, cache: DynamicCache, length: int) -> None:
         """Make `cache`, a view of this memory, one of the first `length` positions, as it would hold them."""
@@ -233,8 +258,14 @@ def _shares_storage(one: Tensor, other: Tensor) -> bool:
 class StepLayer(StaticLayer):
     """Keys and values of all positions, (rows, heads, capacity, d), to which a step appends at `position`."""
 
-    def __init__(self, keys: Tensor, values: Tensor, position: Tensor, *, is_sliding: bool) -> None:
+    index: StepIndex | None
+    """The codes of the keys, of a layer whose attention is sparse."""
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, position: Tensor, *, is_sliding: bool, index: StepIndex | None = None
+    ) -> None:  # fmt: skip
         super().__init__(keys.shape[2])
+        self.index = index
         self.keys, self.values, self.position = keys, values, position
         self.is_sliding, self.is_initialized = is_sliding, True
 
