@@ -216,6 +216,50 @@ def _key_codes(x, scale, largest, BITS: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(seen, last, SAMPLES: tl.constexpr, STRIDE: tl.constexpr):
+    """Return the first of the seen columns, which are neighbours and end with `last`."""
+    sample = tl.arange(0, SAMPLES) * STRIDE
+    is_seen = tl.load(seen + sample, mask=sample <= last, other=0) != 0
+    low = tl.min(tl.where(is_seen, sample, last), 0)  # the first seen one of a few, or the last
+    before = low - STRIDE + tl.arange(0, STRIDE)
+    is_seen = tl.load(seen + before, mask=before >= 0, other=0) != 0
+    return low - tl.sum(is_seen.to(tl.int32), 0)
+
+
+@triton.jit
+def _scale_of_key(most, total, squares, largest, BITS: tl.constexpr):
+    """Return the scale of a key's codes."""
+    if BITS == 1:
+        return tl.where(total == 0, 0.0, squares / tl.where(total == 0, 1.0, total)).to(tl.float32)
+    return most / largest
+
+
+@triton.jit
+def _store_key(into, x, scale, largest, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Write the bytes of a part of a key."""
+    codes = _bits_of(_key_codes(x, scale, largest, BITS), BITS)
+    tl.store(into + tl.arange(0, WIDTH * BITS // 8), _packed(codes, WIDTH, BITS))
+
+
+@triton.jit
+def _place_of(taken, wanted, STRIP: tl.constexpr, STEPS: tl.constexpr):
+    """Return the first places of a strip up to which so many positions are taken, by their running sum."""
+    below = wanted * 0
+    for step in tl.static_range(STEPS):
+        middle = below + (STRIP >> (step + 1))
+        below = tl.where(tl.gather(taken, middle - 1, 0) < wanted, middle, below)
+    return below
+
+
+@triton.jit
+def _least_number(counts, k, BINS: tl.constexpr):
+    """Return the number of the `k`-th greatest weight, or 1 where fewer compete."""
+    bins = tl.arange(0, BINS)
+    reached = tl.cumsum(tl.load(counts + bins), 0, reverse=True) >= k
+    return tl.max(tl.where(reached, bins, 1), 0)
+
+
+@triton.jit
 def _products(a, b, c):
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)).to(tl.int32)
@@ -238,12 +282,7 @@ def _encode(
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if member == KEY_HEADS * (GROUP + 1):
         last = tl.load(position).to(tl.int32)
-        sample = tl.arange(0, SAMPLES) * STRIDE
-        is_seen = tl.load(seen + row * by_row + sample, mask=sample <= last, other=0) != 0
-        low = tl.min(tl.where(is_seen, sample, last), 0)  # the first seen one of a few, or one behind it
-        before = low - STRIDE + tl.arange(0, STRIDE)
-        is_seen = tl.load(seen + row * by_row + before, mask=before >= 0, other=0) != 0
-        tl.store(ends + row * 2, low - tl.sum(is_seen.to(tl.int32), 0))
+        tl.store(ends + row * 2, _first_seen(seen + row * by_row, last, SAMPLES, STRIDE))
         tl.store(ends + row * 2 + 1, last)
     else:
         key_head, of_group = member // (GROUP + 1), member % (GROUP + 1)
@@ -280,21 +319,13 @@ def _encode(
                 q2 = _rounded(x2 / of_query, QUERY_LARGEST)
                 tl.store(coded + head * (FIRST + SECOND) + FIRST + d2, q2.to(tl.int8))
         else:
-            if BITS == 1:
-                of_key = tl.where(total == 0, 0.0, squares / tl.where(total == 0, 1.0, total)).to(tl.float32)
-            else:
-                of_key = most / KEY_LARGEST
-            stored = of_key.to(tl.float16)
+            stored = _scale_of_key(most, total, squares, KEY_LARGEST, BITS).to(tl.float16)
             tl.store(scales + row * scale_batch + key_head * scale_head + column, stored)
             of_key = stored.to(tl.float32)
             into = codes + row * code_batch + key_head * code_head + column * code_position
-            c1 = _bits_of(_key_codes(x1, of_key, KEY_LARGEST, BITS), BITS)
-            tl.store(into + tl.arange(0, FIRST * BITS // 8), _packed(c1, FIRST, BITS))
+            _store_key(into, x1, of_key, KEY_LARGEST, FIRST, BITS)
             if SECOND > 0:
-                c2 = _bits_of(_key_codes(x2, of_key, KEY_LARGEST, BITS), BITS)
-                tl.store(
-                    into + FIRST * BITS // 8 + tl.arange(0, SECOND * BITS // 8), _packed(c2, SECOND, BITS)
-                )  # fmt: skip
+                _store_key(into + FIRST * BITS // 8, x2, of_key, KEY_LARGEST, SECOND, BITS)
             bins = tl.arange(0, BINS)
             for number in range(LISTS):
                 of_list = (row * KEY_HEADS + key_head) * LISTS + number
@@ -429,10 +460,7 @@ def _attend(
         second += row * second_batch + key_head * second_head
     first += row * first_batch + key_head * first_head
     values += row * value_batch + key_head * value_head
-    bins = tl.arange(0, BINS)
-    count = tl.load(counts + (row * SELECTORS + selector) * BINS + bins)
-    reached = tl.cumsum(count, 0, reverse=True) >= k
-    least = tl.max(tl.where(reached, bins, 1), 0)
+    least = _least_number(counts + (row * SELECTORS + selector) * BINS, k, BINS)
     numbers += (row * SELECTORS + selector) * positions
     strip_of = tl.arange(0, STRIP)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -445,12 +473,8 @@ def _attend(
         chosen = tl.max(taken, 0)
         for begin in range(0, chosen, CHOSEN):
             wanted = begin + slot + 1
-            below = slot * 0
-            for step in tl.static_range(STEPS):  # the first position up to which so many are chosen
-                middle = below + (STRIP >> (step + 1))
-                below = tl.where(tl.gather(taken, middle - 1, 0) < wanted, middle, below)
             there = wanted <= chosen
-            at = (strip * STRIP + below).to(tl.int64)
+            at = (strip * STRIP + _place_of(taken, wanted, STRIP, STEPS)).to(tl.int64)
             rows1 = first + at[:, None] * first_position
             k1 = tl.load(rows1 + d1[None, :], mask=there[:, None] & (d1 < FIRST)[None, :], other=0)
             score = _dot(q1, tl.trans(k1), tl.full((ROWS, CHOSEN), 0, tl.float32))

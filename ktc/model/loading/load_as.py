@@ -26,6 +26,8 @@ from ktc.foundation import environment, host
 from ktc.foundation.files import file_digest
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
+from ktc.model.attention.sparse import Sparse
+from ktc.model.attention.sparse_check import check_sparse_steps
 from ktc.model.attention.split_decode import SplitDecode, check_split_decode
 from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
@@ -171,10 +173,12 @@ def check_gpu_products(model: nn.Module) -> None:
 def check_split_attention(model: nn.Module) -> None:
     """Compare attention of new tokens with PyTorch's, on the GPUs that compute it. Raises HostLacks (H248)."""
     answering = [module for module in model.modules() if isinstance(getattr(module, "decode", None), SplitDecode)]
+    sparse = [module for module in answering if isinstance(module.sparse, Sparse)]
     devices = {parameter.device for module in answering for parameter in module.parameters()}
     for device in sorted(devices, key=str):
         if device.type == "cuda":
             check_split_decode(device)
+            check_sparse_steps(sparse, device)
 
 
 def check_gpu_routers(model: nn.Module) -> None:

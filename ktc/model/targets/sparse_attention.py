@@ -132,6 +132,8 @@ class SparseAttention(ModuleTarget):
         from ktc.model.hf.indexer import positions_of_indexer
 
         latent, by = _is_latent(seen.core), f"the {plan.spec.isa} kernel" if plan.spec else "PyTorch"
+        if plan.device != "cpu" and not positions_of_indexer(seen.stock):
+            by = "kernels of the GPU in recorded steps, by PyTorch in others"
         how = "attention on the compressed cache" if latent else "attention"
         if positions := positions_of_indexer(seen.stock):
             read = (
