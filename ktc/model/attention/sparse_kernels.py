@@ -289,10 +289,10 @@ def _encode(
         d1 = tl.arange(0, FIRST)
         column = tl.load(position)
         head = row * HEADS + key_head * GROUP + of_group
+        of_mean = mean + row * mean_batch + key_head * mean_head
         if of_group < GROUP:
             x1 = tl.load(query + head * (FIRST + SECOND) + d1).to(tl.float32)
         else:
-            of_mean = mean + row * mean_batch + key_head * mean_head
             x1 = tl.load(first + row * first_batch + key_head * first_head + column * first_position + d1)
             x1 = x1.to(tl.float32) - tl.load(of_mean + d1)
         x1 = _rotated(x1 * tl.load(signs + d1), FIRST, FIRST_STAGES, FIRST_SCALE)
@@ -303,7 +303,6 @@ def _encode(
             if of_group < GROUP:
                 x2 = tl.load(query + head * (FIRST + SECOND) + FIRST + d2).to(tl.float32)
             else:
-                of_mean = mean + row * mean_batch + key_head * mean_head
                 x2 = tl.load(second + row * second_batch + key_head * second_head + column * second_position + d2)
                 x2 = x2.to(tl.float32) - tl.load(of_mean + FIRST + d2)
             x2 = _rotated(x2 * tl.load(signs + FIRST + d2), SECOND, SECOND_STAGES, SECOND_SCALE)
@@ -463,8 +462,7 @@ def _attend(
     least = _least_number(counts + (row * SELECTORS + selector) * BINS, k, BINS)
     numbers += (row * SELECTORS + selector) * positions
     strip_of = tl.arange(0, STRIP)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.full((ROWS,), 0, tl.float32)
+    peak, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.full((ROWS,), 0, tl.float32)
     summed = tl.full((ROWS, VALUE_BLOCK), 0, tl.float32)
     for strip in range(program, tl.cdiv(positions, STRIP), programs):
         place = strip * STRIP + strip_of
@@ -475,8 +473,7 @@ def _attend(
             wanted = begin + slot + 1
             there = wanted <= chosen
             at = (strip * STRIP + _place_of(taken, wanted, STRIP, STEPS)).to(tl.int64)
-            rows1 = first + at[:, None] * first_position
-            k1 = tl.load(rows1 + d1[None, :], mask=there[:, None] & (d1 < FIRST)[None, :], other=0)
+            k1 = tl.load(first + at[:, None] * first_position + d1[None, :], mask=there[:, None] & (d1 < FIRST)[None, :], other=0)
             score = _dot(q1, tl.trans(k1), tl.full((ROWS, CHOSEN), 0, tl.float32))
             if SECOND > 0:
                 rows2 = second + at[:, None] * second_position
