@@ -473,7 +473,8 @@ def _attend(
             wanted = begin + slot + 1
             there = wanted <= chosen
             at = (strip * STRIP + _place_of(taken, wanted, STRIP, STEPS)).to(tl.int64)
-            k1 = tl.load(first + at[:, None] * first_position + d1[None, :], mask=there[:, None] & (d1 < FIRST)[None, :], other=0)
+            rows1 = first + at[:, None] * first_position
+            k1 = tl.load(rows1 + d1[None, :], mask=there[:, None] & (d1 < FIRST)[None, :], other=0)
             score = _dot(q1, tl.trans(k1), tl.full((ROWS, CHOSEN), 0, tl.float32))
             if SECOND > 0:
                 rows2 = second + at[:, None] * second_position
@@ -484,9 +485,8 @@ def _attend(
             weights = tl.exp2(score - new_peak[:, None])
             faded = tl.exp2(peak - new_peak)
             total = total * faded + tl.sum(weights, 1)
-            if SHARED:
-                v = k1
-            else:
+            v = k1
+            if not SHARED:
                 of_values = values + at[:, None] * value_position
                 v = tl.load(of_values + dv[None, :], mask=there[:, None] & (dv < VALUE)[None, :], other=0)
             summed = _dot(weights.to(v.dtype), v, summed * faded[:, None])
