@@ -95,12 +95,11 @@ def call_routed(
     count = passed.sum(-1, keepdim=True)
     least, slot = index.min(-1, keepdim=True)
     # A slot without a matrix needs some expert: one that the token has chosen anyway. They share its weight by halves,
-    # which rounds nothing: a weight of 0 would turn an overflow into NaN. A token without experts computes zeros.
+    # which rounds nothing: a weight of 0 would turn an overflow into NaN. Without such an expert the result is dropped.
     halves = torch.where(passed, passed.cumsum(-1), count)
     shared = passed.scatter(-1, slot, value=True)
     shares = torch.where(shared, weights.gather(-1, slot) * torch.exp2(-halves.to(weights.dtype)), weights)
-    alone = least >= num_experts
-    chosen = torch.where(passed, least.clamp(max=num_experts - 1), index)
-    routed = compute(rows.masked_fill(alone, 0), chosen, shares.masked_fill(alone, 0))
+    routed = compute(rows, torch.where(passed, least.clamp(max=num_experts - 1), index), shares)
+    routed = routed.masked_fill(least >= num_experts, 0)
     kept = (rows * weights.masked_fill(~passed, 0).sum(-1, keepdim=True)).masked_fill(count == 0, 0)
     return (routed + kept.to(routed.dtype)).reshape(hidden.shape)
