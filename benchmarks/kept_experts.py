@@ -128,7 +128,9 @@ def compiled(out: Path, config: str, layers: int, budget: str) -> None:
     with temporary_folder("kept") as folder:
         text = (resources.rules() / "moe-inference.ktr").read_text()
         (folder / "budget.ktr").write_text(text.replace("plan {", f"plan {{\n  cuda:0 = {budget}") if budget else text)
-        stack, settings = stack_of(config, layers, folder / "config"), {"device": "cuda:0", "prefill": "cuda:0"}
+        # Loading reads the config again: it stays beside the compiled model.
+        stack = stack_of(config, layers, out.with_name(f"{out.name}-config"))
+        settings = {"device": "cuda:0", "prefill": "cuda:0"}
 
         def told(stage: str, value: object) -> None:
             for one in getattr(value, "warnings", ()) if stage == "plan" else ():

@@ -29,11 +29,16 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
             if block.experts is not None:
                 rows.append((site.layer, _graph_block(block, block.experts, site.fqn)))
             rows += [(site.layer, _own_experts(block, module, site.fqn)) for module in block.own_experts]
+            placed = set[tuple[str, str]]()
             for action in primary_actions(block.rewrite.actions):
+                place = action.at(site.fqn), module_target(action).module_name(action)
+                if place in placed:  # a layer that its block calls twice is one module
+                    continue
+                placed.add(place)
                 device = block.rewrite.node_devices.get(action.node, block.rewrite.device)
                 # The adapter of a layer that another rewrite absorbs has no call of its own.
                 call = nodes.get(graph_target(action)) or nodes[ITSELF]
-                rows.append((site.layer, _step(action, action.at(site.fqn), device, ops.attributes(call), host)))
+                rows.append((site.layer, _step(action, place[0], device, ops.attributes(call), host)))
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
