@@ -35,8 +35,12 @@ def absorbed(stock: PreTrainedModel, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def stock_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    model = twin.build(open_model(f"tiny:{name}", fetch_weights=False).config, 7, dtype, "cpu").eval()
+def stock_model(name: str, dtype: torch.dtype = torch.float64, **sizes: int) -> PreTrainedModel:
+    """Return a small model; `sizes` are settings of its config that differ."""
+    config = open_model(f"tiny:{name}", fetch_weights=False).config
+    for setting, size in sizes.items():
+        setattr(config, setting, size)
+    model = twin.build(config, 7, dtype, "cpu").eval()
     model.set_experts_implementation("eager")
     if "deepseek" in name and not any(latent_modules(model)):
         pytest.skip("this transformers caches expanded keys")

@@ -243,7 +243,7 @@ class RowMemory:
         return codes, scales[..., 0]
 
     def _encode(self) -> None:
-        """Write the codes of rows that have none yet."""
+        """Write the codes of rows that wait for theirs."""
         if self._uncoded and self._indexed:
             for number, index in self._indices().items():
                 keys, values = self._sides[2 * number : 2 * number + 2]

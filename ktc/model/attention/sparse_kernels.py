@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StepKeys:
-    """What a layer holds, with its `index`. The key at column `position` (1,) int64 is new, and gets its codes.
+    """The keys that a layer holds, with its `index`. The key at column `position` (1,) int64 is new, and gets its codes.
 
     `mask` (B or 1, 1, 1, L) is bool; the columns that a row sees are neighbours.
     """
@@ -243,7 +243,7 @@ def _store_key(into, x, scale, largest, WIDTH: tl.constexpr, BITS: tl.constexpr)
 
 @triton.jit
 def _place_of(taken, wanted, STRIP: tl.constexpr, STEPS: tl.constexpr):
-    """Return the first places of a strip up to which so many positions are taken, by their running sum."""
+    """Return the first places of a strip up to which `wanted` positions are taken, by their running sum."""
     below = wanted * 0
     for step in tl.static_range(STEPS):
         middle = below + (STRIP >> (step + 1))
@@ -278,7 +278,7 @@ def _encode(
     FIRST_SCALE: tl.constexpr, SECOND_SCALE: tl.constexpr, QUERY_LARGEST: tl.constexpr, KEY_LARGEST: tl.constexpr,
     BITS: tl.constexpr, BINS: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each query head and each key head of a row, and one that finds the row's first position."""
+    """Code the queries and the new key: a program per head of a row, and one that finds the row's first position."""
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if member == KEY_HEADS * (GROUP + 1):
         last = tl.load(position).to(tl.int32)

@@ -68,7 +68,7 @@ def unfit_width(width: int, rope: int = 0) -> str:
     if is_split and min(halves) >= _LEAST:
         return ""
     rotary = f" and {rope} rotary ones" if rope else ""
-    return f"keys of {width} numbers{rotary} are no two powers of two from {_LEAST} on"
+    return f"keys of {width} numbers{rotary} do not split into one or two powers of two from {_LEAST} on"
 
 
 @dataclass(frozen=True, slots=True)
