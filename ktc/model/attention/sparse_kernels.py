@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StepKeys:
-    """The keys that a layer holds, with its `index`. The key at column `position` (1,) int64 is new, and gets its codes.
+    """The keys of a layer, with its `index`. The key at column `position` (1,) int64 is new, and gets its codes.
 
     `mask` (B or 1, 1, 1, L) is bool; the columns that a row sees are neighbours.
     """
