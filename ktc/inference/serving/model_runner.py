@@ -25,6 +25,7 @@ from ktc.inference.serving.row_cache import CachedRow, RowCache, cached_row
 from ktc.inference.serving.row_memory import memory_shape, unfit_row
 from ktc.model.attention.decode import DecodeAttention, paged_layers
 from ktc.model.attention.paged_tensor import copies
+from ktc.model.attention.step_index import IndexedLayer
 from ktc.model.decode_steps.growing_cache import GrowingLayer
 from ktc.model.decode_steps.int8_cache import Int8Layer
 from ktc.model.hf.stock_model import finds_positions
@@ -56,9 +57,9 @@ class ModelRunner:
             row = cached_row(cache, 0, None, len(asked.tokens))
             self.paged = self._without_copies(row)
             others = set(range(len(row.layers))) - self.paged.keys()
-            is_fixed = self.graph_rows() is not None and not unfit_row(row)
-            shape = memory_shape if is_fixed else None
-            self.size = CacheSize(_layer_sizes(row, self.paged), _layer_sizes(row, others), shape)
+            graphs = None if unfit_row(row) else self.graph_rows()
+            shape, indexed = (None, {}) if graphs is None else (memory_shape, graphs.indexed)
+            self.size = CacheSize(_layer_sizes(row, self.paged, indexed), _layer_sizes(row, others, indexed), shape)
             self.example = row.clone()
 
     def _without_copies(self, row: CachedRow) -> dict[int, DecodeAttention]:
@@ -155,13 +156,18 @@ def mark(device: torch.device) -> Callable[[], None]:
     return event.synchronize
 
 
-def _layer_sizes(row: CachedRow, numbers: Collection[int]) -> tuple[LayerSize, ...]:
-    layers = enumerate(zip(row.layers, row.windows, strict=True))
-    return tuple(
-        ((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[1], None if window is None else window - 1)
-        for number, (layer, window) in layers
-        if layer is not None and number in numbers
-    )
+def _layer_sizes(
+    row: CachedRow, numbers: Collection[int], indexed: Mapping[int, IndexedLayer]
+) -> tuple[LayerSize, ...]:  # fmt: skip
+    """Return the sizes of some layers; those that are `indexed` have codes of their keys too."""
+    sizes = list[LayerSize]()
+    for number, (layer, window) in enumerate(zip(row.layers, row.windows, strict=True)):
+        if layer is not None and number in numbers:
+            per_position = (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[1]
+            if number in indexed:
+                per_position += indexed[number].position_bytes(layer.keys, layer.values)
+            sizes.append((per_position, None if window is None else window - 1))
+    return tuple(sizes)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -246,6 +246,8 @@ class RowMemory:
         """Write the codes of rows that wait for theirs."""
         if self._uncoded and self._indexed:
             for number, index in self._indices().items():
+                if self._indexed[number].budget >= self.capacity:
+                    continue  # its steps read all positions, and write no codes
                 keys, values = self._sides[2 * number : 2 * number + 2]
                 for row in self._uncoded:
                     columns = slice(self._end - self.lengths[row], self._end)
@@ -291,6 +293,8 @@ class RowMemory:
 
     def _move_to(self, slots: int, capacity: int, longest: int) -> None:
         columns, end, used = self.columns, _end_for(longest, capacity), len(self.lengths)
+        if any(self.capacity <= of.budget < capacity for of in self._indexed.values()):
+            self._uncoded = set(range(used))  # steps of a capacity up to the budget have written no codes
         moved = list[Tensor]()
         for side in self._sides:
             memory = zeros_on_huge_pages((slots, side.shape[1], capacity, side.shape[3]), side)

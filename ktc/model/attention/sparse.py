@@ -25,6 +25,7 @@ from ktc.model.attention.key_index import KeyIndex, index_of, is_followed, keep_
 from ktc.model.attention.row_indices import RowIndices, every_position, joined, row_lengths, row_of
 from ktc.model.attention.selection import attend_chosen, choose, visible_positions
 from ktc.model.attention.sparsity import Sparsity, Traffic
+from ktc.model.attention.split_decode import has_kernels
 from ktc.model.attention.step_index import IndexedLayer, StepIndex, unfit_width
 from ktc.model.hf.patching import Patch
 from ktc.model.kernels.step_context import StepContext
@@ -52,12 +53,14 @@ class FollowedLayer:
 class Sparse:
     """The sparse attention of a module. `decode` is a kernel of both kinds; without one, PyTorch computes.
 
-    With `indexer`, the model's own indexer chooses.
+    With `indexer`, the model's own indexer chooses. `unfit` says why kernels of recorded steps
+    cannot run, "" if they can.
     """
 
     sparsity: Sparsity
     decode: DecodeAttention | None
     indexer: bool = False
+    unfit: str = ""
 
     def attend(
         self, module: Any, query: Tensor, kv: KVCacheView, *, scale: float, mask: Tensor | None,
@@ -125,7 +128,10 @@ class Sparse:
             if lengths is not None:
                 return lengths, self._by_row(rows, lengths, query, kv, scale, decode)
         if not is_followed(layer):
-            reason = "no index follows this cache (or `torch.inference_mode`, whose tensors have no versions)"
+            is_of_step = hasattr(layer, "index")
+            reason = (unindexed(module, query.device.type) if is_of_step else "") or (
+                "no index follows this cache (or `torch.inference_mode`, whose tensors have no versions)"
+            )
             log_once(module, f"attention over `{type(layer).__name__}` stays dense: {reason}")
             return [], None
         rope_keys = None if kv.rope_keys is None else kv.rope_keys[:, :, :length]
@@ -196,6 +202,11 @@ def unindexed(module: Any, device: str) -> str:
         return "the model's own indexer keeps its keys on the host"
     if sparse.decode is not None or not computes_steps(device):
         return "its sparse attention keeps an index of the keys on the host"
+    place = next((one.device for one in module.parameters() if one.device.type == device), torch.device(device))
+    if not has_kernels(place):
+        return f"its sparse attention has no kernels for {place}"
+    if sparse.unfit:
+        return sparse.unfit
     absorption = getattr(module, "absorption", None)
     if absorption is not None:
         return unfit_width(absorption.sizes.latent, absorption.sizes.rope)

@@ -1,14 +1,14 @@
 """Kernels of sparse attention in recorded steps, compared with the reference before their first use on a GPU.
 
 In: the attention modules of a model. Out: nothing, or HostLacks (H248). Sizes are those of the modules, so that Triton
-compiles nothing that no step needs.
+compiles nothing that no step needs. Modules whose kernels need more of a GPU than it has stay dense in recorded steps.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -38,13 +38,17 @@ class _Sizes:
 
 
 def check_sparse_steps(modules: Iterable[Any], device: torch.device) -> None:
-    """Check the kernels for the attention modules that are sparse in recorded steps. Raises HostLacks (H248)."""
+    """Check the kernels for the attention modules that are sparse in recorded steps. Raises HostLacks (H248).
+
+    Modules whose kernels the device cannot run are marked as `unfit`.
+    """
     for module in modules:
         sparse: Sparse = module.sparse
         sizes = None if unindexed(module, device.type) else _sizes(module)
         if sizes is not None:
             settings = sparse.sparsity
-            _check(sizes, Sparsity(_READ, 4, 16, settings.index, settings.shared), device)
+            unfit = _check(sizes, Sparsity(_READ, 4, 16, settings.index, settings.shared), device)
+            module.sparse = replace(sparse, unfit=unfit)
 
 
 def _sizes(module: Any) -> _Sizes | None:
@@ -61,7 +65,10 @@ def _sizes(module: Any) -> _Sizes | None:
 
 
 @functools.cache
-def _check(sizes: _Sizes, sparsity: Sparsity, device: torch.device) -> None:
+def _check(sizes: _Sizes, sparsity: Sparsity, device: torch.device) -> str:
+    """Return why a device cannot run the kernels, "" if it can. Raises HostLacks (H248) where they are wrong."""
+    from triton.errors import TritonError
+
     from ktc.model.attention.sparse_kernels import StepKeys, attend_sparsely
 
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +86,11 @@ def _check(sizes: _Sizes, sparsity: Sparsity, device: torch.device) -> None:
     mask = (torch.arange(_ROOM, device=device) < _LENGTH).view(1, 1, 1, _ROOM)
     step = StepKeys(kv, index, torch.tensor([_LENGTH - 1], device=device), mask)
     with torch.no_grad():
-        summed, choice = attend_sparsely(query, step, scale=0.1, sparsity=sparsity)
+        try:
+            summed, choice = attend_sparsely(query, step, scale=0.1, sparsity=sparsity)
+        except TritonError as error:  # as of too little shared memory for many heads that choose together
+            words = str(error).strip().partition("\n")[0] or type(error).__name__
+            return f"{device} cannot run sparse attention of {sizes.heads} heads in recorded steps: {words}"
         taken = choice.taken(sparsity.k)
         wanted = attend_chosen(query, kv, chosen_of(taken[:, None], _ROOM), scale=0.1)
     error, count = relative_error(summed.double(), wanted.double()), int(taken.sum(-1).min())
@@ -87,3 +98,4 @@ def _check(sizes: _Sizes, sparsity: Sparsity, device: torch.device) -> None:
         message = f"sparse attention of new tokens is wrong on {device}: an error of {error:.2g}, {count} positions"
         hint = "use the tested versions of torch and Triton (constraints.txt), or leave out `sparse_attention`"
         raise HostLacks(Diagnostic("H248", message, hint=hint))
+    return ""

@@ -97,6 +97,11 @@ class IndexedLayer:
             _signs_on(width, keys.device),
         )  # fmt: skip
 
+    def position_bytes(self, keys: Tensor, values: Tensor) -> int:
+        """Return the bytes of codes and scales for one position of keys and values (K, L, k)."""
+        index = self.index(keys[None, :, :1], values[None, :, :1])
+        return index.codes.nbytes + index.scales.nbytes
+
     def encode(self, index: StepIndex, keys: Tensor, values: Tensor, row: int, columns: slice) -> None:
         """Write the codes of some columns of a row, around the mean of their keys."""
         kept = self.view(keys[row : row + 1, :, columns], values[row : row + 1, :, columns])

@@ -130,10 +130,13 @@ class SparseAttention(ModuleTarget):
     def explain(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> tuple[str, ...]:
         """Return the positions that an attention reads, and the bytes of a step."""
         from ktc.model.hf.indexer import positions_of_indexer
+        from ktc.model.targets.sparse_facts import unfit_keys
 
         latent, by = _is_latent(seen.core), f"the {plan.spec.isa} kernel" if plan.spec else "PyTorch"
         if plan.device != "cpu" and not positions_of_indexer(seen.stock):
+            unfit = unfit_keys(seen)
             by = "kernels of the GPU in recorded steps, by PyTorch in others"
+            by = f"PyTorch in steps that are not recorded ({unfit})" if unfit else by
         how = "attention on the compressed cache" if latent else "attention"
         if positions := positions_of_indexer(seen.stock):
             read = (

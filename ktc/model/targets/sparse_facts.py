@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ktc.model.attention.sparsity import Sparsity, Traffic
+from ktc.model.attention.step_index import unfit_width
 from ktc.model.graph import ops
 from ktc.model.graph.latent import is_latent, latent_operands
 from ktc.model.hf.indexer import has_indexer, positions_of_indexer
@@ -35,6 +36,14 @@ def not_sparse(seen: CapturedNode) -> str:
     if not options["causal"] and not options["mask"]:
         return "it is not causal"
     return latent_operands(core).reason
+
+
+def unfit_keys(seen: CapturedNode) -> str:
+    """Return why keys of a core have no index in recorded steps on a GPU, "" if they can."""
+    if is_latent(seen.core):
+        operands = latent_operands(seen.core)
+        return unfit_width(operands.rank, operands.rope)
+    return unfit_width(int(ops.shape_of(seen.core.args[1])[-1]))
 
 
 def index_bytes(seen: CapturedNode, sparsity: Sparsity) -> int:

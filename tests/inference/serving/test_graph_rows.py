@@ -506,7 +506,7 @@ def refused(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"), [(sparse, "no two powers of two"), (hooked, "has a forward hook"), (refused, "no luck")]
+    ("spoil", "reason"), [(sparse, "do not split"), (hooked, "has a forward hook"), (refused, "no luck")]
 )
 def test_what_cannot_be_captured_is_eager_and_told_once(
     spoil: Callable[[Any], None], reason: str, model: Any, caplog: pytest.LogCaptureFixture, steps: list[int]

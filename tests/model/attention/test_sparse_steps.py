@@ -16,15 +16,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ktc.diagnostics import HostLacks
+from ktc.inference.serving import row_memory
 from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.graph_rows import GraphRows
 from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.pages import LayerRow
 from ktc.inference.serving.request import Limits, Request
+from ktc.inference.serving.row_cache import CachedRow
+from ktc.inference.serving.row_memory import RowMemory, memory_shape
 from ktc.model.attention import sparse_check, sparse_kernels
 from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.decoding import decoding
 from ktc.model.attention.key_codes import encode, estimates
 from ktc.model.attention.selection import attend_chosen, choose, chosen_of, visible_positions
-from ktc.model.attention.sparse import Sparse, follows_cache
+from ktc.model.attention.sparse import Sparse, follows_cache, indexed_layers, unindexed
 from ktc.model.attention.sparse_check import check_sparse_steps
 from ktc.model.attention.sparse_kernels import StepKeys, attend_sparsely
 from ktc.model.attention.sparsity import IndexFormat, Sparsity
@@ -176,6 +181,58 @@ def test_rows_of_running_batches_keep_their_codes(
         engine.stop()
     assert "L451" not in caplog.text and max(calls) == 2
     assert found == [alone(sparse, prompt, config, 3 + at) for at, prompt in enumerate(prompts)]
+
+
+def test_kernels_that_a_gpu_cannot_run_leave_recorded_steps_dense(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def lacking(*_: Any, **__: Any) -> Any:
+        raise OutOfResources(259_072, 232_448, "shared memory")
+
+    module = sparse.model.layers[1].self_attn
+    assert list(indexed_layers(sparse, DEVICE.type)) == [1]
+    sparse_check._check.cache_clear()
+    monkeypatch.setattr(sparse_kernels, "attend_sparsely", lacking)
+    check_sparse_steps([module], DEVICE)
+    sparse_check._check.cache_clear()
+    assert "shared memory, Required: 259072" in unindexed(module, DEVICE.type)
+    assert not indexed_layers(sparse, DEVICE.type)
+
+
+def test_devices_without_kernels_have_no_sparse_steps(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sparse.model.layers[1].self_attn
+    monkeypatch.setattr("ktc.model.attention.sparse.has_kernels", lambda _: False)
+    assert f"has no kernels for {DEVICE}" in unindexed(module, DEVICE.type)
+    monkeypatch.setattr(sparse_check, "_check", None)
+    check_sparse_steps([module], DEVICE)
+
+
+def test_the_size_of_a_cache_has_the_codes_of_its_keys(sparse: Any) -> None:
+    counted = ModelRunner(sparse).size.nbytes(500)
+    row = ModelRunner(sparse).example
+    assert row is not None
+    memory = RowMemory(1, 0, GraphRows(sparse, sparse.decode_graphs).indexed)
+    memory.join(row)
+    slots, positions = memory_shape(1, 500)
+    assert counted == memory.nbytes // (memory.slots * memory.capacity) * slots * positions
+
+
+def test_rows_that_outgrow_the_budget_have_codes_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_memory, "capacity_for", lambda positions: -(-positions // 16) * 16)
+    monkeypatch.setattr(row_memory, "ROOM", 2)
+    memory = RowMemory(1, 0, {0: IndexedLayer("int4", False, 40)})
+    keys = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0))
+    memory.join(CachedRow(20, (LayerRow(keys, keys),), (None,)))
+    for _ in range(40):
+        slots = memory.begin_step()
+        (layer,) = memory.places(slots).cache.layers
+        column, used = memory._end, slice(memory._end - memory.lengths[0], memory._end)
+        if memory.capacity > 40:
+            assert bool(layer.index.scales[0, :, used].all())
+            layer.index.scales[0, :, column] = 1.0  # as a sparse step does
+        layer.keys[0, :, column] = layer.values[0, :, column] = torch.randn(32)
+        memory.appended()
+    assert memory.capacity > 48
 
 
 def test_kernels_are_checked_before_their_first_use(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
