@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Origin = Literal["measured", "described", "assumed"]
+
+# Of the CPU's bandwidth, the part that few rows times codes reach: 0.5 to 0.6 on a Xeon with AMX (docs/benchmarks.md).
+CODES_READ: Final = 0.55
 
 
 @dataclass(frozen=True, slots=True)

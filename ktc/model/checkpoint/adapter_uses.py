@@ -44,8 +44,8 @@ def refused_later(facts: AdapterFacts) -> tuple[Diagnostic, ...]:
     if facts.own_code:
         message = "`ktc export` and `ktc merge` will refuse the adapter: the model's class is code of its own"
         return (_found(message, "use the adapter with peft, or with `ktc generate` and `ktc serve`", "note"),)
-    exports = _whole(facts) if facts.modules else (*_stacked(facts), *_dropped(facts), *_without_gguf(facts))
-    return (*exports, *_tied(facts), *_rounded(facts))
+    exports = _whole(facts) if facts.modules else (*_stacked(facts), *_without_gguf(facts))
+    return (*exports, *_dropped(facts), *_tied(facts), *_rounded(facts))
 
 
 def no_gguf_adapter(architecture: str, layer: str) -> str:

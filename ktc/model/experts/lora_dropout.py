@@ -48,8 +48,11 @@ class Drop:
 
     @classmethod
     def drawn(cls, gate_up: float, down: float) -> Drop:
-        """Return dropout with a seed of PyTorch's generator of the host, for a call on any device."""
-        return cls(torch.randint(0, 2**63 - 1, (), dtype=torch.int64), gate_up, down)
+        """Return dropout with a seed of PyTorch's generator of the host, for a call on any device.
+
+        As with stock dropout, processes that train on parts of a batch from one seed have equal masks.
+        """
+        return cls(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu"), gate_up, down)
 
     @classmethod
     def of(cls, seed: Tensor | None, gate_up: float, down: float) -> Drop | None:

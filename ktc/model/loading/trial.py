@@ -227,6 +227,8 @@ def _of_stock(subject: _Subject) -> LoraConfig | None:
     if lora is not None and lora.target_parameters:
         names = {name for name, _ in _stock(subject, subject.stock).named_parameters()}
         lora.target_parameters = [name for name in lora.target_parameters if name in names] or None
+        if lora.target_parameters:
+            lora.lora_dropout = 0.0  # compiled experts take it, which stock PEFT does not know
     return lora
 
 

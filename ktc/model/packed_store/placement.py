@@ -95,6 +95,13 @@ def return_loss_to_labels(model: PreTrainedModel) -> None:
     any_model.loss_function = partial(_loss_on_labels, any_model.loss_function)
 
 
+def loss_function_of(model: Any) -> Any:
+    """Return the model's `loss_function` as it was before `return_loss_to_labels`, None where it has none."""
+    function: Any = getattr(model, "loss_function", None)
+    wrapped = isinstance(function, partial) and cast("Any", function).func is _loss_on_labels
+    return cast("Any", function).args[0] if wrapped else function
+
+
 def _loss_on_labels(loss_function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     labels = kwargs["labels"] if "labels" in kwargs else args[1]
     return loss_function(*args, **kwargs).to(labels.device)

@@ -28,6 +28,7 @@ from ktc.stages.plan.kept import places_of
 from ktc.stages.plan.placement import budget_of
 from ktc.stages.plan.types import ANY_SIZE, NO_CHOICES, BatchShape, Plan, Workload
 
+_EVEN: Final = 0.9  # of the time of single experts: whole layers that are predicted so much faster stay
 _EQUAL: Final = 1.01  # times that predictions do not tell apart
 _PER_GPU: Final = 0.05
 _ATTEMPTS: Final = 3  # with less room for weights, where activations do not fit beside them
@@ -78,15 +79,17 @@ class Planner:
     def _with_one_kind(self, fitting: list[Priced], layers: int) -> list[Priced]:
         """Leave out the plans that keep some whole layers where one keeps single experts, or the reverse for a server.
 
-        Both read as many bytes where choices are even, so predictions are equal. Single experts follow
-        choices that are not. A server's batches have more rows than the steps that read them.
+        Both read as many bytes where choices are even, so predictions are about equal. Single experts follow choices
+        that are not. A server's batches have more rows than the steps that read them; for other large batches, whole
+        layers are predicted to be faster, and stay.
         """
         single = [one for one in fitting if _keeps(one)]
         whole = [one for one in fitting if one.candidate.choices.resident]
         if self._rules.plan.get("mode") == "serve":
             dropped = single if whole else []
         else:
-            dropped = [one for one in whole if len(one.candidate.choices.resident) < layers] if single else []
+            limit = _EVEN * min(map(_weighed, single), default=0.0)
+            dropped = [o for o in whole if len(o.candidate.choices.resident) < layers and _weighed(o) >= limit > 0]
         return [one for one in fitting if one not in dropped]
 
     def _step(self, plan: Plan, host: Host, shape: BatchShape) -> Prediction:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ktc.foundation.formats import FORMATS, Blocks, Codes
-from ktc.foundation.rates import Figure, GpuRates, Rates
+from ktc.foundation.rates import CODES_READ, Figure, GpuRates, Rates
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.traffic import states, traffic_of
 from ktc.stages.cost.types import Prediction, Use, Work
@@ -33,8 +33,6 @@ _MICRO_BATCH: Final = 420  # a trainer's own work on a sequence, its head and it
 # copies, and the ring of sent weights holds about a layer.
 _BESIDE: Final = 0.2
 _CODES: Final = 0.2  # of the products of bf16, the rate at which a GPU multiplies codes, where it does not decode them
-# Of the CPU's bandwidth, the part that few rows times codes reach: 0.5 to 0.6 on a Xeon with AMX (docs/benchmarks.md).
-_CODES_READ: Final = 0.55
 _SPLIT_NODES: Final = 6  # kernels of experts on three engines: the split, two products, activation, two sums
 
 
@@ -139,7 +137,7 @@ class _Clock:
         # Threads of all nodes read scattered weights over the link between the nodes.
         bandwidth = cpu.node_bandwidth.median if work.scattered else at(cpu.bandwidth, self.threads)
         rate = at(cpu.products.get(work.weight_format) or cpu.products["bf16"], self.threads)
-        read = bandwidth * (_CODES_READ if _is_coded(work) else 1.0)
+        read = bandwidth * (CODES_READ if _is_coded(work) else 1.0)
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / read)
         one = cpu.call if self.issue.native_step else cpu.operator
         issued = amounts.operators(work) * one.median
@@ -192,7 +190,7 @@ class _Clock:
             return {}
         kept, sent, rest = (number * work.weights / experts.count for number in read)
         device = experts.devices[0]
-        gpu, codes = self._gpu(device), _CODES_READ if _is_coded(work) else 1.0
+        gpu, codes = self._gpu(device), CODES_READ if _is_coded(work) else 1.0
         return {
             "cpu": rest / (codes * gpu.cpu_beside_bus.median),
             f"bus:{device}": sent / gpu.bus_beside_cpu.median,

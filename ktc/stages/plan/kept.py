@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Final
 
 from ktc.diagnostics import Diagnostic
-from ktc.foundation.formats import FORMATS
+from ktc.foundation.formats import FORMATS, Blocks, Codes
+from ktc.foundation.rates import CODES_READ
 from ktc.model.experts.panel_codes import addressed_codes_of
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets.target import Prefill
@@ -150,7 +151,8 @@ def _split(draft: PlanDraft, sent: _Sent, places: int) -> dict[str, Prefill]:
     bus, cpu = rates.bus_beside_cpu.median, rates.cpu_beside_bus.median
     fixed = draft.rules.plan.get(SPLIT) == "fixed"
     prefills = dict[str, Prefill]()
-    for number, (path, (prefill, _)) in enumerate(sent.items()):
+    for number, (path, (prefill, spec)) in enumerate(sent.items()):
+        reads = cpu * (CODES_READ if isinstance(FORMATS[spec.format_gate_up], Codes | Blocks) else 1.0)
         kept = places * (number + 1) // len(sent) - places * number // len(sent)
-        prefills[path] = replace(prefill, kept=kept, share=round(bus / (bus + cpu), 2), fixed_split=fixed)
+        prefills[path] = replace(prefill, kept=kept, share=round(bus / (bus + reads), 2), fixed_split=fixed)
     return prefills

@@ -23,6 +23,7 @@ from transformers.loss import loss_utils
 from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.logit_tiles import tile_bytes
 from ktc.model.hf.patching import call_stock, called_as
+from ktc.model.packed_store.placement import loss_function_of
 from ktc.training.trainers import frozen_head
 from ktc.training.trainers.frozen_head import is_frozen_linear, summed_loss
 
@@ -41,7 +42,7 @@ def reason_for_whole_logits(trainer: Any) -> str:
         return f"`{type(trainer).__name__}` computes the loss itself{', in tiles' if _in_tiles(trainer) else ''}"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         return "the loss is not the model's own"
-    if getattr(model, "loss_function", None) is not cast("Any", loss_utils).ForCausalLMLoss:
+    if loss_function_of(model) is not cast("Any", loss_utils).ForCausalLMLoss:
         return f"the loss of a `{type(model).__name__}` is not that of a causal language model"
     return "" if isinstance(model.get_output_embeddings(), nn.Module) else "the model has no output embeddings"
 
@@ -81,7 +82,7 @@ def in_chunks_of_tokens(model: Any) -> Generator[None]:
         if len(seen) != 1 or logits is not seen[0]:
             raise WholeLogits(f"`{type(model).__name__}` changes the output of its head")
         rows = max(1, (frozen_head.MOST_LOGITS if frozen else MOST_LOGITS) // vocab_size)
-        return chunked_loss(summed_by(head, rows, frozen=frozen), logits, labels, **kwargs)
+        return chunked_loss(summed_by(head, rows, frozen=frozen), logits, labels, **kwargs).to(labels.device)
 
     with called_as(head, kept_back), attributes(model, loss_function=loss):
         yield

@@ -13,7 +13,14 @@ from torch import nn
 
 from ktc.diagnostics import HostLacks
 from ktc.model.manifest.manifest import read_manifest
-from ktc.model.packed_store.placement import check_devices, device_map, device_of, follow, return_loss_to_labels
+from ktc.model.packed_store.placement import (
+    check_devices,
+    device_map,
+    device_of,
+    follow,
+    loss_function_of,
+    return_loss_to_labels,
+)
 
 SPLIT = {"model": "cuda:0", "model.layers.1": "cuda:1", "model.layers.1.mlp.experts": "cpu", "lm_head": "cuda:1"}
 
@@ -127,3 +134,12 @@ def test_the_loss_is_returned_to_the_device_of_the_labels() -> None:
     logits, labels = torch.ones(2, 3), torch.ones(2, 3, device="meta")  # the meta device stands for a GPU
     assert model.loss_function(logits, labels).device.type == "meta"
     assert model.loss_function(logits=logits, labels=labels).device.type == "meta"
+
+
+def test_the_loss_of_a_model_on_several_gpus_is_still_computed_in_chunks() -> None:
+    model: Any = Scored()
+    assert loss_function_of(model) is model.loss_function
+    stock = model.loss_function
+    return_loss_to_labels(model)
+    assert loss_function_of(model) is stock
+    assert loss_function_of(object()) is None
