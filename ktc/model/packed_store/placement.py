@@ -98,8 +98,7 @@ def return_loss_to_labels(model: PreTrainedModel) -> None:
 def loss_function_of(model: Any) -> Any:
     """Return the model's `loss_function` as it was before `return_loss_to_labels`, None where it has none."""
     function: Any = getattr(model, "loss_function", None)
-    wrapped = isinstance(function, partial) and cast("Any", function).func is _loss_on_labels
-    return cast("Any", function).args[0] if wrapped else function
+    return function.args[0] if getattr(function, "func", None) is _loss_on_labels else function
 
 
 def _loss_on_labels(loss_function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
