@@ -28,7 +28,7 @@ from ktc.model.experts.stock_layout import canonical_parts
 from ktc.model.kernels.kernel_library import KernelLibrary
 
 SPEC = spec_of(ISAS[0])
-PATIENCE = 60  # seconds; a child that waits for a thread of its parent takes for ever
+PATIENCE = 300  # seconds; a child that waits for a thread of its parent takes for ever
 Results = tuple[Tensor, ...]
 
 
