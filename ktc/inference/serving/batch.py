@@ -128,10 +128,14 @@ class RowBatch:
         return not self.running and graphs is not None and isinstance(rows, RowMemory) and bool(graphs.missing(rows))
 
     def capture(self, row: CachedRow) -> bool:
-        """Capture the step of one number of slots for rows such as this one; return whether one was captured."""
+        """Capture the step of one number of slots for rows such as this one; return whether one was captured.
+
+        Where memory is missing it raises; steps of these slots and more are not captured while the rows' memory stays.
+        """
         if self._graphs is None or self.running or unfit_row(row):
             return False
         assert isinstance(self._rows, RowMemory)
+        slots = 1
         try:
             self._rows.join(row)
             slots = self._graphs.missing(self._rows)
@@ -139,6 +143,10 @@ class RowBatch:
             if begun is not None:
                 begun[1]()
             return begun is not None
+        except Exception as error:
+            if memory_fault(error) is not None:
+                self._graphs.lacked(self._rows, slots)
+            raise
         finally:
             self._rows.clear()
 

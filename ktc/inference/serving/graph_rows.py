@@ -6,8 +6,8 @@ returns. A graph belongs to a number of slots, a power of two, and to the addres
 the new tokens, and which columns a row has. Model states are not compared: updates are the engine's own, and drop all
 graphs. While answers run, a step that has no graph yet is computed without one, and the next one is captured: rows
 wait for the first kernels of a shape and for a capture in two steps, not in one. Refused with a warning (L451): a model
-that cannot be captured. Where a graph of fewer slots was captured, and one of more is not, the same step is computed
-without a graph.
+that cannot be captured. Where a graph of fewer slots was captured, and one of more is not, or memory was missing for
+it, the same step is computed without a graph.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class GraphRows:
         self._version = -1  # of the memory that the graphs have the addresses of
         self._steps: dict[int, _Step] = {}
         self._due = set[int]()  # slots whose next step is captured
+        self._beyond = 0  # the fewest slots for whose capture memory was missing, 0 for none
         self._has_captured = False
 
     @classmethod
@@ -70,6 +71,11 @@ class GraphRows:
     def indexed(self) -> dict[int, IndexedLayer]:
         """How the layers of its memory are indexed whose attention is sparse."""
         return indexed_layers(self._model, self._graphs.recorder.device)
+
+    @property
+    def unfit(self) -> str:
+        """Why no step of the model is captured, "" if one may be."""
+        return _unfit_model(self._model, self._graphs.recorder.device)
 
     def is_ready(self, memory: RowMemory) -> bool:
         """Return whether the next step of the rows is a replay, so that it may run within another pass."""
@@ -119,12 +125,23 @@ class GraphRows:
         """Return the fewest slots of `memory` without a captured step, 0 for none, or where they cannot be captured."""
         if self.refused or not memory.slots:
             return 0
-        known = self._steps.keys() - self._due if memory.version == self._version else frozenset[int]()
-        return next((1 << power for power in range(memory.slots.bit_length()) if 1 << power not in known), 0)
+        is_known = memory.version == self._version
+        known = self._steps.keys() - self._due if is_known else frozenset[int]()
+        slots = next((1 << power for power in range(memory.slots.bit_length()) if 1 << power not in known), 0)
+        return 0 if is_known and self._is_beyond(slots) else slots
+
+    def lacked(self, memory: RowMemory, slots: int) -> None:
+        """Capture no step of `slots` or more while the addresses of `memory` stay: memory was missing for it."""
+        self._follow(memory.version)
+        self._beyond = slots
+        self._due = {due for due in self._due if not self._is_beyond(due)}
+
+    def _is_beyond(self, slots: int) -> bool:
+        return 0 < self._beyond <= slots
 
     def forget(self) -> None:
         """Forget all graphs, which keep the memory that they know."""
-        self._version = -1
+        self._version, self._beyond = -1, 0
         self._steps.clear()
         self._due.clear()
 
@@ -143,9 +160,11 @@ class GraphRows:
 
     def _recorded(self, places: RowPlaces, slots: int, given: dict[str, Tensor], captures: bool) -> _Step | None:
         """Return a new step, or None for a model that cannot be captured. Without `captures` the next is one."""
-        if reason := _unfit_model(self._model, self._graphs.recorder.device):
+        if reason := self.unfit:
             self.refuse(reason)
             return None
+        is_beyond = self._is_beyond(slots)
+        captures = captures and not is_beyond
         recorder = self._graphs.recorder
         plain = replace(recorder, record=_computed_again, launch=None)
         self._due.discard(slots)
@@ -162,7 +181,7 @@ class GraphRows:
             step = self._record(places, given, plain)
         else:
             self._has_captured |= captures
-            self._due.update(() if captures else [slots])
+            self._due.update(() if captures or is_beyond else [slots])
         self._steps[slots] = step
         return step
 

@@ -41,14 +41,14 @@ class ModelRunner:
     def __init__(self, model: Any) -> None:
         """Prefill one short prompt, which shows the cache."""
         self.model = model
-        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._base = _base_of(model)
         self._arguments = frozenset(inspect.signature(self._base.forward).parameters)
         self.device = cast("torch.device", model.get_input_embeddings().weight.device)
         self.paged: Mapping[int, DecodeAttention] = paged_layers(self._base)
         """The layers whose attention reads pages, by their numbers."""
-        asked = Request("probe", (0, 1), 1, model.generation_config)
+        asked = _probe(model)
         cache = Generation(asked, model).cache
-        self.unbatched_reason = self._reason(cache)
+        self.unbatched_reason = _unbatched(self._base, self.paged, cache)
         self.size = CacheSize()
         self.example: CachedRow | None = None
         """A row of the kind that prompts become; None where sequences share no cache."""
@@ -126,25 +126,41 @@ class ModelRunner:
             for handle in handles:
                 handle.remove()
 
-    def _reason(self, cache: DynamicCache | None) -> str:
-        if finds_positions(self._base):
-            return "it reads images, and its own code keeps the positions behind them"
-        if not isinstance(cache, DynamicCache):
-            return "its cache is not transformers' `DynamicCache`"
-        if "position_ids" not in self._arguments or "attention_mask" not in self._arguments:
-            return "its forward pass takes no positions or no padding mask"
-        config = self._base.config.get_text_config()
-        kinds = {type(layer).__name__ for layer in cast("list[Any]", cache.layers) if type(layer) not in _JOINABLE}
-        kinds |= set(getattr(config, "layer_types", None) or ()) - _KINDS
-        coded = (number for number, layer in enumerate(cache.layers) if isinstance(layer, Int8Layer))
-        if set(coded) - self.paged.keys():
-            return "its codes of keys and values are not on the CPU"
-        if kinds:
-            return f"its cache has layers of another kind ({', '.join(sorted(kinds))})"
-        ropes = set(_rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)))
-        if ropes & _BY_LENGTH:
-            return "its rotary frequencies depend on the longest sequence of a batch"
-        return ""
+
+def unbatched_reason(model: Any) -> str:
+    """Return why sequences of a model, with or without adapters, cannot share a cache, "" where they can."""
+    base = _base_of(model)
+    return _unbatched(base, paged_layers(base), Generation(_probe(model), model).cache)
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _probe(model: Any) -> Request:
+    return Request("probe", (0, 1), 1, model.generation_config)
+
+
+def _unbatched(base: Any, paged: Collection[int], cache: DynamicCache | None) -> str:
+    arguments = inspect.signature(base.forward).parameters
+    if finds_positions(base):
+        return "it reads images, and its own code keeps the positions behind them"
+    if not isinstance(cache, DynamicCache):
+        return "its cache is not transformers' `DynamicCache`"
+    if "position_ids" not in arguments or "attention_mask" not in arguments:
+        return "its forward pass takes no positions or no padding mask"
+    config = base.config.get_text_config()
+    kinds = {type(layer).__name__ for layer in cast("list[Any]", cache.layers) if type(layer) not in _JOINABLE}
+    kinds |= set(getattr(config, "layer_types", None) or ()) - _KINDS
+    coded = (number for number, layer in enumerate(cache.layers) if isinstance(layer, Int8Layer))
+    if set(coded) - set(paged):
+        return "its codes of keys and values are not on the CPU"
+    if kinds:
+        return f"its cache has layers of another kind ({', '.join(sorted(kinds))})"
+    ropes = set(_rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)))
+    if ropes & _BY_LENGTH:
+        return "its rotary frequencies depend on the longest sequence of a batch"
+    return ""
 
 
 def mark(device: torch.device) -> Callable[[], None]:

@@ -139,20 +139,21 @@ def free_memory(model: Any) -> int:
 def default_chunk(model: Any) -> int:
     """Return how many tokens of prompts are read between two steps, if the user does not say.
 
-    More where a GPU computes all experts of a prompt and replays steps between its layers: there a pass takes about as
-    long with more tokens, and no answer waits for the whole of it.
+    More where a GPU computes all experts of a prompt and replays steps of running batches between its layers: there a
+    pass takes about as long with more tokens, and no answer waits for the whole of it.
     """
     from ktc.inference.serving.graph_rows import GraphRows
+    from ktc.inference.serving.model_runner import unbatched_reason
     from ktc.model.experts.module import FusedMoe
     from ktc.model.experts.resident_backend import GpuResident
     from ktc.model.experts.streamed_backend import Streamed
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    experts = (module for module in base.modules() if isinstance(module, FusedMoe))
+    graphs = GraphRows.of(base)
+    gives_way = graphs is not None and not graphs.unfit and not unbatched_reason(model)
+    experts = [module for module in base.modules() if isinstance(module, FusedMoe)] if gives_way else []
     backends = (layer.backend(_CHUNK_OF_GPU, plain=True) for layer in experts)
-    is_read_by_gpu = GraphRows.of(base) is not None and all(
-        isinstance(one, (GpuResident, Streamed)) for one in backends
-    )
+    is_read_by_gpu = bool(experts) and all(isinstance(one, (GpuResident, Streamed)) for one in backends)
     return _CHUNK_OF_GPU if is_read_by_gpu else Limits().prefill_chunk
 
 

@@ -86,16 +86,18 @@ class Worker:
         if self._runner.example is None or self._runner.graph_rows() is None:
             return
         self._first = adapter
+        self._capture_all(adapter)
+        try:
+            self._adapters.use(adapter)
+            with without_plans():
+                read_warm_prompts(self._runner, adapter, self._chunk)
+        except Exception as error:  # noqa: BLE001  # requests do without
+            log.warning("prompts before the first request could not be read: %s", _words(error))
+
+    def _capture_all(self, adapter: str) -> None:
         batch = self.batches[adapter] = RowBatch(self._runner, self.scheduler.most_running, self._standing)
         while self._captured(adapter, batch):
             pass
-        try:
-            with without_plans():
-                read_warm_prompts(self._runner, adapter, self._chunk)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            log.warning("memory was missing to read prompts before the first request: %s", _words(error))
 
     @property
     def lacks_steps(self) -> bool:
@@ -106,31 +108,31 @@ class Worker:
         """Capture a step of a batch that no request uses, for requests to come."""
         for adapter, batch in self.batches.items():
             if isinstance(batch, RowBatch) and batch.lacks_steps:
-                try:
-                    self._captured(adapter, batch)
-                except Exception:
-                    log.exception("the step of a batch could not be captured; its memory is released")
-                    del self.batches[adapter]
+                self._captured(adapter, batch)
                 return
 
     def renew(self) -> None:
         """Forget as for a change of weights, and capture again what was captured before the first request."""
         self.forget()
         if self._first is not None and self._first not in self.batches:
-            self.capture(self._first)
+            self._capture_all(self._first)
 
     def _captured(self, adapter: str, batch: RowBatch) -> bool:
-        """Capture the step of one number of slots; return whether one was captured. Without memory release it all."""
+        """Capture the step of one number of slots; return whether one was captured.
+
+        Without memory the steps of fewer slots stay; after another error the batch is dropped.
+        """
         assert self._runner.example is not None
         try:
             self._adapters.use(adapter)
             with without_plans():
                 return batch.capture(self._runner.example)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            log.warning("memory was missing to capture steps of many sequences: %s", _words(error))
-            batch.compact()
+            if is_out_of_memory(error):
+                log.warning("memory was missing to capture steps of many sequences: %s", _words(error))
+            else:
+                log.warning("the step of a batch could not be captured, and its memory is released", exc_info=True)
+                del self.batches[adapter]
             return False
 
     def end(self, ends: Mapping[str, End]) -> None:

@@ -37,6 +37,7 @@ from ktc.model.attention.decoding import decoding
 from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparsity import Sparsity
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
+from ktc.model.experts.resident_backend import GpuResident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -187,9 +188,12 @@ def test_a_step_without_memory_is_taken_again_with_fewer_rows(
     assert failed and min(failed) == rows + 1
 
 
-def test_a_capture_without_memory_is_tried_with_fewer_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_without_memory_is_tried_once_and_leaves_those_of_fewer_rows(model: Any) -> None:
+    lacking = list[int]()
+
     def record(compute: Any, device: torch.device, changing: Sequence[Tensor], context: Any) -> Any:
         if changing[0].shape[0] > 2:
+            lacking.append(changing[0].shape[0])
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
         return model.decode_graphs.recorder.record(compute, device, changing, context)
 
@@ -197,10 +201,15 @@ def test_a_capture_without_memory_is_tried_with_fewer_rows(model: Any, monkeypat
     smaller.decode_graphs = DecodeGraphs(StepRecorder(record, torch.device(DEVICE).type, None))
     with Served(smaller, Limits(batch=8)) as served:
         served.engine.capture("")
+        [batch] = served.engine._worker.batches.values()
         for at, prompt in enumerate(PROMPTS):
             served.ask(str(at), prompt, 9, config)
         found = [served.answers.wait(str(at))[0] for at in range(len(PROMPTS))]
+        settled(served.engine)
+        assert isinstance(batch, RowBatch) and batch._graphs is not None
+        assert {1, 2} <= {slots for slots, step in batch._graphs._steps.items() if step.is_captured}
     assert found == [by_itself(model, prompt, config, 9) for prompt in PROMPTS]
+    assert lacking == [4]
 
 
 def test_a_seeded_token_of_a_step_that_failed_is_drawn_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +395,50 @@ def test_prompts_of_every_kind_are_read_before_the_first_request(
     assert found <= before
 
 
-def test_chunks_are_longer_where_a_gpu_reads_prompts(model: Any) -> None:
-    assert default_chunk(model) == 2048
-    assert default_chunk(stock_model("qwen3_moe", torch.float32)) == 512
+class Experts(torch.nn.Module):
+    """Experts of prompts that a GPU computes."""
+
+    def backend(self, *_: object, **__: object) -> GpuResident:
+        return object.__new__(GpuResident)
+
+
+def test_chunks_are_longer_where_a_gpu_reads_prompts_that_give_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktc.model.experts.module.FusedMoe", Experts)
+    assert default_chunk(model) == 512, "no experts are known"
+    fast = copy.deepcopy(model)
+    fast.experts = Experts()
+    assert default_chunk(fast) == 2048
+    monkeypatch.setattr(model_runner, "finds_positions", lambda _: True)
+    assert default_chunk(fast) == 512, "requests take turns"
+    monkeypatch.undo()
+    monkeypatch.setattr("ktc.model.experts.module.FusedMoe", Experts)
+    hooked(fast)
+    assert default_chunk(fast) == 512, "no step is captured"
+    fast.decode_graphs = None
+    assert default_chunk(fast) == 512
+
+
+def test_errors_before_the_first_request_and_after_new_weights_are_told_and_end_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = list[str]()
+
+    def reading(*_: Any) -> None:
+        read.append("prompts")
+        raise ValueError("no kernel")
+
+    config = config_of(model)
+    monkeypatch.setattr(worker, "read_warm_prompts", reading)
+    with Served(model, Limits(batch=2)) as served:
+        served.engine.capture("")
+        monkeypatch.setattr(RowBatch, "capture", failing)
+        served.engine.change(served.engine.forget, idle=True)
+        monkeypatch.undo()
+        served.ask("0", PROMPTS[0], 5, config)
+        assert served.answers.wait("0")[0] == by_itself(model, PROMPTS[0], config, 5)
+    assert read == ["prompts"], "new weights have the kernels of the old ones"
+    assert "could not be read: ValueError: no kernel" in caplog.text
+    assert "could not be captured, and its memory is released" in caplog.text
 
 
 def test_warm_prompts_end_in_time(model: Any) -> None:
