@@ -36,9 +36,8 @@ class LoraBackward {
         v_down_packed_S_(packed_size(down_)),
         v_down_S_(rows_size(down_)),
         u_down_S_(rows_size(down_)),
-        kept_hidden_S_(arguments.saved == nullptr && first_.drops()
-                           ? routing.num_slots() * layer.shape.padded_hidden()
-                           : 0) {
+        kept_hidden_S_(arguments.saved == nullptr && first_.drops() ? routing.num_slots() * layer.shape.padded_hidden()
+                                                                    : 0) {
     if (arguments.saved == nullptr) return;
     const SavedSlots<Layer> saved(layer_, const_cast<void*>(arguments.saved), routing.num_slots(), first_.rank());
     saved_u_first_S_ = saved.first_rows_S;

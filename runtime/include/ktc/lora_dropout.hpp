@@ -23,7 +23,8 @@ namespace ktc::inline KTC_UNIT {
 // The product whose inputs are dropped: the last word of the counter.
 enum class DroppedProduct : std::uint32_t { kFirst = 0, kDown = 1 };
 
-// Columns of a counter. Rows are whole stretches of `kCounters` counters, and at most `kMostCounters` are drawn at once.
+// Columns of a counter. Rows are whole stretches of `kCounters` counters, and at most `kMostCounters` are drawn at
+// once.
 inline constexpr std::int64_t kDropBlock = 8;
 inline constexpr std::int64_t kCounters = 16;
 inline constexpr std::int64_t kMostCounters = 256;
@@ -61,8 +62,8 @@ inline std::uint64_t bytes_of_bits(std::uint8_t bits) {
 // Zeros in place of those of 16 values whose bit is not set.
 template <class T>
 [[gnu::always_inline]] inline void keep_only(std::uint16_t kept, T* values) {
-  using Bits = std::conditional_t<sizeof(T) == 2, std::int16_t,
-                                  std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>>;
+  using Bits =
+      std::conditional_t<sizeof(T) == 2, std::int16_t, std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>>;
   static_assert(sizeof(T) == sizeof(Bits));
   // Eight at a time: a load of both words of bytes would wait for their stores.
   for (std::int64_t first = 0; first < kHalfPanel; first += kDropBlock) {
@@ -133,7 +134,8 @@ class KeptInputs {
   }
 
   // A bit for each 16 bits of a counter's four words, the lower ones of a word first.
-  void bits_of(const std::uint32_t (&words)[4][kMostCounters], std::int64_t count, std::uint8_t* __restrict kept) const {
+  void bits_of(const std::uint32_t (&words)[4][kMostCounters], std::int64_t count,
+               std::uint8_t* __restrict kept) const {
     const std::uint32_t dropped = dropped_;
     for (std::int64_t i = 0; i < count; ++i) {
       std::uint32_t bits = 0;

@@ -44,8 +44,8 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
   const auto* weight = static_cast<const Accumulator*>(arguments.top_k_weights);
   auto lora_first = LoraProduct<Layer>::of_first(layer, arguments.lora_first, slots);
   auto lora_down = LoraProduct<Layer>::of_down(layer, arguments.lora_down, slots);
-  // Products that pack their own rows leave the rows of elements to LoRA, if the call has any. Where inputs are dropped,
-  // LoRA has rows of its own: of the first product, then of down.
+  // Products that pack their own rows leave the rows of elements to LoRA, if the call has any. Where inputs are
+  // dropped, LoRA has rows of its own: of the first product, then of down.
   const auto reads_rows = [](const auto& product) { return product.active() && !product.drops(); };
   const std::int64_t hidden_size = Products::kPacksRows && !reads_rows(lora_first) ? 0 : slots * shape.padded_hidden();
   const std::int64_t repacked_size =
