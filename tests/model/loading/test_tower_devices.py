@@ -44,7 +44,7 @@ def test_towers_beside_the_language_model_answer_as_stock(family: str, rest: str
     with torch.no_grad():
         far = stock(**other).logits
     # In bf16 a near tie of the router may choose another expert for a token: the median says more than the sum.
-    assert _apart(found, wanted) < min(0.06, 0.2 * _apart(far, wanted))
+    assert _apart(found, wanted) < min(0.05, 0.2 * _apart(far, wanted))
     assert ours.generate(**here, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == found.shape[1] + 3
 
 
