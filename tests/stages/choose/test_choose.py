@@ -162,3 +162,10 @@ def test_a_gpu_for_some_experts_has_places_for_answers_and_layers_for_a_server(
         assert len(one.best.candidate.choices.resident) == pytest.approx(layers, abs=2)
     for memory in one.plan.devices:
         assert memory.budget is None or memory.weights + memory.streaming <= memory.budget
+
+
+def test_whole_layers_stay_for_batches_that_no_step_splits(v2_lite: CapturedModel, tmp_path: Path) -> None:
+    rules = program(tmp_path, ANSWERING.replace("MODE", "infer"))
+    one = chosen(v2_lite, rules, with_gpus(1, 24 << 30), BatchShape(32, 512))
+    assert one.best.candidate.choices.resident
+    assert one.best.seconds == min(priced.seconds for priced in one.priced if not priced.lacks)

@@ -17,7 +17,7 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.graph import ops
 from ktc.model.graph.typed import named_modules, nodes_of, tensor_of
 from ktc.model.loading.realise import realise
-from ktc.stages.capture import BlockSite, ExpertList
+from ktc.stages.capture import BlockSite, ExpertList, ModelSource, capture
 from ktc.stages.capture.export import main_output
 from ktc.stages.plan import BlockRewrite
 from ktc.stages.rewrite import RewrittenBlock, recipe, rewrite, rewrite_block, stack_rows
@@ -115,6 +115,18 @@ def test_the_recipe_names_every_rewritten_module_of_every_layer() -> None:
     assert experts.kernel == plan.kernels[0].entry
     assert experts.args["top_k"] == 4
     assert experts.device == "cpu"
+
+
+def test_a_layer_that_its_block_calls_twice_is_placed_once() -> None:
+    config = twin.shrink(twin.default_config("zaya"))
+    config.dtype = torch.bfloat16
+    model = capture(ModelSource("zaya", None, config, None))
+    _, plan = planned(model, dsl.load("moe-lora", {}))
+    blocks = rewrite(model, plan)
+    places = [(step.fqn, step.module) for step in recipe(blocks, plan.host)]
+    actions = [action for block in blocks for action in block.rewrite.actions]
+    assert len(places) == len(set(places))
+    assert len({action.fqn for action in actions}) < len(actions), "the block has such a layer"
 
 
 def test_a_linear_says_by_which_entry_of_the_library_it_is_computed(tmp_path: Path) -> None:
