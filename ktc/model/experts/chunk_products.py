@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.grouped_products import outer, times_columns, times_rows
 from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.model.experts.lora_dropout import PRODUCTS, AdaptedProduct, Drop, DroppedInputs, bits_of, kept_only
+from ktc.model.experts.lora_dropout import PRODUCTS, AdaptedProduct, Drop, DroppedInputs, bits_of, blocks_of, kept_only
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.reference import activated
 from ktc.model.experts.slots import Rows
@@ -128,10 +128,10 @@ class _Factors:
         """Return what A reads of rows, as `DroppedInputs.bits`; None: all."""
         if self.dropped is None:
             return None
-        bits = compiled_on(rows.tokens.device, bits_of)
-        return bits(
-            self.dropped.key, rows.tokens, rows.numbers, self.a.shape[2], self.dropped.product, self.dropped.below
-        )
+        dropped, device = self.dropped, rows.tokens.device
+        blocks = blocks_of(self.a.shape[2], device)
+        bits = compiled_on(device, bits_of)
+        return bits(dropped.key, rows.tokens, rows.numbers, blocks, dropped.product, dropped.below)
 
     def read(self, x: Tensor, bits: Tensor | None) -> Tensor:
         """Return `x`, or the gradient of what A reads, without what is dropped: (S, inputs) -> (S, inputs)."""

@@ -83,7 +83,7 @@ class DroppedInputs:
 
         Bit i of byte b is column 8 b + i; the columns are rounded up.
         """
-        return bits_of(self.key, tokens, experts, columns, self.product, self.below)
+        return bits_of(self.key, tokens, experts, blocks_of(columns, tokens.device), self.product, self.below)
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -98,11 +98,20 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
     return c0, c1, c2, c3
 
 
-def bits_of(key: Tensor, tokens: Tensor, experts: Tensor, columns: int, product: AdaptedProduct, below: int) -> Tensor:
-    """See `DroppedInputs.bits`: a function of tensors and constants, which a GPU's compiler takes."""
-    block = torch.arange(-(-columns // _BLOCK), device=tokens.device)[None, :]
-    last = torch.full_like(block, PRODUCTS.index(product))
-    words = philox((key[0], key[1]), (block, tokens[:, None], experts[:, None], last))
+def blocks_of(columns: int, device: torch.device) -> Tensor:
+    """Return the numbers of the blocks of a row's columns, int64."""
+    return torch.arange(-(-columns // _BLOCK), device=device)
+
+
+def bits_of(
+    key: Tensor, tokens: Tensor, experts: Tensor, blocks: Tensor, product: AdaptedProduct, below: int
+) -> Tensor:  # fmt: skip
+    """See `DroppedInputs.bits`: a function of tensors and constants, which a GPU's compiler takes.
+
+    `blocks` are an input because torch.compile 2.11 multiplies an index that it makes itself in int32.
+    """
+    last = torch.full_like(blocks, PRODUCTS.index(product))
+    words = philox((key[0], key[1]), (blocks, tokens[:, None], experts[:, None], last))
     kept = torch.zeros((), dtype=torch.int64, device=tokens.device)
     for number, word in enumerate(words):
         kept = kept | ((word & 0xFFFF) >= below).long() << 2 * number
