@@ -411,7 +411,9 @@ def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:
 def masks_of(model: PreTrainedModel, memory: StepPlaces, inputs: Inputs) -> Any:
     """Return the masks of a step as `generate` makes them for a static cache.
 
-    They are (rows, 1, 1, capacity), or one for each kind of layer. Columns after the position are masked.
+    They are (rows, 1, 1, capacity), or one for each kind of layer. Columns after the position are masked. Where
+    transformers passes arguments to a kind of mask that it does not take (5.17 to that of chunks, as of Llama 4), it is
+    the columns that are not padding: the model's forward makes its masks of them, in the step.
     """
     ids = inputs["input_ids"]
     make: Any = getattr(model, _MAKE_MASKS, getattr(masking_utils, _MAKE_MASKS))
@@ -424,7 +426,10 @@ def masks_of(model: PreTrainedModel, memory: StepPlaces, inputs: Inputs) -> Any:
         "cache_position": memory.position,
     }
     known = inspect.signature(make).parameters
-    masks = make(**{name: value for name, value in options.items() if name in known})
+    try:
+        masks = make(**{name: value for name, value in options.items() if name in known})
+    except TypeError:
+        return inputs["attention_mask"]
     if masks is None:
         raise ValueError("the attention of the model takes no mask")
     return masks

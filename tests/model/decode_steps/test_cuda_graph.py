@@ -13,7 +13,7 @@ import torch
 from decoding_models import absorbed, difference, generated, stock_model
 from recorded_steps import LastMoment, call_at_once, eager_graphs, record_eagerly
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 
 from ktc.model.decode_steps import cuda_graph, step_memory
@@ -84,6 +84,23 @@ def test_a_step_is_that_of_the_model(family: str, batch: int, caplog: pytest.Log
     assert not told(caplog)
     assert len(graphs._steps) == 1
     assert length_of(sequences.cache) == PROMPT + STEPS
+
+
+def test_a_mask_that_transformers_cannot_make_is_made_by_the_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds: dict[str, Any] = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
+    def as_before(*, or_mask_function: object, and_mask_function: object, **known: Any) -> Any:
+        raise TypeError("unexpected keyword argument `block_sequence_ids`")  # of transformers 5.17
+
+    monkeypatch.setitem(kinds, "chunked_attention", as_before)
+    model = stock_model("llama4_text", attention_chunk_size=8)
+    _, step = graphs_of(model)
+    sequences = Sequences(model, 3)
+    for _ in range(STEPS):
+        assert difference(sequences.take(step), sequences.exact()) <= CLOSE
+    assert not told(caplog)
 
 
 def test_absorbed_attention_is_captured(caplog: pytest.LogCaptureFixture) -> None:
