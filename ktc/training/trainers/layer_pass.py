@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -20,6 +21,7 @@ from ktc.model.experts.staging import parts, to_host
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_parts import LayerRun, values_of
+from ktc.training.trainers.part_clock import PartKind, in_span, is_timed, span
 from ktc.training.trainers.recomputed import recomputed
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer, fused_in
 
@@ -81,11 +83,11 @@ def _through(
     inputs: list[tuple[Any, ...]] = [
         _offloaded(x, 1 + of_one_layer) if offloaded >= Offloaded.INPUT and _may_wait(x) else (x, None) for x in states
     ]
-    if split.attention is not None and split.experts is not None and not offloaded:
+    if split.attention is not None and split.experts is not None and not offloaded and not is_timed():
         outputs = [_part(run, run.attend_and_route, *given) for run, given in zip(runs, inputs, strict=True)]
         attended, routes = [(out[0], None) for out in outputs], [cast("Routes", out[1:]) for out in outputs]
     elif split.attention is not None:
-        outputs = [cast("Tensor", _part(run, run.attend, *given)) for run, given in zip(runs, inputs, strict=True)]
+        outputs = [_part(run, run.attend, *given, kind="attention") for run, given in zip(runs, inputs, strict=True)]
         attended = [_offloaded(out, of_one_layer) if offloaded and out.is_cuda else (out, None) for out in outputs]
     inputs = [given + carried for given, carried in zip(inputs, attended, strict=True)]
     if split.experts is not None:
@@ -102,14 +104,18 @@ def _may_wait(x: Tensor) -> bool:
     return x.is_cuda and x.requires_grad
 
 
-def _part(run: LayerRun, part: Callable[..., Any], x: Tensor, offloaded: HostOffloaded | None, *others: Any) -> Any:
+def _part(
+    run: LayerRun, part: Callable[..., Any], x: Tensor, offloaded: HostOffloaded | None, *others: Any,
+    kind: PartKind = "mlp",
+) -> Any:  # fmt: skip
     """Run a part of a layer, whose input is `x` or that of which `x` is the placeholder."""
 
     def of_values(x: Tensor, offloaded: HostOffloaded | None, *others: Any) -> Any:
         return part(values_of(x, offloaded), *others)
 
     run.begin_part()
-    return recomputed(of_values, x, offloaded, *others, as_in_backward=run.is_compiled)
+    timed = partial(span, kind, x.device)
+    return recomputed(of_values, x, offloaded, *others, as_in_backward=run.is_compiled, span=timed)
 
 
 def _offloaded(result: Tensor, uses: int = 1) -> Carried:
@@ -127,11 +133,11 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Carrie
     device = fused_in(experts).backend(sum(rows)).device
     gathered = zip(*routes, strict=True)
     if device.type == "cpu":
-        out = cast("Tensor", experts(*(to_host(tensors) for tensors in gathered)))
+        out = in_span("experts", experts, *(to_host(tensors) for tensors in gathered))
         on_host = all(route[0].device.type == "cpu" for route in routes)
         pieces = torch.split(out, rows) if on_host else parts(out, rows, pin=True)
         return [(piece, None) for piece in pieces]
-    out = cast("Tensor", experts(*(_joined(tensors, device) for tensors in gathered)))
+    out = in_span("experts", experts, *(_joined(tensors, device) for tensors in gathered))
     pieces = zip(torch.split(out, rows), routes, strict=True)
     return [_offloaded(piece.to(route[0].device)) for piece, route in pieces]
 

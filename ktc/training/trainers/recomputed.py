@@ -11,6 +11,7 @@ Refused: nothing; at least one of the arguments has to require a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,24 +20,28 @@ from torch.autograd.function import once_differentiable
 
 from ktc.training.trainers.random_state import RandomState
 
+Span = Callable[[], AbstractContextManager[None]]
 
-def recomputed(function: Callable[..., Any], *arguments: Any, as_in_backward: bool) -> Any:
+
+def recomputed(function: Callable[..., Any], *arguments: Any, as_in_backward: bool, span: Span = nullcontext) -> Any:
     """Return `function(*arguments)`, a tensor or a tuple of tensors.
 
     With `as_in_backward` forward builds a graph too, and drops it: code that is compiled for both is compiled once.
+    Forward and backward each enter a `span`.
     """
-    return cast("Any", _Recomputed.apply(function, as_in_backward, *arguments))
+    with span():
+        return cast("Any", _Recomputed.apply(function, as_in_backward, span, *arguments))
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], as_in_backward: bool, *arguments: Any) -> Any:
+    def forward(ctx: Any, function: Callable[..., Any], as_in_backward: bool, span: Span, *arguments: Any) -> Any:
         device = next((argument.device for argument in arguments if isinstance(argument, Tensor)), torch.device("cpu"))
         ctx.state = RandomState.now(device)
         with torch.set_grad_enabled(as_in_backward):
             results = function(*_leaves(arguments) if as_in_backward else arguments)
         tensors = [argument if isinstance(argument, Tensor) else None for argument in arguments]
-        ctx.function, ctx.as_in_backward = function, as_in_backward
+        ctx.function, ctx.as_in_backward, ctx.span = function, as_in_backward, span
         ctx.others = [None if isinstance(argument, Tensor) else argument for argument in arguments]
         ctx.save_for_backward(*tensors)
         if isinstance(results, Tensor):
@@ -51,17 +56,18 @@ class _Recomputed(torch.autograd.Function):
         arguments = _leaves(
             other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others, strict=True)
         )
-        with torch.enable_grad(), cast("RandomState", ctx.state).again():
-            results = ctx.function(*arguments)
-        results = (results,) if isinstance(results, Tensor) else results
-        pairs = [
-            (result, grad)
-            for result, grad in zip(results, grads, strict=True)
-            if grad is not None and result.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
-        return None, None, *(argument.grad if isinstance(argument, Tensor) else None for argument in arguments)
+        with cast("Span", ctx.span)():
+            with torch.enable_grad(), cast("RandomState", ctx.state).again():
+                results = ctx.function(*arguments)
+            results = (results,) if isinstance(results, Tensor) else results
+            pairs = [
+                (result, grad)
+                for result, grad in zip(results, grads, strict=True)
+                if grad is not None and result.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
+        return None, None, None, *(argument.grad if isinstance(argument, Tensor) else None for argument in arguments)
 
 
 def _leaves(arguments: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
+from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
@@ -195,7 +196,8 @@ class Stacker(TrainerCallback):
         finals = [piece for out in outs for piece in _split_chunk(out, rows)]
         leaves = [final.detach().requires_grad_() for final in finals]
         for micro_batch, call, leaf in zip(inputs, calls, leaves, strict=True):
-            losses.append(embed_and_head.loss(stock_step, micro_batch, num_items, call, leaf))
+            with span("lm_head", leaf.device):
+                losses.append(embed_and_head.loss(stock_step, micro_batch, num_items, call, leaf))
         embed_and_head.check_unchanged()
         self._note(embed_and_head.whole_loss)
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]

@@ -23,6 +23,7 @@ from ktc.model import twin
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.streamed_backend import Streamed
 from ktc.stages.link import link
+from ktc.tools.bench.plans.kinds import KindClock, TimedSteps
 from ktc.training import KTSFTTrainer
 from ktc.training.trainers import chunked_loss as chunked_loss_module
 from ktc.training.trainers import stacking
@@ -115,6 +116,24 @@ def test_each_layers_experts_are_called_once_per_step(
     trainer = trained(package("qwen3_moe"), tmp_path, "on", max_steps=1)
     layers = sum(isinstance(module, FusedMoe) for module in trainer.model.modules())
     assert tokens == [sum(LENGTHS)] * layers
+
+
+def test_timed_parts_have_seconds_of_every_kind_and_change_nothing(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    clock = TimedSteps(KindClock({}), first=0)
+
+    class Timed(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(clock)
+
+    runs = [
+        trained(package("qwen3_moe"), tmp_path, "on", trainer=kind, max_steps=3) for kind in (StackingTrainer, Timed)
+    ]
+    assert_alike(*runs)
+    assert set(clock.medians) == {"attention", "mlp", "experts", "lm_head", "optimizer"}
+    assert all(seconds > 0 for seconds in clock.medians.values())
 
 
 def test_an_auxiliary_loss_turns_it_off_or_is_refused(package: Callable[[str], Path], tmp_path: Path) -> None:

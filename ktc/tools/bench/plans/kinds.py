@@ -1,8 +1,8 @@
-"""The time of each kind of module within a call or a trainer's step, forward and backward, by hooks.
+"""The time of each kind of module within a call or a trainer's step, forward and backward.
 
-Hooks wait for the GPU, which takes away what runs side by side, so kinds are timed in rounds of their own and not in
-those of the total. The first round is not counted: functions of `torch.compile` are compiled again for modules with
-hooks.
+A stacked step has spans between events of the GPU (`part_clock`), anything else hooks. Hooks wait for the GPU, which
+takes away what runs side by side, so kinds are timed in rounds of their own and not in those of the total. The first
+round is not counted: functions of `torch.compile` are compiled again for modules with hooks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.stages.capture import CapturedModel
+from ktc.training.trainers.part_clock import PartClock, listening
 
 
 def modules_of(captured: CapturedModel, model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -63,17 +65,17 @@ class KindClock:
         while self._handles:
             self._handles.pop().remove()
 
-    def end_round(self) -> None:
-        """Keep the seconds since the last round."""
-        self._rounds.append(dict(self._spent))
+    def end_round(self) -> Mapping[str, float]:
+        """Keep the seconds since the last round, and return them. A module inside another counts once."""
+        self._rounds.append({kind: self._spent[kind] for kind in self._kinds})
         self._spent.clear()
         self._open.clear()
+        return self._rounds[-1]
 
     @property
     def medians(self) -> dict[str, float]:
-        """The seconds of each kind, medians of all rounds but the first; a module inside another counts once."""
-        rounds = self._rounds[1:]
-        return {kind: statistics.median(seconds.get(kind, 0.0) for seconds in rounds) for kind in self._kinds}
+        """The seconds of each kind, medians of all rounds but the first."""
+        return _medians(self._rounds)
 
     def _begin(self, module: nn.Module, way: str) -> None:
         _wait()
@@ -100,22 +102,54 @@ class _Span:
     inside: float = 0.0
 
 
-class HookedSteps(TrainerCallback):
-    """Times the kinds in every step of a trainer after the `first` ones."""
+class TimedSteps(TrainerCallback):
+    """Times the kinds in every step of a trainer after the `first` ones.
 
-    def __init__(self, clock: KindClock, first: int) -> None:
-        self._clock, self._first = clock, first
+    A stacked step runs parts of layers, of which no module is called: it has spans. Hooks time another step.
+    """
+
+    def __init__(self, hooks: KindClock, first: int) -> None:
+        self._hooks, self._first = hooks, first
+        self._parts, self._listening = PartClock(), ExitStack()
+        self._rounds, self._hooked = list[Mapping[str, float]](), False
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The seconds of each kind, medians of all rounds but the first."""
+        return _medians(self._rounds)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step == self._first:
-            self._clock.attach()
+            self._listening.enter_context(listening(self._parts))
+
+    def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **_: Any) -> None:
+        self._device = next(one.device for one in model.parameters() if one.requires_grad)
+        self._updating = self._parts.now(self._device)
+
+    def on_optimizer_step(self, *args: Any, **_: Any) -> None:
+        self._parts.add("optimizer", self._updating, self._parts.now(self._device))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step > self._first:
-            self._clock.end_round()
+        seconds = self._parts.end_step()
+        if state.global_step <= self._first:
+            return
+        if self._hooked:
+            self._rounds.append({**seconds, **self._hooks.end_round()})
+        elif seconds.keys() > {"optimizer"}:
+            self._rounds.append(seconds)
+        else:
+            self._hooked = True
+            self._hooks.attach()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._clock.detach()
+        self._listening.close()
+        self._hooks.detach()
+
+
+def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    counted = rounds[1:]
+    kinds = {kind: None for seconds in counted for kind in seconds}
+    return {kind: statistics.median(seconds.get(kind, 0.0) for seconds in counted) for kind in kinds}
 
 
 def _wait() -> None:

@@ -19,7 +19,7 @@ from ktc.model.loading.load import load
 from ktc.stages.capture import CapturedModel
 from ktc.stages.cost import Use
 from ktc.tools.bench.finetune.steps import measured
-from ktc.tools.bench.plans.kinds import HookedSteps, KindClock, modules_of
+from ktc.tools.bench.plans.kinds import KindClock, TimedSteps, modules_of
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.requests import Finetune
 from ktc.tools.bench.rounds import StepClock
@@ -72,7 +72,6 @@ def _step(
     lora = peft_glue.read_lora_config(out)
     lora.lora_dropout = 0.0
     tuned = cast("Any", get_peft_model(base, lora))
-    clock = KindClock(modules_of(captured, base))
     request = Finetune(
         model=str(out),
         random_weights=True,
@@ -80,11 +79,11 @@ def _step(
         accumulation=use.batch,
         steps=sizes.steps + _HOOKED,
     )
-    hooked = HookedSteps(clock, sizes.steps)
-    row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink, sizes.name, [hooked])
+    timed = TimedSteps(KindClock(modules_of(captured, base)), sizes.steps)
+    row = measured(tuned, request, "gpu", out.parent / f"run-{use.batch}", sink, sizes.name, [timed])
     seconds = row.step_times[1 : sizes.steps]  # in the first, memory is allocated and functions are compiled
     tuned.unload()
-    return Times(use, statistics.median(seconds), spread_of(seconds), clock.medians)
+    return Times(use, statistics.median(seconds), spread_of(seconds), timed.medians)
 
 
 def _answer(
