@@ -28,6 +28,7 @@ from ktc.cli.options import CompiledModel, ExpertsFormat, ResultsFile, RuleName,
 from ktc.cli.session import Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import environment
 from ktc.tools.bench.options import Option, Request, flag_of, parse
 from ktc.tools.bench.requests import REQUESTS
 
@@ -56,6 +57,9 @@ def _command(kind: type[Request]) -> Callable[..., None]:
 
     def command(session: Session, **typed: Any) -> None:
         output: Path | None = typed.pop("output")
+        if environment.process_rank() != 0:  # under torchrun, only rank 0 reports
+            session.mute()
+            output = None
         if "settings" in typed:
             typed["settings"] = settings_of(typed["settings"])
         if kind.command in _OF_MODEL:

@@ -89,6 +89,11 @@ class Host:
         gpus = [gpu.name for gpu in self.gpus]
         return assumed_rates(self.isas[0], self.cores, self.numa, gpus, self.processor)
 
+    def part(self, processes: int) -> Host:
+        """Return what one of so many processes has: its part of cores and memory, and the first GPU."""
+        cores, threads = (max(1, number // processes) for number in (self.cores, self.threads))
+        return replace(self, cores=cores, threads=threads, memory=self.memory // processes, gpus=self.gpus[:1])
+
     @property
     def workers(self) -> int:
         """Threads of a kernel's engine where a rule does not say how many: one per core that this process may use."""

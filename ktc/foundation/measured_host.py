@@ -35,10 +35,14 @@ def measured_path() -> Path:
 
 
 def this_host() -> Host:
-    """Return this machine with its GPUs and its rates. Its notes say where a measurement does not fit it."""
+    """Return this machine with its GPUs and its rates; under torchrun, the part of it that each process has.
+
+    Its notes say where a measurement does not fit it.
+    """
     known = known_host(detect(probe_gpu=True))
     notes = (*(() if known.stale is None else (known.stale,)), *_of_others(known.host.gpus))
-    return replace(known.host, notes=notes)
+    host, processes = replace(known.host, notes=notes), environment.local_world_size()
+    return host if processes == 1 else host.part(processes)
 
 
 def _of_others(gpus: Sequence[Gpu]) -> Iterator[Diagnostic]:

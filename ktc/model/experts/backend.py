@@ -22,6 +22,7 @@ from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference_backend import Reference
 from ktc.model.experts.resident_backend import GpuResident
+from ktc.model.experts.shared_experts import Sharing
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, MOST_ROWS
 from ktc.model.experts.streamed_backend import Streamed
 from ktc.model.experts.trained_backend import Trained
@@ -73,7 +74,8 @@ class Offload:
     """Calls of at least `min_tokens` tokens run on `devices`, to which the packed weights are streamed.
 
     `buffer` is the size in bytes of the ring on each of them. Weights that are `resident` are sent once and stay; of
-    others, the device has places for as many single experts as `kept` says, for decoding.
+    others, the device has places for as many single experts as `kept` says, for decoding. While processes are `sharing`
+    them, calls of any size run on the devices.
     """
 
     devices: tuple[torch.device, ...]
@@ -81,6 +83,11 @@ class Offload:
     buffer: int = DEFAULT_BUFFER
     resident: bool = False
     kept: Kept | None = None
+    sharing: Sharing | None = None
+
+    def takes(self, tokens: int) -> bool:
+        """Return whether a call of so many tokens runs on the devices. All processes that share experts agree."""
+        return tokens >= self.min_tokens or (self.sharing is not None and self.sharing.on)
 
     def serves_at_once(self, tokens: int, packed: PackedExperts) -> bool:
         """Return whether the experts that are there already multiply so few tokens without being cut into chunks.
@@ -101,7 +108,8 @@ class Offload:
     def __str__(self) -> str:
         devices = ", ".join(map(str, self.devices))
         stay = "weights stay there" if self.resident else f"weights sent through {self.buffer / 2**20:,.0f} MiB"
-        return f"from {self.min_tokens:,} tokens on {devices}: {stay}, {described(self.devices[0])}"
+        shared = f", shared by {self.sharing.size} processes" if self.sharing is not None else ""
+        return f"from {self.min_tokens:,} tokens on {devices}: {stay}{shared}, {described(self.devices[0])}"
 
 
 def choose(
@@ -119,8 +127,8 @@ def choose(
         return Trained(weights, activations, context)
     if plain and offload is not None and offload.serves_at_once(tokens, packed):
         return GpuResident(packed, form, offload.devices[0])
-    if offload is not None and tokens >= offload.min_tokens:
-        return Streamed(packed, form, offload.devices, offload.buffer, offload.resident, kept)
+    if offload is not None and offload.takes(tokens):
+        return Streamed(packed, form, offload.devices, offload.buffer, offload.resident, kept, offload.sharing)
     if torch.compiler.is_compiling():
         return CpuKernel(packed, form, weights.dtype, activations)
     if context.host_nodes is not None:

@@ -38,7 +38,7 @@ class ExpertStream:
         if experts.num_nodes > 1:
             raise ValueError("experts that are cut for several NUMA nodes cannot be sent: compile with `numa = none`")
         _, hidden, intermediate, _ = experts.sizes
-        self.device, self.share = device, share
+        self.device, self.share, self.num_experts = device, share, experts.sizes.num_experts
         self.form = form
         form = replace(form, transposed=False)
         self._layout = PackedLayout(form, hidden, intermediate, *experts.panels, experts.weight_dtype)

@@ -2,7 +2,8 @@
 
 For thousands of tokens, a GPU saves more time than it takes to send all experts of a layer. Experts come in chunks, and
 each matrix of a chunk is multiplied in one grouped product: two forward, three backward, and those of LoRA.
-Several GPUs share a layer's experts: each receives its own through its own bus and multiplies them for all tokens.
+Several GPUs share a layer's experts: each receives its own through its own bus and multiplies them for all tokens. They
+are of one process, or each of a process of its own (`shared_experts.py`).
 Forward saves its input alone, in host memory. Backward sends the weights again and computes gate and up again. The
 gradient of a routing weight is <h, dh>, with h the input of down and dh its gradient before the weight, so that the
 outputs of down are not computed again.
@@ -11,6 +12,7 @@ Out: the output of the kernel, in the GPU's rounding. Refused: as `ExpertStream`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,6 +30,7 @@ from ktc.model.experts.lora_dropout import Drop
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.saved_on_host import SavedOnHost
+from ktc.model.experts.shared_experts import Exchange, Sharing
 from ktc.model.experts.slots import Slots
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.model.experts.tracing import never_traced
@@ -38,7 +41,8 @@ from ktc.model.kernels.form import ExpertsForm
 class Streamed:
     """The experts of `packed` on `devices`, each with a ring of `buffer` bytes. Results are on the first of them.
 
-    Weights that are `resident` are sent once and stay. Experts that are `kept` there are not sent.
+    Weights that are `resident` are sent once and stay. Experts that are `kept` there are not sent. With `sharing`, the
+    processes of a machine share those that are sent.
     """
 
     packed: PackedExperts
@@ -47,6 +51,7 @@ class Streamed:
     buffer: int = DEFAULT_BUFFER
     resident: bool = False
     kept: KeptLayer | None = None
+    sharing: Sharing | None = None
 
     @property
     def device(self) -> torch.device:
@@ -56,21 +61,31 @@ class Streamed:
     @never_traced
     def run(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora) -> Tensor:
         """See `ExpertsBackend.run`."""
-        out_TH = compute(self._streams(), x_TH.to(self.packed.dtype), index_TK, weights_TK, lora)
+        out_TH = compute(self._streams(), x_TH.to(self.packed.dtype), index_TK, weights_TK, lora, self._shared)
         return out_TH.to(x_TH.device, x_TH.dtype)
 
     def _streams(self) -> tuple[ExpertStream, ...]:
         experts, count = self.packed.sizes.num_experts, len(self.devices)
         bounds = [experts * number // count for number in range(count + 1)]
+        shares = [range(first, end) for first, end in itertools.pairwise(bounds)]
+        if (shared := self._shared) is not None:
+            shares = [shared.share(experts)]
         streams = tuple(
-            expert_stream(self.packed, self.form, device, self.buffer, range(first, end), resident=self.resident)
-            for device, first, end in zip(self.devices, bounds, bounds[1:], strict=False)
-            if end > first
+            expert_stream(self.packed, self.form, device, self.buffer, share, resident=self.resident)
+            for device, share in zip(self.devices, shares, strict=True)
+            if share
         )
         for stream in streams:
             is_there = self.kept is not None and self.kept.store.device == stream.device
             stream.is_near(self.kept if is_there else None)
         return streams
+
+    @property
+    def _shared(self) -> Sharing | None:
+        """The processes that share the experts in this call."""
+        one = self.sharing
+        shares = one is not None and one.on and one.size <= self.packed.sizes.num_experts
+        return one if shares and not self.resident and len(self.devices) == 1 else None
 
     def prepare(self) -> None:
         """See `ExpertsBackend.prepare`."""
@@ -83,18 +98,21 @@ class Streamed:
 
 
 def compute(
-    streams: Sequence[ExpertStream], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora
-) -> Tensor:
+    streams: Sequence[ExpertStream], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, lora: ExpertsLora,
+    sharing: Sharing | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the layer's output on the first stream's device, differentiable in hidden states, weights and factors.
 
     `(T, H), (T, K) int64, (T, K) -> (T, H)`, each on any device. Raises `IndexError` for an expert that does not exist.
+    With `sharing`, the stream has the experts of this process alone.
     """
     home = streams[0].device
     x, weights, index = (tensor.to(home) for tensor in (x_TH, weights_TK, index_TK))
     on_host = parameters_on_host(lora) if home.type == "cuda" else None
     tensors = index, x, weights, *(lora if on_host else lora.on(home)).factors
     with torch.autocast(home.type, enabled=False):  # as the kernel, which computes in the experts' dtype
-        call = _Call(tuple(streams), lora.scales, lora.drop, on_host, torch.is_grad_enabled())
+        exchange = None if sharing is None else sharing.exchange(len(x), home)
+        call = _Call(tuple(streams), lora.scales, lora.drop, on_host, torch.is_grad_enabled(), exchange)
         return cast("Tensor", _StreamedExperts.apply(call, *tensors))
 
 
@@ -110,6 +128,15 @@ class _Call:
     drop: Drop | None
     on_host: Parameters | None
     keeps: bool
+    exchange: Exchange | None = None
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Return the rows of all processes that share the experts."""
+        return rows if self.exchange is None else self.exchange.gathered(rows)
+
+    def own(self, terms: Tensor) -> Tensor:
+        """Return this process's rows, summed over all that share the experts."""
+        return terms if self.exchange is None else self.exchange.own(terms)
 
     def lora(self, factors: Sequence[Tensor | None], device: torch.device, *, in_backward: bool) -> ExpertsLora:
         """Return the factors on a device for one of the call's passes."""
@@ -122,10 +149,11 @@ class _StreamedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor, *factors: Tensor | None) -> Tensor:
-        slots = Slots.of(index, call.streams[-1].share.stop)
+        every, weights = call.gathered(x), call.gathered(weights)
+        slots = Slots.of(call.gathered(index), call.streams[0].num_experts)
         lora = call.lora(factors, x.device, in_backward=False)
-        shares = [_Share(stream, slots, x, weights, lora) for stream in call.streams]
-        out = _sum([share.forward() for share in shares])
+        shares = [_Share(stream, slots, every, weights, lora) for stream in call.streams]
+        out = call.own(_sum([share.forward() for share in shares]))
         ctx.call, ctx.slots = call, slots
         if call.keeps and any(ctx.needs_input_grad):
             ctx.x = SavedOnHost(x)
@@ -136,7 +164,8 @@ class _StreamedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, *factors = ctx.saved_tensors
-        call, x, (grad,) = cast("_Call", ctx.call), cast("SavedOnHost", ctx.x).back(), grads
+        call = cast("_Call", ctx.call)
+        x, grad = call.gathered(cast("SavedOnHost", ctx.x).back()), call.gathered(grads[0])
         lora = call.lora(factors, x.device, in_backward=True)
         shares = [_Share(stream, ctx.slots, x, weights, lora) for stream in call.streams]
         gradients = [share.backward(grad) for share in shares]
@@ -145,8 +174,8 @@ class _StreamedExperts(torch.autograd.Function):
         if call.on_host is not None:
             add_gradients(call.on_host, factors, tuple(d_factors))
             d_factors = [None] * len(d_factors)
-        d_weights = d_weights.view_as(weights).to(weights.dtype)
-        return None, None, d_x.to(x.dtype), d_weights, *d_factors
+        d_weights = call.own(d_weights.view_as(weights)).to(weights.dtype)
+        return None, None, call.own(d_x).to(x.dtype), d_weights, *d_factors
 
 
 class _Share:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, cast
 
 from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, listing
+from ktc.foundation import environment
 from ktc.tools.bench.options import Request, numbers, one_of, option, require_threads, words
 
 if TYPE_CHECKING:
@@ -373,6 +374,9 @@ class Finetune(_OfModel):
             raise self.refused("`--layers` is for `--random-weights`: a checkpoint has its own depth")
         if self.steps < 2:
             raise self.refused("`--steps` is at least 2: the first step is not counted")
+        if self.accumulation % environment.world_size():
+            processes = environment.world_size()
+            raise self.refused(f"`--accumulation {self.accumulation}` is not a multiple of {processes} processes")
         if self.trace is not None and self.steps < _TRACED_STEP:
             raise self.refused(
                 f"`--trace` needs `--steps {_TRACED_STEP}`: neither the first nor the traced step is counted"

@@ -9,7 +9,7 @@ Refused (T540): stacking that was requested but is impossible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -166,7 +166,7 @@ class Stacker(TrainerCallback):
                     self._settle(self._sized(waiting, calls, model))
                     assert self.decision is not None
                     embed_and_head.whole_loss = self.decision.whole_loss
-                for first, last in passes(calls, self.decision.tokens):
+                for first, last in passes(self._sizes(calls), self.decision.tokens):
                     with host_factors.one_pass():
                         self._pass(embed_and_head, stock_step, inputs[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
@@ -202,11 +202,25 @@ class Stacker(TrainerCallback):
         self._note(embed_and_head.whole_loss)
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, chunks, leaves, finals
+        if self._shares:  # a process without a loss takes part in the backward of the others
+            trained = [(final, torch.zeros_like(final) if grad is None else grad) for final, grad in trained]
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
         if with_loss:
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+
+    def _sizes(self, calls: Sequence[ModelCall]) -> list[int]:
+        """Return the tokens of micro-batches: of the process with most, where processes run passes together."""
+        return self._most([_tokens(call) for call in calls])
+
+    def _most(self, values: Sequence[int]) -> list[int]:
+        agree: Callable[[Sequence[int]], list[int]] = getattr(self._trainer, "most_of_processes", list)
+        return agree(values)
+
+    @property
+    def _shares(self) -> bool:
+        return bool(getattr(self._trainer, "shares_experts", False))
 
     def _note(self, whole_loss: str) -> None:
         """Settle the facts that only a pass has shown: a loss of whole logits, and layers that are not compiled."""
@@ -228,9 +242,12 @@ class Stacker(TrainerCallback):
         coming = coming_bytes(model, self._trainer.optimizer)
         devices = {"cpu", *(str(device) for call in calls for device in call.devices), *expert_bytes(self._layers)}
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
-        largest, wanted = max(_tokens(call) for call in calls), sum(_tokens(call) for call in calls)
+        tokens = self._sizes(calls)
+        largest, wanted = max(tokens), sum(tokens)
         sizes = [self._with_offloaded(offloaded, calls, free, loss, bytes_per_pair(model)) for offloaded in Offloaded]
         size = min(sizes, key=lambda size: (-(-wanted // max(1, size.tokens)), size.offloaded))  # the fewest passes
+        (most,) = self._most([-size.tokens])
+        size = replace(size, tokens=-most)
         decision = replace(size, whole_loss=whole)
         least = largest * min(2, len(calls))
         if size.tokens < least and self._mode != "on":
@@ -289,19 +306,19 @@ def _tokens(call: ModelCall) -> int:
     return call.hidden.shape[0] * call.hidden.shape[1]
 
 
-def passes(calls: Sequence[ModelCall], limit: int) -> Iterator[tuple[int, int]]:
-    """Split micro-batches into runs of at most `limit` tokens or one micro-batch.
+def passes(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Split micro-batches, `sizes` in tokens, into runs of at most `limit` tokens or one micro-batch.
 
     Returns:
         The index of each run's first micro-batch, and the index after its last.
     """
     first, tokens = 0, 0
-    for index, call in enumerate(calls):
-        if index > first and tokens + _tokens(call) > limit:
+    for index, size in enumerate(sizes):
+        if index > first and tokens + size > limit:
             yield first, index
             first, tokens = index, 0
-        tokens += _tokens(call)
-    yield first, len(calls)
+        tokens += size
+    yield first, len(sizes)
 
 
 def _split_chunk(out: Tensor, rows: list[int]) -> list[Tensor]:

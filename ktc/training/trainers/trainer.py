@@ -6,7 +6,7 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation.files import files_into
 from ktc.foundation.temporary_values import attributes
+from ktc.model.experts.shared_experts import Sharing
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
@@ -33,6 +34,7 @@ from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, prepares_inputs_itself, use_as_one_device
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
+from ktc.training.trainers.shared_experts import in_step, largest, shared_experts
 from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
 
 TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # TRL's that tests run
@@ -44,9 +46,10 @@ class KTrainerMixin(TrainerHooks):
 
     The model stays on the devices of its compilation, and neither DataParallel nor DDP wraps it. Several GPUs in one
     process are used as the placement says, and count as one for the batch size. Under torchrun every process has the
-    whole model. The adapter starts as rank 0's, and its gradients are averaged once per optimizer step, before they are
-    clipped. The loss is returned on `args.device`, independent of the device of the model's head. TRL's SFT, DPO, KTO,
-    GRPO and RLOO trainers are tested; its others are refused when the class is created (T535).
+    whole model; in steps, those of a machine share the experts that are sent to its GPUs (`shared_experts.py`). The
+    adapter starts as rank 0's, and its gradients are averaged once per optimizer step, before they are clipped. The
+    loss is returned on `args.device`, independent of the device of the model's head. TRL's SFT, DPO, KTO, GRPO and
+    RLOO trainers are tested; its others are refused when the class is created (T535).
 
     Args:
         stack_micro_batches: whether the micro-batches of a step share one pass over each layer's experts
@@ -64,6 +67,7 @@ class KTrainerMixin(TrainerHooks):
     _flops_of_token: int = 0
     _named: tuple[tuple[str, Parameter], ...] = ()  # what trains
     expert_adapters: str = ""  # where the factors on routed experts are
+    _sharing: Sharing | None = None  # of streamed experts, with the other processes of the machine
     _rank_liveness: RankLiveness | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -111,7 +115,18 @@ class KTrainerMixin(TrainerHooks):
         model = _checked_adapter(cast("nn.Module", self.model))
         self._flops_of_token = 0
         with nullcontext("") if self._keeps_adapters() else beside_experts(model, self) as self.expert_adapters:
-            return self._train(model, resume_from_checkpoint, *args, **kwargs)
+            alone = prepares_inputs_itself(self) or self.model_init is not None
+            with nullcontext() if alone else shared_experts(model) as self._sharing:
+                return self._train(model, resume_from_checkpoint, *args, **kwargs)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the processes of the machine share the experts that are sent to its GPUs."""
+        return self._sharing is not None
+
+    def most_of_processes(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each value over the processes that share experts: they run each pass together."""
+        return [*values] if self._sharing is None else largest(values, self._groups["cpu"])
 
     def _keeps_adapters(self) -> bool:
         """Return whether adapters of experts stay in host memory: the CPU reads them, or another model trains."""
@@ -206,7 +221,8 @@ class KTrainerMixin(TrainerHooks):
         Raises:
             KtcError: T548 for a gradient that is not finite.
         """
-        loss = self.stacker.training_step(super().training_step, *args, **kwargs)
+        with in_step(self._sharing):
+            loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             run = Path(cast("str", self.args.output_dir))

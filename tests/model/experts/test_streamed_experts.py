@@ -159,6 +159,7 @@ def test_autocasting_does_not_change_the_dtype_of_the_experts() -> None:
     matrices = Matrices(gate_up[None], down[None], None, None)
     stream: Any = SimpleNamespace(
         share=range(1),
+        num_experts=1,
         device=torch.device("cpu"),
         form=parse_form("silu"),
         chunks=lambda wanted, reverse: [(range(1), matrices)],

@@ -21,7 +21,9 @@ from torch.nn import Parameter
 from transformers import TrainerCallback, TrainingArguments
 
 import ktc
+from ktc.model.experts.backend import Offload
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.shared_experts import Sharing
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
 from ktc.training.trainers import gradients
@@ -90,6 +92,8 @@ def main() -> None:
         config.r += RANK
     torch.manual_seed(RANK if job["world"] > 1 else 0)
     model = get_peft_model(ktc.load(job["out"], reference=not job.get("kernels")), config)
+    for module in (module for module in model.modules() if job.get("sent") and isinstance(module, FusedMoe)):
+        module.offload = Offload((torch.device("cpu"),), min_tokens=1)  # as to a GPU
     folder = Path(job["folder"])
     accumulation = job.get("accumulation", 2)
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
@@ -119,7 +123,16 @@ def main() -> None:
         stack_micro_batches=job.get("stack", "auto"),
         compile_layers=False,
     )
+    shares: list[list[int]] = []
+    share = Sharing.share
+
+    def noted(sharing: Sharing, experts: int) -> range:
+        shares.append([(own := share(sharing, experts)).start, own.stop, experts])
+        return own
+
+    Sharing.share = noted
     trainer.train(resume_from_checkpoint=job.get("resume"))
+    (folder / f"shares-{RANK}.json").write_text(json.dumps(shares))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     (folder / f"losses-{RANK}.json").write_text(json.dumps(losses))
     save_file(trained(model), folder / f"after-{RANK}.safetensors")

@@ -82,6 +82,20 @@ def test_several_processes_train_as_one_does(out: Path, alone: Path, tmp_path: P
         )
 
 
+def test_processes_share_experts_that_are_sent(out: Path, tmp_path: Path) -> None:
+    """Processes with unlike numbers of tokens, stacked; the last batches of a run are as of one process."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, world, accumulation in ((one, 1, 4), (two, 2, 2)):
+        done = start(out, folder, world, kernels=True, sent=True, accumulation=accumulation)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(two) == pytest.approx(losses(one), rel=2e-3)
+    after = tensors(two, "after", 0)
+    assert equal(tensors(two, "after", 1), after)
+    for rank in range(2):
+        shares = json.loads((two / f"shares-{rank}.json").read_text())
+        assert shares and all([first, end] == [rank * of // 2, (rank + 1) * of // 2] for first, end, of in shares)
+
+
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_by_name_and_the_last_checkpoint_resumes(
     out: Path, alone: Path, tmp_path: Path

@@ -251,10 +251,9 @@ def test_a_head_whose_logits_are_changed_gets_them_whole(package: Callable[[str]
 
 
 def test_a_pass_has_no_more_tokens_than_fit() -> None:
-    device = torch.device("cpu")
-    calls = [ModelCall(torch.empty(1, length, 4), (device,), ()) for length in (5, 5, 5, 9, 2)]
-    assert list(passes(calls, 10)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert list(passes(calls, 100)) == [(0, 5)]
+    sizes = (5, 5, 5, 9, 2)
+    assert list(passes(sizes, 10)) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert list(passes(sizes, 100)) == [(0, 5)]
     held, free = {"cuda:0": 100, "cpu": 50}, {"cuda:0": 20000, "cpu": 10000}
     assert fitting_tokens(held, {"cuda:0": 1000}, free) == {"cuda:0": 150, "cpu": 160}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from ktc.foundation import environment
 from ktc.tools.bench.finetune.report import Row, Split, median_step
 from ktc.tools.bench.machine import host_peak, peaks, reset_peaks
 from ktc.tools.bench.progress import ProgressSink
@@ -106,7 +107,7 @@ def _arguments(request: Finetune, place: str, folder: Path, *, on_cpu: bool) -> 
         output_dir=str(folder),
         max_steps=request.steps,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=request.accumulation,
+        gradient_accumulation_steps=request.accumulation // environment.world_size(),
         learning_rate=1e-4,
         bf16=not reference,
         use_cpu=reference or on_cpu,
