@@ -9,11 +9,16 @@ Every process calls each layer in the same order, forward and backward, and as o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Collectives of one tensor, by their newest name and by that of older releases.
+_dist: Final = cast("Any", dist)
+_gather: Final = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+_reduce: Final = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +37,7 @@ class Sharing:
     def exchange(self, rows: int, device: torch.device) -> Exchange:
         """Learn how many rows each process has in a call. Waits for the device."""
         counts = torch.empty(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(counts, torch.tensor([rows], device=device), group=self.group)
+        _gather(counts, torch.tensor([rows], device=device), group=self.group)
         return Exchange(self, tuple(cast("list[int]", cast("Any", counts).tolist())))
 
 
@@ -47,18 +52,19 @@ class Exchange:
         """Return the rows of all processes, in their order: (R, ...) -> (all R, ...)."""
         most = max(self.counts)
         every = rows.new_empty((self.sharing.size * most, *rows.shape[1:]))
-        dist.all_gather_into_tensor(every, _padded(rows, most).contiguous(), group=self.sharing.group)
+        _gather(every, _padded(rows, most).contiguous(), group=self.sharing.group)
         if min(self.counts) == most:
             return every
-        return torch.cat([part[:count] for part, count in zip(every.split(most), self.counts, strict=True)])
+        parts = torch.split(every, most)
+        return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
 
     def own(self, terms: Tensor) -> Tensor:
         """Return the sums of this process's rows over the terms of all processes: (all R, ...) -> (R, ...)."""
         most, count = max(self.counts), self.counts[self.sharing.rank]
         if min(self.counts) < most:
-            terms = torch.cat([_padded(part, most) for part in terms.split(self.counts)])
+            terms = torch.cat([_padded(part, most) for part in torch.split(terms, list(self.counts))])
         sums = terms.new_empty((most, *terms.shape[1:]))
-        dist.reduce_scatter_tensor(sums, terms.contiguous(), group=self.sharing.group)
+        _reduce(sums, terms.contiguous(), group=self.sharing.group)
         return sums[:count]
 
 

@@ -52,14 +52,14 @@ def shared_experts(model: nn.Module) -> Generator[Sharing | None]:
 
 def _of_machine(size: int) -> Any:
     """Return the group of this machine's processes. torchrun numbers those of a machine one after another."""
-    group, _ = dist.new_subgroups(size)
-    return group
+    made: tuple[Any, ...] = cast("Any", dist).new_subgroups(size)
+    return made[0]
 
 
 def _is_sent(layer: FusedMoe) -> bool:
     """Return whether a layer's experts are sent to a device whose tensors the processes exchange."""
     offload = layer.offload
-    if offload is None or offload.resident or len(offload.devices) > 1 or layer.weights.packed is None:
+    if offload is None or offload.resident or offload.devices[1:] or layer.weights.packed is None:
         return False
     return offload.devices[0].type == "cpu" or gradients.by_nccl()
 
