@@ -43,6 +43,7 @@ def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
 
     Decoder layers leave their output on their device. A part of a layer returns its output to the device of its input,
     since the layer adds the two. Routed experts move tensors themselves. A model on the CPU gets no hooks.
+    Models that read images call their language model's embeddings themselves: these receive token ids in any case.
     """
     if set(placement.values()) <= {"cpu"}:
         return
@@ -50,12 +51,13 @@ def follow(model: nn.Module, placement: Mapping[str, str]) -> None:
     streamed = {fqn: str(module.device) for fqn, module in modules.items() if isinstance(module, StreamedLinear)}
     placement = {**placement, **streamed}  # they compute on another device than that of their weights
     devices = _devices_below(model, placement)
+    embeddings: object = cast("Any", model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for fqn, module in modules.items():
         if not fqn or isinstance(module, nn.ModuleList):  # a list is never called
             continue
         around = [name for name in _ancestors(fqn) if not isinstance(modules[name], nn.ModuleList)]
         largest = len(devices[fqn]) == 1 and (around[0] == "" or len(devices[around[0]]) > 1)
-        if not largest and fqn not in placement:
+        if not largest and fqn not in placement and module is not embeddings:
             continue
         part_of_layer = any(isinstance(modules[name], nn.ModuleList) for name in _ancestors(_parent(fqn)))
         mover = _Mover(device_of(fqn, placement), gives_back=part_of_layer)

@@ -115,6 +115,26 @@ def test_activations_follow_the_modules(
     assert " ".join(state.device.type for state in model(torch.ones(4, 3))) == devices
 
 
+class Reading(nn.Module):
+    """A model that calls the embeddings of its language model itself, as many that read images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.language = nn.Linear(3, 3), Stack()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language.embed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_input_embeddings()(x)
+
+
+def test_embeddings_that_a_model_calls_itself_receive_token_ids() -> None:
+    model = Reading()
+    place(model, {"language": "meta"})
+    assert model(torch.ones(4, 3)).is_meta
+
+
 def test_a_model_on_the_cpu_gets_no_hooks() -> None:
     model = Stack()
     follow(model, {"": "cpu", "layers.1": "cpu"})

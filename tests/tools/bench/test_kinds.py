@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ktc.tools.bench.plans import kinds
 from ktc.tools.bench.plans.kinds import KindClock
+from ktc.training.trainers import part_clock
 
 
 class Block(nn.Module):
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 def test_experts_are_not_counted_in_the_block_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()
-    monkeypatch.setattr(kinds.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(part_clock.time, "perf_counter", lambda: next(seconds))
     block = Block()
     clock = KindClock({"mlp": [block], "experts": [block.experts], "attention": []})
     clock.attach()

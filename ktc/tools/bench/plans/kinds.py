@@ -1,18 +1,16 @@
 """The time of each kind of module within a call or a trainer's step, forward and backward.
 
-A stacked step has spans between events of the GPU (`part_clock`), anything else hooks. Hooks wait for the GPU, which
-takes away what runs side by side, so kinds are timed in rounds of their own and not in those of the total. The first
-round is not counted: functions of `torch.compile` are compiled again for modules with hooks.
+A stacked step has spans (`part_clock`), anything else hooks. Both record events of the GPU's stream and wait for
+nothing, so the kinds of a call add up to no more than the call. Kinds are timed in rounds of their own, of which the
+first is not counted: functions of `torch.compile` are compiled again for modules with hooks.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.stages.capture import CapturedModel
-from ktc.training.trainers.part_clock import PartClock, listening
+from ktc.training.trainers.part_clock import Moment, PartClock, listening, moment, seconds_between, wait_for_gpus
 
 
 def modules_of(captured: CapturedModel, model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -46,7 +44,10 @@ class KindClock:
 
     def __init__(self, kinds: Mapping[str, list[nn.Module]]) -> None:
         self._kinds = kinds
-        self._spent, self._open = defaultdict[str, float](float), list[_Span]()
+        modules = [module for of_kind in kinds.values() for module in of_kind]
+        devices = [parameter.device for module in modules for parameter in module.parameters()]
+        self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+        self._open, self._ended = list[_Span](), list[tuple[str, _Span]]()
         self._handles, self._rounds = list[Any](), list[dict[str, float]]()
 
     def attach(self) -> None:
@@ -67,8 +68,12 @@ class KindClock:
 
     def end_round(self) -> Mapping[str, float]:
         """Keep the seconds since the last round, and return them. A module inside another counts once."""
-        self._rounds.append({kind: self._spent[kind] for kind in self._kinds})
-        self._spent.clear()
+        wait_for_gpus()
+        spent = dict.fromkeys(self._kinds, 0.0)
+        for kind, span in self._ended:
+            spent[kind] += span.seconds - sum(inside.seconds for inside in span.inside)
+        self._rounds.append(spent)
+        self._ended.clear()
         self._open.clear()
         return self._rounds[-1]
 
@@ -78,28 +83,32 @@ class KindClock:
         return _medians(self._rounds)
 
     def _begin(self, module: nn.Module, way: str) -> None:
-        _wait()
-        self._open.append(_Span((id(module), way), time.perf_counter()))
+        self._open.append(_Span((id(module), way), moment(self._device)))
 
     def _end(self, module: nn.Module, way: str, kind: str) -> None:
-        _wait()
-        now, key = time.perf_counter(), (id(module), way)
+        key = id(module), way
         if not any(span.key == key for span in self._open):
             return
         while (span := self._open.pop()).key != key:  # backward of these has no end: no input has a gradient
             pass
-        self._spent[kind] += now - span.began - span.inside
+        span.ended = moment(self._device)
+        self._ended.append((kind, span))
         if self._open:
-            self._open[-1].inside += now - span.began
+            self._open[-1].inside.append(span)
 
 
 @dataclass(slots=True)
 class _Span:
-    """A module that computes now, since when, and the seconds of modules inside."""
+    """A module's computation: its moments, and the modules inside."""
 
     key: tuple[int, str]
-    began: float
-    inside: float = 0.0
+    began: Moment
+    ended: Moment = 0.0
+    inside: list[_Span] = field(default_factory=list["_Span"])
+
+    @property
+    def seconds(self) -> float:
+        return seconds_between(self.began, self.ended)
 
 
 class TimedSteps(TrainerCallback):
@@ -124,10 +133,10 @@ class TimedSteps(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **_: Any) -> None:
         self._device = next(one.device for one in model.parameters() if one.requires_grad)
-        self._updating = self._parts.now(self._device)
+        self._updating = moment(self._device)
 
     def on_optimizer_step(self, *args: Any, **_: Any) -> None:
-        self._parts.add("optimizer", self._updating, self._parts.now(self._device))
+        self._parts.add("optimizer", self._updating, moment(self._device))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         seconds = self._parts.end_step()
@@ -150,8 +159,3 @@ def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     counted = rounds[1:]
     kinds = {kind: None for seconds in counted for kind in seconds}
     return {kind: statistics.median(seconds.get(kind, 0.0) for seconds in counted) for kind in kinds}
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
