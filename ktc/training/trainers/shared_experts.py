@@ -29,11 +29,11 @@ def shared_experts(model: nn.Module) -> Generator[Sharing | None]:
 
     Every process calls this. Those of resident experts are not shared: each GPU has all of them.
     """
-    layers = [module for module in model.modules() if isinstance(module, FusedMoe) and _is_sent(module)]
     size = environment.local_world_size()
     if not gradients.distributed() or size < 2 or dist.get_world_size() % size:
         yield None
         return
+    layers = [module for module in model.modules() if isinstance(module, FusedMoe) and _is_sent(module)]
     group = dist.group.WORLD if size == dist.get_world_size() else _of_machine(size)
     if not layers:
         yield None
