@@ -134,7 +134,8 @@ def predictions_of(
     works = work_of(captured, plan)
     stacked = any(spec.op == "fused_moe" for spec in plan.kernels)
     uses = tuple(use for use, _ in uses_of(plan.mode, shape))
-    issue = Issue(plan.cuda_graph, plan.native_step, 1 if stacked else uses[0].batch, whole=True)
+    calls = 1 if stacked else uses[0].batch
+    issue = Issue(plan.cuda_graph, plan.native_step, calls, compiled=stacked, whole=True)
     return tuple(predict(works, use, host.rates, host.workers, issue) for use in uses)
 
 

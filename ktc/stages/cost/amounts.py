@@ -12,8 +12,15 @@ _BACK: Final = 2.0  # moved bytes of backward, in those of forward
 _ISSUED_BACK: Final = 1.25  # time to issue backward, in that of forward: twice the kernels, but by autograd in C++
 FUSED_NORM: Final = 6  # kernels that a norm in a CUDA graph has less
 # Of routed experts, in operators of other modules, which are cheaper for Python. Half a millisecond for a chunk.
-_GROUPED: Final = 18  # as one grouped product each for gate and up, and for down
+_GROUPED: Final = 26  # as one grouped product each for gate and up, and for down
 _ROUTED, _CHUNK = 15, 13  # of kernels' experts on a GPU: sorting and sums, and then each chunk
+# Of a stacked training step, whose layers are compiled: the time to issue their parts in that to issue their operators
+# one by one without norms, which are in the kernels beside them. Routing and what follows the experts are two calls.
+_COMPILED: Final = {"attention": 0.8, "mlp": 2.0, "norms": 0.0, "lm_head": 0.0}
+_CHEAP_NORM: Final = 4  # operators of a norm that cost Python as good as nothing: no module issues them
+# How often the rows of routed experts on a GPU are moved, read and written, in rows of hidden states and in those
+# between the products: a forward of kernels, one of PyTorch's operators, a training step, and what LoRA adds to it.
+_ROWS, _STOCK_ROWS, _TRAINED_ROWS, _LORA_ROWS = (9, 5), (24, 18), (44, 24), (40, 30)
 _UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of weights whose codes it does not multiply
 _EXPERTS_AGAIN: Final = 2 / 3  # of the products of experts sent to a GPU: backward computes gate and up again
 _SCORES_BACK: Final = 2.5  # of attention: scores again, and the gradients of scores, query, key and value
@@ -21,10 +28,14 @@ _SCORES_BACK: Final = 2.5  # of attention: scores again, and the gradients of sc
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """The amounts of works in `use`, whose tokens are computed in `calls` equal parts, one after another."""
+    """The amounts of works in `use`, whose tokens are computed in `calls` equal parts, one after another.
+
+    On a GPU, `torch.compile` may have made kernels of the layers' operators.
+    """
 
     use: Use
     calls: int = 1
+    compiled: bool = False
 
     @property
     def again(self) -> int:
@@ -77,13 +88,26 @@ class Amounts:
         rows = 0 if experts is None else self.use.tokens * experts.top_k / experts.count
         return work.coded and rows <= MOST_ROWS
 
-    def moved(self, work: Work) -> float:
-        """Return the bytes that operators read and write beside weights: states, scores in memory, and the cache."""
+    def moved(self, work: Work, *, fused: bool = False) -> float:
+        """Return the bytes that operators read and write beside weights: states, scores in memory, and the cache.
+
+        With `fused` a kernel computes attention, whatever the plan says.
+        """
         core, moved = work.core, self.tokens(work) * work.moved * self._moves
         if self.use.phase != "decode":
             return moved + self.use.tokens * self._positions(core) * core.pair * self._moves
-        per_position = core.cached if core.fused else core.cached + core.repeated + core.pair
+        per_position = core.cached if core.fused or fused else core.cached + core.repeated + core.pair
         return moved + self.use.batch * self.use.in_cache(core.window) * per_position
+
+    def rows(self, work: Work) -> float:
+        """Return the bytes of tokens' rows that routed experts on a GPU read and write around their products."""
+        experts = work.experts
+        if experts is None:
+            return 0.0
+        moves = [_STOCK_ROWS] if not work.packed else [_TRAINED_ROWS] if self.use.trains else [_ROWS]
+        moves += [_LORA_ROWS] * (work.adapter > 0)
+        row = sum(hidden * experts.hidden + inner * experts.inner for hidden, inner in moves)
+        return self.use.tokens * experts.top_k * row
 
     def operators(self, work: Work) -> float:
         """Return the number of PyTorch operators, those that Python issues: backward has no Python of its own."""
@@ -96,8 +120,10 @@ class Amounts:
     def issued(self, work: Work) -> float:
         """Return the number of PyTorch operators that Python issues for a work on a GPU."""
         experts = work.experts
+        if experts is None and self.compiled:
+            return self._issues * (work.operators - FUSED_NORM * work.norms) * _COMPILED[work.kind]
         if experts is None:
-            return self.operators(work)
+            return self.calls * (work.operators - _CHEAP_NORM * work.norms) * self._issues
         stays = len(experts.devices) < 2 and (work.decoded or (experts.resident and self.multiplies_codes(work)))
         at_once = not work.packed or (stays and not self.use.trains) or self.use.phase == "decode"
         count = _GROUPED if at_once else _ROUTED + _CHUNK * experts.chunks

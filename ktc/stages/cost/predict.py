@@ -26,9 +26,9 @@ _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel update
 # small module.
 _ISSUED: Final = 3.2  # an operator of a model, with wrappers, hooks and views that are not counted
 _CALL: Final = 50 * _ISSUED  # outside the layers: embedding, positions, mask, the preparation of `generate`
-_STEP: Final = 130  # Python between two steps of a CUDA graph, and the copies around one
-_NODES: Final = 2.3  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
-_MICRO_BATCH: Final = 420  # a trainer's own work on a sequence, its head and its loss
+_STEP: Final = 64  # Python between two steps of a CUDA graph, and the copies around one
+_NODES: Final = 4.2  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
+_MICRO_BATCH, _LOSS = 280, 200  # a trainer's own work on a sequence, and the call of its head and loss
 # What of the others' time remains, where a GPU, buses and Python work side by side: one thread issues both kernels and
 # copies, and the ring of sent weights holds about a layer.
 _BESIDE: Final = 0.2
@@ -40,13 +40,14 @@ _SPLIT_NODES: Final = 6  # kernels of experts on three engines: the split, two p
 class Issue:
     """Whether decoding steps are CUDA graphs, or native programs on the CPU; otherwise PyTorch issues operators.
 
-    A training step of a model without kernels for its experts has a call per sequence; with them, one for all. A
-    `whole` model does more than its layers: a part of one is predicted without that.
+    A training step of a model without kernels for its experts has a call per sequence; with them, one for all, in which
+    layers on a GPU are `compiled`. A `whole` model does more than its layers: a part of one is predicted without that.
     """
 
     cuda_graph: bool = False
     native_step: bool = False
     calls: int = 1
+    compiled: bool = False
     whole: bool = False
 
 
@@ -55,7 +56,7 @@ AS_PYTORCH: Final = Issue()
 
 def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: Issue = AS_PYTORCH) -> Prediction:
     """Return the prediction of one call on a machine with these rates, whose CPU kernels have `threads` threads."""
-    amounts = Amounts(use, issue.calls if use.trains else 1)
+    amounts = Amounts(use, issue.calls, issue.compiled) if use.trains else Amounts(use)
     gpu = next((work.device for work in works if work.kind == "attention" and work.device != "cpu"), "")
     # One core is the driver's while a GPU works.
     threads = max(1, threads - 1) if gpu else threads
@@ -84,7 +85,9 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
     if use.trains:
         kinds["optimizer"] = clock.optimizer(works)
         engines["host" if gpu else "cpu"] += kinds["optimizer"]
-        waited += use.batch * _MICRO_BATCH * clock.operator(gpu) * issue.whole
+        of_sequences = use.batch * clock.operator(gpu) * issue.whole
+        kinds["lm_head"] += _LOSS * of_sequences
+        waited += (_LOSS + _MICRO_BATCH) * of_sequences
     between = _STEP * clock.operator(gpu) * issue.whole if clock.issue.cuda_graph else 0.0
     seconds = _total(engines, in_turn, waited) + between
     for engine, of_split in at_once.items():
@@ -151,7 +154,8 @@ class _Clock:
         rate *= _CODES if amounts.multiplies_codes(work) and not amounts.use.trains else 1.0
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         attention = gpu.latent_attention if work.core.latent else gpu.attention
-        busy = products + amounts.scored(work) / attention.median + amounts.moved(work) / bandwidth
+        busy = products + amounts.scored(work) / attention.median
+        busy += (amounts.moved(work, fused=self.issue.cuda_graph) + amounts.rows(work)) / bandwidth
         if work.packed:
             busy += amounts.unpacking(work) / bandwidth
         if self.issue.cuda_graph:

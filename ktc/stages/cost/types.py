@@ -60,7 +60,8 @@ class RoutedExperts:
     `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus, each
     its share in `chunks`. Their adapters are updated on `adapters_on`, "" for the device of the work.
     In decoding steps that are CUDA graphs, the first device reads the part `kept` of the experts from its memory and,
-    by `bus_share`, some of the others over the bus; None: it reads none in them.
+    by `bus_share`, some of the others over the bus; None: it reads none in them. A row of hidden states has `hidden`
+    bytes, one between the products `inner`.
     """
 
     count: int
@@ -72,6 +73,8 @@ class RoutedExperts:
     adapters_on: str = ""
     kept: float = 0.0
     bus_share: float | None = None
+    hidden: int = 0
+    inner: int = 0
 
     def touched(self, tokens: int) -> float:
         """Return the share of experts that `tokens` tokens use, where every expert is as likely."""

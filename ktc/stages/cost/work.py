@@ -183,7 +183,7 @@ class _Works:
         count, top_k = int(about["num_experts"]), int(ops.shape_of(node.args[1])[-1])
         products = 3 * int(about["hidden"]) * int(about["inter"]) * top_k
         action = next((action for action in actions if isinstance(action.kernel, FusedMoeSpec)), None)
-        nbytes = int(about["hidden"]) * self._item
+        nbytes, inner = int(about["hidden"]) * self._item, int(about["inter"]) * self._item
         work = Work("experts", None, device, self._dtype, products=products, hidden=nbytes, moved=moved)
         lora = self._plan.lora
         adapted = any(action.target.adapts == "experts" for action in actions) and lora is not None
@@ -192,7 +192,7 @@ class _Works:
             work = replace(work, adapter=3 * count * lora.r * sizes, adapters=6)
         if action is None or not isinstance(action.kernel, FusedMoeSpec):
             weights = products // top_k * count * self._item
-            experts = RoutedExperts(count, top_k, (device,), 0, True)
+            experts = RoutedExperts(count, top_k, (device,), 0, True, hidden=nbytes, inner=inner)
             return replace(work, weights=weights, operators=_GROUPED_OPERATORS, experts=experts)
         spec, prefill = action.kernel, action.prefill
         experts, decoded, coded = RoutedExperts(count, top_k), False, False
@@ -206,6 +206,7 @@ class _Works:
                 count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks,
                 adapters_on=prefill.devices[0] if on_gpu else "",
                 kept=(prefill.kept or 0) / count, bus_share=None if prefill.kept is None else prefill.share,
+                hidden=nbytes, inner=inner,
             )  # fmt: skip
         return replace(
             work,

@@ -37,7 +37,7 @@ def test_towers_beside_the_language_model_answer_as_stock(family: str, rest: str
     given = with_image(stock, torch.arange(5, 25)[None], seed=0)
     device = ours.get_input_embeddings().weight.device
     assert device.type == rest.partition(":")[0]
-    here = {name: value.to(device) for name, value in given.items()}
+    here = {n: v.to(device, torch.bfloat16 if v.is_floating_point() else v.dtype) for n, v in given.items()}
     with torch.no_grad():
         wanted, found = stock(**given).logits, ours(**here).logits.float().cpu()
     other = with_image(stock, torch.arange(5, 25)[None], seed=1)
