@@ -24,8 +24,8 @@ _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel update
 
 # Fitted to runs on H100 and H200, of three models and 8 to 48 layers (docs/benchmarks.md, "Plans"), in operators of a
 # small module.
-_ISSUED: Final = 3.2  # an operator of a model, with wrappers, hooks and views that are not counted
-_CALL: Final = 50 * _ISSUED  # outside the layers: embedding, positions, mask, the preparation of `generate`
+_ISSUED: Final = 2.6  # an operator of a model, with wrappers, hooks and views that are not counted
+_CALL: Final = 110 * _ISSUED  # outside the layers: embedding, positions, mask, the preparation of `generate`
 _STEP: Final = 64  # Python between two steps of a CUDA graph, and the copies around one
 _NODES: Final = 4.2  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
 _MICRO_BATCH, _LOSS = 280, 200  # a trainer's own work on a sequence, and the call of its head and loss
