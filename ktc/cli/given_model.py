@@ -183,6 +183,8 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
     if is_compiled(given):
         _refuse_idle(given, wish)
         return Path(given)
+    if (out := environment.started_for()) is not None:  # which compiled it
+        return out
     if wish.weights is not None:
         message = f"`--weights` is for a compiled model, and `{given}` is a model with its weights"
         raise InputRefused(Diagnostic("U006", message, hint="leave it out"))

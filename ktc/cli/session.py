@@ -147,6 +147,11 @@ class Session:
             self.diagnose(newer)
 
     @property
+    def stdout(self) -> int:
+        """The file of stdout, for a process whose output is that of this command."""
+        return self._stdout.fileno()
+
+    @property
     def color(self) -> bool:
         """Whether stdout is a terminal and NO_COLOR is not set."""
         return self._stdout.isatty() and "NO_COLOR" not in os.environ

@@ -23,6 +23,7 @@ from ktc.cli.early_checks import require_given
 from ktc.cli.following import answering, loading
 from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_after, run_compiled, shown
 from ktc.cli.options import Experts, TextOnly, Trust, Weights
+from ktc.cli.processes import count_of, run_in_processes
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
@@ -113,6 +114,9 @@ def train_command(
         return
 
     def run(out: Path) -> TrainResult:
+        if (count := count_of(session, out, settings)) > 1:
+            session.mute()  # the first of them reports
+            raise typer.Exit(run_in_processes(session, out, count))
         of_plan = train.started_again(paths, out, claimed="folder" in seen)
         runs.append(out)
         with TrainProgress(session) as progress, _stopping(session) as stop, steps_bar(session, "reading the data"):

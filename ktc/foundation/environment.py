@@ -119,11 +119,34 @@ def join_world_of_one() -> None:
     """
     if "WORLD_SIZE" in os.environ:
         return
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+
+
+# The processes of one `ktc train`, which starts them itself
+_STARTED: Final = "KTC_STARTED_FOR"
+
+
+def started_for() -> Path | None:
+    """Return the compiled model that `ktc train` has started this process for, beside others that share its steps."""
+    folder = os.environ.get(_STARTED)
+    return Path(folder) if folder else None
+
+
+def of_processes(out: Path, count: int, threads: int) -> list[dict[str, str]]:
+    """Return the environment of each process of `count` on this machine, as torchrun would set it."""
+    shared = {
+        **os.environ, _STARTED: str(out.absolute()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(),
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "ktc",
+    }  # fmt: skip
+    shared.setdefault("OMP_NUM_THREADS", str(threads))
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def _free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        return str(listener.getsockname()[1])
 
 
 def process_rank() -> int:

@@ -27,9 +27,10 @@ from ktc.model.manifest.configs import CONFIGS, GRAPH_BLOCK
 from ktc.model.targets.config import read_config
 
 FILE = "ktc.json"
-SCHEMA = 16
+SCHEMA = 17
 SEALED = ("__init__.py", "config.json", "lora.json", "modeling_ktc.py", "weights.json")
 
+_MOST_PROCESSES = 1024  # of a machine, each with a GPU: more is a damaged number
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -125,7 +126,8 @@ class Manifest:
 
     `placement` maps module names to devices; the nearest ancestor's entry counts. `memory` has the bytes of tensors
     that the plan puts on each device, nothing where there was no plan. With `cuda_graph` the loaded model captures its
-    decoding steps. `files` has the sha256 of the files in `SEALED`, and of the code of blocks.
+    decoding steps. `ktc train` runs in `processes`, each with a GPU. `files` has the sha256 of the files in `SEALED`,
+    and of the code of blocks.
     """
 
     schema: int
@@ -142,6 +144,7 @@ class Manifest:
     placement: Mapping[str, str]
     memory: Mapping[str, int]
     cuda_graph: bool
+    processes: int
     files: Mapping[str, str]
 
     @property
@@ -219,6 +222,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     if manifest.model.own_code != bool(manifest.model.code):
         number = len(manifest.model.code)
         yield f"`.model.own_code` is {manifest.model.own_code}, and `.model.code` names {number} files"
+    if not 1 <= manifest.processes <= _MOST_PROCESSES:
+        yield f"`.processes` is {manifest.processes}"
     if manifest.model.left_out_bytes < 0:
         yield f"`.model.left_out_bytes` is {manifest.model.left_out_bytes}"
     for fqn, device in manifest.placement.items():

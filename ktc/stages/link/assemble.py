@@ -63,6 +63,7 @@ def assemble(
         placement={p.fqn: p.device for p in plan.placements} | {stream.fqn: "cpu" for stream in plan.streams},
         memory={device.device: device.weights for device in plan.devices},
         cuda_graph=plan.cuda_graph,
+        processes=plan.processes,
         has_towers=has_towers(captured.model),
         left_out_bytes=left_out_bytes(captured.model, captured.source.config),
         model_type=captured.source.config.model_type,

@@ -65,7 +65,8 @@ class Package:
     `LoraConfig` or `None`. `proofs` are the reports of the rewrites, and `blocks` the code of blocks by its file.
     `assumptions` are the facts about the stock model on which the rewrites rest.
     `own_code` states whether the class is defined by the checkpoint's code, and `code` is the sha256 of those files.
-    `memory` is the planned bytes of tensors per device, and `cuda_graph` whether decoding steps are captured.
+    `memory` is the planned bytes of tensors per device, `cuda_graph` whether decoding steps are captured, and
+    `processes` the number in which `ktc train` runs.
     `model_type` is the stock one: a checkpoint may use a name that transformers does not know. `has_towers` states
     whether the model reads images or sound beside text, and `left_out_bytes` the size of towers that it goes without.
     """
@@ -94,6 +95,7 @@ class Package:
     blocks: Mapping[str, str] = field(default_factory=dict[str, str])
     assumptions: Assumptions = NO_ASSUMPTIONS
     cuda_graph: bool = False
+    processes: int = 1
     has_towers: bool = False
     left_out_bytes: int = 0
     own_code: bool = False
@@ -209,6 +211,7 @@ def _manifest(package: Package, files: Mapping[str, str]) -> Manifest:
         placement=dict(package.placement),
         memory=dict(package.memory),
         cuda_graph=package.cuda_graph,
+        processes=package.processes,
         files=files,
     )
 

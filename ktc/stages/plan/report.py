@@ -15,6 +15,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "mode": plan.mode,
         "threads": plan.threads,
+        "processes": plan.processes,
         "cuda_graph": "decode" if plan.cuda_graph else "never",
         "native_step": "decode" if plan.native_step else "never",
         "rewrites": [_rewrite(r) for r in plan.rewrites],

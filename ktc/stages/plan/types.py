@@ -198,6 +198,7 @@ class Plan:
     streams: tuple[StreamedLinear, ...] = ()
     uncaptured: tuple[UncapturedLinear, ...] = ()
     cuda_graph: bool = False  # decoding steps are captured
+    processes: int = 1  # of `ktc train`, each with a GPU and this plan for one
 
     @property
     def native_step(self) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import environment
 from ktc.training.tune.methods import Arguments, arguments_class, arguments_of_method
 from ktc.training.tune.settings import TrainSettings
 
@@ -40,7 +41,7 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
         output_dir=str(output),
         per_device_train_batch_size=settings.batch,
         per_device_eval_batch_size=settings.batch,
-        gradient_accumulation_steps=settings.accumulation,
+        gradient_accumulation_steps=settings.accumulation // _sharing(),
         learning_rate=settings.learning_rate,
         lr_scheduler_type=settings.scheduler,
         warmup_steps=settings.warmup,
@@ -67,6 +68,11 @@ def arguments(output: Path, settings: TrainSettings, *, has_held_out: bool, mode
         **arguments_of_method(settings),
         **checkpointed,
     )
+
+
+def _sharing() -> int:
+    """Return the number of processes that share the micro-batches of a step. Under torchrun each has all of them."""
+    return 1 if environment.started_for() is None else environment.world_size()
 
 
 def _strategy(steps: int | None) -> tuple[str, int]:

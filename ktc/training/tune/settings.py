@@ -86,6 +86,10 @@ class TrainSettings:
     max_steps: int | None = _setting(None, "Stop after this number of steps; overrides `epochs`.", low=1)
     batch: int = _setting(1, "Sequences per micro-batch and process.", low=1)
     accumulation: int = _setting(16, "Micro-batches per step.", low=1)
+    processes: int | None = _setting(
+        None, "Processes here, each with a GPU, that share the micro-batches of a step; default: as planned.", low=1,
+        above=1025,
+    )  # fmt: skip
     precision: Precision = _setting("bf16", "fp32 runs the reference operators: exact and slow.")
     gradient_checkpointing: bool = _setting(False, "Recompute activations in backward: less memory, more time.")
     stack: Stack = _setting("auto", "Run a step's micro-batches through each layer's experts together.")
@@ -303,6 +307,11 @@ def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
             yield f"`report_to` has no `{name}`", hint
     if settings.eval_data and settings.eval_split:
         yield "`eval_data` and `eval_split` are two ways to hold data out", "give one of them"
+    if settings.processes and settings.accumulation % settings.processes:
+        yield (
+            f"{settings.processes} `processes` cannot share {settings.accumulation} micro-batches evenly",
+            "give `accumulation` a multiple",
+        )
     if settings.stack == "on" and settings.accumulation == 1:
         yield "`stack: on` stacks the micro-batches of a step, and `accumulation` is 1", "give it 2 or more"
     if settings.stack == "on" and settings.router_aux_loss:

@@ -22,6 +22,7 @@ import torch
 import yaml
 from browser import complaints, opened_browser, overflow, resize
 from peft import PeftModel
+from places import ROOT
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -341,17 +342,20 @@ def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_go_on(
 def test_two_processes_learn_what_one_does_and_the_first_speaks(out: Path, data: Path, tmp_path: Path) -> None:
     settings = ["--data", str(data), "--max-steps", "3", "--precision", "fp32", "--dropout", "0", "--length", "64"]
     found = {}
-    for processes, accumulation in ((1, "2"), (2, "1")):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = ["-m", "ktc", "train", str(out), "--json", "--output", str(tmp_path / accumulation), *settings]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ways = {"one": ([], ["2"]), "torchrun": (torchrun, ["1"]), "ktc": ([], ["2", "--processes", "2"])}
+    for name, (launcher, accumulation) in ways.items():
+        command = ["-m", "ktc", "train", str(out), "--json", "--output", str(tmp_path / name), *settings]
         ended = subprocess.run(
-            [*torchrun, *command, "--accumulation", accumulation], capture_output=True, text=True, check=True
-        )
-        found[processes] = json.loads(ended.stdout)["report"]
-    assert (found[1]["processes"], found[2]["processes"]) == (1, 2)
-    one, two = ([each["loss"] for each in found[number]["history"]] for number in (1, 2))
-    assert one == pytest.approx(two, rel=1e-6)
-    assert found[1]["speed"]["tokens_per_step"] == found[2]["speed"]["tokens_per_step"]
+            [sys.executable, *launcher, *command, "--accumulation", *accumulation],
+            capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        found[name] = json.loads(ended.stdout)["report"]
+    assert [found[name]["processes"] for name in ways] == [1, 2, 2]
+    assert "accumulation: 2" in (tmp_path / "ktc" / "train.yaml").read_text(), "of a step, for any number of processes"
+    losses = [[each["loss"] for each in found[name]["history"]] for name in ways]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
+    assert len({found[name]["speed"]["tokens_per_step"] for name in ways}) == 1
 
 
 def test_missing_packages_are_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
