@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from ktc.cli.session import Session
-from ktc.foundation import environment, host
+from ktc.foundation import environment
 
 if TYPE_CHECKING:
     from ktc.training.tune.settings import TrainSettings
@@ -55,6 +55,8 @@ def count_of(session: Session, out: Path, settings: TrainSettings) -> int:
 
 def run_in_processes(session: Session, out: Path, count: int) -> int:
     """Run this command again in `count` processes for the model in `out`, and return its exit code."""
+    from ktc.foundation import host
+
     command = [sys.executable, "-m", "ktc", *sys.argv[1:]]
     threads = max(1, host.detect().workers // count)
     session.tell(f"training in {count} processes, each with its part of a step")

@@ -23,7 +23,6 @@ from ktc.cli.early_checks import require_given
 from ktc.cli.following import answering, loading
 from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_after, run_compiled, shown
 from ktc.cli.options import Experts, TextOnly, Trust, Weights
-from ktc.cli.processes import count_of, run_in_processes
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
 from ktc.diagnostics import Diagnostic
@@ -98,6 +97,7 @@ def train_command(
         check_data(given)
     session.require_versions()
     from ktc.cli.bars import steps_bar
+    from ktc.cli.processes import count_of, run_in_processes
     from ktc.cli.train_progress import TrainProgress, show_data
     from ktc.training.tune import train
 
