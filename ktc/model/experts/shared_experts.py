@@ -1,6 +1,6 @@
 """Processes with a GPU each share the streamed experts of a layer: each receives its own through its own bus.
 
-In: the rows of every process, as many as it has. Each process multiplies its experts by the rows of all of them, and
+In: the rows of every process, in any number. Each process multiplies its experts by the rows of all of them, and
 gets the sums of its own rows. Gradients of factors are of all rows, for its experts alone, and zero for the others: the
 mean over the processes is that of unshared experts.
 Every process calls each layer in the same order, forward and backward, and as often.

@@ -78,7 +78,7 @@ def listening(clock: PartClock) -> Generator[None]:
 
 
 def is_timed() -> bool:
-    """Whether someone listens."""
+    """Return whether someone listens."""
     return bool(_clocks)
 
 

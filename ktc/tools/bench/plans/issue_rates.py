@@ -1,8 +1,8 @@
 """How long Python takes to issue operators while a run is measured.
 
-These rates depend on what else the machine does: on six virtual machines of one kind, an operator of a small module took
-12 to 25 us, in two minutes of one machine 14 and 20, while steps took as long as before. So the least of a figure counts
-that was found for the host file and before and after a run.
+These rates depend on what else the machine does: on six virtual machines of one kind, an operator of a small module
+took 12 to 25 us, in two minutes of one machine 14 and 20, while steps took as long as before. So the least of a figure
+counts that was found for the host file and before and after a run.
 """
 
 from __future__ import annotations
