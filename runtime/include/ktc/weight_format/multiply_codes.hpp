@@ -147,13 +147,15 @@ template <class Panel, int kRows>
   using Code = typename Panel::Code;
   constexpr int kVectors = 16 / Code::kBits;
   const std::byte* const end = panel + Panel::bytes(padded_k);
+  const bool into_l2 = fetches_into_l2();
   while (panel < end) {
+    if (into_l2) fetch_codes<Panel::kScaleBytes>(panel, into_l2);
     const auto* scales = reinterpret_cast<const typename Panel::Scale*>(panel);
     const std::byte* line = panel + Panel::kScaleBytes;
     panel = std::min(end, line + Panel::kGroupBlocks * Panel::kBlockBytes);
     GroupSums<kRows, kVectors> sums;
     for (; line < panel; line += kLine, pairs += kVectors / 2 * kRows) {
-      __builtin_prefetch(line + kCodesAhead, 0, 0);
+      fetch_codes<kLine>(line, into_l2);
       const __m512i stored = _mm512_load_si512(line);
       sums.add(pairs, [&](int vector) { return bf16_numbers(Code{}, stored, vector); });
     }
@@ -175,21 +177,17 @@ template <class Panel, int kRows>
   constexpr int kVectors = Lines::kVectors;
   constexpr int kGroups = std::max(Format::kScales, 1);
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / kVectors / kGroups;  // of a group
-  constexpr int kStepLines = static_cast<int>(Panel::kBlockBytes / kLine / (kSteps * kGroups));
+  constexpr std::int64_t kStepBytes = Panel::kBlockBytes / (kSteps * kGroups);
+  const bool into_l2 = fetches_into_l2();
   for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block) {
     const std::byte* head = panel + Panel::scales_at(block);
     const std::byte* codes = panel + Panel::codes_at(block);
-    if (block % Panel::kSpanBlocks == 0) {
-      for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kLine) __builtin_prefetch(head + kCodesAhead + at, 0, 0);
-    }
+    if (block % Panel::kSpanBlocks == 0) fetch_codes<Panel::kScaleBytes>(head, into_l2);
     const BlockScales<Format> scales(head, block % Panel::kSpanBlocks);
     for (int group = 0; group < kGroups; ++group) {
       GroupSums<kRows, kVectors> sums;
       for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step, pairs += kVectors / 2 * kRows) {
-#pragma GCC unroll 5
-        for (int line = 0; line < kStepLines; ++line) {
-          __builtin_prefetch(codes + kCodesAhead + (step * kStepLines + line) * kLine, 0, 0);
-        }
+        fetch_codes<kStepBytes>(codes + step * kStepBytes, into_l2);
         const Lines lines(codes, step);
         sums.add(pairs, [&](int vector) { return bf16_numbers(lines, vector); });
       }

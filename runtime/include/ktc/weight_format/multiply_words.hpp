@@ -97,12 +97,6 @@ class ByteSums {
   Vector second_[2];
 };
 
-template <std::int64_t kLines>
-[[gnu::always_inline]] inline void fetch_lines(const std::byte* from) {
-#pragma GCC unroll 5
-  for (std::int64_t line = 0; line < kLines; ++line) __builtin_prefetch(from + line * kCacheLine, 0, 0);
-}
-
 // `kAlone`: it is the only row, so that strides are constants and all steps are unrolled. Its words are split where
 // codes are multiplied as bytes (`to_row_words`).
 template <class Words, class Panel, int kRows, bool kAlone>
@@ -117,7 +111,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
   constexpr int kStrips = static_cast<int>(kHalfPanel / Words::kOutputs);
   constexpr int kTogether = kRows <= 2 ? kStrips : 1;  // of strips whose sums fit the registers: a value is read once
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
-  constexpr std::int64_t kStepLines = Panel::kBlockBytes / kCacheLine / (kSteps * Codes::kScales);
+  constexpr std::int64_t kStepBytes = Panel::kBlockBytes / (kSteps * Codes::kScales);
   constexpr std::int64_t kPairs = kPanelWidth / 2;
   Floats total[kStrips][2][kRows];
 #pragma GCC unroll 2
@@ -130,11 +124,14 @@ template <class Words, class Panel, int kRows, bool kAlone>
   const FixedPointBlock* of_rows = x.blocks + first_row;
   const std::int64_t stride = kAlone ? 1 : x.rows;
   const std::int64_t blocks = padded_k / kPanelWidth;
-  const bool by_lines = fetches_codes_by_lines();
+  const bool by_lines = fetches_codes_by_lines(), into_l2 = fetches_into_l2();
   for (std::int64_t first_block = 0; first_block < blocks; first_block += Codes::kSpanBlocks) {
     // Fetches the scales of this span, or those 8 KB ahead, before its first block needs them.
-    if constexpr (Panel::kScaleBytes > kCacheLine) {
-      const std::byte* head = panel + Panel::scales_at(first_block) + (by_lines ? kCodesAhead : 0);
+    const std::byte* head = panel + Panel::scales_at(first_block);
+    if (into_l2) {
+      fetch_codes<Panel::kScaleBytes>(head, into_l2);
+    } else if constexpr (Panel::kScaleBytes > kCacheLine) {
+      if (by_lines) head += kCodesAhead;
       for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
     }
     const Span span(panel, first_block);
@@ -159,7 +156,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
           }
           const auto add_step = [&](std::int64_t step) __attribute__((always_inline)) {
             if (by_lines && first == 0) {
-              fetch_lines<kStepLines>(codes + kCodesAhead + step * kStepLines * kCacheLine);
+              fetch_codes<kStepBytes>(codes + step * kStepBytes, into_l2);
             }
             const Neighbours* at = pairs + step * (Lines::kVectors / 2) * stride;
 #pragma GCC unroll 2
