@@ -129,29 +129,33 @@ class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, FloatRows<Isa, Panel>
 
 #if defined(__AVX512BF16__)
 // Blocks whose numbers are their codes less an offset, as words: VNNI adds products in one instruction, and takes
-// integers where VDPBF16PS takes a look-up of each number.
-template <class Panel>
+// integers where VDPBF16PS takes a look-up of each number. Cores with AMX take about three cycles for a VDPBF16PS, so
+// words are faster for all codes there, and their rows are few enough to read a panel once.
+template <class Isa, class Panel>
 inline constexpr bool kInWords = [] {
-  if constexpr (!weight_format::StoredInBlocks<Panel> || !weight_format::IntegerCodes<Panel>::kExist)
+  if constexpr (!weight_format::IntegerCodes<Panel>::kExist)
     return false;
+  else if constexpr (Isa::kCodeRows <= weight_format::kWordRows)
+    return true;
   else
-    return !weight_format::WordNumbers<Panel>::kLookedUp;
+    return weight_format::StoredInBlocks<Panel> && !weight_format::WordNumbers<Panel>::kLookedUp;
 }();
 
 template <InstructionSet Isa, WeightPanel Panel>
-  requires(Isa::kBf16Products && kInWords<Panel>)
+  requires(Isa::kBf16Products && kInWords<Isa, Panel>)
 class CodeProducts<Isa, Panel>
     : public ConvertedRows<avx512_bf16::Isa, WordRows<avx512_bf16::Isa, Panel>, Isa::kCodeRows> {};
 
 // Other codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
-template <class Panel>
+template <class Isa, class Panel>
 inline constexpr bool kHasBf16Numbers = [] {
-  if constexpr (weight_format::StoredInBlocks<Panel>) return !kInWords<Panel>;
+  if constexpr (kInWords<Isa, Panel>) return false;
+  if constexpr (weight_format::StoredInBlocks<Panel>) return true;
   return Panel::kDecoded && !Panel::kIntegerProducts;
 }();
 
 template <InstructionSet Isa, WeightPanel Panel>
-  requires(Isa::kBf16Products && kHasBf16Numbers<Panel>)
+  requires(Isa::kBf16Products && kHasBf16Numbers<Isa, Panel>)
 class CodeProducts<Isa, Panel> {
  public:
   static constexpr int kRows = Isa::kCodeRows;

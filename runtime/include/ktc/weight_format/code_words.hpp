@@ -114,7 +114,7 @@ struct IntegerCodes<QuantisedPanel<Int4, kGroup>> {
 };
 
 // The words of a code are its number plus `kOffset`. Four-bit codes whose numbers are not consecutive are looked up,
-// as bytes; the upper byte of each word, a zero, is looked up too.
+// as bytes; the upper byte of each word, a zero, is looked up too. A code that is a byte itself has `kByteOffset`.
 template <class Panel>
 struct WordNumbers {
   using Codes = IntegerCodes<Panel>;
@@ -136,6 +136,7 @@ struct WordNumbers {
   static constexpr int kOffset = kSigned     ? 0
                                  : kLookedUp ? -kLeast + 256 * (Codes::number(0) - kLeast)
                                              : -Codes::number(0);
+  static constexpr int kByteOffset = kLookedUp ? -kLeast : kOffset;
   alignas(16) static constexpr std::array<std::uint8_t, 16> kTable = [] {
     std::array<std::uint8_t, 16> table{};
     for (unsigned code = 0; code < 16; ++code) {
@@ -190,15 +191,19 @@ class CodeWords {
   }
 
   // Codes as bytes, for outputs of one half: four neighbours of k for each output, in the order 0, 2, 1, 3. Lower and
-  // upper bits of four vectors are in the same bytes.
-  static constexpr bool kBytes = !Numbers::kSigned && !Numbers::kLookedUp;
-  static constexpr int kLargestByte = (1 << Codes::kBits) - 1;
+  // upper bits of four vectors are in the same bytes. Where sums of bytes are widened, words that are looked up are as
+  // fast.
+  static constexpr bool kBytes = !Numbers::kSigned && (!Numbers::kLookedUp || Words::kByteSumBits == 32);
+  static constexpr int kLargestByte =
+      Numbers::kLookedUp ? *std::ranges::max_element(Numbers::kTable) : (1 << Codes::kBits) - 1;
   [[gnu::always_inline]] Vector bytes(int quad, int half) const
     requires kBytes
   {
     const Vector four_bits = Words::all(std::int16_t{0x0f0f});
     const Vector low = half == 0 ? low_[quad] : Words::right(low_[quad], 4);
-    if constexpr (Codes::kHighBits == 0) {
+    if constexpr (Numbers::kLookedUp) {
+      return Words::looked_up(Numbers::kTable.data(), Words::both(low, four_bits));
+    } else if constexpr (Codes::kHighBits == 0) {
       return Words::both(low, four_bits);
     } else {
       constexpr int kMask = ((1 << Codes::kHighBits) - 1) << 4;

@@ -115,19 +115,24 @@ inline void to_fixed_point(int rows, std::int64_t padded_k, const bf16* a, std::
 // The words of one row as bytes in the same place, for codes that are bytes: a word is 256 times a signed byte less
 // another one. Of each four neighbours the first bytes of 0, 2, 1 and 3 are followed by the second ones.
 inline void split_words(std::int64_t padded_k, std::byte* row) {
-  constexpr int kNeighbours = 4;
-  constexpr int kOrder[kNeighbours] = {0, 2, 1, 3};
-  std::int16_t words[kNeighbours];
-  std::int8_t bytes[2][kNeighbours];
-  for (std::int64_t k = 0; k < padded_k; k += kNeighbours, row += sizeof(words)) {
+  constexpr std::int64_t kQuads = kPanelWidth / 4;
+  constexpr std::uint64_t kBytes = 0x00ff00ff00ff00ff;
+  std::int16_t words[kPanelWidth];
+  std::uint16_t split[kPanelWidth];
+  std::uint64_t quads[kQuads];
+  for (std::int64_t k = 0; k < padded_k; k += kPanelWidth, row += sizeof(words)) {
     std::memcpy(words, row, sizeof(words));
-    for (int i = 0; i < kNeighbours; ++i) {
-      const int word = words[kOrder[i]];
-      const int upper = (word + 127) >> 8;  // at most 127, since no word is above 32640
-      bytes[0][i] = static_cast<std::int8_t>(upper);
-      bytes[1][i] = static_cast<std::int8_t>(256 * upper - word);
+    for (int i = 0; i < kPanelWidth; ++i) {
+      const int upper = (words[i] + 127) >> 8;  // at most 127, since no word is above 32640
+      const int lower = 256 * upper - words[i];
+      split[i] = static_cast<std::uint16_t>((upper & 0xff) | lower << 8);
     }
-    std::memcpy(row, bytes, sizeof(bytes));
+    std::memcpy(quads, split, sizeof(quads));
+    for (std::uint64_t& quad : quads) {
+      const std::uint64_t upper = quad & kBytes, lower = quad >> 8 & kBytes;
+      quad = ((upper | upper >> 24) & 0xffffffff) | (lower | lower >> 24) << 32;
+    }
+    std::memcpy(row, quads, sizeof(quads));
   }
 }
 
