@@ -179,17 +179,18 @@ void measure(const char* name, int rounds, int rows, Machine& machine) {
     const double of_product = machine.speed(size, [&](int thread, const std::byte* from, std::int64_t panels) {
       for (std::int64_t panel = 0; panel < panels; ++panel) of_threads[thread]->multiply(from + panel * size);
     });
-    const std::int64_t in_cache = std::max<std::int64_t>(kInCache / size, 1), times = kBytesOfThread / (in_cache * size);
+    const std::int64_t in_cache = std::max<std::int64_t>(kInCache / size, 1);
+    const std::int64_t again = kBytesOfThread / size;
     const double spent = machine.seconds([&](const Worker& worker) {
       const std::byte* from = machine.data() + worker.index * kTaken;
-      for (std::int64_t i = 0; i < times * in_cache; ++i) of_threads[worker.index]->multiply(from + i % in_cache * size);
+      for (std::int64_t i = 0; i < again; ++i) of_threads[worker.index]->multiply(from + i % in_cache * size);
     });
     if (round < 0) continue;  // threads that start
     product.push_back(of_product);
     plain.push_back(of_sum);
     by_lines.push_back(of_lines);
     share.push_back(of_product / std::max(of_sum, of_lines));
-    cached.push_back(1e-9 * static_cast<double>(times * in_cache * size * machine.threads()) / spent);
+    cached.push_back(1e-9 * static_cast<double>(again * size * machine.threads()) / spent);
   }
   std::printf("%-6s %5.1f GB/s of %5.1f, by lines %5.1f, share %.2f; in L2 %5.1f\n", name, median(product),
               median(plain), median(by_lines), median(share), median(cached));

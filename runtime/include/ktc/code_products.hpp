@@ -129,8 +129,8 @@ class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, FloatRows<Isa, Panel>
 
 #if defined(__AVX512BF16__)
 // Blocks whose numbers are their codes less an offset, as words: VNNI adds products in one instruction, and takes
-// integers where VDPBF16PS takes a look-up of each number. Cores with AMX take about three cycles for a VDPBF16PS, so
-// words are faster for all codes there, and their rows are few enough to read a panel once.
+// integers where VDPBF16PS takes a look-up of each number. Cores with AMX take longer for VDPBF16PS, so all
+// codes are words there, and so few rows read a panel once.
 template <class Isa, class Panel>
 inline constexpr bool kInWords = [] {
   if constexpr (!weight_format::IntegerCodes<Panel>::kExist)

@@ -109,7 +109,8 @@ template <class Words, class Panel, int kRows, bool kAlone>
   constexpr bool kAsBytes = kAlone && Lines::kBytes;
   using Sums = std::conditional_t<kAsBytes, ByteSums<Words, Panel>, WordSums<Words, kRows>>;
   static_assert(!kAlone || kRows == 1);
-  constexpr int kOffset = kAsBytes ? WordNumbers<Panel>::kByteOffset : WordNumbers<Panel>::kOffset;
+  using Numbers = WordNumbers<Panel>;
+  constexpr auto kOffset = static_cast<std::uint32_t>(kAsBytes ? Numbers::kByteOffset : Numbers::kOffset);
   constexpr int kStrips = static_cast<int>(kHalfPanel / Words::kOutputs);
   constexpr int kTogether = kRows <= 2 ? kStrips : 1;  // of strips whose sums fit the registers: a value is read once
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
@@ -154,7 +155,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
           for (int row = 0; row < kRows; ++row) {
             const std::int32_t* sums = of_rows[row].sums;
             const auto of_words = static_cast<std::uint32_t>(Codes::kScales == 2 ? sums[group] : sums[0] + sums[1]);
-            const auto start = static_cast<std::int32_t>(0u - static_cast<std::uint32_t>(kOffset) * of_words);  // modulo 2^32
+            const auto start = static_cast<std::int32_t>(0u - kOffset * of_words);  // modulo 2^32
 #pragma GCC unroll 2
             for (Sums& strip : sum) strip.start(row, start);
           }
