@@ -90,7 +90,7 @@ class Host:
         return assumed_rates(self.isas[0], self.cores, self.numa, gpus, self.processor)
 
     def part(self, processes: int) -> Host:
-        """Return what one of several processes on a machine has: its part of cores and memory, and the first GPU."""
+        """Return what one of several processes has: its part of cores and memory, and the first GPU."""
         cores, threads = (max(1, number // processes) for number in (self.cores, self.threads))
         return replace(self, cores=cores, threads=threads, memory=self.memory // processes, gpus=self.gpus[:1])
 

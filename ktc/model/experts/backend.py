@@ -86,7 +86,7 @@ class Offload:
     sharing: Sharing | None = None
 
     def takes(self, tokens: int) -> bool:
-        """Return whether a call of this number of tokens runs on the devices. All processes that share experts agree."""
+        """Return whether a call of `tokens` runs on the devices. All processes that share experts agree."""
         return tokens >= self.min_tokens or (self.sharing is not None and self.sharing.on)
 
     def serves_at_once(self, tokens: int, packed: PackedExperts) -> bool:
