@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ktc.model.experts.coded_matrices import are_coded
 from ktc.model.experts.cpu_backend import Activations, CpuKernel
+from ktc.model.experts.divided_backend import Divided
 from ktc.model.experts.graph_backend import HostNode
 from ktc.model.experts.grouped_products import described, multiplies_codes
 from ktc.model.experts.kept_backend import SplitNode
+from ktc.model.experts.kept_division import Division
 from ktc.model.experts.kept_experts import KeptLayer
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.packed import PackedExperts
@@ -61,12 +63,14 @@ class ExpertsBackend(Protocol):
 class Kept:
     """Single experts that a device keeps: `places` for each layer on average, which all layers share.
 
-    Of the others, the GPU reads the part `share` over the bus at first. With `fixed` neither changes.
+    Of the others, the GPU reads the part `share` over the bus at first. With `fixed` neither changes. By `division`,
+    calls of more rows than a step has are divided too.
     """
 
     places: int
     share: float
     fixed: bool = False
+    division: Division | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,11 @@ class Offload:
             room = room and tokens * top_k <= count * (MOST_ROWS if coded else 1)
         return room
 
+    def divides(self, tokens: int) -> Division | None:
+        """Return how a call of this many tokens, which is not sent whole, is divided; None where it is not."""
+        division = None if self.kept is None else self.kept.division
+        return division if division is not None and tokens >= division.least else None
+
     def __str__(self) -> str:
         devices = ", ".join(map(str, self.devices))
         stay = "weights stay there" if self.resident else f"weights sent through {self.buffer / 2**20:,.0f} MiB"
@@ -134,4 +143,8 @@ def choose(
     if context.host_nodes is not None:
         host = HostNode(packed, form, context.host_nodes)
         return SplitNode(host, kept) if kept is not None and plain else host
-    return CpuKernel(packed, form, weights.dtype, activations, context)
+    host = CpuKernel(packed, form, weights.dtype, activations, context)
+    division = offload.divides(tokens) if plain and kept is not None and offload is not None else None
+    if division is None or kept is None or offload is None:
+        return host
+    return Divided(host, kept, division, offload.buffer)

@@ -20,9 +20,11 @@ from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
-from ktc.model.experts.stream_ring import NearBytes, StreamSource, ring_of
+from ktc.model.experts.stream_ring import Gather, GatheredSource, NearBytes, StreamSource, ring_of
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, ChunkBytes, Chunks, chunk_bytes, ring_bytes
 from ktc.model.kernels.form import ExpertsForm
+
+_GATHERED: Final = 64 << 20  # bytes of experts of one call that a copy takes longer for than Python for their products
 
 
 class ExpertStream:
@@ -42,6 +44,7 @@ class ExpertStream:
         self.form = form
         form = replace(form, transposed=False)
         self._layout = PackedLayout(form, hidden, intermediate, *experts.panels, experts.weight_dtype)
+        self._experts = weakref.ref(experts)
         self._bytes, self._item = self._layout.nbytes, experts.dtype.itemsize
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         check_products(experts, device)
@@ -95,6 +98,21 @@ class ExpertStream:
             for number in ordered:
                 run = self._runs[number]
                 yield run, self._layout.matrices(take(number).view(len(run), self._bytes))
+
+    def gathered(self, experts: Sequence[int], gather: Gather) -> Iterator[tuple[range, Matrices]]:
+        """Yield runs of places in `experts`, which are any, with at least as many matrices, in order.
+
+        They are sent for this call alone, by `gather`, and nothing is sent ahead beside them.
+        """
+        packed = self._experts()
+        assert self._ring is not None and packed is not None, "experts that do not stay, of a layer that is there"
+        size = min(len(self._runs[0]), max(1, _GATHERED // self._bytes))
+        runs = [range(first, min(first + size, len(experts))) for first in range(0, len(experts), size)]
+        groups = [experts[run.start : run.stop] for run in runs]
+        source = GatheredSource(self._source.storage, packed, groups, size * self._bytes, gather)
+        with self._ring.visit(source, range(len(runs)), foreseen=False) as take:
+            for number, run in enumerate(runs):
+                yield run, self._layout.matrices(take(number).view(size, self._bytes))
 
 
 @functools.cache

@@ -130,6 +130,15 @@ class HostNodes:
         return self._memories[key]
 
 
+def launch_on(device: torch.device) -> Launch:
+    """Return what enqueues a C function on a device; the CPU calls it at once."""
+    return on_current_stream if device.type == "cuda" else _call_at_once
+
+
+def _call_at_once(function: int, argument: int) -> None:
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+
 def on_current_stream(function: int, argument: int) -> None:
     """Enqueue `function(argument)` in the current stream of CUDA. Raises `RuntimeError` where that fails."""
     status = _launcher()(torch.cuda.current_stream().cuda_stream, function, argument)

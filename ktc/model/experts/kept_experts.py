@@ -88,7 +88,20 @@ class KeptLayer:
         """See `NearBytes.send`: a piece is some neighbouring experts."""
         size = self.layout.nbytes
         first = (piece.data_ptr() - self.packed.address) // size
-        return self.store.send(self, range(first, first + piece.nbytes // size), copies, (piece, target), after)
+        return self.gather(range(first, first + piece.nbytes // size), copies, target, after)
+
+    def gather(
+        self, experts: Sequence[int], copies: Copies, target: Tensor, after: Sequence[Mark]
+    ) -> tuple[Arrival, int]:  # fmt: skip
+        """Begin to copy experts to `target`, one behind the other: kept ones from their places.
+
+        Return the bytes of those from host memory. A place is overwritten after the copies from it.
+        """
+        return self.store.send(self, experts, copies, target, after)
+
+    def near(self) -> frozenset[int]:
+        """Return the experts whose bytes are in their places."""
+        return self.store.arrived(self)
 
 
 def can_keep(packed: PackedExperts, device: torch.device) -> bool:
@@ -183,27 +196,34 @@ class KeptExperts:
         self.table.copy_(self._addresses)
 
     def send(
-        self, layer: KeptLayer, experts: range, copies: Copies, whole: tuple[Tensor, Tensor], after: Sequence[Mark]
+        self, layer: KeptLayer, experts: Sequence[int], copies: Copies, target: Tensor, after: Sequence[Mark]
     ) -> tuple[Arrival, int]:
-        """Copy neighbours of a layer by `copies` from the `whole` piece to its target: kept ones from their places.
+        """See `KeptLayer.gather`."""
+        size, packed, parts, sent = layer.layout.nbytes, layer.packed.packed, list[tuple[Tensor, Tensor]](), 0
 
-        Return the bytes of those from host memory. A place is overwritten after the copies from it.
-        """
-        piece, target = whole
-        size, first, parts, sent = layer.layout.nbytes, experts.start, list[tuple[Tensor, Tensor]](), 0
+        def source_of(numbered: tuple[int, int]) -> tuple[int, int]:
+            """A place, or -1 and a number that neighbours in host memory share."""
+            at, expert = numbered
+            place = self._arrived(layer, expert)
+            return (-1, expert - at) if place is None else (place, 0)
+
         with self._turn:
-            # an expert that is near is a run by itself, since its neighbour may be in any place
-            for place, run in itertools.groupby(experts, lambda expert: self._arrived(layer, expert)):
-                numbers = list(run)
-                begin, end = (numbers[0] - first) * size, (numbers[-1] + 1 - first) * size
-                source = piece[begin:end] if place is None else self._memory[place, :size]
-                parts.append((source, target[begin:end]))
-                sent += (end - begin) * (place is None)
+            for (place, _), run in itertools.groupby(enumerate(experts), source_of):
+                (at, expert), *others = run
+                begin, nbytes = at * size, (1 + len(others)) * size
+                source = packed[expert * size :][:nbytes] if place < 0 else self._memory[place, :size]
+                parts.append((source, target[begin : begin + nbytes]))
+                sent += nbytes * (place < 0)
             arrival = copies.send_parts(parts, after)
-            if sent < piece.nbytes:
+            if sent < size * len(experts):
                 copies.keep(self._memory)
                 self._readers[copies] = arrival.mark
         return arrival, sent
+
+    def arrived(self, layer: KeptLayer) -> frozenset[int]:
+        """See `KeptLayer.near`."""
+        with self._turn:
+            return frozenset(e for e in range(len(layer.table)) if self._arrived(layer, e) is not None)
 
     def _arrived(self, layer: KeptLayer, expert: int) -> int | None:
         """Return the place of an expert whose bytes are there, None for others."""

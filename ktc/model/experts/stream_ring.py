@@ -42,6 +42,7 @@ class StreamSource:
 
     def __init__(self, storage: Tensor, pieces: Sequence[Tensor], owner: object) -> None:
         self.storage, self.pieces, self.number = storage, tuple(pieces), next(_numbers)
+        self.sizes: Sequence[int] = [piece.nbytes for piece in pieces]
         self._owner = weakref.ref(owner)
         self._near: weakref.ref[NearBytes] | None = None
 
@@ -61,6 +62,27 @@ class StreamSource:
         owner = self._owner()
         if owner is not None:
             page_lock(self.storage, owner)
+
+
+Gather = Callable[[Sequence[int], Copies, Tensor, Sequence[Mark]], tuple[Arrival, int]]
+
+
+class GatheredSource(StreamSource):
+    """Experts of one call, in any order: each piece, of `size` bytes, begins with those of one of `groups`.
+
+    `gather` begins to copy a group to the place of a piece, and returns the bytes that come from host memory.
+    """
+
+    def __init__(
+        self, storage: Tensor, owner: object, groups: Sequence[Sequence[int]], size: int, gather: Gather
+    ) -> None:  # fmt: skip
+        super().__init__(storage, (), owner)
+        self.sizes = [size] * len(groups)
+        self._groups, self._gather = groups, gather
+
+    def send(self, number: int, copies: Copies, target: Tensor, after: Sequence[Mark]) -> tuple[Arrival, int]:
+        """See `StreamSource.send`."""
+        return self._gather(self._groups[number], copies, target, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +145,7 @@ class Ring:
         self._plans: deque[_Planned] = deque()  # it and those that are expected
         self._last: tuple[_Visit | None, _Visit | None] = (None, None)
         self._following: dict[tuple[_Visit | None, _Visit | None], _Visit] = {}
+        self._foresees = True  # as the last visit was foreseen, the ring sends ahead
         self._sources: weakref.WeakValueDictionary[int, StreamSource] = weakref.WeakValueDictionary()
         self._marks: list[Mark] = []  # that the next copy waits for
         self._turn, self._visitor = threading.Lock(), 0
@@ -132,16 +155,18 @@ class Ring:
 
     @contextmanager
     def visit(
-        self, source: StreamSource, required: Collection[int], *, reverse: bool = False
+        self, source: StreamSource, required: Collection[int], *, reverse: bool = False, foreseen: bool = True
     ) -> Generator[Callable[[int], Tensor]]:
         """Use the `required` pieces of a source, in their order or in reverse: a function returns one after the other.
 
-        A piece is on the device until the next one is taken: what reads it must have been issued by then. Raises
+        A piece is on the device until the next one is taken: what reads it must have been issued by then. One that is
+        not `foreseen` has pieces of its call alone: until another one begins, nothing is sent ahead. Raises
         `ValueError` for a piece larger than the ring, `RuntimeError` inside of another visit.
         """
         if self._visitor == threading.get_ident():
             raise RuntimeError("a visit of a ring inside another one")
         with self._turn:
+            self._foresees = foreseen
             plan = self._begin(source, _Visit(source.number, reverse), required)
             self._visitor = threading.get_ident()
             taken: list[_Sent] = []
@@ -176,7 +201,7 @@ class Ring:
     # Foresight
 
     def _begin(self, source: StreamSource, visit: _Visit, required: Collection[int]) -> _Planned:
-        largest = max(piece.nbytes for piece in source.pieces)
+        largest = max(source.sizes)
         if largest > self.nbytes:
             raise ValueError(f"a piece of {largest} bytes does not fit a ring of {self.nbytes} bytes")
         self._sources[visit.source] = source
@@ -184,8 +209,9 @@ class Ring:
             source.lock()
         if not self._bus_speed:
             self._bus_speed = self._copies.bus_speed(source.storage)
-        self._following[self._last] = visit
-        self._last = self._last[1], visit
+        if self._foresees:
+            self._following[self._last] = visit
+            self._last = self._last[1], visit
         if not self._plans or self._plans[0].visit != visit:
             while self._ready:
                 self._give_up(self._ready.popleft())
@@ -196,11 +222,13 @@ class Ring:
         return plan
 
     def _planned(self, source: StreamSource, visit: _Visit) -> _Planned:
-        numbers = range(len(source.pieces))
+        numbers = range(len(source.sizes))
         return _Planned(visit, deque(reversed(numbers) if visit.reverse else numbers))
 
     def _look_ahead(self) -> _Planned | None:
         """Plan the visit that is expected after those that are planned, if one is known."""
+        if not self._foresees:
+            return None
         before = (*self._last, *(plan.visit for plan in self._plans if plan is not self._current))[-2:]
         following = self._following.get((before[0], before[1]))
         source = None if following is None else self._sources.get(following.source)
@@ -218,13 +246,13 @@ class Ring:
             if source is None:  # gone with its model
                 plan.numbers.clear()
                 continue
-            begin = self._room(source.pieces[plan.numbers[0]].nbytes)
+            begin = self._room(source.sizes[plan.numbers[0]])
             if begin is None:
                 return
             self._send_to(begin, source, plan, plan.numbers.popleft())
 
     def _send_to(self, begin: int, source: StreamSource, plan: _Planned, number: int) -> None:
-        end = begin + source.pieces[number].nbytes
+        end = begin + source.sizes[number]
         arrival, sent_bytes = source.send(number, self._copies, self._memory[begin:end], self._marks)
         self._marks = []
         sent = _Sent(plan, number, begin, end, arrival)

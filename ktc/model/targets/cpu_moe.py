@@ -37,8 +37,8 @@ class ExpertsConfig:
     """The config of `FusedMoe`. `form` is an `ExpertsForm`, `grid` an `Int4Grid` as text, None for plain weights.
 
     Calls of at least `prefill_tokens` tokens run on the devices `prefill`, through `stream_buffer` bytes on each, or
-    from weights that stay there (`resident`). `kept`, `bus_share` and `fixed_split` are those of `Prefill`. `masters`
-    is the dtype of weights that train; `merged` adds an adapter to them before they are rounded.
+    from weights that stay there (`resident`). `kept`, `bus_share`, `fixed_split`, `divided` and `crowded` are those of
+    `Prefill`. `masters` is the dtype of weights that train; `merged` adds an adapter to them before they are rounded.
     """
 
     num_experts: PositiveInt
@@ -56,6 +56,8 @@ class ExpertsConfig:
     kept: int | None = None
     bus_share: float = 0.0
     fixed_split: bool = False
+    divided: int = 0
+    crowded: float = 1.0
     grid: str | None = None
     masters: str | None = None
     merged: bool = False
@@ -179,6 +181,8 @@ class CpuMoe(ModuleTarget):
             kept=prefill.kept if prefill else None,
             bus_share=prefill.share if prefill else 0.0,
             fixed_split=prefill is not None and prefill.fixed_split,
+            divided=prefill.divided if prefill else 0,
+            crowded=prefill.crowded if prefill else 1.0,
             grid=weights.grid or None,
             masters=weights.masters or None,
             merged=weights.merged,
@@ -191,6 +195,7 @@ class CpuMoe(ModuleTarget):
 
         from ktc.model.experts.backend import Kept, Offload
         from ktc.model.experts.called_module import CalledExperts
+        from ktc.model.experts.kept_division import Division
         from ktc.model.experts.module import FusedMoe
         from ktc.model.experts.own_module import StockExperts
         from ktc.model.experts.packed import PackedExperts
@@ -211,7 +216,10 @@ class CpuMoe(ModuleTarget):
                 raise WrongModule(f"experts of other sizes: `{name}` {list(tensor.shape)} instead of {list(wanted)}")
             stacked[name] = tensor
         devices = tuple(map(torch.device, config.prefill))
-        kept = Kept(config.kept, config.bus_share, config.fixed_split) if config.kept is not None else None
+        division = Division(config.divided, config.crowded) if config.divided else None
+        kept = None
+        if config.kept is not None:
+            kept = Kept(config.kept, config.bus_share, config.fixed_split, division)
         sent = config.prefill_tokens, config.stream_buffer, config.resident, kept
         offload = Offload(devices, *sent) if devices else None
         packed = None if kernel is None else PackedExperts(kernel, config.threads, sizes, config.numa)

@@ -196,6 +196,8 @@ class Prefill:
     Weights pass through `buffer` bytes on each device; those of a layer that is `resident` stay there. `kept` is the
     number of single experts of a layer that are there for decoding, on average of all layers, and `share` the part of
     the others that the device reads over the bus at first; with `fixed_split` neither changes. None: a GPU reads none.
+    Calls of at least `divided` tokens (0: none) have their experts on three engines too, with `crowded` as in
+    `Division`.
     """
 
     devices: tuple[str, ...]
@@ -205,6 +207,8 @@ class Prefill:
     kept: int | None = None
     share: float = 0.0
     fixed_split: bool = False
+    divided: int = 0
+    crowded: float = 1.0
 
     @property
     def in_decoding(self) -> str:

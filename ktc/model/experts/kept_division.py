@@ -1,0 +1,52 @@
+"""Which engine computes an expert of a call with more rows than a step, and fewer than a call that is sent whole.
+
+In: the rows of each expert, which of them the GPU keeps, and speeds as numbers. Out: the experts that go over the bus,
+those with the most rows; the CPU computes the others. Pure functions: equal rows, tables and numbers divide alike. The
+planner predicts with the same ones, for even choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+FEWEST: Final = 17  # tokens of a call that is divided: the steps of fewer read experts by address
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Calls of at least `least` tokens are divided. The CPU's products take longer than its reads beyond `crowded` rows
+    of an expert.
+    """
+
+    least: int
+    crowded: float
+
+    def cost(self, rows: float) -> float:
+        """Return the time that the CPU takes for an expert with these rows, in that of one read."""
+        return max(1.0, rows / self.crowded)
+
+
+def over_bus(rows: Sequence[int], near: Collection[int], share: float, division: Division) -> tuple[int, ...]:
+    """Return the experts that are sent, by number. `rows` has those of each expert, 0 for experts that none chose.
+
+    `share` is that of the bus in the speed of bus and CPU. Of the experts that are not `near`, those with the most rows
+    are sent, of equal ones those with the lowest numbers: as many as let whichever of both ends last end earliest.
+    """
+    far = [expert for expert, count in enumerate(rows) if count and expert not in near]
+    far.sort(key=lambda expert: -rows[expert])
+    rest = [share * division.cost(rows[expert]) for expert in far]  # of the CPU, in the unit in which the bus has
+    left, best, sent = sum(rest), sum(rest), 0  # 1 - share for each
+    for number, cost in enumerate(rest, 1):
+        left -= cost
+        ends = max(number * (1 - share), left)
+        if ends < best:
+            best, sent = ends, number
+    return tuple(sorted(far[:sent]))
+
+
+def even_over_bus(misses: float, rows: float, share: float, division: Division) -> float:
+    """Return how many of `misses` experts with equally many rows are sent."""
+    cost = share * division.cost(rows)
+    return misses * cost / (1 - share + cost) if cost else 0.0
