@@ -8,6 +8,7 @@ part. Calls from another device, and those that leave no expert to the GPU, are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class Divided(HostBackend):
     def _on_gpu(self, slots: Slots) -> tuple[Sequence[int], bool]:
         """Return the experts that the GPU computes, kept ones first, and whether some are left to the CPU."""
         bounds, near, chosen = slots.bounds, self.kept.near(), slots.chosen
-        rows = [end - first for first, end in zip(bounds, bounds[1:], strict=False)]
+        rows = [end - first for first, end in itertools.pairwise(bounds)]
         sent = over_bus(rows, near, self.kept.store.bus_share, self.division)
         experts = [*(expert for expert in chosen if expert in near), *sent]
         return experts, len(experts) < len(chosen)

@@ -17,6 +17,7 @@ from ktc.foundation.rates import CODES_READ, Figure, GpuRates, Rates
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.traffic import states, traffic_of
 from ktc.stages.cost.types import Prediction, Use, Work
+from ktc.stages.plan.divided import OVERHEAD
 
 _OPTIMIZER_BYTES: Final = 28  # of AdamW per fp32 parameter: gradient, two moments, the parameter, read and written
 _OPTIMIZER_OPERATORS: Final = 14  # per tensor on the CPU, with the norm that clips
@@ -166,10 +167,14 @@ class _Clock:
         return self.rates.gpus[int(device.partition(":")[2] or 0)]
 
     def crossing(self, device: str, work: Work) -> float:
-        """Return the seconds of hidden states to the CPU and back in every pass, with the host's part in it."""
+        """Return the seconds of hidden states to the CPU and back in every pass, with the host's part in it.
+
+        Where a call is divided, no engine works beside some of Python's.
+        """
         gpu, use = self._gpu(device), self.amounts.use
         host = gpu.host_node if self.issue.cuda_graph else gpu.launch
-        return (1 + use.trains) * (use.tokens * work.moved / gpu.bus.median + 2 * host.median)
+        alone = OVERHEAD * gpu.operator.median if work.experts and work.experts.is_divided(use) else 0.0
+        return (1 + use.trains) * (use.tokens * work.moved / gpu.bus.median + 2 * host.median) + alone
 
     # Routed experts --------------------------------------------------------------------------------------------------
     def _experts(self, work: Work) -> dict[str, float]:
@@ -195,11 +200,23 @@ class _Clock:
         kept, sent, rest = (number * work.weights / experts.count for number in read)
         device = experts.devices[0]
         gpu, codes = self._gpu(device), CODES_READ if _is_coded(work) else 1.0
+        use = self.amounts.use
+        if experts.is_divided(use):
+            rest *= experts.crowding(use.tokens)
         return {
             "cpu": rest / (codes * gpu.cpu_beside_bus.median),
             f"bus:{device}": sent / gpu.bus_beside_cpu.median,
-            device: kept / gpu.bandwidth.median + _SPLIT_NODES * _NODES * gpu.graph_node.median,
+            **self._beside(work, device, kept, sent),
         }
+
+    def _beside(self, work: Work, device: str, kept: float, sent: float) -> dict[str, float]:
+        """Return the seconds in which a GPU multiplies kept and sent bytes of experts, and those of Python."""
+        assert work.experts is not None, "the caller splits experts"
+        gpu, use = self._gpu(device), self.amounts.use
+        if not work.experts.is_divided(use):
+            return {device: kept / gpu.bandwidth.median + _SPLIT_NODES * _NODES * gpu.graph_node.median}
+        part = (kept + sent) / (work.weights * work.experts.touched(use.tokens))
+        return {engine: seconds * part for engine, seconds in self._on_gpu(work, device).items()}
 
     def shared(self, work: Work) -> float:
         """Return the seconds that GPUs which share a layer wait for each other.

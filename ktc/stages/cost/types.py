@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from ktc.model.experts.kept_division import Division, even_over_bus
+
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
 SPLIT_ROWS: Final = 16  # of a step whose experts are on three engines
@@ -62,6 +64,8 @@ class RoutedExperts:
     In decoding steps that are CUDA graphs, the first device reads the part `kept` of the experts from its memory and,
     by `bus_share`, some of the others over the bus; None: it reads none in them. A row of hidden states has `hidden`
     bytes, one between the products `inner`.
+    by `bus_share`, some of the others over the bus; None: it reads none in them. So it does by `division` in calls of
+    more rows, which are not sent.
     """
 
     count: int
@@ -75,6 +79,7 @@ class RoutedExperts:
     bus_share: float | None = None
     hidden: int = 0
     inner: int = 0
+    division: Division | None = None
 
     def touched(self, tokens: int) -> float:
         """Return the share of experts that `tokens` tokens use, where every expert is as likely."""
@@ -85,14 +90,31 @@ class RoutedExperts:
 
         The bus reads whole experts of those that are not kept.
         """
-        if self.bus_share is None or use.phase != "decode" or use.tokens > SPLIT_ROWS or self.sent_to(use.tokens):
+        if self.bus_share is None or use.trains or self.sent_to(use.tokens):
             return None
         chosen = self.count * self.touched(use.tokens)
         misses = chosen * (1 - self.kept)
+        if self.division is not None and self.is_divided(use):
+            sent = even_over_bus(misses, self.rows(use.tokens), self.bus_share, self.division)
+            return chosen - misses, sent, misses - sent
+        if use.phase != "decode" or use.tokens > SPLIT_ROWS:
+            return None
         fewer = int(misses)
         below, above = (min(number, int((number + 1) * self.bus_share)) for number in (fewer, fewer + 1))
         sent = below + (misses - fewer) * (above - below)
         return chosen - misses, sent, misses - sent
+
+    def is_divided(self, use: Use) -> bool:
+        """Whether the experts of a prompt, which are not sent, are divided. Steps with as many rows are the CPU's."""
+        return self.division is not None and use.phase == "prefill" and use.tokens >= self.division.least
+
+    def rows(self, tokens: int) -> float:
+        """Return the rows of each expert that `tokens` tokens use."""
+        return tokens * self.top_k / (self.count * self.touched(tokens))
+
+    def crowding(self, tokens: int) -> float:
+        """Return the time of an expert of a divided call on the CPU, in that of reading it."""
+        return 1.0 if self.division is None else self.division.cost(self.rows(tokens))
 
     def sent_to(self, tokens: int) -> tuple[str, ...]:
         """Return the devices of a call, empty where the CPU computes it."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from ktc.foundation.formats import FORMATS, Dense
+from ktc.model.experts.kept_division import Division
 from ktc.model.experts.panel_codes import codes_of
 from ktc.model.experts.stream_sizes import Chunks, chunk_bytes
 from ktc.model.graph import ops
@@ -207,6 +208,7 @@ class _Works:
                 adapters_on=prefill.devices[0] if on_gpu else "",
                 kept=(prefill.kept or 0) / count, bus_share=None if prefill.kept is None else prefill.share,
                 hidden=nbytes, inner=inner,
+                division=Division(prefill.divided, prefill.crowded) if prefill.divided else None,
             )  # fmt: skip
         return replace(
             work,

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Final
 
 from ktc.diagnostics import Diagnostic
-from ktc.foundation.formats import FORMATS, Blocks, Codes
-from ktc.foundation.rates import CODES_READ
+from ktc.foundation.formats import FORMATS
 from ktc.model.experts.panel_codes import addressed_codes_of
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets.target import Prefill
 from ktc.stages.plan.decode_steps import gpu_of_graphs
+from ktc.stages.plan.divided import reads_of, with_division
 from ktc.stages.plan.draft import PlanDraft
 from ktc.stages.plan.memory import count_memory
 from ktc.stages.plan.nodes import group_sites
@@ -152,7 +152,8 @@ def _split(draft: PlanDraft, sent: _Sent, places: int) -> dict[str, Prefill]:
     fixed = draft.rules.plan.get(SPLIT) == "fixed"
     prefills = dict[str, Prefill]()
     for number, (path, (prefill, spec)) in enumerate(sent.items()):
-        reads = cpu * (CODES_READ if isinstance(FORMATS[spec.format_gate_up], Codes | Blocks) else 1.0)
         kept = places * (number + 1) // len(sent) - places * number // len(sent)
-        prefills[path] = replace(prefill, kept=kept, share=round(bus / (bus + reads), 2), fixed_split=fixed)
+        share = round(bus / (bus + cpu * reads_of(spec)), 2)
+        split = replace(prefill, kept=kept, share=share, fixed_split=fixed)
+        prefills[path] = with_division(split, spec, draft.host.rates)
     return prefills
