@@ -65,4 +65,5 @@ def _settings(action: NodeAction) -> dict[str, Any]:
     sent: dict[str, Any] = {"stream_buffer": prefill.buffer, "resident": prefill.resident}
     if prefill.kept is not None:
         sent |= {"kept": prefill.kept, "bus_share": prefill.share, "fixed_split": prefill.fixed_split}
+        sent |= {"divided": prefill.divided, "crowded": prefill.crowded}
     return action.target.settings | {"prefill": list(prefill.devices), "prefill_tokens": prefill.tokens} | sent
