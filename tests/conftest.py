@@ -21,6 +21,12 @@ from filelock import FileLock
 from places import GOLDEN, OBJECTS, TESTS
 from shared_captures import CAPTURING, SharedCaptures, shares
 
+# Before the conftest of a folder reads the instruction sets of this machine. Workers of xdist inherit the variable.
+if "--software-tiles" in sys.argv:
+    os.environ["KTC_TESTS_WITH_TILES"] = "1"
+if "KTC_TESTS_WITH_TILES" in os.environ:
+    software_tiles.use()
+
 if TYPE_CHECKING:
     from ktc.model.kernels.kernel_library import KernelLibrary
     from ktc.stages.codegen.render import KernelSource
@@ -32,14 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="build kernels with the flags of the product, not at -O1")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Garbage in circles is searched for a hundredth as often: graphs make many objects, and nearly all of them stay.
 
     A test that counts on it calls `gc.collect` itself.
     """
     gc.set_threshold(7000, 10, 100)
-    if config.getoption("--software-tiles"):
-        software_tiles.use()
 
 
 def pytest_collection_finish() -> None:
