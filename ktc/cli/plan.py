@@ -356,7 +356,9 @@ def _traffic(best: Priced) -> Iterator[str]:
 def _processes(chosen: Chosen) -> Iterator[str]:
     """Yield what one process on each GPU would do."""
     if (one := chosen.processes) is not None:
-        started = f"`torchrun --nproc-per-node {one.count}`, each with {one.candidate}"
+        is_chosen = chosen.plan.processes > 1
+        starter = "`ktc train` starts them" if is_chosen else f"`ktc train --processes {one.count}`"
+        started = f"{starter}, each with {one.candidate}"
         yield (
             f"one process on each GPU ({started}): {one.tokens_per_second:,.0f} token/s; "
             f"each sends {size(round(one.sent))} of gradients in a step, over the network between machines"

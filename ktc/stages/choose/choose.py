@@ -64,6 +64,9 @@ class Planner:
                 break
             latest = self._attempts(replace(question, room=room))
             priced += [one for one in latest if all(one.candidate != other.candidate for other in priced)]
+        processes = data_parallel(priced, self._host, self._must_fit, self._step)
+        if processes is not None and processes[1] is not None:
+            priced = [*priced, processes[1]]
         fitting = self._with_one_kind([one for one in priced if not one.lacks], len(question.experts))
         if not fitting:
             return Chosen(base, tuple(priced))
@@ -73,8 +76,7 @@ class Planner:
         assert best.plan is not None, "a candidate that fits has a plan"
         reasons = reasons_of(self._captured, best, others, self._host)
         plan = replace(best.plan, reasons=(*reasons, *best.plan.reasons))
-        processes = data_parallel(priced, self._host, self._must_fit, self._step)
-        return Chosen(plan, (replace(best, plan=plan), *others), processes)
+        return Chosen(plan, (replace(best, plan=plan), *others), None if processes is None else processes[0])
 
     def _with_one_kind(self, fitting: list[Priced], layers: int) -> list[Priced]:
         """Leave out the plans that keep some whole layers where one keeps single experts, or the reverse for a server.
@@ -92,8 +94,8 @@ class Planner:
             dropped = [o for o in whole if len(o.candidate.choices.resident) < layers and _weighed(o) >= limit > 0]
         return [one for one in fitting if one not in dropped]
 
-    def _step(self, plan: Plan, host: Host, shape: BatchShape) -> Prediction:
-        return predictions_of(self._captured, plan, host, shape)[-1]
+    def _step(self, plan: Plan, host: Host, shape: BatchShape, processes: int) -> Prediction:
+        return predictions_of(self._captured, plan, host, shape, processes)[-1]
 
     def _decided(self) -> Chosen:
         """Return the plan of a program that decides everything itself, with its price."""
@@ -128,14 +130,14 @@ class Planner:
 
 
 def predictions_of(
-    captured: CapturedModel, plan: Plan, host: Host, shape: BatchShape = ANY_SIZE
+    captured: CapturedModel, plan: Plan, host: Host, shape: BatchShape = ANY_SIZE, processes: int = 1
 ) -> tuple[Prediction, ...]:
-    """Return the prediction of each use of a plan on a host."""
+    """Return the prediction of each use of a plan on a host, or on the part that one of several processes has."""
     works = work_of(captured, plan)
     stacked = any(spec.op == "fused_moe" for spec in plan.kernels)
     uses = tuple(use for use, _ in uses_of(plan.mode, shape))
     calls = 1 if stacked else uses[0].batch
-    issue = Issue(plan.cuda_graph, plan.native_step, calls, compiled=stacked, whole=True)
+    issue = Issue(plan.cuda_graph, plan.native_step, calls, compiled=stacked, whole=True, processes=processes)
     return tuple(predict(works, use, host.rates, host.workers, issue) for use in uses)
 
 
@@ -193,6 +195,7 @@ def _weighed(priced: Priced) -> float:
     """
     devices = priced.plan.devices if priced.plan else ()
     gpus = sum(device.device != "cpu" and device.weights + device.streaming > 0 for device in devices)
+    gpus *= priced.plan.processes if priced.plan else 1
     return priced.seconds * (1 + _PER_GPU * max(0, gpus - 1))
 
 

@@ -1,8 +1,8 @@
-"""Data parallel: the predicted step of one process on each GPU, started by torchrun, beside the plan that is chosen.
+"""Data parallel: the predicted step of one process on each GPU, as a candidate.
 
 In: the candidates for one GPU, and the host. Out: the fastest of them with its part of the sequences and of the cores,
 and the exchange of the adapter's gradients (Patarasu and Yuan, 2009: a ring sends each byte 2 (N - 1) / N times).
-ktc does not start processes, so this is never chosen: it is what the user may do instead.
+Experts that are sent are shared by the processes. `ktc train` starts them where that is chosen.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ktc.foundation.host import Host
-from ktc.stages.choose.types import Priced, Processes
+from ktc.stages.choose.types import Candidate, Priced, Processes
 from ktc.stages.choose.uses import uses_of
 from ktc.stages.cost import Prediction
 from ktc.stages.plan.placement import BUDGET_SHARE
 from ktc.stages.plan.types import BatchShape, Plan
 
+Predict = Callable[[Plan, Host, BatchShape, int], Prediction]
 _GRADIENT, _ADAPTER = 4, 16  # bytes of a gradient, and of a parameter with its gradient and moments
 
 
 def data_parallel(
-    priced: Sequence[Priced], host: Host, shape: BatchShape, predict: Callable[[Plan, Host, BatchShape], Prediction]
-) -> Processes | None:
+    priced: Sequence[Priced], host: Host, shape: BatchShape, predict: Predict
+) -> tuple[Processes, Priced | None] | None:
     """Return the fastest step of one process per GPU; None for one GPU, one sequence, or where no plan trains on one.
 
-    `predict` prices a plan on a host.
+    `predict` prices a plan of one of so many processes on its part of a host. The candidate is None where sequences
+    cannot be shared out evenly.
     """
     count = len(host.gpus)
     plans = [
@@ -40,13 +42,18 @@ def data_parallel(
     if not part.batch:
         return None
     share = replace(host, cores=max(1, host.cores // count), threads=max(1, host.threads // count))
-    results = [(predict(plan, share, part).seconds, one) for one, plan in plans]
-    seconds, best = min(results, key=lambda result: result[0])
-    assert best.plan is not None, "plans were filtered"
-    sent = 2 * (count - 1) / count * _GRADIENT * _parameters(best.plan)
+    results = [(predict(plan, share, part, count), one, plan) for one, plan in plans]
+    step, best, plan = min(results, key=lambda result: result[0].seconds)
+    sent = 2 * (count - 1) / count * _GRADIENT * _parameters(plan)
     peer = host.rates.peer
     link = host.rates.gpus[0].bus.median / 2 if peer is None else peer.median  # through host memory, in and out
-    return Processes(count, best.candidate.name, seconds + sent / link, count * part.batch * use.length, sent)
+    seconds = step.seconds + sent / link
+    processes = Processes(count, best.candidate.name, seconds, count * part.batch * use.length, sent)
+    if use.batch % count:
+        return processes, None
+    whole = replace(step, use=use, seconds=seconds)
+    candidate = Candidate(f"a process on each of {count} GPUs: {best.candidate.name}", best.candidate.choices)
+    return processes, Priced(candidate, replace(plan, processes=count), (whole,), seconds)
 
 
 def _is_of_one(plan: Plan) -> bool:

@@ -34,6 +34,7 @@ _MICRO_BATCH, _LOSS = 280, 200  # a trainer's own work on a sequence, and the ca
 # copies, and the ring of sent weights holds about a layer.
 _BESIDE: Final = 0.2
 _CODES: Final = 0.2  # of the products of bf16, the rate at which a GPU multiplies codes, where it does not decode them
+_EXCHANGED: Final = 7  # rows of each other process: states and gradients, and sums in fp32, twice as large
 _SPLIT_NODES: Final = 6  # kernels of experts on three engines: the split, two products, activation, two sums
 
 
@@ -43,6 +44,7 @@ class Issue:
 
     A training step of a model without kernels for its experts has a call per sequence; with them, one for all, in which
     layers on a GPU are `compiled`. A `whole` model does more than its layers: a part of one is predicted without that.
+    Experts that are sent are shared by `processes` with a GPU each, of which one is predicted.
     """
 
     cuda_graph: bool = False
@@ -50,6 +52,7 @@ class Issue:
     calls: int = 1
     compiled: bool = False
     whole: bool = False
+    processes: int = 1
 
 
 AS_PYTORCH: Final = Issue()
@@ -61,7 +64,7 @@ def predict(works: Sequence[Work], use: Use, rates: Rates, threads: int, issue: 
     gpu = next((work.device for work in works if work.kind == "attention" and work.device != "cpu"), "")
     # One core is the driver's while a GPU works.
     threads = max(1, threads - 1) if gpu else threads
-    clock = _Clock(amounts, rates, threads, issue if use.phase == "decode" else AS_PYTORCH)
+    clock = _Clock(amounts, rates, threads, issue if use.phase == "decode" else AS_PYTORCH, issue.processes)
     engines, kinds, at_once = (defaultdict[str, float](float) for _ in range(3))
     crossings = waited = in_turn = 0.0
     for work in works:
@@ -119,6 +122,7 @@ class _Clock:
     rates: Rates
     threads: int
     issue: Issue
+    processes: int = 1
 
     def seconds(self, work: Work) -> dict[str, float]:
         """Return the busy seconds of each engine."""
@@ -187,8 +191,9 @@ class _Clock:
             for engine, seconds in self._on_gpu(work, device).items():
                 busy[engine] = seconds if engine == "host" else seconds / len(devices)
             if not work.experts.resident:
-                sent = self.amounts.passes * work.weights * (1 - work.experts.kept) / len(devices)
-                busy[f"bus:{device}"] = sent / self._bus(len(devices), device)
+                buses = len(devices) * self.processes
+                sent = self.amounts.passes * work.weights * (1 - work.experts.kept) / buses
+                busy[f"bus:{device}"] = sent / self._bus(buses, device)
         return busy
 
     def split(self, work: Work) -> dict[str, float]:
@@ -224,12 +229,22 @@ class _Clock:
         Python issues the chunks of one after those of another, and hidden states and sums cross between them.
         """
         devices = work.experts.sent_to(self.amounts.use.tokens) if work.experts else ()
-        if len(devices) < 2:
+        if not devices or devices[0] == "cpu":
             return 0.0
         first = self._gpu(devices[0])
+        if len(devices) < 2:
+            return self._exchanged(work, first) if self.processes > 1 else 0.0
         issued = self.amounts.issued(work) * _ISSUED * first.operator.median
         link = first.bus.median / 2 if self.rates.peer is None else self.rates.peer.median
         return (len(devices) - 1) * (issued + 2 * states(work, self.amounts) / link)
+
+    def _exchanged(self, work: Work, gpu: GpuRates) -> float:
+        """Return the seconds in which processes exchange the rows and the sums of a layer whose experts they share."""
+        assert work.experts is not None, "the caller asks for experts"
+        if work.experts.resident:
+            return 0.0
+        link = gpu.bus.median / 2 if self.rates.peer is None else self.rates.peer.median
+        return (self.processes - 1) * _EXCHANGED * self.amounts.use.tokens * work.hidden / link
 
     def _bus(self, buses: int, device: str) -> float:
         """Return the bytes/s of one of several buses that work at once."""

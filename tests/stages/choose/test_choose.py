@@ -124,11 +124,13 @@ def test_what_is_too_large_for_one_gpu_is_on_several_in_turn(v2_lite: CapturedMo
     assert {"cuda:0", "cuda:1"} <= {memory.device for memory in one.plan.devices}
 
 
-def test_one_process_per_gpu_is_priced_beside_the_plan(v2_lite: CapturedModel, tmp_path: Path) -> None:
+def test_one_process_per_gpu_is_a_candidate(v2_lite: CapturedModel, tmp_path: Path) -> None:
     rules = program(tmp_path)
     assert chosen(v2_lite, rules, with_gpus(1, 80 << 30)).processes is None
     both = chosen(v2_lite, rules, with_gpus(2, 80 << 30))
-    assert both.processes is not None and both.processes.count == 2
+    assert both.processes is not None and both.processes.count == both.plan.processes == 2
+    assert both.best.candidate.name == f"a process on each of 2 GPUs: {both.processes.candidate}"
+    assert {memory.device for memory in both.plan.devices if memory.weights} <= {"cpu", "cuda:0"}, "a plan for one"
     one = next(each for each in both.priced if each.candidate.name == both.processes.candidate)
     assert both.processes.tokens == one.predictions[-1].use.tokens
     assert one.seconds / 2 < both.processes.seconds < one.seconds
