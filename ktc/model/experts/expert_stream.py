@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from ktc.model.experts.chosen_experts import check_chosen
 from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
@@ -48,6 +49,8 @@ class ExpertStream:
         self._bytes, self._item = self._layout.nbytes, experts.dtype.itemsize
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         check_products(experts, device)
+        if resident:
+            check_chosen(experts, form, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
         self._chunk = chunk_bytes_on(device)
         self._runs = Chunks(decoded, self._bytes, self._chunk.matrices, buffer, experts.is_plain).cut(share)

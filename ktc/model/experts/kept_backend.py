@@ -8,7 +8,6 @@ host node. The results are added, the GPU's to the CPU's. The host node computes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -16,13 +15,11 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.any_top_k import with_top_k
-from ktc.model.experts.compiled_functions import compiled_on
+from ktc.model.experts.chosen_experts import by_address
 from ktc.model.experts.graph_backend import HostNode
 from ktc.model.experts.kept_experts import MOST_ROWS, KeptLayer
 from ktc.model.experts.lora import ExpertsLora
-from ktc.model.experts.reference import activated
 from ktc.model.experts.staging import HostBackend
-from ktc.model.kernels.form import ExpertsForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +45,12 @@ class SplitNode(HostBackend):
         addresses, left = _kernels().split(
             index, kept.table, store.share, kept.counts, kept.traffic, kept.packed.address, kept.layout.nbytes
         )
-        beside = functools.partial(self._by_address, x, addresses, weights)
+        beside = functools.partial(by_address, kept.layout, x, addresses, weights)
         return self.host.nodes.run_rest(kept.packed, x, left, weights, beside)
-
-    def _by_address(self, x: Tensor, addresses: Tensor, weights_TK: Tensor) -> Tensor:
-        """Compute the choices that have an address, on the GPU: `(T, H), (T * K,), (T, K) -> (T, H)` in fp32."""
-        kernels, (gate_up, down) = _kernels(), self.kept.matrices
-        first_bias, down_bias = self.kept.layout.bias_places if self.kept.form.biased else (-1, -1)
-        inner = kernels.products(x, addresses, gate_up, per_row=weights_TK.shape[1], bias_at=first_bias)
-        h = compiled_on(x.device, _activation(self.kept.form))(inner)
-        rows = kernels.products(h, addresses, down, bias_at=down_bias)
-        return kernels.sum_of_choices(rows, addresses, weights_TK)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:
         """Return 0: there is no backward."""
         return 0
-
-
-@functools.cache
-def _activation(form: ExpertsForm) -> Callable[[Tensor], Tensor]:
-    def activation(gate_up: Tensor) -> Tensor:
-        return activated(form, gate_up).to(torch.bfloat16)
-
-    return activation
 
 
 def _kernels() -> ModuleType:

@@ -1,7 +1,8 @@
 """The backend of calls without gradients whose experts are on a GPU already.
 
-Plain weights and codes are multiplied where they are: rows are sorted by expert, and one product serves all experts. Of
-formats whose codes the GPU does not multiply, each chosen expert is decoded into a copy.
+Plain weights and codes are multiplied where they are. Few tokens, as in a decoding step, read the chosen experts alone
+(`chosen_experts.py`). For others rows are sorted by expert, and one product serves all experts. Of formats whose codes
+the GPU does not multiply, each chosen expert is decoded into a copy.
 
 In: packed weights that stay on a GPU, and a call without gradients and without LoRA. Out: what the kernel computes, in
 the GPU's rounding, without waiting for the GPU: a CUDA graph may capture it. `Streamed` computes all other calls on the
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktc.model.experts.chosen_experts import are_few, by_address, by_number, reads_chosen
 from ktc.model.experts.chunk_products import ChunkProducts
 from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
@@ -41,20 +43,32 @@ class GpuResident:
         if self.device.type == "cpu":  # a GPU would have to be waited for
             check_routing(index_TK, self.packed.sizes.num_experts)
         x, index, weights = (tensor.to(self.device) for tensor in (x_TH, index_TK, weights_TK))
-        products = ChunkProducts(self.form, NO_LORA, self.packed.dtype)
         with torch.autocast(self.device.type, enabled=False):  # as the kernel, which computes in the experts' dtype
             x = x.to(self.packed.dtype)
-            resident = self._stream.resident
-            if isinstance(resident, ResidentMatrices) or resident.is_multiplied:
-                rows, places = _sorted(index, self.packed.sizes.num_experts)
-                matrices, experts = resident.whole(), range(self.packed.sizes.num_experts)
-            else:
-                rows, places = _in_order(index)
-                matrices, experts = resident.copies(index.flatten()), range(T * K)
-            y_SH = products.forward(x.index_select(0, rows.tokens), rows, experts, matrices)
-            sums = self.packed.weight_dtype
-            out_TH = compiled_on(self.device, sum_rows)(y_SH, places, weights.to(sums), sums)
+            is_few = are_few(T, K, self.packed.sizes.num_experts) and reads_chosen(self.packed, self.device)
+            out_TH = (self._few if is_few else self._grouped)(x, index, weights, x_TH.dtype)
         return out_TH.to(x_TH.device, x_TH.dtype)
+
+    def _few(self, x: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Multiply the chosen experts where they are."""
+        x, weights, resident = x.contiguous(), weights.contiguous(), self._stream.resident
+        places = resident.places.index_select(0, index.flatten())  # an error of the device for one that does not exist
+        if isinstance(resident, ResidentMatrices):
+            return by_number(self._stream.form, resident.whole(), x, places, weights, dtype)
+        return by_address(resident.layout, x, places, weights)
+
+    def _grouped(self, x: Tensor, index: Tensor, weights: Tensor, _: torch.dtype) -> Tensor:
+        """Sort the rows by expert, and multiply all experts in one product, or copies of the chosen ones."""
+        products, resident = ChunkProducts(self.form, NO_LORA, self.packed.dtype), self._stream.resident
+        if isinstance(resident, ResidentMatrices) or resident.is_multiplied:
+            rows, places = _sorted(index, self.packed.sizes.num_experts)
+            matrices, experts = resident.whole(), range(self.packed.sizes.num_experts)
+        else:
+            rows, places = _in_order(index)
+            matrices, experts = resident.copies(index.flatten()), range(index.numel())
+        y_SH = products.forward(x.index_select(0, rows.tokens), rows, experts, matrices)
+        sums = self.packed.weight_dtype
+        return compiled_on(self.device, sum_rows)(y_SH, places, weights.to(sums), sums)
 
     @property
     def _stream(self) -> ExpertStream:

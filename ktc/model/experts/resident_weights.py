@@ -24,6 +24,7 @@ class ResidentBytes:
     def __init__(self, device: torch.device, layout: PackedLayout, pieces: Sequence[Tensor]) -> None:
         self._device, self._layout, self._sources = device, layout, tuple(pieces)
         self._whole = torch.empty(0, dtype=torch.uint8)
+        self._places = torch.empty(0, dtype=torch.int64)
         self._pieces: tuple[Tensor, ...] = ()
 
     def send(self) -> None:
@@ -33,6 +34,9 @@ class ResidentBytes:
             with torch.inference_mode(mode=False):  # for later calls with gradients
                 self._whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
                 self._pieces = torch.split(self._whole, sizes)
+                first, nbytes = self._whole.data_ptr(), self._layout.nbytes
+                numbers = torch.arange(self._whole.numel() // nbytes, device=self._device)
+                self._places = first + numbers * nbytes
                 self.renew()
 
     def renew(self) -> None:
@@ -55,6 +59,17 @@ class ResidentBytes:
         self.send()
         return self._layout.matrices(self._whole.view(-1, self._layout.nbytes))
 
+    @property
+    def layout(self) -> PackedLayout:
+        """The positions of matrices within an expert."""
+        return self._layout
+
+    @property
+    def places(self) -> Tensor:
+        """The address of each expert (E,) int64."""
+        self.send()
+        return self._places
+
     def copies(self, experts: Tensor) -> Matrices:
         """Return the matrices of experts (S,) int64, which may repeat: copies, made without waiting."""
         self.send()
@@ -70,6 +85,7 @@ class ResidentMatrices:
         counts = [piece.numel() // layout.nbytes for piece in pieces]
         self._runs = [slice(end - count, end) for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
         self._whole: Matrices | None = None
+        self._places = torch.empty(0, dtype=torch.int64)
 
     def send(self) -> None:
         """Send the pieces, once."""
@@ -78,6 +94,7 @@ class ResidentMatrices:
             with torch.inference_mode(mode=False):  # for later calls with gradients
                 made = (None if part is None else part.new_empty((count, *part.shape[1:])) for part in self._read(0))
                 self._whole = Matrices(*cast("tuple[Tensor, Tensor, Tensor, Tensor]", tuple(made)))
+                self._places = torch.arange(count, device=self._device)
                 self.renew()
 
     def renew(self) -> None:
@@ -88,6 +105,12 @@ class ResidentMatrices:
                 for target, source in zip(whole, self._read(number), strict=True):
                     if target is not None and source is not None:
                         target.copy_(source)
+
+    @property
+    def places(self) -> Tensor:
+        """The number of each expert (E,) int64."""
+        self.send()
+        return self._places
 
     def matrices(self, number: int) -> Matrices:
         """Return the matrices of a piece: views."""
