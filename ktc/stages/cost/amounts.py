@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ktc.model.experts.stream_sizes import MOST_ROWS
-from ktc.stages.cost.types import Core, Use, Work
+from ktc.stages.cost.types import SPLIT_ROWS, Core, Use, Work
 
 _BACK: Final = 2.0  # moved bytes of backward, in those of forward
 _ISSUED_BACK: Final = 1.25  # time to issue backward, in that of forward: twice the kernels, but by autograd in C++
@@ -21,6 +21,7 @@ _CHEAP_NORM: Final = 4  # operators of a norm that cost Python as good as nothin
 # How often the rows of routed experts on a GPU are moved, read and written, in rows of hidden states and in those
 # between the products: a forward of kernels, one of PyTorch's operators, a training step, and what LoRA adds to it.
 _ROWS, _STOCK_ROWS, _TRAINED_ROWS, _LORA_ROWS = (9, 5), (24, 18), (44, 24), (60, 45)
+_CHOSEN: Final = (3, 5)  # nodes of few tokens' experts that are read where they stay, of plain weights and of codes
 _UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of weights whose codes it does not multiply
 _EXPERTS_AGAIN: Final = 2 / 3  # of the products of experts sent to a GPU: backward computes gate and up again
 _SCORES_BACK: Final = 2.5  # of attention: scores again, and the gradients of scores, query, key and value
@@ -109,12 +110,24 @@ class Amounts:
         row = sum(hidden * experts.hidden + inner * experts.inner for hidden, inner in moves)
         return self.use.tokens * experts.top_k * row
 
+    def copied(self, work: Work) -> float:
+        """Return the bytes of the copies that PyTorch makes of each chosen expert in decoding, written and read."""
+        experts = work.experts
+        if experts is None or work.packed or self.use.phase != "decode":
+            return 0.0
+        return 2 * self.use.tokens * experts.top_k * work.weights / experts.count
+
     def operators(self, work: Work) -> float:
         """Return the number of PyTorch operators, those that Python issues: backward has no Python of its own."""
         return self.calls * work.operators * self._issues
 
     def nodes(self, work: Work) -> float:
         """Return the nodes of a CUDA graph, which has the norms in two kernels each."""
+        experts = work.experts
+        if experts is None or not (work.packed and experts.resident):
+            return self.calls * (work.operators - FUSED_NORM * work.norms)
+        if self.use.tokens <= min(SPLIT_ROWS, experts.count // experts.top_k):
+            return self.calls * _CHOSEN[not work.decoded]
         return self.calls * (work.operators - FUSED_NORM * work.norms)
 
     def issued(self, work: Work) -> float:

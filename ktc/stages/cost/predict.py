@@ -160,7 +160,9 @@ class _Clock:
         products = max(amounts.flops(work) / rate, amounts.passes * amounts.read(work) / bandwidth)
         attention = gpu.latent_attention if work.core.latent else gpu.attention
         busy = products + amounts.scored(work) / attention.median
-        busy += (amounts.moved(work, fused=self.issue.cuda_graph) + amounts.rows(work)) / bandwidth
+        busy += (
+            amounts.moved(work, fused=self.issue.cuda_graph) + amounts.rows(work) + amounts.copied(work)
+        ) / bandwidth
         if work.packed:
             busy += amounts.unpacking(work) / bandwidth
         if self.issue.cuda_graph:

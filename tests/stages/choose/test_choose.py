@@ -159,7 +159,7 @@ def test_a_gpu_for_some_experts_has_places_for_answers_and_layers_for_a_server(
         assert places is not None and 300 < places[0] < places[1] == 26 * 64
         assert any("bus and the CPU at once" in reason.text for reason in one.plan.reasons)
     elif layers == 26:
-        assert places is None
+        assert places is None and name == "experts of 26 layers on cuda:0"
     else:
         assert len(one.best.candidate.choices.resident) == pytest.approx(layers, abs=2)
     for memory in one.plan.devices:

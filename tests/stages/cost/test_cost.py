@@ -187,6 +187,16 @@ def test_a_graph_has_norms_in_two_kernels(v2_lite: CapturedModel) -> None:
     assert (amounts.operators(norms), amounts.nodes(norms)) == (16, 4)
 
 
+def test_a_step_reads_the_chosen_experts_of_kernels_in_place_and_copies_stock_ones() -> None:
+    there = RoutedExperts(64, 6, ("cuda:0",), 1, resident=True)
+    stock = Work("experts", 0, "cuda:0", "bf16", 6e6, 64e6, operators=12, experts=there)
+    plain = replace(stock, packed=True, decoded=True)
+    one, many = (Amounts(Use("decode", batch, 8)) for batch in (1, 32))
+    assert (one.copied(stock), one.copied(plain), many.copied(stock)) == (12e6, 0, 32 * 12e6)
+    assert one.nodes(plain) < one.nodes(replace(plain, decoded=False)) < one.nodes(stock) == many.nodes(plain)
+    assert Amounts(Use("prefill", 1, 8)).copied(stock) == 0
+
+
 def test_figures_of_other_thread_counts_are_between_those_around_them() -> None:
     figures = {1: Figure(10.0), 15: Figure(80.0), 16: Figure(70.0)}
     assert [at(figures, threads) for threads in (1, 8, 15, 16, 99)] == [10.0, 45.0, 80.0, 70.0, 70.0]
