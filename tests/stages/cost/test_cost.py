@@ -13,6 +13,7 @@ from places import CONFIGS
 from ktc.foundation.host import Gpu
 from ktc.foundation.rates import CpuRates, Figure, GpuRates, Rates
 from ktc.language import dsl
+from ktc.model.experts.kept_division import Division
 from ktc.model.experts.stream_sizes import MOST_ROWS
 from ktc.stages.capture import CapturedModel, capture, open_model
 from ktc.stages.cost import Use, Work, predict, work_of
@@ -131,6 +132,20 @@ def test_a_step_waits_for_the_slowest_of_the_engines_that_read_experts() -> None
     prompt = predict([attention, one], Use("prefill", 1, 2048), rates(), 16)
     assert prompt.engines["bus:cuda:0"] == pytest.approx(32e6 / (25 * GB)), "kept experts are not sent"
     assert traffic_of([one], Amounts(STEP)) == {("cpu", "cuda:0"): pytest.approx(1e6)}
+
+
+def test_a_prompt_that_is_not_sent_waits_for_bus_and_cpu_which_end_together() -> None:
+    division = Division(17, 100.0)
+    experts = RoutedExperts(64, 6, ("cuda:0",), 1024, kept=0.25, bus_share=0.25, division=division)
+    one = Work("experts", 0, "cpu", "bf16", products=6e6, weights=64e6, experts=experts, packed=True, decoded=True)
+    attention, machine = Work("attention", 0, "cuda:0", "bf16", weights=1e6), rates(cpu_beside_bus=75 * GB)
+    for tokens, cost in ((640, 1.0), (6400, 6.0)):
+        given = replace(one, experts=replace(experts, least=10_000))
+        prompt = predict([attention, given], Use("prefill", 1, tokens), machine, 16)
+        assert prompt.engines["bus:cuda:0"] == pytest.approx(prompt.engines["cpu"])
+        assert prompt.engines["bus:cuda:0"] == pytest.approx(48e6 / (25 * GB + 75 * GB / cost))
+    assert experts.engines(Use("prefill", 1, 16)) is None and experts.engines(Use("prefill", 1, 1024)) is None
+    assert experts.engines(Use("decode", 32, 64)) is None and experts.engines(Use("train", 1, 512)) is None
 
 
 def test_a_measured_step_on_bus_and_cpu_is_predicted_within_a_fifth(tmp_path: Path) -> None:
