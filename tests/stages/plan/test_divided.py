@@ -25,8 +25,8 @@ def machine(operator: float, bus: float = 50e9) -> Rates:
     return Rates(cpu, (gpu,), zero)
 
 
-def planned(rates: Rates, tokens: int = 1024, **settings: float) -> Prefill:
-    return with_division(Prefill(("cuda:0",), tokens, 1 << 30, kept=0, share=0.38, **settings), V2_LITE, rates)
+def planned(rates: Rates, tokens: int = 1024) -> Prefill:
+    return with_division(Prefill(("cuda:0",), tokens, 1 << 30, kept=0, share=0.38), V2_LITE, rates)
 
 
 def test_calls_are_divided_from_the_number_of_tokens_on_that_pays_for_what_python_does() -> None:
