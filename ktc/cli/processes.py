@@ -59,7 +59,7 @@ def run_in_processes(session: Session, out: Path, count: int) -> int:
 
     command = [sys.executable, "-m", "ktc", *sys.argv[1:]]
     threads = max(1, host.detect().workers // count)
-    session.tell(f"training in {count} processes, each with its part of a step")
+    session.tell(f"training in {count} processes, each with its part of a step and of the cores")
     started = [
         subprocess.Popen(command, env=variables, stdout=session.stdout, start_new_session=True)
         for variables in environment.of_processes(out, count, threads)

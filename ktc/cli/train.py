@@ -193,7 +193,8 @@ def _finish(session: Session, model: str, wish: Wish, paths: RunPaths, result: T
     session.result({"output": str(result.output), "report": report.to_json(), "data": _data_json(result.data)})
     if result.interrupted:
         again = shlex.join(_resuming(model, wish, paths))
-        session.diagnose([Diagnostic("T528", f"stopped after step {report.steps}", hint=f"to continue: `{again}`")])
+        stopped = Diagnostic("T528", f"stopped after step {report.steps}", hint=f"to continue: `{again}`")
+        session.diagnose([stopped] if environment.process_rank() == 0 else [])
         session.exit_code = INTERRUPTED
         return
     session.show(report_table(report))

@@ -232,6 +232,8 @@ def on_torch_threads(threads: int) -> bool:
 @functools.cache
 def _warn_of_fewer(threads: int, permitted: int) -> None:
     processes = environment.local_world_size()
+    if environment.started_for() is not None:  # the threads of `ktc train`, shared as it told
+        return
     share = f", its share of {host.usable_threads()} among {processes} processes" if processes > 1 else ""
     message = f"the plan needs {threads} kernel threads; this process may use {permitted}{share}"
     warnings.warn(message, stacklevel=5)

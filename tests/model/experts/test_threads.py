@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,6 +56,11 @@ def test_processes_of_one_launch_share_the_cpus(monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(UserWarning, match=r"needs 6 .* may use 2, its share of 8 among 4 processes"):
         assert permitted_threads(6) == 2
     assert permitted_threads(2) == 2
+    monkeypatch.setenv("KTC_STARTED_FOR", "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert permitted_threads(7) == 2, "the processes that `ktc train` starts share them without a warning"
+    monkeypatch.delenv("KTC_STARTED_FOR")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
     with pytest.warns(UserWarning, match="may use 1"):
         assert permitted_threads(6) == 1
