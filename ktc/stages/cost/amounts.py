@@ -20,7 +20,7 @@ _COMPILED: Final = {"attention": 1.0, "mlp": 2.5, "norms": 0.0, "lm_head": 0.0}
 _CHEAP_NORM: Final = 4  # operators of a norm that cost Python as good as nothing: no module issues them
 # How often the rows of routed experts on a GPU are moved, read and written, in rows of hidden states and in those
 # between the products: a forward of kernels, one of PyTorch's operators, a training step, and what LoRA adds to it.
-_ROWS, _STOCK_ROWS, _TRAINED_ROWS, _LORA_ROWS = (9, 5), (24, 18), (44, 24), (60, 45)
+_ROWS, _STOCK_ROWS, _TRAINED_ROWS, _LORA_ROWS = (9, 5), (24, 18), (44, 24), (40, 30)
 _CHOSEN: Final = (3, 5)  # nodes of few tokens' experts that are read where they stay, of plain weights and of codes
 _UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of weights whose codes it does not multiply
 _EXPERTS_AGAIN: Final = 2 / 3  # of the products of experts sent to a GPU: backward computes gate and up again

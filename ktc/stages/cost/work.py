@@ -55,6 +55,8 @@ class _Works:
         self._rewrites = {site.fqn: rewrite for rewrite in plan.rewrites for site in rewrite.sites}
         self._known: dict[tuple[str, str, str, bool], tuple[Work, ...]] = {}
         self._item = captured.model.dtype.itemsize
+        parameters = () if plan.lora is None else plan.lora.parameters
+        self._adapted = {name.rpartition(".")[0] for name in parameters}  # experts that take LoRA
 
     def __iter__(self) -> Iterator[Work]:
         layers = set[int]()
@@ -113,7 +115,7 @@ class _Works:
             if not _computes(node):
                 continue
             if name == "experts":
-                yield self._experts(node, actions.get(node.name, []), device, _moved(node))
+                yield self._experts(node, actions.get(node.name, []), site, device)
                 continue
             inside = [one for one in _inside(graph, node) if _computes(one)]
             rest = replace(
@@ -179,18 +181,17 @@ class _Works:
         """Whether the model's own code computes attention, and not PyTorch's fused operator."""
         return attention_of(self._captured.model.config.get_text_config()) == "eager"
 
-    def _experts(self, node: fx.Node, actions: list[NodeAction], device: str, moved: float) -> Work:
+    def _experts(self, node: fx.Node, actions: list[NodeAction], site: BlockSite, device: str) -> Work:
         about = ops.attributes(node)
         count, top_k = int(about["num_experts"]), int(ops.shape_of(node.args[1])[-1])
         products = 3 * int(about["hidden"]) * int(about["inter"]) * top_k
         action = next((action for action in actions if isinstance(action.kernel, FusedMoeSpec)), None)
         nbytes, inner = int(about["hidden"]) * self._item, int(about["inter"]) * self._item
-        work = Work("experts", None, device, self._dtype, products=products, hidden=nbytes, moved=moved)
+        work = Work("experts", None, device, self._dtype, products=products, hidden=nbytes, moved=_moved(node))
         lora = self._plan.lora
-        adapted = any(action.target.adapts == "experts" for action in actions) and lora is not None
-        if adapted and lora is not None:
-            sizes = int(about["hidden"]) + int(about["inter"])
-            work = replace(work, adapter=3 * count * lora.r * sizes, adapters=6)
+        if lora is not None and f"{site.fqn}.{node.meta['fqn']}".rstrip(".") in self._adapted:
+            sizes = 2 * int(about["hidden"]) + 3 * int(about["inter"])  # A and B of gate_up, A and B of down
+            work = replace(work, adapter=count * lora.r * sizes, adapters=4)
         if action is None or not isinstance(action.kernel, FusedMoeSpec):
             weights = products // top_k * count * self._item
             experts = RoutedExperts(count, top_k, (device,), 0, True, hidden=nbytes, inner=inner)

@@ -64,6 +64,13 @@ def test_a_token_meets_as_many_parameters_as_the_authors_count(v2_lite: Captured
     assert {work.products for work in experts} == {6 * 8_650_752}
 
 
+@pytest.mark.parametrize("program", ["moe-lora", "moe-experts-lora"])
+def test_adapters_have_the_parameters_that_are_trained(v2_lite: CapturedModel, program: str) -> None:
+    plan = planned(v2_lite, program)
+    assert plan.lora is not None
+    assert sum(work.adapter for work in work_of(v2_lite, plan)) == plan.lora.trainable
+
+
 @pytest.mark.parametrize(("tokens", "distinct"), [(1, 6.0), (4, 20.8), (32, 61.3), (256, 64.0)])
 def test_tokens_use_as_many_distinct_experts_as_even_choices_give(tokens: int, distinct: float) -> None:
     assert 64 * RoutedExperts(64, 6).touched(tokens) == pytest.approx(distinct, abs=0.05)
