@@ -10,11 +10,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.targets.module_target import ModuleTarget, WrongModule, graph_target
-from ktc.model.targets.settings import PositiveInt
+from ktc.model.targets.settings import AUTO, EnumName, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ktc.model.kernels.spec import Spec
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
 
+RouterKernel = Annotated[Literal["always", "auto"], EnumName("router_kernel")]
 _PLACES: Final = ("layer", "weight", "bias", "correction", "passed")  # of a router's tensors
 _DTYPES: Final = ("logits", "scores", "compared", "weights")  # of a form
 
@@ -47,7 +48,9 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fused(ModuleTarget):
-    """The kernel follows from the router's own routing: it has no settings."""
+    """The kernel follows from the router's own routing. `auto` is for routers on a GPU, where it saves ten kernels."""
+
+    kernel: RouterKernel = "always"
 
     name: ClassVar = "fused"
     fixed_facet: ClassVar = "kernel"
@@ -55,6 +58,11 @@ class Fused(ModuleTarget):
     module: ClassVar = "fused_router"
     replaces_code: ClassVar = True
     config: ClassVar = RouterConfig
+
+    @property
+    def leaves_cpus_to_pytorch(self) -> bool:
+        """Whether routers on the CPU keep their own code."""
+        return self.kernel == AUTO
 
     def claimed_of(self, nodes: Sequence[fx.Node], *, whole: bool) -> Sequence[fx.Node]:
         """Return the last node that computes: the router is rewritten as one."""

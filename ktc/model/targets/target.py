@@ -106,6 +106,11 @@ class Target:
         """Whether the node keeps its own code on a GPU, where the target has no kernel."""
         return False
 
+    @property
+    def leaves_cpus_to_pytorch(self) -> bool:
+        """Whether the node keeps its own code on the CPU, where its kernel saves little."""
+        return False
+
     def claimed_of(self, nodes: Sequence[fx.Node], *, whole: bool) -> Sequence[fx.Node]:
         """Return the nodes that it claims: every one of a capture, or the last of a `whole` match."""
         return nodes[-1:] if whole else nodes

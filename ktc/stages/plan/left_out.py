@@ -30,6 +30,7 @@ from ktc.stages.plan.types import Reason
 
 _LISTED = 3  # modules of one warning
 ON_GPU = "PyTorch computes it on its GPU"
+_ON_CPU = "the model's own code computes it on the CPU"
 _OWN_CODE = "keep the model's own code", "the model's own code stays"
 
 
@@ -91,17 +92,18 @@ def leave_to_pytorch(draft: PlanDraft) -> PlanDraft:
     return replace(draft, claims=kept, left={**draft.left, **{claim.site: why for claim in left}})
 
 
-def leave_gpus_to_pytorch(draft: PlanDraft) -> PlanDraft:
-    """Leave out kernels of the CPU on layers that are on a GPU, where the rule says `auto`."""
-    devices = draft.devices
-
-    def idle(claim: Claim) -> bool:
-        return claim.target.leaves_gpus_to_pytorch and device_of(claim.path, devices) != "cpu"
-
-    kept = tuple(claim for claim in draft.claims if not idle(claim))
+def leave_devices_to_pytorch(draft: PlanDraft) -> PlanDraft:
+    """Leave out kernels of the CPU on layers that are on a GPU, and the reverse, where the rule says `auto`."""
+    kept, left = list[Claim](), dict[str, str]()
+    for claim in draft.claims:
+        target, on_cpu = claim.target, device_of(claim.path, draft.devices) == "cpu"
+        if target.leaves_cpus_to_pytorch if on_cpu else target.leaves_gpus_to_pytorch:
+            left[claim.site] = _ON_CPU if on_cpu else ON_GPU
+        else:
+            kept.append(claim)
     rewritten = {claim.site for claim in kept}
-    sites = {claim.site for claim in draft.claims} - rewritten
-    return replace(draft, claims=kept, left={**draft.left, **dict.fromkeys(sites, ON_GPU)})
+    reasons = {site: why for site, why in left.items() if site not in rewritten}
+    return replace(draft, claims=tuple(kept), left={**draft.left, **reasons})
 
 
 def _leave(

@@ -19,7 +19,7 @@ from ktc.stages.plan.kept import keep_resident
 from ktc.stages.plan.left_out import (
     leave_expert_names,
     leave_first_layers,
-    leave_gpus_to_pytorch,
+    leave_devices_to_pytorch,
     leave_shared_modules,
     leave_to_pytorch,
     leave_uncoded_caches,
@@ -44,7 +44,7 @@ PASSES: Final[tuple[Callable[[PlanDraft], PlanDraft], ...]] = (
     plan_weights,
     place,
     leave_first_layers,
-    leave_gpus_to_pytorch,
+    leave_devices_to_pytorch,
     leave_uncoded_caches,
     plan_nodes,
     send_experts,

@@ -60,6 +60,15 @@ def test_a_router_and_its_experts_are_rewritten_in_one_block(tmp_path: Path) -> 
     assert sorted(action.target.name for action in rewrite.actions) == ["cpu_moe", "fused"]
 
 
+def test_auto_is_for_routers_on_a_gpu(tmp_path: Path) -> None:
+    host = replace(CPU, gpus=(Gpu("NVIDIA H200", 141 << 30),))
+    text = 'rule route { match moe.block as m => fused(auto) on m.router } rule all { match module at "*" => place(DEV) }'
+    model = captured("deepseek_v2")
+    _, there = planned(model, rules(f"{text.replace('DEV', 'cuda:0')} {EXPERTS}", tmp_path), host)
+    _, here = planned(model, rules(f"{text.replace('DEV', 'cpu')} {EXPERTS}", tmp_path), host)
+    assert (len(specs_of(there)), len(specs_of(here))) == (1, 0)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_routing_in_the_code_of_the_block_stays(name: str, tmp_path: Path) -> None:
     config = MODELS[name]()
