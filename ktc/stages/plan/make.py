@@ -17,9 +17,9 @@ from ktc.stages.plan.draft import PlanDraft, Request
 from ktc.stages.plan.explain import explain
 from ktc.stages.plan.kept import keep_resident
 from ktc.stages.plan.left_out import (
+    leave_devices_to_pytorch,
     leave_expert_names,
     leave_first_layers,
-    leave_devices_to_pytorch,
     leave_shared_modules,
     leave_to_pytorch,
     leave_uncoded_caches,

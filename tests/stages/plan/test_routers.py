@@ -62,7 +62,8 @@ def test_a_router_and_its_experts_are_rewritten_in_one_block(tmp_path: Path) -> 
 
 def test_auto_is_for_routers_on_a_gpu(tmp_path: Path) -> None:
     host = replace(CPU, gpus=(Gpu("NVIDIA H200", 141 << 30),))
-    text = 'rule route { match moe.block as m => fused(auto) on m.router } rule all { match module at "*" => place(DEV) }'
+    text = """rule route { match moe.block as m => fused(auto) on m.router }
+              rule all { match module at "*" => place(DEV) }"""
     model = captured("deepseek_v2")
     _, there = planned(model, rules(f"{text.replace('DEV', 'cuda:0')} {EXPERTS}", tmp_path), host)
     _, here = planned(model, rules(f"{text.replace('DEV', 'cpu')} {EXPERTS}", tmp_path), host)
