@@ -31,8 +31,8 @@ class Tile(NamedTuple):
     warps: int
 
 
-FIRST: Final = Tile(4, 512, 4)  # of gate, and as many of up
-DOWN: Final = Tile(4, 512, 4)
+FIRST: Final = Tile(8, 512, 4)  # of gate, and as many of up
+DOWN: Final = Tile(2, 512, 4)
 
 
 def activations(
