@@ -232,7 +232,7 @@ def on_torch_threads(threads: int) -> bool:
 @functools.cache
 def _warn_of_fewer(threads: int, permitted: int) -> None:
     processes = environment.local_world_size()
-    if environment.started_for() is not None:  # the threads of `ktc train`, shared as it told
+    if environment.started_for() is not None:  # by `ktc train`, which divides the threads
         return
     share = f", its share of {host.usable_threads()} among {processes} processes" if processes > 1 else ""
     message = f"the plan needs {threads} kernel threads; this process may use {permitted}{share}"
