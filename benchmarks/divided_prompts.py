@@ -131,13 +131,13 @@ def main() -> None:
                         default=[32, 128, 512, 1024, 2048, 4096])  # fmt: skip
     parser.add_argument("--trace", type=lambda text: text.split(","), default=["even"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--crowded", type=float, default=0.0)
+    parser.add_argument("--crowded", type=float, default=100.0)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     model: Any = load(args.out, random_weights=0)
     modules = [module for module in model.modules() if isinstance(module, FusedMoe)]
     planned = modules[0].offload and modules[0].offload.kept and modules[0].offload.kept.division
-    args.crowded = args.crowded or (planned.crowded if planned else 1e9)
+    args.crowded = planned.crowded if planned else args.crowded
     print(f"by the plan {planned}, share of the bus {modules[0].kept and modules[0].kept.store.bus_share}")
     rows = measured(model, modules, args)
     bus = copies_to(model.device).bus_speed(modules[0].weights.packed.packed)

@@ -34,6 +34,7 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "phase": ("never", "decode", "prefill", "always"),
     "auto": ("none", "intensity"),
     "split": ("adaptive", "fixed"),
+    "divided": ("off", "auto"),
     "mode": ("train", "infer", "generate", "serve"),
     "device": ("auto", "cpu"),  # besides the literals cuda:0, cuda:1
     **words_of(TARGETS.values()),  # those that only targets' settings have
@@ -199,7 +200,7 @@ BLOCKS: Mapping[str, Mapping[str, Type]] = {
     "plan": _types(
         auto="auto", unplaced="device", tokens="int", mode="mode", cuda_graph="phase",
         native_step="phase", layerwise_prefill="int", stream_buffer="size",
-        experts_split="split",
+        experts_split="split", divided_prompts="divided",
     ),
     "lora": _types(rank="int", alpha="float", dropout="float", targets="list[string]"),
 }  # fmt: skip

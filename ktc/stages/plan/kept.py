@@ -29,6 +29,7 @@ from ktc.stages.plan.streamed_bytes import expert_bytes, sent_experts, share_byt
 from ktc.stages.plan.types import Plan, Reason, Workload
 
 SPLIT: Final = "experts_split"  # of the `plan` block
+DIVIDED: Final = "divided_prompts"
 _STEP: Final = 64 << 20  # bytes, in which a message names budgets
 _Sent = Mapping[str, tuple[Prefill, FusedMoeSpec]]
 
@@ -155,5 +156,6 @@ def _split(draft: PlanDraft, sent: _Sent, places: int) -> dict[str, Prefill]:
         kept = places * (number + 1) // len(sent) - places * number // len(sent)
         share = round(bus / (bus + cpu * reads_of(spec)), 2)
         split = replace(prefill, kept=kept, share=share, fixed_split=fixed)
-        prefills[path] = with_division(split, spec, draft.host.rates)
+        divided = draft.rules.plan.get(DIVIDED) == "auto"
+        prefills[path] = with_division(split, spec, draft.host.rates) if divided else split
     return prefills

@@ -23,6 +23,7 @@ def _without_effect(draft: PlanDraft) -> Iterator[Diagnostic]:
     idle = {
         "layerwise_prefill": "" if prefills else "no experts have `place(cpu, prefill = ...)`",
         "experts_split": "" if any(prefill.kept is not None for prefill in sent) else "no decoding step splits experts",
+        "divided_prompts": "" if any(one.kept is not None for one in sent) else "no decoding step splits experts",
         "stream_buffer": ""
         if prefills or streams or not all(prefill.resident for prefill in sent)
         else "no weights are sent to a GPU",

@@ -11,6 +11,7 @@ from families import CPU, captured, planned, rules
 
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, Host
+from ktc.foundation.rates import Figure
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.link import dump_stage
 from ktc.stages.match import match
@@ -228,6 +229,15 @@ def test_a_budget_keeps_single_experts_of_all_layers_where_steps_are_graphs(tmp_
     assert all(0 < share < 1 for _, share, _ in kept)
     assert {fixed for *_, fixed in kept_by(f"{budget} experts_split = fixed", tmp_path)} == {True}
     assert {places for places, *_ in kept_by("cuda:0 = 20GiB", tmp_path)} == {None}, "whole layers fit"
+
+
+def test_prompts_are_divided_where_a_program_asks_for_it_and_it_pays(tmp_path: Path) -> None:
+    fast = replace(GPU.rates, gpus=tuple(replace(gpu, operator=Figure(1e-12)) for gpu in GPU.rates.gpus))
+    host = replace(GPU, described=fast)
+    for settings, divided in (("", {0}), ("divided_prompts = auto", {17}), ("divided_prompts = off", {0})):
+        plan = plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", settings), tmp_path, host)
+        steps = recipe(rewrite(captured("deepseek_v2"), plan), plan.host)
+        assert {step.args["divided"] for step in steps if step.module == "fused_moe"} == divided
 
 
 def test_a_budget_without_room_for_an_expert_is_told_with_one_that_has_it(tmp_path: Path) -> None:
