@@ -99,13 +99,13 @@ def estimate(
     code_batch, code_head, code_position, scale_batch, scale_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write weights (B, K, L, G) beside `bases`, and the maximum and the sum of each head over a program's blocks.
 
     Heads that choose ALONE have scores in powers of two instead.
     """
-    if PDL:
+    if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -178,13 +178,13 @@ def weigh(
     weights, bases, peaks, totals, ends, numbers, counts, most_chosen, positions, blocks, programs, sink, local,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
     SELECTORS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, ALONE: tl.constexpr,
-    ATOMICS: tl.constexpr, PDL: tl.constexpr,
+    ATOMICS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of the weights of positions, those of the heads of a list added, and count them.
 
     `most_chosen` is the binary logarithm of the weight from which positions have the greatest number.
     """
-    if PDL:
+    if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     chunk, selector, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -38,10 +38,10 @@ def attend_listed(
     FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr,
     FIRST_BLOCK: tl.constexpr, SECOND_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, STRIP: tl.constexpr, STRIPS: tl.constexpr, CHOSEN: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of attention over the chosen positions of a program's strips."""
-    if PDL:
+    if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program, selector, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -94,10 +94,10 @@ def encode_step(
     FIRST: tl.constexpr, SECOND: tl.constexpr, FIRST_STAGES: tl.constexpr, SECOND_STAGES: tl.constexpr,
     FIRST_SCALE: tl.constexpr, SECOND_SCALE: tl.constexpr, QUERY_LARGEST: tl.constexpr, KEY_LARGEST: tl.constexpr,
     BITS: tl.constexpr, BINS: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Code the queries and the new key: a program per head of a row, and one that finds the row's first position."""
-    if PDL:
+    if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if member == KEY_HEADS * (GROUP + 1):

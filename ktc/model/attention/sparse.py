@@ -33,6 +33,8 @@ from ktc.model.linears.gemv import is_traced
 
 log = logging.getLogger(__name__)
 _CACHE: Final = "past_key_values"
+_DENSE_STEPS: Final = 16384  # positions up to which dense attention is as fast in recorded steps on a GPU
+_SHORT: Final = f"recorded steps over up to {_DENSE_STEPS} positions stay dense, which takes no longer on a GPU"
 
 
 @dataclass(slots=True)
@@ -97,7 +99,9 @@ class Sparse:
         sinks: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """Compute a step that is recorded on a GPU, whose layer has codes of its own."""
-        if mask is None or kv.keys.shape[2] <= self.sparsity.budget:
+        if mask is None or kv.keys.shape[2] <= dense_steps(self.sparsity):
+            if kv.keys.shape[2] > self.sparsity.budget:
+                log_once(module, _SHORT)
             return None
         from ktc.model.attention.sparse_kernels import StepKeys, attend_sparsely
 
@@ -129,6 +133,9 @@ class Sparse:
                 return lengths, self._by_row(rows, lengths, query, kv, scale, decode)
         if not is_followed(layer):
             is_of_step = hasattr(layer, "index")
+            if is_of_step and most <= dense_steps(self.sparsity) and not unindexed(module, query.device.type):
+                log_once(module, _SHORT)
+                return [], None
             reason = (unindexed(module, query.device.type) if is_of_step else "") or (
                 "no index follows this cache (or `torch.inference_mode`, whose tensors have no versions)"
             )
@@ -219,11 +226,16 @@ def indexed_layers(model: nn.Module, device: str) -> dict[int, IndexedLayer]:
     modules = cast("list[Any]", [one for one in model.modules() if isinstance(getattr(one, "sparse", None), Sparse)])
     return {
         int(module.layer_idx): IndexedLayer(
-            module.sparse.sparsity.index, hasattr(module, "absorption"), module.sparse.sparsity.budget
+            module.sparse.sparsity.index, hasattr(module, "absorption"), dense_steps(module.sparse.sparsity)
         )
         for module in modules
         if not unindexed(module, device)
     }
+
+
+def dense_steps(sparsity: Sparsity) -> int:
+    """Return up to how many positions recorded steps on a GPU are dense."""
+    return max(sparsity.budget, _DENSE_STEPS)
 
 
 def computes_steps(device: str) -> bool:

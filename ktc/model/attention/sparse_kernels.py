@@ -95,7 +95,7 @@ class SparseTiling:
     merged: int
     together: int
     atomics: bool = False
-    pdl: bool = False
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def encoded(
         FIRST_STAGES=sizes.first.bit_length() - 1, SECOND_STAGES=max(0, sizes.second.bit_length() - 1),
         FIRST_SCALE=1 / math.sqrt(sizes.first), SECOND_SCALE=1 / math.sqrt(sizes.second or 1),
         QUERY_LARGEST=of_query, KEY_LARGEST=of_key, BITS=bits, BINS=_BINS, SAMPLES=_SAMPLES,
-        STRIDE=_wide(-(-L // _SAMPLES)), PDL=tiling.pdl, num_warps=4,
+        STRIDE=_wide(-(-L // _SAMPLES)), OVERLAPS=tiling.overlaps, num_warps=4,
     )  # fmt: skip
     return _Coded(coded, factors, ends, counts)
 
@@ -217,8 +217,8 @@ def estimated(coded: _Coded, index: StepIndex, sizes: Sizes, tiling: SparseTilin
         coded.queries, coded.factors, index.codes, index.scales, coded.ends, weights, bases, state[0], state[1],
         L, blocks, tiling.estimating, *index.codes.stride()[:3], *index.scales.stride()[:2],
         HEADS=H, GROUP=sizes.group, PADDED=sizes.padded, FIRST=sizes.first, SECOND=sizes.second, BITS=sizes.bits,
-        ROWS=tiling.rows, BLOCK=tiling.block, ALONE=alone, STAGES=tiling.estimate_stages, PDL=tiling.pdl,
-        num_warps=tiling.estimate_warps, **({"launch_pdl": True} if tiling.pdl else {}),
+        ROWS=tiling.rows, BLOCK=tiling.block, ALONE=alone, STAGES=tiling.estimate_stages, OVERLAPS=tiling.overlaps,
+        num_warps=tiling.estimate_warps, **_launch(tiling),
     )  # fmt: skip
     return _Estimated(weights, bases, state)
 
@@ -232,8 +232,8 @@ def weighed(made: _Estimated, coded: _Coded, sizes: Sizes, sparsity: Sparsity, t
         sparsity.sink, sparsity.local, HEADS=sizes.heads, GROUP=sizes.group, PADDED=sizes.padded,
         TOGETHER=sizes.together, ROWS=triton.next_power_of_2(sizes.together), SELECTORS=sizes.lists,
         BLOCK=tiling.block, BLOCKS=tiling.blocks, PROGRAMS=triton.next_power_of_2(tiling.estimating),
-        ALONE=sizes.together == 1, ATOMICS=tiling.atomics, PDL=tiling.pdl, num_warps=tiling.weigh_warps,
-        **({"launch_pdl": True} if tiling.pdl else {}),
+        ALONE=sizes.together == 1, ATOMICS=tiling.atomics, OVERLAPS=tiling.overlaps, num_warps=tiling.weigh_warps,
+        **_launch(tiling),
     )  # fmt: skip
     return Choice(numbers, coded.counts)
 
@@ -258,8 +258,8 @@ def attended(
         FIRST=sizes.first, SECOND=sizes.second, VALUE=VALUE, FIRST_BLOCK=_wide(sizes.first),
         SECOND_BLOCK=_wide(sizes.second) if sizes.second else 0, VALUE_BLOCK=_wide(VALUE), SHARED=values is first,
         ROWS=_wide(sizes.together), STRIP=tiling.strip, STRIPS=tiling.strips, CHOSEN=tiling.chosen,
-        STAGES=tiling.attend_stages, PDL=tiling.pdl, num_warps=tiling.attend_warps,
-        **({"launch_pdl": True} if tiling.pdl else {}),
+        STAGES=tiling.attend_stages, OVERLAPS=tiling.overlaps, num_warps=tiling.attend_warps,
+        **_launch(tiling),
     )  # fmt: skip
     return sums, state
 
@@ -274,9 +274,14 @@ def merged(query: Tensor, parts: tuple[Tensor, Tensor], sinks: Tensor | None, ti
         sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out, programs, 1,
         HEADS=H, SEVERAL=False, VALUE=VALUE, SINKS=sinks is not None,
         PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(programs)), BLOCK=tiling.merged,
-        TOGETHER=tiling.together, num_warps=4,
+        TOGETHER=tiling.together, OVERLAPS=tiling.overlaps, num_warps=4, **_launch(tiling),
     )  # fmt: skip
     return out
+
+
+def _launch(tiling: SparseTiling) -> dict[str, bool]:
+    """Return the option with which a kernel is launched before the one that it waits for has ended."""
+    return {"launch_pdl": True} if tiling.overlaps else {}
 
 
 def _wide(width: int, least: int = 16) -> int:

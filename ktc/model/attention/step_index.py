@@ -75,7 +75,7 @@ def unfit_width(width: int, rope: int = 0) -> str:
 class IndexedLayer:
     """How a layer of a memory is indexed: the `format` of codes, and whether keys are latents, with rotary `values`.
 
-    Up to `budget` positions attention reads all.
+    Memories of up to `budget` positions have no codes: attention reads all.
     """
 
     format: IndexFormat

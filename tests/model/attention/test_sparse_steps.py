@@ -34,6 +34,7 @@ from ktc.model.attention.sparse_check import check_sparse_steps
 from ktc.model.attention.sparse_kernels import StepKeys, attend_sparsely
 from ktc.model.attention.sparsity import IndexFormat, Sparsity
 from ktc.model.attention.step_index import IndexedLayer, unfit_width
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -112,8 +113,9 @@ def test_widths_of_codes(width: int, rope: int, fits: bool) -> None:
 
 # Models --------------------------------------------------------------------------------------------------------------
 @pytest.fixture(params=[pytest.param("qwen3_moe", marks=pytest.mark.slow), "deepseek_v2"])
-def sparse(request: pytest.FixtureRequest) -> Any:
+def sparse(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model that reads all of up to 124 positions by the kernels of steps, in memory for more."""
+    monkeypatch.setattr("ktc.model.attention.sparse._DENSE_STEPS", 0)
     # Products of int8 on a GPU have 32 terms at least.
     latent_sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
     model: Any = stock_model(
@@ -128,7 +130,7 @@ def sparse(request: pytest.FixtureRequest) -> Any:
         follows_cache(type(module)).put_on(module)
     else:
         decoding(module, None, answers)
-    model.decode_graphs = eager_graphs()
+    model.decode_graphs = DecodeGraphs() if torch.cuda.is_available() else eager_graphs()
     return model
 
 
@@ -163,6 +165,21 @@ def test_recorded_steps_have_codes_of_padded_rows(sparse: Any, calls: list[int])
         logits = sparse.decode_graphs.step(sparse, **given, attention_mask=mask[:, : at + 1]).logits
         assert difference(logits[:, 0], wanted[:, at]) <= 1e-5
     assert set(calls) == {2}
+
+
+@torch.no_grad()
+def test_recorded_steps_over_few_positions_are_dense_and_say_so(
+    sparse: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ktc.model.attention.sparse._DENSE_STEPS", 256)
+    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    wanted, cache, mask = sparse(input_ids=ids).logits, DynamicCache(config=sparse.config), torch.ones_like(ids)
+    sparse(input_ids=ids[:, :8], past_key_values=cache)
+    given = {"input_ids": ids[:, 8:], "position_ids": torch.full_like(ids[:, 8:], 8), "past_key_values": cache}
+    logits = sparse.decode_graphs.step(sparse, **given, attention_mask=mask).logits
+    assert difference(logits[:, 0], wanted[:, 8]) <= 1e-5
+    assert not calls
+    assert "positions stay dense, which takes no longer on a GPU" in caplog.text
 
 
 @pytest.mark.slow
