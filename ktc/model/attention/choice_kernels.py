@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 _INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
-BINS: Final = tl.constexpr(512)  # numbers of weights: 8 * 32 + 8 * 16 + 32 * 4
 HIDDEN: Final = tl.constexpr(-1)
 FORCED: Final = tl.constexpr(4096)  # above all numbers
 NOT_SPECIALISED: Final = ("positions", "programs", "blocks", "k", "sink", "local")
@@ -95,34 +94,32 @@ def _of_codes(codes, of_query, there, products, queries, WIDTH: tl.constexpr, BI
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def estimate(
-    coded, factors, codes, scales, ends, weights, bases, peaks, totals, positions, blocks, programs,
+    coded, factors, offsets, codes, scales, ends, weights, bases, peaks, totals, positions, blocks, programs,
     code_batch, code_head, code_position, scale_batch, scale_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, EVEN: tl.constexpr,
+    STATE: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write weights (B, K, L, G) beside `bases`, and the maximum and the sum of each head over a program's blocks.
 
     Heads that choose ALONE have scores in powers of two instead.
     """
-    if OVERLAPS:
+    if OVERLAPS == 1:
         tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     program, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member = tl.arange(0, ROWS)
     is_member = member < GROUP
     head = row * HEADS + key_head * GROUP + member
     WIDTH: tl.constexpr = FIRST + SECOND
-    HALF: tl.constexpr = 8 if BITS == 4 else 1  # what is stored for the code 0, of codes times 1 or 2
     d1, b1 = tl.arange(0, FIRST), tl.arange(0, FIRST * BITS // 8)
     q1 = tl.load(coded + head[:, None] * WIDTH + d1[None, :], mask=is_member[:, None], other=0)
-    offset = tl.sum(q1.to(tl.int32), 1)
     if SECOND > 0:
         d2, b2 = tl.arange(0, SECOND), tl.arange(0, SECOND * BITS // 8)
         q2 = tl.load(coded + head[:, None] * WIDTH + FIRST + d2[None, :], mask=is_member[:, None], other=0)
-        offset += tl.sum(q2.to(tl.int32), 1)
-    offset *= HALF
     factor = tl.load(factors + head, mask=is_member, other=0)
+    offset = tl.load(offsets + head, mask=is_member, other=0)
     low, high = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
     list_of_head = row * (HEADS // GROUP) + key_head
     codes += row * code_batch + key_head.to(tl.int64) * code_head
@@ -130,47 +127,54 @@ def estimate(
     weights += list_of_head * positions * PADDED
     bases += list_of_head * blocks * PADDED
     n = tl.arange(0, BLOCK)
+    at1 = n[:, None] * code_position + b1[None, :]
+    into = n[:, None] * PADDED + member[None, :]
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((BLOCK, ROWS), 0, tl.float32)
     begin_block = low // BLOCK  # the program's first block with a visible position
     start = begin_block + (program - begin_block % programs + programs) % programs
     for block in tl.range(start, high // BLOCK + 1, programs, num_stages=STAGES):
-        at = block * BLOCK + n
-        seen = (at >= low) & (at <= high)
-        of_key = codes + at.to(tl.int64)[:, None] * code_position
-        c1 = tl.load(of_key + b1[None, :], mask=seen[:, None], other=0)
-        products = _products(_unpacked(c1, BLOCK, FIRST, BITS), tl.trans(q1), tl.zeros((BLOCK, ROWS), tl.int32))
+        begin = block * BLOCK
+        of_block = codes + begin.to(tl.int64) * code_position
+        there = n < positions - begin
+        key_scale = tl.load(scales + begin + n) if EVEN else tl.load(scales + begin + n, mask=there, other=0)
+        c1 = tl.load(of_block + at1) if EVEN else tl.load(of_block + at1, mask=there[:, None], other=0)
+        zeros = tl.zeros((BLOCK, ROWS), tl.int32)
+        products = _products(_unpacked(c1, BLOCK, FIRST, BITS), tl.trans(q1), zeros)
         if SECOND > 0:
-            c2 = tl.load(of_key + FIRST * BITS // 8 + b2[None, :], mask=seen[:, None], other=0)
+            at2 = n[:, None] * code_position + FIRST * BITS // 8 + b2[None, :]
+            c2 = tl.load(of_block + at2) if EVEN else tl.load(of_block + at2, mask=there[:, None], other=0)
             products = _products(_unpacked(c2, BLOCK, SECOND, BITS), tl.trans(q2), products)
         if BITS == 1:
             products = products * 2
-        key_scale = tl.load(scales + at, mask=seen, other=0).to(tl.float32)
+        seen = (n >= low - begin) & (n <= high - begin)
+        key_scale = tl.where(seen, key_scale.to(tl.float32), float("nan"))
         estimated = (products - offset[None, :]).to(tl.float32) * key_scale[:, None] * factor[None, :]
-        estimated = tl.where(seen[:, None] & (estimated == estimated), estimated, float("-inf"))
+        estimated = tl.where(estimated == estimated, estimated, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(estimated, 0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weight = tl.exp2(estimated - base[None, :])
         total = total * tl.exp2(peak - base)[None, :] + weight
         peak = new_peak
-        into = weights + at[:, None].to(tl.int64) * PADDED + member[None, :]
-        is_stored = seen[:, None] & (member < PADDED)[None, :]
-        if ALONE:
-            tl.store(into, estimated, mask=is_stored)
+        stored = estimated if ALONE else weight.to(tl.bfloat16)
+        of_weights = weights + begin.to(tl.int64) * PADDED + into
+        if EVEN and ROWS == PADDED:
+            tl.store(of_weights, stored)
         else:
-            tl.store(into, weight.to(weights.dtype.element_ty), mask=is_stored)
+            tl.store(of_weights, stored, mask=there[:, None] & (member < PADDED)[None, :])
+        if not ALONE:
             tl.store(bases + block * PADDED + member, base, mask=member < PADDED)
-    tl.store(peaks + head * programs + program, peak, mask=is_member)
-    tl.store(totals + head * programs + program, tl.sum(total, 0), mask=is_member)
+    tl.store(peaks + head * STATE + program, peak, mask=is_member)
+    tl.store(totals + head * STATE + program, tl.sum(total, 0), mask=is_member)
 
 
 @triton.jit
-def _number(octave):
+def _number(octave, BINS: tl.constexpr):
     """Return the number of a weight that is `octave` powers of two below the weight that all chosen may have."""
-    steps = tl.minimum(tl.maximum(octave, 0.0), 8.0) * 32.0
-    steps += tl.minimum(tl.maximum(octave - 8.0, 0.0), 8.0) * 16.0
-    steps += tl.minimum(tl.maximum(octave - 16.0, 0.0), 32.0) * 4.0
-    return tl.maximum(steps.to(tl.int32) * -1 + (BINS - 1), 0)
+    number = (BINS - 1) - octave * (BINS / 16)  # the greatest of three lines, which meet after 8 and 16 powers
+    number = tl.maximum(number, (BINS * 3 / 4 - 1) - octave * (BINS / 32))
+    number = tl.maximum(number, (BINS * 3 / 8 - 1) - octave * (BINS / 128))
+    return tl.minimum(tl.maximum(tl.ceil(number), 0.0), BINS - 1.0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
@@ -178,65 +182,63 @@ def weigh(
     weights, bases, peaks, totals, ends, numbers, counts, most_chosen, positions, blocks, programs, sink, local,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
     SELECTORS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, ALONE: tl.constexpr,
-    ATOMICS: tl.constexpr, OVERLAPS: tl.constexpr,
+    BINS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of the weights of positions, those of the heads of a list added, and count them.
 
     `most_chosen` is the binary logarithm of the weight from which positions have the greatest number.
     """
-    if OVERLAPS:
+    if OVERLAPS == 1:
         tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     chunk, selector, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    low, high = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
     CHUNK: tl.constexpr = BLOCKS * BLOCK
-    flat = tl.arange(0, CHUNK)
-    into = numbers + (row * SELECTORS + selector) * positions + chunk * CHUNK
+    flat, member, every = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, PROGRAMS)
+    at = chunk * CHUNK + flat
+    into = numbers + (row * SELECTORS + selector) * positions + at
+    # all that is read is asked for at once
+    low, high = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
+    if ALONE:
+        list_of_head = row * (HEADS // GROUP) + selector // GROUP
+        score = tl.load(weights + (list_of_head * positions + at) * PADDED + selector % GROUP, mask=at < positions)
+    else:  # a key head has one list
+        list_of_head = row * SELECTORS + selector
+        block, n = chunk * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+        place = (block[:, None] * BLOCK + n[None, :])[:, :, None]
+        of_positions = (list_of_head * positions + place) * PADDED + member[None, None, :]
+        is_weight = (place < positions) & (member < PADDED)[None, None, :]
+        weight = tl.load(weights + of_positions, mask=is_weight).to(tl.float32)
+        of_blocks = bases + (list_of_head * blocks + block[:, None]) * PADDED + member[None, :]
+        base = tl.load(of_blocks, mask=(block < blocks)[:, None] & (member < PADDED)[None, :])
+    head = row * HEADS + selector * TOGETHER + member
+    is_part = (member < TOGETHER)[:, None] & (every < programs)[None, :]
+    of_programs = head[:, None] * PROGRAMS + every[None, :]
+    peak = tl.load(peaks + of_programs, mask=is_part, other=float("-inf"))
+    total = tl.load(totals + of_programs, mask=is_part, other=0)
     if (chunk * CHUNK > high) | (chunk * CHUNK + CHUNK <= low):
-        tl.store(into + flat, tl.full((CHUNK,), HIDDEN, tl.int16), mask=chunk * CHUNK + flat < positions)
+        tl.store(into, tl.full((CHUNK,), HIDDEN, tl.int16), mask=at < positions)
     else:
-        member, every = tl.arange(0, ROWS), tl.arange(0, PROGRAMS)
-        head = row * HEADS + selector * TOGETHER + member
-        is_part = (member < TOGETHER)[:, None] & (every < programs)[None, :]
-        of_programs = head[:, None] * programs + every[None, :]
-        peak = tl.load(peaks + of_programs, mask=is_part, other=float("-inf"))
-        total = tl.load(totals + of_programs, mask=is_part, other=0)
+        seen = (at >= low) & (at <= high)
         most = tl.max(peak, 1)
         most = tl.where(most == float("-inf"), 0.0, most)
         whole = tl.sum(total * tl.exp2(peak - most[:, None]), 1)
         whole = tl.where(whole > 0, whole, 1.0)
         if ALONE:
-            list_of_head = row * (HEADS // GROUP) + selector // GROUP
-            at = chunk * CHUNK + flat
-            seen = (at >= low) & (at <= high)
-            of_list = weights + (list_of_head * positions + at) * PADDED + selector % GROUP
-            score = tl.load(of_list, mask=seen, other=float("-inf"))
             octave = most_chosen - (score - tl.sum(most + tl.log2(whole), 0))
-        else:  # a key head has one list
-            list_of_head = row * SELECTORS + selector
-            block, n = chunk * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
-            is_block = (block >= low // BLOCK) & (block <= high // BLOCK)
-            of_blocks = bases + (list_of_head * blocks + block[:, None]) * PADDED + member[None, :]
-            is_base = is_block[:, None] & (member < TOGETHER)[None, :]
-            base = tl.load(of_blocks, mask=is_base, other=0)
-            share = tl.where(is_base, tl.exp2(base - most[None, :]) * (1.0 / whole)[None, :], 0.0)
-            place = block[:, None] * BLOCK + n[None, :]
-            there = (place >= low) & (place <= high)
-            of_positions = (list_of_head * positions + place)[:, :, None] * PADDED + member[None, None, :]
-            weight = tl.load(weights + of_positions, mask=there[:, :, None], other=0).to(tl.float32)
-            summed = tl.sum(weight * share[:, None, :], 2)
+        else:
+            # what no program of the estimates wrote is not seen
+            share = tl.where((member < TOGETHER)[None, :], tl.exp2(base - most[None, :]) * (1.0 / whole)[None, :], 0.0)
+            is_member = (member < TOGETHER)[None, None, :]
+            summed = tl.sum(tl.where(is_member, weight * share[:, None, :], 0.0), 2)
             octave = most_chosen - tl.log2(tl.maximum(tl.reshape(summed, (CHUNK,)), 1e-37))
-            at = chunk * CHUNK + flat
-            seen = (at >= low) & (at <= high)
-        number = _number(octave)
+        octave = tl.where(seen, octave, 64.0)
+        number = _number(octave, BINS)
         is_forced = seen & ((at < low + sink) | (at > high - local))
         stored = tl.where(is_forced, FORCED, tl.where(seen, number, HIDDEN))
-        tl.store(into + flat, stored.to(tl.int16), mask=at < positions)
+        tl.store(into, stored.to(tl.int16), mask=at < positions)
         competes = seen & (is_forced == 0)
         of_list = counts + (row * SELECTORS + selector) * BINS
-        if ATOMICS:
-            tl.atomic_add(of_list + number, tl.full((CHUNK,), 1, tl.int32), mask=competes, sem="relaxed")
-        else:
-            counted = tl.histogram(tl.where(competes, number, 0), BINS)
-            bins = tl.arange(0, BINS)  # the number 0 is never chosen
-            tl.atomic_add(of_list + bins, counted, mask=(counted > 0) & (bins > 0), sem="relaxed")
+        counted = tl.histogram(tl.where(competes, number, 0), BINS)
+        bins = tl.arange(0, BINS)  # the number 0 is never chosen
+        tl.atomic_add(of_list + bins, counted, mask=(counted > 0) & (bins > 0), sem="relaxed")

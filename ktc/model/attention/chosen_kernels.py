@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from ktc.model.attention.split_kernels import _dot
-from ktc.model.attention.choice_kernels import BINS, HIDDEN
+from ktc.model.attention.choice_kernels import HIDDEN
 
 NOT_SPECIALISED: Final = ("positions", "programs", "rounds", "k")
 
 
 @triton.jit
-def _least_number(counts, k):
+def _least_number(counts, k, BINS: tl.constexpr):
     """Return the number of the `k`-th greatest weight, or 1 where fewer compete."""
     bins = tl.arange(0, BINS)
     reached = tl.cumsum(tl.load(counts + bins), 0, reverse=True) >= k
@@ -38,11 +38,12 @@ def attend_listed(
     FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr,
     FIRST_BLOCK: tl.constexpr, SECOND_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, STRIP: tl.constexpr, STRIPS: tl.constexpr, CHOSEN: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    BINS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of attention over the chosen positions of a program's strips."""
-    if OVERLAPS:
+    if OVERLAPS == 1:
         tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     program, selector, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member = tl.arange(0, ROWS)
@@ -60,19 +61,21 @@ def attend_listed(
     values += row * value_batch + key_head * value_head
     of_list = row * SELECTORS + selector
     SEGMENT: tl.constexpr = STRIPS * STRIP
-    least = _least_number(counts + of_list * BINS, k)
     numbers += of_list * positions
     lists += (of_list * programs + program) * rounds * SEGMENT
     flat = tl.arange(0, SEGMENT)
+    place = (flat // STRIP * programs + program) * STRIP + flat % STRIP
+    number = tl.load(numbers + place, mask=place < positions, other=HIDDEN)
+    least = _least_number(counts + of_list * BINS, k, BINS)
     chosen = 0
     for number_of_round in range(rounds):
-        strip = (number_of_round * STRIPS + flat // STRIP) * programs + program
-        place = strip * STRIP + flat % STRIP
-        number = tl.load(numbers + place, mask=place < positions, other=HIDDEN).to(tl.int32)
-        taken = number >= least
+        ahead = place + SEGMENT * programs
+        next_number = tl.load(numbers + ahead, mask=ahead < positions, other=HIDDEN)
+        taken = number.to(tl.int32) >= least
         order = tl.cumsum(taken.to(tl.int32), 0)
         tl.store(lists + chosen + order - 1, place, mask=taken)
         chosen += tl.max(order, 0)
+        place, number = ahead, next_number
     tl.debug_barrier()  # the list is read by other threads of the program
     peak, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.full((ROWS,), 0, tl.float32)
     summed = tl.full((ROWS, VALUE_BLOCK), 0, tl.float32)

@@ -59,10 +59,10 @@ def _key_codes(x, scale, largest, BITS: tl.constexpr):
 
 
 @triton.jit
-def _first_seen(seen, last, SAMPLES: tl.constexpr, STRIDE: tl.constexpr):
+def _first_seen(seen, last, positions, SAMPLES: tl.constexpr, STRIDE: tl.constexpr):
     """Return the first of the seen columns, which are neighbours and end with `last`."""
     sample = tl.arange(0, SAMPLES) * STRIDE
-    is_seen = tl.load(seen + sample, mask=sample <= last, other=0) != 0
+    is_seen = (tl.load(seen + sample, mask=sample < positions, other=0) != 0) & (sample <= last)
     low = tl.min(tl.where(is_seen, sample, last), 0)  # the first seen one of a few, or the last
     before = low - STRIDE + tl.arange(0, STRIDE)
     is_seen = tl.load(seen + before, mask=before >= 0, other=0) != 0
@@ -87,7 +87,7 @@ def _store_key(into, x, scale, largest, WIDTH: tl.constexpr, BITS: tl.constexpr)
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def encode_step(
-    query, first, second, mean, signs, position, seen, coded, factors, codes, scales, ends, counts, scale, positions,
+    query, first, second, mean, signs, position, seen, coded, factors, offsets, codes, scales, ends, counts, scale, positions,
     by_row, first_batch, first_head, first_position, second_batch, second_head, second_position,
     code_batch, code_head, code_position, scale_batch, scale_head, mean_batch, mean_head,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, LISTS: tl.constexpr,
@@ -97,12 +97,12 @@ def encode_step(
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Code the queries and the new key: a program per head of a row, and one that finds the row's first position."""
-    if OVERLAPS:
+    if OVERLAPS == 1:
         tl.extra.cuda.gdc_launch_dependents()
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if member == KEY_HEADS * (GROUP + 1):
         last = tl.load(position).to(tl.int32)
-        tl.store(ends + row * 2, _first_seen(seen + row * by_row, last, SAMPLES, STRIDE))
+        tl.store(ends + row * 2, _first_seen(seen + row * by_row, last, positions, SAMPLES, STRIDE))
         tl.store(ends + row * 2 + 1, last)
     else:
         key_head, of_group = member // (GROUP + 1), member % (GROUP + 1)
@@ -134,9 +134,13 @@ def encode_step(
             tl.store(factors + head, of_query * scale)
             q1 = _rounded(x1 / of_query, QUERY_LARGEST)
             tl.store(coded + head * (FIRST + SECOND) + d1, q1.to(tl.int8))
+            offset = tl.sum(q1.to(tl.int32), 0)
             if SECOND > 0:
                 q2 = _rounded(x2 / of_query, QUERY_LARGEST)
                 tl.store(coded + head * (FIRST + SECOND) + FIRST + d2, q2.to(tl.int8))
+                offset += tl.sum(q2.to(tl.int32), 0)
+            # products with what is stored of codes, from 1 to 15 or 0 and 1, have these too many
+            tl.store(offsets + head, offset * 8 if BITS == 4 else offset)
         else:
             stored = _scale_of_key(most, total, squares, KEY_LARGEST, BITS).to(tl.float16)
             tl.store(scales + row * scale_batch + key_head * scale_head + column, stored)

@@ -29,7 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ktc.model.attention.choice_kernels import BINS, estimate, weigh
+from ktc.model.attention.choice_kernels import estimate, weigh
 from ktc.model.attention.chosen_kernels import attend_listed
 from ktc.model.attention.code_kernels import encode_step
 from ktc.model.attention.decode import KVCacheView
@@ -40,7 +40,7 @@ from ktc.model.attention.step_index import StepIndex
 _LOG2_E: Final = 1.4426950408889634
 _SAMPLES: Final = 1024  # columns of a mask in which a row's first position is searched
 _LARGEST: Final = {"int4": (127.0, 7.0, 4), "sign": (15.0, 1.0, 1)}  # of codes of queries and keys, bits of the latter
-_BINS: Final = BINS.value
+_BINS: Final = 512  # numbers of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Choice:
     def taken(self, k: int) -> Tensor:
         """Return the chosen positions (B, S, L)."""
         reached = self.counts.flip(-1).cumsum(-1).flip(-1) >= k
-        bins = torch.arange(_BINS, device=reached.device)
+        bins = torch.arange(self.counts.shape[-1], device=reached.device)
         least = torch.where(reached, bins, 1).amax(-1, keepdim=True)
         return self.numbers >= least
 
@@ -94,16 +94,18 @@ class SparseTiling:
     attend_stages: int
     merged: int
     together: int
-    atomics: bool = False
-    overlaps: bool = False
+    encode_warps: int = 4
+    bins: int = _BINS
+    overlaps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """Codes and factors of queries, and the first and the last position of each row."""
+    """Codes and factors of queries, what their products have too much, and the first and the last position of each row."""
 
     queries: Tensor
     factors: Tensor
+    offsets: Tensor
     ends: Tensor
     counts: Tensor
 
@@ -191,20 +193,21 @@ def encoded(
     other = first if second is None else second
     made = kv.keys.new_empty
     coded, factors = made((B, H, query.shape[-1]), dtype=torch.int8), made((B, H), dtype=torch.float32)
-    ends, counts = made((B, 2), dtype=torch.int32), made((B, sizes.lists, _BINS), dtype=torch.int32)
+    offsets = made((B, H), dtype=torch.int32)
+    ends, counts = made((B, 2), dtype=torch.int32), made((B, sizes.lists, tiling.bins), dtype=torch.int32)
     seen = mask.view(torch.uint8)
     by_row = seen.stride(0) if seen.shape[0] == B and B > 1 else 0
     encode_step[(B, K * (sizes.group + 1) + 1)](
-        query, first, other, index.mean, index.signs, step.position, seen, coded, factors, index.codes, index.scales,
+        query, first, other, index.mean, index.signs, step.position, seen, coded, factors, offsets, index.codes, index.scales,
         ends, counts, scale * _LOG2_E, L, by_row, *first.stride()[:3], *other.stride()[:3], *index.codes.stride()[:3],
         *index.scales.stride()[:2], *index.mean.stride()[:2],
         KEY_HEADS=K, HEADS=H, GROUP=sizes.group, LISTS=sizes.lists // K, FIRST=sizes.first, SECOND=sizes.second,
         FIRST_STAGES=sizes.first.bit_length() - 1, SECOND_STAGES=max(0, sizes.second.bit_length() - 1),
         FIRST_SCALE=1 / math.sqrt(sizes.first), SECOND_SCALE=1 / math.sqrt(sizes.second or 1),
-        QUERY_LARGEST=of_query, KEY_LARGEST=of_key, BITS=bits, BINS=_BINS, SAMPLES=_SAMPLES,
-        STRIDE=_wide(-(-L // _SAMPLES)), OVERLAPS=tiling.overlaps, num_warps=4,
+        QUERY_LARGEST=of_query, KEY_LARGEST=of_key, BITS=bits, BINS=tiling.bins, SAMPLES=_SAMPLES,
+        STRIDE=_wide(-(-L // _SAMPLES)), OVERLAPS=tiling.overlaps, num_warps=tiling.encode_warps,
     )  # fmt: skip
-    return _Coded(coded, factors, ends, counts)
+    return _Coded(coded, factors, offsets, ends, counts)
 
 
 def estimated(coded: _Coded, index: StepIndex, sizes: Sizes, tiling: SparseTiling) -> _Estimated:
@@ -212,12 +215,13 @@ def estimated(coded: _Coded, index: StepIndex, sizes: Sizes, tiling: SparseTilin
     B, H, K, L = sizes.batch, sizes.heads, sizes.key_heads, sizes.positions
     blocks, alone, made = -(-L // tiling.block), sizes.together == 1, coded.factors.new_empty
     weights = made((B, K, L, sizes.padded), dtype=torch.float32 if alone else torch.bfloat16)
-    bases, state = made((B, K, blocks, sizes.padded)), made((2, B, H, tiling.estimating))
+    bases, state = made((B, K, blocks, sizes.padded)), made((2, B, H, triton.next_power_of_2(tiling.estimating)))
     estimate[(tiling.estimating, K, B)](
-        coded.queries, coded.factors, index.codes, index.scales, coded.ends, weights, bases, state[0], state[1],
+        coded.queries, coded.factors, coded.offsets, index.codes, index.scales, coded.ends, weights, bases, state[0], state[1],
         L, blocks, tiling.estimating, *index.codes.stride()[:3], *index.scales.stride()[:2],
         HEADS=H, GROUP=sizes.group, PADDED=sizes.padded, FIRST=sizes.first, SECOND=sizes.second, BITS=sizes.bits,
-        ROWS=tiling.rows, BLOCK=tiling.block, ALONE=alone, STAGES=tiling.estimate_stages, OVERLAPS=tiling.overlaps,
+        ROWS=tiling.rows, BLOCK=tiling.block, ALONE=alone,
+        EVEN=L % tiling.block == 0, STATE=state.shape[-1], STAGES=tiling.estimate_stages, OVERLAPS=tiling.overlaps,
         num_warps=tiling.estimate_warps, **_launch(tiling),
     )  # fmt: skip
     return _Estimated(weights, bases, state)
@@ -231,8 +235,8 @@ def weighed(made: _Estimated, coded: _Coded, sizes: Sizes, sparsity: Sparsity, t
         math.log2(sizes.together / sparsity.k), sizes.positions, made.bases.shape[2], tiling.estimating,
         sparsity.sink, sparsity.local, HEADS=sizes.heads, GROUP=sizes.group, PADDED=sizes.padded,
         TOGETHER=sizes.together, ROWS=triton.next_power_of_2(sizes.together), SELECTORS=sizes.lists,
-        BLOCK=tiling.block, BLOCKS=tiling.blocks, PROGRAMS=triton.next_power_of_2(tiling.estimating),
-        ALONE=sizes.together == 1, ATOMICS=tiling.atomics, OVERLAPS=tiling.overlaps, num_warps=tiling.weigh_warps,
+        BLOCK=tiling.block, BLOCKS=tiling.blocks, PROGRAMS=made.state.shape[-1],
+        ALONE=sizes.together == 1, BINS=tiling.bins, OVERLAPS=tiling.overlaps, num_warps=tiling.weigh_warps,
         **_launch(tiling),
     )  # fmt: skip
     return Choice(numbers, coded.counts)
@@ -258,7 +262,7 @@ def attended(
         FIRST=sizes.first, SECOND=sizes.second, VALUE=VALUE, FIRST_BLOCK=_wide(sizes.first),
         SECOND_BLOCK=_wide(sizes.second) if sizes.second else 0, VALUE_BLOCK=_wide(VALUE), SHARED=values is first,
         ROWS=_wide(sizes.together), STRIP=tiling.strip, STRIPS=tiling.strips, CHOSEN=tiling.chosen,
-        STAGES=tiling.attend_stages, OVERLAPS=tiling.overlaps, num_warps=tiling.attend_warps,
+        STAGES=tiling.attend_stages, BINS=tiling.bins, OVERLAPS=tiling.overlaps, num_warps=tiling.attend_warps,
         **_launch(tiling),
     )  # fmt: skip
     return sums, state
