@@ -84,12 +84,33 @@ def _products(a, b, c):
 
 
 @triton.jit
-def _of_codes(codes, of_query, there, products, queries, WIDTH: tl.constexpr, BITS: tl.constexpr,
-              BLOCK: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
-    """Add the products of a part of keys and queries (ROWS, WIDTH): what is stored of codes, times queries."""
-    at = tl.arange(0, WIDTH * BITS // 8)
-    stored = tl.load(codes + at[None, :], mask=there[:, None], other=0)
-    return _products(_unpacked(stored, BLOCK, WIDTH, BITS), tl.trans(queries), products)
+def _part(
+    of_block, code_position, there, queries, products, FROM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Add the products of queries (ROWS, WIDTH) with what is stored of codes, from the byte FROM on."""
+    byte = FROM + tl.arange(0, WIDTH * BITS // 8)
+    of_codes = of_block + tl.arange(0, BLOCK)[:, None] * code_position + byte[None, :]
+    if EVEN:
+        codes = tl.load(of_codes)
+    else:
+        codes = tl.load(of_codes, mask=there[:, None], other=0)
+    return _products(_unpacked(codes, BLOCK, WIDTH, BITS), tl.trans(queries), products)
+
+
+@triton.jit
+def _scaled(products, offset, key_scale, factor, BITS: tl.constexpr):
+    """Return estimated scores, -inf where the scale of a key is NaN."""
+    if BITS == 1:
+        products = products * 2
+    estimated = (products - offset[None, :]).to(tl.float32) * key_scale[:, None] * factor[None, :]
+    return tl.where(estimated == estimated, estimated, float("-inf"))
+
+
+@triton.jit
+def _first_block(first, program, programs):
+    """Return the first of a program's blocks from `first` on."""
+    return first + (program - first % programs + programs) % programs
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
@@ -98,26 +119,20 @@ def estimate(
     code_batch, code_head, code_position, scale_batch, scale_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, EVEN: tl.constexpr,
-    STATE: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    STATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write weights (B, K, L, G) beside `bases`, and the maximum and the sum of each head over a program's blocks.
 
     Heads that choose ALONE have scores in powers of two instead.
     """
-    if OVERLAPS == 1:
-        tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
     program, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member = tl.arange(0, ROWS)
     is_member = member < GROUP
     head = row * HEADS + key_head * GROUP + member
-    WIDTH: tl.constexpr = FIRST + SECOND
-    d1, b1 = tl.arange(0, FIRST), tl.arange(0, FIRST * BITS // 8)
-    q1 = tl.load(coded + head[:, None] * WIDTH + d1[None, :], mask=is_member[:, None], other=0)
+    of_query = coded + head[:, None] * (FIRST + SECOND)
+    q1 = tl.load(of_query + tl.arange(0, FIRST)[None, :], mask=is_member[:, None], other=0)
     if SECOND > 0:
-        d2, b2 = tl.arange(0, SECOND), tl.arange(0, SECOND * BITS // 8)
-        q2 = tl.load(coded + head[:, None] * WIDTH + FIRST + d2[None, :], mask=is_member[:, None], other=0)
+        q2 = tl.load(of_query + FIRST + tl.arange(0, SECOND)[None, :], mask=is_member[:, None], other=0)
     factor = tl.load(factors + head, mask=is_member, other=0)
     offset = tl.load(offsets + head, mask=is_member, other=0)
     low, high = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
@@ -127,37 +142,30 @@ def estimate(
     weights += list_of_head * positions * PADDED
     bases += list_of_head * blocks * PADDED
     n = tl.arange(0, BLOCK)
-    at1 = n[:, None] * code_position + b1[None, :]
     into = n[:, None] * PADDED + member[None, :]
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((BLOCK, ROWS), 0, tl.float32)
-    begin_block = low // BLOCK  # the program's first block with a visible position
-    start = begin_block + (program - begin_block % programs + programs) % programs
-    for block in tl.range(start, high // BLOCK + 1, programs, num_stages=STAGES):
+    for block in tl.range(
+        _first_block(low // BLOCK, program, programs), high // BLOCK + 1, programs, num_stages=STAGES
+    ):
         begin = block * BLOCK
-        of_block = codes + begin.to(tl.int64) * code_position
-        there = n < positions - begin
+        of_block, there = codes + begin.to(tl.int64) * code_position, n < positions - begin
         key_scale = tl.load(scales + begin + n) if EVEN else tl.load(scales + begin + n, mask=there, other=0)
-        c1 = tl.load(of_block + at1) if EVEN else tl.load(of_block + at1, mask=there[:, None], other=0)
-        zeros = tl.zeros((BLOCK, ROWS), tl.int32)
-        products = _products(_unpacked(c1, BLOCK, FIRST, BITS), tl.trans(q1), zeros)
+        products = tl.zeros((BLOCK, ROWS), tl.int32)
+        products = _part(of_block, code_position, there, q1, products, 0, FIRST, BITS, BLOCK, EVEN)
         if SECOND > 0:
-            at2 = n[:, None] * code_position + FIRST * BITS // 8 + b2[None, :]
-            c2 = tl.load(of_block + at2) if EVEN else tl.load(of_block + at2, mask=there[:, None], other=0)
-            products = _products(_unpacked(c2, BLOCK, SECOND, BITS), tl.trans(q2), products)
-        if BITS == 1:
-            products = products * 2
+            products = _part(
+                of_block, code_position, there, q2, products, FIRST * BITS // 8, SECOND, BITS, BLOCK, EVEN
+            )  # fmt: skip
         seen = (n >= low - begin) & (n <= high - begin)
         key_scale = tl.where(seen, key_scale.to(tl.float32), float("nan"))
-        estimated = (products - offset[None, :]).to(tl.float32) * key_scale[:, None] * factor[None, :]
-        estimated = tl.where(estimated == estimated, estimated, float("-inf"))
+        estimated = _scaled(products, offset, key_scale, factor, BITS)
         new_peak = tl.maximum(peak, tl.max(estimated, 0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weight = tl.exp2(estimated - base[None, :])
         total = total * tl.exp2(peak - base)[None, :] + weight
-        peak = new_peak
+        peak, of_weights = new_peak, weights + begin.to(tl.int64) * PADDED + into
         stored = estimated if ALONE else weight.to(tl.bfloat16)
-        of_weights = weights + begin.to(tl.int64) * PADDED + into
         if EVEN and ROWS == PADDED:
             tl.store(of_weights, stored)
         else:
@@ -177,21 +185,31 @@ def _number(octave, BINS: tl.constexpr):
     return tl.minimum(tl.maximum(tl.ceil(number), 0.0), BINS - 1.0).to(tl.int32)
 
 
+@triton.jit
+def _estimated(
+    weights, bases, of_head, chunk, positions, blocks,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return the weights (BLOCKS, BLOCK, ROWS) of a chunk of positions, and their bases (BLOCKS, ROWS)."""
+    block, n, member = chunk * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK), tl.arange(0, ROWS)
+    place = (block[:, None] * BLOCK + n[None, :])[:, :, None]
+    of_positions = (of_head * positions + place) * PADDED + member[None, None, :]
+    weight = tl.load(weights + of_positions, mask=(place < positions) & (member < PADDED)[None, None, :])
+    of_blocks = bases + (of_head * blocks + block[:, None]) * PADDED + member[None, :]
+    return weight.to(tl.float32), tl.load(of_blocks, mask=(block < blocks)[:, None] & (member < PADDED)[None, :])
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def weigh(
     weights, bases, peaks, totals, ends, numbers, counts, most_chosen, positions, blocks, programs, sink, local,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
     SELECTORS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, ALONE: tl.constexpr,
-    BINS: tl.constexpr, OVERLAPS: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of the weights of positions, those of the heads of a list added, and count them.
 
     `most_chosen` is the binary logarithm of the weight from which positions have the greatest number.
     """
-    if OVERLAPS == 1:
-        tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
     chunk, selector, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     CHUNK: tl.constexpr = BLOCKS * BLOCK
     flat, member, every = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, PROGRAMS)
@@ -203,14 +221,9 @@ def weigh(
         list_of_head = row * (HEADS // GROUP) + selector // GROUP
         score = tl.load(weights + (list_of_head * positions + at) * PADDED + selector % GROUP, mask=at < positions)
     else:  # a key head has one list
-        list_of_head = row * SELECTORS + selector
-        block, n = chunk * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
-        place = (block[:, None] * BLOCK + n[None, :])[:, :, None]
-        of_positions = (list_of_head * positions + place) * PADDED + member[None, None, :]
-        is_weight = (place < positions) & (member < PADDED)[None, None, :]
-        weight = tl.load(weights + of_positions, mask=is_weight).to(tl.float32)
-        of_blocks = bases + (list_of_head * blocks + block[:, None]) * PADDED + member[None, :]
-        base = tl.load(of_blocks, mask=(block < blocks)[:, None] & (member < PADDED)[None, :])
+        weight, base = _estimated(
+            weights, bases, row * SELECTORS + selector, chunk, positions, blocks, PADDED, BLOCK, BLOCKS, ROWS
+        )  # fmt: skip
     head = row * HEADS + selector * TOGETHER + member
     is_part = (member < TOGETHER)[:, None] & (every < programs)[None, :]
     of_programs = head[:, None] * PROGRAMS + every[None, :]
@@ -227,11 +240,10 @@ def weigh(
         if ALONE:
             octave = most_chosen - (score - tl.sum(most + tl.log2(whole), 0))
         else:
-            # what no program of the estimates wrote is not seen
-            share = tl.where((member < TOGETHER)[None, :], tl.exp2(base - most[None, :]) * (1.0 / whole)[None, :], 0.0)
-            is_member = (member < TOGETHER)[None, None, :]
-            summed = tl.sum(tl.where(is_member, weight * share[:, None, :], 0.0), 2)
-            octave = most_chosen - tl.log2(tl.maximum(tl.reshape(summed, (CHUNK,)), 1e-37))
+            share = tl.exp2(base - most[None, :]) * (1.0 / whole)[None, :]
+            added = tl.where((member < TOGETHER)[None, None, :], weight * share[:, None, :], 0.0)
+            summed = tl.reshape(tl.sum(added, 2), (CHUNK,))
+            octave = most_chosen - tl.log2(tl.maximum(summed, 1e-37))  # a number that fp32 has
         octave = tl.where(seen, octave, 64.0)
         number = _number(octave, BINS)
         is_forced = seen & ((at < low + sink) | (at > high - local))

@@ -15,8 +15,8 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from ktc.model.attention.split_kernels import _dot
 from ktc.model.attention.choice_kernels import HIDDEN
+from ktc.model.attention.split_kernels import _dot
 
 NOT_SPECIALISED: Final = ("positions", "programs", "rounds", "k")
 
@@ -29,6 +29,24 @@ def _least_number(counts, k, BINS: tl.constexpr):
     return tl.max(tl.where(reached, bins, 1), 0)
 
 
+@triton.jit
+def _listed(numbers, lists, least, positions, program, programs, rounds, STRIP: tl.constexpr, STRIPS: tl.constexpr):
+    """Write the chosen positions of a program's strips, and return how many these are."""
+    flat = tl.arange(0, STRIPS * STRIP)
+    place = (flat // STRIP * programs + program) * STRIP + flat % STRIP
+    number = tl.load(numbers + place, mask=place < positions, other=HIDDEN)
+    chosen = 0
+    for _ in range(rounds):
+        ahead = place + STRIPS * STRIP * programs
+        next_number = tl.load(numbers + ahead, mask=ahead < positions, other=HIDDEN)
+        taken = number.to(tl.int32) >= least
+        order = tl.cumsum(taken.to(tl.int32), 0)
+        tl.store(lists + chosen + order - 1, place, mask=taken)
+        chosen += tl.max(order, 0)
+        place, number = ahead, next_number
+    return chosen
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def attend_listed(
     query, first, second, values, numbers, counts, lists, sums, peaks, totals, scale, positions, programs, rounds, k,
@@ -38,13 +56,9 @@ def attend_listed(
     FIRST: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr,
     FIRST_BLOCK: tl.constexpr, SECOND_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, STRIP: tl.constexpr, STRIPS: tl.constexpr, CHOSEN: tl.constexpr, STAGES: tl.constexpr,
-    BINS: tl.constexpr, OVERLAPS: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of attention over the chosen positions of a program's strips."""
-    if OVERLAPS == 1:
-        tl.extra.cuda.gdc_launch_dependents()
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
     program, selector, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member = tl.arange(0, ROWS)
     is_member = member < GROUP
@@ -60,22 +74,9 @@ def attend_listed(
     first += row * first_batch + key_head * first_head
     values += row * value_batch + key_head * value_head
     of_list = row * SELECTORS + selector
-    SEGMENT: tl.constexpr = STRIPS * STRIP
-    numbers += of_list * positions
-    lists += (of_list * programs + program) * rounds * SEGMENT
-    flat = tl.arange(0, SEGMENT)
-    place = (flat // STRIP * programs + program) * STRIP + flat % STRIP
-    number = tl.load(numbers + place, mask=place < positions, other=HIDDEN)
     least = _least_number(counts + of_list * BINS, k, BINS)
-    chosen = 0
-    for number_of_round in range(rounds):
-        ahead = place + SEGMENT * programs
-        next_number = tl.load(numbers + ahead, mask=ahead < positions, other=HIDDEN)
-        taken = number.to(tl.int32) >= least
-        order = tl.cumsum(taken.to(tl.int32), 0)
-        tl.store(lists + chosen + order - 1, place, mask=taken)
-        chosen += tl.max(order, 0)
-        place, number = ahead, next_number
+    lists += (of_list * programs + program) * rounds * STRIPS * STRIP
+    chosen = _listed(numbers + of_list * positions, lists, least, positions, program, programs, rounds, STRIP, STRIPS)
     tl.debug_barrier()  # the list is read by other threads of the program
     peak, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.full((ROWS,), 0, tl.float32)
     summed = tl.full((ROWS, VALUE_BLOCK), 0, tl.float32)

@@ -84,21 +84,26 @@ def _store_key(into, x, scale, largest, WIDTH: tl.constexpr, BITS: tl.constexpr)
     tl.store(into + tl.arange(0, WIDTH * BITS // 8), _packed(codes, WIDTH, BITS))
 
 
+@triton.jit
+def _store_query(into, x, scale, largest, BITS: tl.constexpr):
+    """Write the codes of a part of a query, and return what its products with stored codes have too much."""
+    codes = _rounded(x / scale, largest)
+    tl.store(into, codes.to(tl.int8))
+    total = tl.sum(codes.to(tl.int32), 0)
+    return total * 8 if BITS == 4 else total  # stored are codes plus 8, and of signs half of the codes plus 1
+
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def encode_step(
-    query, first, second, mean, signs, position, seen, coded, factors, offsets, codes, scales, ends, counts, scale, positions,
-    by_row, first_batch, first_head, first_position, second_batch, second_head, second_position,
+    query, first, second, mean, signs, position, seen, coded, factors, offsets, codes, scales, ends, counts, scale,
+    positions, by_row, first_batch, first_head, first_position, second_batch, second_head, second_position,
     code_batch, code_head, code_position, scale_batch, scale_head, mean_batch, mean_head,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, LISTS: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, FIRST_STAGES: tl.constexpr, SECOND_STAGES: tl.constexpr,
     FIRST_SCALE: tl.constexpr, SECOND_SCALE: tl.constexpr, QUERY_LARGEST: tl.constexpr, KEY_LARGEST: tl.constexpr,
     BITS: tl.constexpr, BINS: tl.constexpr, SAMPLES: tl.constexpr, STRIDE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Code the queries and the new key: a program per head of a row, and one that finds the row's first position."""
-    if OVERLAPS == 1:
-        tl.extra.cuda.gdc_launch_dependents()
     row, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if member == KEY_HEADS * (GROUP + 1):
         last = tl.load(position).to(tl.int32)
@@ -132,15 +137,11 @@ def encode_step(
         if of_group < GROUP:
             of_query = most / QUERY_LARGEST
             tl.store(factors + head, of_query * scale)
-            q1 = _rounded(x1 / of_query, QUERY_LARGEST)
-            tl.store(coded + head * (FIRST + SECOND) + d1, q1.to(tl.int8))
-            offset = tl.sum(q1.to(tl.int32), 0)
+            into = coded + head * (FIRST + SECOND)
+            offset = _store_query(into + d1, x1, of_query, QUERY_LARGEST, BITS)
             if SECOND > 0:
-                q2 = _rounded(x2 / of_query, QUERY_LARGEST)
-                tl.store(coded + head * (FIRST + SECOND) + FIRST + d2, q2.to(tl.int8))
-                offset += tl.sum(q2.to(tl.int32), 0)
-            # products with what is stored of codes, from 1 to 15 or 0 and 1, have these too many
-            tl.store(offsets + head, offset * 8 if BITS == 4 else offset)
+                offset += _store_query(into + FIRST + d2, x2, of_query, QUERY_LARGEST, BITS)
+            tl.store(offsets + head, offset)
         else:
             stored = _scale_of_key(most, total, squares, KEY_LARGEST, BITS).to(tl.float16)
             tl.store(scales + row * scale_batch + key_head * scale_head + column, stored)

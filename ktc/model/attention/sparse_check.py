@@ -23,6 +23,7 @@ from ktc.model.attention.split_decode import relative_error
 from ktc.model.attention.step_index import IndexedLayer
 
 _BOUND: Final = 0.01  # of the relative error of bf16 numbers
+_MOST: Final = 64 * 512  # numbers that a program adds up in its registers
 _LENGTH, _ROOM, _READ = 600, 1024, 64  # positions of the check, of its memory, and those that are chosen
 
 
@@ -71,6 +72,9 @@ def _check(sizes: _Sizes, sparsity: Sparsity, device: torch.device) -> str:
 
     from ktc.model.attention.sparse_kernels import StepKeys, attend_sparsely
 
+    together = sizes.heads // (sizes.key_heads if sparsity.shared else sizes.heads)
+    if together * sizes.value > _MOST:
+        return f"sparse attention of {together} heads of {sizes.value} values is more than a program adds up"
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

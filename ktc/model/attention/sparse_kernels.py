@@ -79,6 +79,7 @@ class SparseTiling:
     these; one of attention lists `strips` of `strip` positions at once, and reads `chosen` rows at once.
     """
 
+    encode_warps: int
     block: int
     estimating: int
     estimate_warps: int
@@ -94,14 +95,11 @@ class SparseTiling:
     attend_stages: int
     merged: int
     together: int
-    encode_warps: int = 4
-    bins: int = _BINS
-    overlaps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """Codes and factors of queries, what their products have too much, and the first and the last position of each row."""
+    """Codes, factors and `offsets` of queries, and the first and the last position of each row."""
 
     queries: Tensor
     factors: Tensor
@@ -152,7 +150,7 @@ def attend_sparsely(
     """Compute query (B, H, 1, k + r) -> (B, 1, H, v), and return what was chosen."""
     with torch.cuda.device_of(query):  # Triton launches on the current device
         query, sizes = query.contiguous(), sizes_of(query, keys.kv, sparsity)
-        tiling = tiling or tiling_of(sizes, sparsity, query.device)
+        tiling = tiling or tiling_of(sizes, keys.kv)
         coded = encoded(query, keys, sizes, scale, sparsity, tiling)
         estimates = estimated(coded, keys.index, sizes, tiling)
         choice = weighed(estimates, coded, sizes, sparsity, tiling)
@@ -161,6 +159,7 @@ def attend_sparsely(
 
 
 def sizes_of(query: Tensor, kv: KVCacheView, sparsity: Sparsity) -> Sizes:
+    """Return the sizes of a call."""
     B, H, _, _ = query.shape
     K, L = kv.keys.shape[1:3]
     first, second = _parts(kv)
@@ -170,16 +169,22 @@ def sizes_of(query: Tensor, kv: KVCacheView, sparsity: Sparsity) -> Sizes:
     )  # fmt: skip
 
 
-def tiling_of(sizes: Sizes, sparsity: Sparsity, device: torch.device) -> SparseTiling:
+def tiling_of(sizes: Sizes, kv: KVCacheView) -> SparseTiling:
     """Return the tiling of a call: by shapes and the GPU alone, so that a captured step has one grid."""
-    processors = _gpu(device)[0]
-    wide = sizes.first + sizes.second > 256
+    processors, width = _gpu(kv.keys.device)[0], sizes.first + sizes.second
+    wide, lists = width > 256, sizes.batch * sizes.lists
     block = 64 if wide else 128
-    estimating = max(1, min(-(-sizes.positions // block), 2 * processors // (sizes.batch * sizes.key_heads)))
-    attending = max(1, min(-(-sizes.positions // 512), (1 if wide else 2) * processors // (sizes.batch * sizes.lists)))
+    estimating = (3 if wide else 4) * processors // (sizes.batch * sizes.key_heads)
+    attending = (1 if wide else 2) * processors // lists
+    row_bytes = (width if kv.rope_keys is not None else 2 * width) * kv.keys.element_size()
     return SparseTiling(
-        block, estimating, 4, 3, _wide(sizes.group, 8), 1024 // block, 4, attending, 32, 32, 32, 4, 2, 64, 16
-    )
+        encode_warps=4, block=block, estimating=max(1, min(-(-sizes.positions // block), estimating)),
+        estimate_warps=4, estimate_stages=3, rows=_wide(sizes.group, 8 if sizes.bits == 4 and not wide else 16),
+        blocks=1024 // block, weigh_warps=8 if wide else 4,
+        attending=max(1, min(-(-sizes.positions // 512), attending)), strip=32 if wide else 16,
+        strips=32 if wide else 64, chosen=64 if row_bytes <= 1024 else 32, attend_warps=4, attend_stages=2,
+        merged=32, together=128,
+    )  # fmt: skip
 
 
 def encoded(
@@ -194,18 +199,18 @@ def encoded(
     made = kv.keys.new_empty
     coded, factors = made((B, H, query.shape[-1]), dtype=torch.int8), made((B, H), dtype=torch.float32)
     offsets = made((B, H), dtype=torch.int32)
-    ends, counts = made((B, 2), dtype=torch.int32), made((B, sizes.lists, tiling.bins), dtype=torch.int32)
+    ends, counts = made((B, 2), dtype=torch.int32), made((B, sizes.lists, _BINS), dtype=torch.int32)
     seen = mask.view(torch.uint8)
     by_row = seen.stride(0) if seen.shape[0] == B and B > 1 else 0
     encode_step[(B, K * (sizes.group + 1) + 1)](
-        query, first, other, index.mean, index.signs, step.position, seen, coded, factors, offsets, index.codes, index.scales,
-        ends, counts, scale * _LOG2_E, L, by_row, *first.stride()[:3], *other.stride()[:3], *index.codes.stride()[:3],
-        *index.scales.stride()[:2], *index.mean.stride()[:2],
+        query, first, other, index.mean, index.signs, step.position, seen, coded, factors, offsets, index.codes,
+        index.scales, ends, counts, scale * _LOG2_E, L, by_row, *first.stride()[:3], *other.stride()[:3],
+        *index.codes.stride()[:3], *index.scales.stride()[:2], *index.mean.stride()[:2],
         KEY_HEADS=K, HEADS=H, GROUP=sizes.group, LISTS=sizes.lists // K, FIRST=sizes.first, SECOND=sizes.second,
         FIRST_STAGES=sizes.first.bit_length() - 1, SECOND_STAGES=max(0, sizes.second.bit_length() - 1),
         FIRST_SCALE=1 / math.sqrt(sizes.first), SECOND_SCALE=1 / math.sqrt(sizes.second or 1),
-        QUERY_LARGEST=of_query, KEY_LARGEST=of_key, BITS=bits, BINS=tiling.bins, SAMPLES=_SAMPLES,
-        STRIDE=_wide(-(-L // _SAMPLES)), OVERLAPS=tiling.overlaps, num_warps=tiling.encode_warps,
+        QUERY_LARGEST=of_query, KEY_LARGEST=of_key, BITS=bits, BINS=_BINS, SAMPLES=_SAMPLES,
+        STRIDE=_wide(-(-L // _SAMPLES)), num_warps=tiling.encode_warps,
     )  # fmt: skip
     return _Coded(coded, factors, offsets, ends, counts)
 
@@ -217,12 +222,11 @@ def estimated(coded: _Coded, index: StepIndex, sizes: Sizes, tiling: SparseTilin
     weights = made((B, K, L, sizes.padded), dtype=torch.float32 if alone else torch.bfloat16)
     bases, state = made((B, K, blocks, sizes.padded)), made((2, B, H, triton.next_power_of_2(tiling.estimating)))
     estimate[(tiling.estimating, K, B)](
-        coded.queries, coded.factors, coded.offsets, index.codes, index.scales, coded.ends, weights, bases, state[0], state[1],
-        L, blocks, tiling.estimating, *index.codes.stride()[:3], *index.scales.stride()[:2],
+        coded.queries, coded.factors, coded.offsets, index.codes, index.scales, coded.ends, weights, bases,
+        state[0], state[1], L, blocks, tiling.estimating, *index.codes.stride()[:3], *index.scales.stride()[:2],
         HEADS=H, GROUP=sizes.group, PADDED=sizes.padded, FIRST=sizes.first, SECOND=sizes.second, BITS=sizes.bits,
-        ROWS=tiling.rows, BLOCK=tiling.block, ALONE=alone,
-        EVEN=L % tiling.block == 0, STATE=state.shape[-1], STAGES=tiling.estimate_stages, OVERLAPS=tiling.overlaps,
-        num_warps=tiling.estimate_warps, **_launch(tiling),
+        ROWS=tiling.rows, BLOCK=tiling.block, ALONE=alone, EVEN=L % tiling.block == 0, STATE=state.shape[-1],
+        STAGES=tiling.estimate_stages, num_warps=tiling.estimate_warps,
     )  # fmt: skip
     return _Estimated(weights, bases, state)
 
@@ -236,8 +240,7 @@ def weighed(made: _Estimated, coded: _Coded, sizes: Sizes, sparsity: Sparsity, t
         sparsity.sink, sparsity.local, HEADS=sizes.heads, GROUP=sizes.group, PADDED=sizes.padded,
         TOGETHER=sizes.together, ROWS=triton.next_power_of_2(sizes.together), SELECTORS=sizes.lists,
         BLOCK=tiling.block, BLOCKS=tiling.blocks, PROGRAMS=made.state.shape[-1],
-        ALONE=sizes.together == 1, BINS=tiling.bins, OVERLAPS=tiling.overlaps, num_warps=tiling.weigh_warps,
-        **_launch(tiling),
+        ALONE=sizes.together == 1, BINS=_BINS, num_warps=tiling.weigh_warps,
     )  # fmt: skip
     return Choice(numbers, coded.counts)
 
@@ -262,8 +265,7 @@ def attended(
         FIRST=sizes.first, SECOND=sizes.second, VALUE=VALUE, FIRST_BLOCK=_wide(sizes.first),
         SECOND_BLOCK=_wide(sizes.second) if sizes.second else 0, VALUE_BLOCK=_wide(VALUE), SHARED=values is first,
         ROWS=_wide(sizes.together), STRIP=tiling.strip, STRIPS=tiling.strips, CHOSEN=tiling.chosen,
-        STAGES=tiling.attend_stages, BINS=tiling.bins, OVERLAPS=tiling.overlaps, num_warps=tiling.attend_warps,
-        **_launch(tiling),
+        STAGES=tiling.attend_stages, BINS=_BINS, num_warps=tiling.attend_warps,
     )  # fmt: skip
     return sums, state
 
@@ -278,14 +280,9 @@ def merged(query: Tensor, parts: tuple[Tensor, Tensor], sinks: Tensor | None, ti
         sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out, programs, 1,
         HEADS=H, SEVERAL=False, VALUE=VALUE, SINKS=sinks is not None,
         PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(programs)), BLOCK=tiling.merged,
-        TOGETHER=tiling.together, OVERLAPS=tiling.overlaps, num_warps=4, **_launch(tiling),
+        TOGETHER=tiling.together, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def _launch(tiling: SparseTiling) -> dict[str, bool]:
-    """Return the option with which a kernel is launched before the one that it waits for has ended."""
-    return {"launch_pdl": True} if tiling.overlaps else {}
 
 
 def _wide(width: int, least: int = 16) -> int:

@@ -88,7 +88,7 @@ def attend(
             sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out,
             tiling.programs, T, HEADS=H, SEVERAL=T > 1, VALUE=values.shape[-1], SINKS=sinks is not None,
             PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(tiling.programs)), BLOCK=_MERGED,
-            TOGETHER=16, OVERLAPS=False, num_warps=4,
+            TOGETHER=16, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -295,10 +295,8 @@ def _split(
 def _merge(
     sums, peaks, totals, sinks, out, programs, tokens,
     HEADS: tl.constexpr, SEVERAL: tl.constexpr, VALUE: tl.constexpr, SINKS: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr, TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
     if not SEVERAL:
         tokens = 1
     row = tl.program_id(0).to(tl.int64)
