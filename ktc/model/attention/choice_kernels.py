@@ -4,7 +4,7 @@ Two kernels. A program of the first multiplies the codes of some blocks of posit
 head. A program of the second adds the weights of the heads that choose together, and counts their numbers.
 
 The numbers: no more than `k` positions have a weight of 1 / `k` of the heads' sum, so all of these are chosen and have
-the greatest number. Below it a power of two has 32 numbers, after 8 powers 16, and after 16 powers 4.
+the greatest number. Below it a power of two has 16 numbers, after 8 powers 8, and after 16 powers 2.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false

@@ -137,10 +137,10 @@ def encode_step(
         if of_group < GROUP:
             of_query = most / QUERY_LARGEST
             tl.store(factors + head, of_query * scale)
-            into = coded + head * (FIRST + SECOND)
-            offset = _store_query(into + d1, x1, of_query, QUERY_LARGEST, BITS)
+            of_codes = coded + head * (FIRST + SECOND)
+            offset = _store_query(of_codes + d1, x1, of_query, QUERY_LARGEST, BITS)
             if SECOND > 0:
-                offset += _store_query(into + FIRST + d2, x2, of_query, QUERY_LARGEST, BITS)
+                offset += _store_query(of_codes + FIRST + d2, x2, of_query, QUERY_LARGEST, BITS)
             tl.store(offsets + head, offset)
         else:
             stored = _scale_of_key(most, total, squares, KEY_LARGEST, BITS).to(tl.float16)

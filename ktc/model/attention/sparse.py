@@ -33,7 +33,7 @@ from ktc.model.linears.gemv import is_traced
 
 log = logging.getLogger(__name__)
 _CACHE: Final = "past_key_values"
-_DENSE_STEPS: Final = 16384  # positions up to which dense attention is as fast in recorded steps on a GPU
+_DENSE_STEPS: Final = 32768  # positions up to which dense attention is as fast in recorded steps on a GPU
 _SHORT: Final = f"recorded steps over up to {_DENSE_STEPS} positions stay dense, which takes no longer on a GPU"
 
 

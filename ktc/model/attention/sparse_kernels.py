@@ -40,7 +40,7 @@ from ktc.model.attention.step_index import StepIndex
 _LOG2_E: Final = 1.4426950408889634
 _SAMPLES: Final = 1024  # columns of a mask in which a row's first position is searched
 _LARGEST: Final = {"int4": (127.0, 7.0, 4), "sign": (15.0, 1.0, 1)}  # of codes of queries and keys, bits of the latter
-_BINS: Final = 512  # numbers of weights
+_BINS: Final = 256  # numbers of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +173,17 @@ def tiling_of(sizes: Sizes, kv: KVCacheView) -> SparseTiling:
     """Return the tiling of a call: by shapes and the GPU alone, so that a captured step has one grid."""
     processors, width = _gpu(kv.keys.device)[0], sizes.first + sizes.second
     wide, lists = width > 256, sizes.batch * sizes.lists
-    block = 64 if wide else 128
-    estimating = (3 if wide else 4) * processors // (sizes.batch * sizes.key_heads)
+    # measured on an H200: few warps where codes are few, and a product's 16 columns for bits
+    block, warps, several, rows = (64, 4, 3, 16) if wide else (64, 1, 7, 8) if sizes.bits == 4 else (128, 4, 4, 16)
+    if wide and sizes.bits == 1:
+        warps, several = 2, 4
+    estimating = several * processors // (sizes.batch * sizes.key_heads)
     attending = (1 if wide else 2) * processors // lists
     row_bytes = (width if kv.rope_keys is not None else 2 * width) * kv.keys.element_size()
     return SparseTiling(
         encode_warps=4, block=block, estimating=max(1, min(-(-sizes.positions // block), estimating)),
-        estimate_warps=4, estimate_stages=3, rows=_wide(sizes.group, 8 if sizes.bits == 4 and not wide else 16),
-        blocks=1024 // block, weigh_warps=8 if wide else 4,
+        estimate_warps=warps, estimate_stages=3, rows=_wide(sizes.group, rows),
+        blocks=(1024 if wide else 2048) // block, weigh_warps=8,
         attending=max(1, min(-(-sizes.positions // 512), attending)), strip=32 if wide else 16,
         strips=32 if wide else 64, chosen=64 if row_bytes <= 1024 else 32, attend_warps=4, attend_stages=2,
         merged=32, together=128,
