@@ -215,7 +215,7 @@ def weigh(
     flat, member, every = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, PROGRAMS)
     at = chunk * CHUNK + flat
     into = numbers + (row * SELECTORS + selector) * positions + at
-    # all that is read is asked for at once
+    # all loads are issued at once
     low, high = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
     if ALONE:
         list_of_head = row * (HEADS // GROUP) + selector // GROUP

@@ -1,6 +1,6 @@
 """Device code of attention over chosen positions: each program lists those of its strips, and attends to them.
 
-Strips are dealt to programs in turn, since the last positions, which are all chosen, are neighbours. A program writes
+Programs have strips in turn, since the last positions, which are all chosen, are neighbours. A program writes
 its list to memory, and reads rows of the cache by it.
 """
 

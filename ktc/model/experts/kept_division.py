@@ -24,7 +24,7 @@ class Division:
     crowded: float
 
     def cost(self, rows: float) -> float:
-        """Return the time that the CPU takes for an expert with these rows, in that of one read."""
+        """Return the time of an expert with these rows on the CPU, in that of one read."""
         return max(1.0, rows / self.crowded)
 
 
@@ -32,7 +32,7 @@ def over_bus(rows: Sequence[int], near: Collection[int], share: float, division:
     """Return the experts that are sent, by number. `rows` has those of each expert, 0 for experts that none chose.
 
     `share` is that of the bus in the speed of bus and CPU. Of the experts that are not `near`, those with the most rows
-    are sent, of equal ones those with the lowest numbers: as many as let whichever of both ends last end earliest.
+    are sent, of equal ones those with the lowest numbers, until whichever of both ends last ends earliest.
     """
     far = [expert for expert, count in enumerate(rows) if count and expert not in near]
     far.sort(key=lambda expert: -rows[expert])

@@ -202,7 +202,7 @@ class KeptExperts:
         size, packed, parts, sent = layer.layout.nbytes, layer.packed.packed, list[tuple[Tensor, Tensor]](), 0
 
         def source_of(numbered: tuple[int, int]) -> tuple[int, int]:
-            """A place, or -1 and a number that neighbours in host memory share."""
+            """Return a place, or -1 and a number that neighbours in host memory share."""
             at, expert = numbered
             place = self._arrived(layer, expert)
             return (-1, expert - at) if place is None else (place, 0)
