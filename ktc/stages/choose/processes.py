@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ktc.foundation.host import Host
+from ktc.stages.choose.fitting import needed_bytes
 from ktc.stages.choose.types import Candidate, Priced, Processes
 from ktc.stages.choose.uses import uses_of
 from ktc.stages.cost import Prediction
@@ -27,15 +28,16 @@ def data_parallel(
     """Return the fastest step of one process per GPU; None for one GPU, one sequence, or where no plan trains on one.
 
     `predict` prices a plan of one of so many processes on its part of a host. The candidate is None where sequences
-    cannot be shared out evenly.
+    cannot be shared out evenly. GPUs have to be alike, and the one with least free memory holds what the first has to.
     """
     count = len(host.gpus)
     plans = [
         (one, one.plan)
         for one in priced
-        if one.plan is not None and not one.lacks and _is_of_one(one.plan) and _has_room(one.plan, count, host)
+        if one.plan is not None and not one.lacks and _is_of_one(one.plan) and _has_room(one.plan, host)
     ]
-    if count < 2 or not plans or plans[0][1].mode != "train":
+    alike = len({(gpu.name, gpu.memory) for gpu in host.gpus}) == 1
+    if count < 2 or not alike or not plans or plans[0][1].mode != "train":
         return None
     use = uses_of("train", shape)[0][0]
     part = replace(shape, batch=use.batch // count, length=use.length)
@@ -61,10 +63,12 @@ def _is_of_one(plan: Plan) -> bool:
     return used <= {"cpu", "cuda:0"} and "cuda:0" in used
 
 
-def _has_room(plan: Plan, count: int, host: Host) -> bool:
-    """Return whether host memory holds what each process loads."""
+def _has_room(plan: Plan, host: Host) -> bool:
+    """Return whether each GPU holds what the plan needs of the first, and host memory what each process loads."""
     loaded = sum(device.weights + device.adapter for device in plan.devices if device.device == "cpu")
-    return count * loaded <= BUDGET_SHARE * host.memory
+    least = min(gpu.free for gpu in host.gpus)
+    fits = needed_bytes(plan).get("cuda:0", 0) <= BUDGET_SHARE * least
+    return fits and len(host.gpus) * loaded <= BUDGET_SHARE * host.memory
 
 
 def _parameters(plan: Plan) -> float:

@@ -138,6 +138,15 @@ def test_one_process_per_gpu_is_a_candidate(v2_lite: CapturedModel, tmp_path: Pa
     assert both.processes.sent == pytest.approx(4 * parameters, rel=0.01)  # half of each gradient, out and back
 
 
+@pytest.mark.parametrize(
+    "second", [Gpu("NVIDIA H100", 80 << 30, taken=79 << 30), Gpu("NVIDIA A100", 80 << 30), Gpu("NVIDIA H100", 40 << 30)]
+)
+def test_processes_need_gpus_alike_and_each_with_room(second: Gpu, v2_lite: CapturedModel, tmp_path: Path) -> None:
+    host = replace(SERVER, gpus=(Gpu("NVIDIA H100", 80 << 30), second))
+    one = chosen(v2_lite, program(tmp_path), host)
+    assert one.processes is None and one.plan.processes == 1
+
+
 ANSWERING = """
 import "std/moe.ktr"
 rule experts { match moe.block => cpu_moe() }
