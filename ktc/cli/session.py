@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -97,8 +98,10 @@ class Session:
         if error is not None:
             self._report(error)
         try:
-            if self.as_json:
-                self._stdout.write(json.dumps(self._result, indent=2, default=os.fspath) + "\n")
+            if (reports := environment.reports_folder()) is not None:  # to the starter, which prints
+                self._leave(reports)
+            elif self.as_json:
+                self._stdout.write(self._object() + "\n")
             self._stdout.flush()
         except OSError as failure:
             self._report(failure)
@@ -114,6 +117,13 @@ class Session:
         sys.unraisablehook = sys.__unraisablehook__
         threading.excepthook = threading.__excepthook__
         raise typer.Exit(self.exit_code) from None
+
+    def _object(self) -> str:
+        return json.dumps(self._result, indent=2, default=os.fspath)
+
+    def _leave(self, reports: Path) -> None:
+        with suppress(OSError):  # the starter is gone
+            write_file(reports / f"{environment.process_rank()}.json", self._object())
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = True
@@ -205,6 +215,11 @@ class Session:
         """Add to the object that `--json` prints, paths as text; `diagnose` adds its diagnostics."""
         self._result = {**self._result, **value}
 
+    def adopt(self, result: Mapping[str, Any]) -> None:
+        """Add the object of a process that has shown its results and diagnostics, after the diagnostics here."""
+        both = [*self._result.get("diagnostics", []), *result.get("diagnostics", [])]
+        self._result = {**self._result, **result, **({"diagnostics": both} if both else {})}
+
     def emit(self, text: str, output: Path | None) -> None:
         """Write a command's product to the file `output`, or to stdout if it is None. Raises InputRefused (U003)."""
         if output is None:
@@ -232,6 +247,8 @@ class Session:
             *(to_json(diagnostic, sources) for diagnostic in diagnostics),
         ]
         hidden = ("note", "warning") if self._silent else ("note",) if self.quiet else ()
+        if self._muted and environment.reports_folder() is not None:  # the starter shows the errors of all, once
+            hidden = ("note", "warning", "error")
         shown = [diagnostic for diagnostic in diagnostics if diagnostic.severity not in hidden]
         if not shown:
             return
@@ -283,7 +300,11 @@ class Session:
     def _open_log(self) -> None:
         if self._log_file is None:
             return
-        handler = _LogFile(self._log_file, mode="w", encoding="utf-8")
+        file, mode = self._log_file, "w"
+        if environment.started_for() is not None:  # beside its starter, and beside others
+            rank = environment.process_rank()
+            file, mode = (file, "a") if rank == 0 else (file.with_name(f"{file.name}.rank{rank}"), "w")
+        handler = _LogFile(file, mode=mode, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(message)s"))
         self._log.addHandler(handler)
         self._log.setLevel(logging.INFO)
@@ -304,6 +325,10 @@ class _LogFile(logging.FileHandler):
 
     fault: MachineFault | None = None
 
+    def _open(self) -> TextIOWrapper:
+        """Open the file so that each line goes to its end: other processes may write to it too."""
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_appending)
+
     def emit(self, record: logging.LogRecord) -> None:
         if self.fault is None:
             super().emit(record)
@@ -313,6 +338,10 @@ class _LogFile(logging.FileHandler):
         self.fault = None if error is None else fault_in(error)
         if self.fault is None:
             super().handleError(record)
+
+
+def _appending(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_APPEND, 0o666)
 
 
 def _lacking(error: BaseException) -> Diagnostic | None:

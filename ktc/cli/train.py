@@ -25,6 +25,7 @@ from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_aft
 from ktc.cli.options import Experts, TextOnly, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
+from ktc.cli.started import CLAIMED, mark, watch_starter
 from ktc.diagnostics import Diagnostic
 from ktc.foundation import environment
 from ktc.training.tune.settings import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ktc.training.tune.types import PreparedData, RunPaths, TrainResult
 
 Command = Callable[..., None]
+_ALONE: Final = "alone"  # several processes had too little memory on a GPU
 # The titles of groups of settings in `--help`; the other settings are under "Training".
 _GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "Data": ("data", "format", "column", "template", "eval_data", "eval_split", "streaming", "length", "truncate",
@@ -79,8 +81,9 @@ def train_command(
     **flags: Any,
 ) -> None:
     """Fine-tune a model with LoRA on a file of examples; the adapter loads on the original with stock PEFT."""
-    if environment.process_rank() != 0:  # under torchrun, only rank 0 prints
+    if environment.process_rank() != 0:  # only rank 0 prints
         session.mute()
+    watch_starter()
     for setting in ("targets", "report_to"):
         if flags[setting] is not None:
             flags[setting] = tuple(name.strip() for name in flags[setting].split(",") if name.strip())
@@ -114,15 +117,17 @@ def train_command(
         return
 
     def run(out: Path) -> TrainResult:
-        if (count := count_of(session, out, settings)) > 1:
-            session.mute()  # the first of them reports
-            raise typer.Exit(run_in_processes(session, out, count))
-        of_plan = train.started_again(paths, out, claimed="folder" in seen)
+        if _ALONE not in seen and (count := count_of(session, out, settings)) > 1:
+            train.require_usable(paths)
+            seen.update(run_in_processes(session, out, count, may_fall_back=settings.processes is None))
+            seen.add(_ALONE)
+        of_plan = train.started_again(paths, out, claimed=CLAIMED in seen)
         runs.append(out)
         with TrainProgress(session) as progress, _stopping(session) as stop, steps_bar(session, "reading the data"):
 
             def observe(event: str, value: object) -> None:
                 seen.add(event)
+                mark(event)
                 progress.observe(event, value)
 
             return train.run(of_plan, settings, observe=observe, stop=stop)

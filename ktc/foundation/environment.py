@@ -49,6 +49,11 @@ def world_size() -> int:
     return _number("WORLD_SIZE")
 
 
+def is_in_world() -> bool:
+    """Return whether a launcher started this process, also as the only one (`torchrun --nproc-per-node 1`)."""
+    return "WORLD_SIZE" in os.environ
+
+
 def asked_processes() -> int:
     """Return the number of processes that LLaMA-Factory's launcher would start: `NPROC_PER_NODE` times `NNODES`."""
     return _number("NPROC_PER_NODE") * _number("NNODES")
@@ -125,6 +130,9 @@ def join_world_of_one() -> None:
 
 # The processes of one `ktc train`, which starts them itself
 _STARTED: Final = "KTC_STARTED_FOR"
+_REPORTS: Final = "KTC_STARTED_REPORTS"
+STARTER_PIPE: Final = "KTC_STARTER_PIPE"
+_OF_LAUNCHERS: Final = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 def started_for() -> Path | None:
@@ -133,11 +141,25 @@ def started_for() -> Path | None:
     return Path(folder) if folder else None
 
 
-def of_processes(out: Path, count: int, threads: int) -> list[dict[str, str]]:
+def reports_folder() -> Path | None:
+    """Return the folder in which a process that `ktc train` has started leaves its diagnostics and result."""
+    folder = os.environ.get(_REPORTS)
+    return Path(folder) if folder else None
+
+
+def starter_pipe() -> int | None:
+    """Return the file descriptor of a pipe that ends with the `ktc train` that has started this process."""
+    number = os.environ.get(STARTER_PIPE, "")
+    return int(number) if number.isdecimal() else None
+
+
+def of_processes(out: Path, count: int, threads: int, reports: Path) -> list[dict[str, str]]:
     """Return the environment of each process of `count` on this machine, as torchrun would set it."""
+    before = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     shared = {
-        **os.environ, _STARTED: str(out.absolute()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(),
-        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "ktc",
+        **before, _STARTED: str(out.absolute()), _REPORTS: str(reports),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "ktc",
     }  # fmt: skip
     shared.setdefault("OMP_NUM_THREADS", str(threads))
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

@@ -34,14 +34,29 @@ def for_this_process(manifest: Manifest, folder: Path) -> Manifest:
     processes, rank = environment.local_world_size(), environment.local_rank()
     if processes == 1 or not any(_is_gpu(device) for _, device in _uses(manifest)):
         return manifest
+    changed = require_gpus(manifest, folder, processes, rank)
+    torch.cuda.set_device(rank)
+    log.info("process %d of %d on this machine runs `%s` on cuda:%d", rank, processes, folder.name, rank)
+    return changed
+
+
+def require_gpus(manifest: Manifest, folder: Path, processes: int, rank: int = 0) -> Manifest:
+    """Return the manifest for process `rank` of `processes`, for which this machine has a GPU each.
+
+    A model that uses no GPU needs none.
+
+    Raises:
+        InputRefused: L447.
+        HostLacks: L409.
+    """
+    if not any(_is_gpu(device) for _, device in _uses(manifest)):
+        return manifest
     changed = for_process(manifest, folder, rank, processes)
     seen = torch.cuda.device_count()
     if seen < processes:
-        message = f"torchrun runs {processes} processes on this machine, each on a GPU of its own; this one sees {seen}"
+        message = f"this run has {processes} processes on this machine, each on a GPU of its own; {seen} GPUs are seen"
         hint = f"start at most {seen} processes, or make the GPUs visible" if seen else "make the GPUs visible"
         raise HostLacks(Diagnostic("L409", message, hint=hint))
-    torch.cuda.set_device(rank)
-    log.info("process %d of %d on this machine runs `%s` on cuda:%d", rank, processes, folder.name, rank)
     return changed
 
 
@@ -57,8 +72,8 @@ def for_process(manifest: Manifest, folder: Path, rank: int, processes: int) -> 
     users = {_name(device): fqn for fqn, device in _places(manifest) if _is_gpu(device)}
     if len(users) > 1:
         where = ", ".join(f"`{fqn or 'the model'}` on `{device}`" for device, fqn in sorted(users.items()))
-        message = f"`{folder.name}` was placed on {len(users)} GPUs ({where}), and torchrun runs {processes} processes"
-        hint = "compile it for one GPU, which every process then has for itself, or start one process per machine"
+        message = f"`{folder.name}` was placed on {len(users)} GPUs ({where}), and this run has {processes} processes"
+        hint = "compile it for one GPU, which every process then has for itself, or run one process per machine"
         raise InputRefused(Diagnostic("L447", message, hint=hint))
     several = len({_name(device) for _, device in _uses(manifest) if _is_gpu(device)}) > 1
     memory = Counter[str]()

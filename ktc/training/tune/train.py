@@ -98,6 +98,11 @@ def _warn(event: str, value: object) -> None:
         warnings.warn(f"{finding.message} ({finding.hint})" if finding.hint else finding.message, stacklevel=2)
 
 
+def require_usable(paths: RunPaths) -> None:
+    """Raise InputRefused (T521, T523, T524) where a run cannot have its folder. Nothing is written."""
+    run_folder.require_usable(paths.output, resume=paths.resume, force=paths.force)
+
+
 def run(
     paths: RunPaths, settings: TrainSettings, *, observe: Observe = _warn, stop: Stop = lambda: False
 ) -> TrainResult:
@@ -105,17 +110,29 @@ def run(
 
     `stop` is called after each step; a run that it stops saves a checkpoint first. Each of several processes calls
     this, and rank 0 writes.
+
+    Raises:
+        InputRefused: T503 for another number of `processes` than run; T521 to T524 for the folder.
     """
     from ktc.training.tune.training_run import TrainingRun
 
+    _require_processes(settings)
     with ExitStack() as undone:
         if environment.process_rank() == 0:  # the one that will claim the folder
-            run_folder.require_usable(paths.output, resume=paths.resume, force=paths.force)
+            require_usable(paths)
             if paths.trace is not None:
                 undone.enter_context(_empty_trace(paths.trace))
         data = prepare(paths, settings)
         observe("data", data)
         return TrainingRun(paths, settings, data, observe, stop).finish()
+
+
+def _require_processes(settings: TrainSettings) -> None:
+    running = environment.world_size()
+    if settings.processes not in (None, running):
+        message = f"`processes` is {settings.processes}, and this run has {running}"
+        hint = "leave it out: torchrun says how many run; without torchrun, `ktc train` starts them"
+        raise InputRefused(Diagnostic("T503", message, hint=hint))
 
 
 def started_again(paths: RunPaths, out: Path, *, claimed: bool) -> RunPaths:

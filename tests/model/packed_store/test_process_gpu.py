@@ -98,7 +98,7 @@ def test_more_processes_than_gpus_are_refused_by_load(compiled: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     try:
         file.write_text(json.dumps({**json.loads(sealed), "placement": ONE_GPU}))
-        with pytest.raises(HostLacks, match=r"L409: torchrun runs 2 processes on this machine.*this one sees 1"):
+        with pytest.raises(HostLacks, match=r"L409: this run has 2 processes on this machine.*1 GPUs are seen"):
             ktc.load(compiled)
     finally:
         file.write_text(sealed)
