@@ -327,7 +327,8 @@ class _LogFile(logging.FileHandler):
 
     def _open(self) -> TextIOWrapper:
         """Open the file so that each line goes to its end: other processes may write to it too."""
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_appending)
+        mode = "a" if self.mode == "a" else "w"
+        return open(self.baseFilename, mode, encoding=self.encoding, opener=_appending)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.fault is None:

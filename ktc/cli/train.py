@@ -25,7 +25,6 @@ from ktc.cli.given_model import GivenModel, Recompile, Wish, compiled, named_aft
 from ktc.cli.options import Experts, TextOnly, Trust, Weights
 from ktc.cli.session import INTERRUPTED, Session
 from ktc.cli.session_options import in_session
-from ktc.cli.started import CLAIMED, mark, watch_starter
 from ktc.diagnostics import Diagnostic
 from ktc.foundation import environment
 from ktc.training.tune.settings import (
@@ -81,6 +80,8 @@ def train_command(
     **flags: Any,
 ) -> None:
     """Fine-tune a model with LoRA on a file of examples; the adapter loads on the original with stock PEFT."""
+    from ktc.cli.started import CLAIMED, mark, watch_starter
+
     if environment.process_rank() != 0:  # only rank 0 prints
         session.mute()
     watch_starter()

@@ -46,9 +46,12 @@ def working_bytes(chunk: ChunkBytes, rows: int | None = None) -> int:
     return chunk.matrices + _ARRAYS * (chunk.rows if rows is None else min(rows, chunk.rows))
 
 
-def result_bytes(hidden: int, top_k: int, item: int) -> int:
-    """Return the bytes of a token of a call: a row for each choice, and its input, sums in fp32 and gradients."""
-    return hidden * (_SUMS + top_k * item)
+def result_bytes(hidden: int, top_k: int, item: int, processes: int = 1) -> int:
+    """Return the bytes of a token of a call: a row for each choice, and its input, sums in fp32 and gradients.
+
+    Of several `processes` that share experts, each has inputs and sums of all rows, and its part of the choices.
+    """
+    return hidden * (_SUMS * processes + top_k * item)
 
 
 @dataclass(frozen=True, slots=True)

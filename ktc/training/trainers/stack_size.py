@@ -53,7 +53,8 @@ def bytes_per_token(
             per_token["cpu"] += 2 * width + backend.saved_bytes(*_ranks(split.experts))
             if backend.device.type != "cpu":
                 sizes = call.hidden.shape[-1], fused.top_k, call.hidden.element_size()
-                layer = stream_sizes.result_bytes(*sizes)
+                sharing = None if fused.offload is None else fused.offload.sharing
+                layer = stream_sizes.result_bytes(*sizes, 1 if sharing is None else sharing.size)
                 one_layer[str(backend.device)] = max(layer, one_layer.get(str(backend.device), 0))
         if device.type == "cuda":  # where passes of many tokens keep attention's output in any case
             per_token["cpu"] += width * max(on_host, split.attention is not None)

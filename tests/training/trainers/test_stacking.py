@@ -21,6 +21,7 @@ from trl import SFTConfig
 from ktc.diagnostics import InputRefused
 from ktc.model import twin
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.stream_sizes import result_bytes
 from ktc.model.experts.streamed_backend import Streamed
 from ktc.stages.link import link
 from ktc.tools.bench.plans.kinds import KindClock, TimedSteps
@@ -297,6 +298,11 @@ def test_what_layers_leave_on_the_device_is_two_hidden_states_each(package: Call
     assert sum(each.untyped_storage().nbytes() for each in on_host.values()) == len(layers) * width * tokens
     held = bytes_per_token(layers, calls[0])["cpu"]
     assert held >= (on_device + len(layers) * width * tokens) / tokens
+
+
+def test_rows_of_other_processes_count_where_they_share_experts() -> None:
+    alone, sharing = (result_bytes(64, 8, 2, processes) for processes in (1, 4))
+    assert sharing - alone == 3 * 12 * 64, "inputs, sums and gradients of their rows; choices are divided"
 
 
 def test_experts_of_a_gpu_leave_states_alone_on_the_host(
