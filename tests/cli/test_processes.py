@@ -134,8 +134,9 @@ def error(code: str, message: str) -> str:
 def leaving(*of_ranks: str) -> str:
     """Code of processes that leave an error each, and fail."""
     errors = ", ".join(of_ranks)
+    both = "while len([*reports.glob('*.json')]) < 2:\n    time.sleep(0.01)\n"
     text = "json.dumps({'diagnostics': [errors[int(rank)]]})"
-    return f"errors = [{errors}]\n(reports / f'{{rank}}.json').write_text({text})\nraise SystemExit(2)\n"
+    return f"errors = [{errors}]\n(reports / f'{{rank}}.json').write_text({text})\n{both}raise SystemExit(2)\n"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_errors_of_processes_are_shown_once(
 
 
 def test_too_little_memory_on_a_gpu_falls_back_to_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = "if rank == '0':\n    started.mark(started.CLAIMED)\n    time.sleep(60)\ntime.sleep(0.5)\n"
+    code = "if rank == '0':\n    started.mark(started.CLAIMED)\n    (reports / '0.json').write_text('{}')\n    time.sleep(60)\n"
     as_ktc(monkeypatch, tmp_path, code + leaving(error("U116", "full"), error("U116", "full")))
     session: Any = Shown()
     assert processes.run_in_processes(session, tmp_path, 2, may_fall_back=True) == {"folder"}
