@@ -161,7 +161,8 @@ def test_errors_of_processes_are_shown_once(
 
 
 def test_too_little_memory_on_a_gpu_falls_back_to_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = "if rank == '0':\n    started.mark(started.CLAIMED)\n    (reports / '0.json').write_text('{}')\n    time.sleep(60)\n"
+    code = "if rank == '0':\n    started.mark(started.CLAIMED)\n    (reports / '0.json').write_text('{}')\n"
+    code += "    time.sleep(60)\n"
     as_ktc(monkeypatch, tmp_path, code + leaving(error("U116", "full"), error("U116", "full")))
     session: Any = Shown()
     assert processes.run_in_processes(session, tmp_path, 2, may_fall_back=True) == {"folder"}
