@@ -14,8 +14,10 @@ import pytest
 import typer
 
 from ktc.cli import processes
-from ktc.diagnostics import Diagnostic, HostLacks
+from ktc.cli.session import Session
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused
 from ktc.foundation import environment
+from ktc.training.tune import train
 from ktc.training.tune.settings import TrainSettings
 
 
@@ -73,6 +75,26 @@ def test_as_many_as_asked_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(HostLacks, match="L409: this run has 2 processes"):
         processes.count_of(Told(), Path("out"), TrainSettings(processes=2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", ["", "4"])
+def test_another_number_than_runs_is_refused(world: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In Python, and under torchrun: neither starts what `processes` says."""
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(InputRefused, match=f"T503: `processes` is 2, and this run has {world or 1}"):
+        train.run(train.RunPaths(tmp_path, tmp_path / "run"), TrainSettings(processes=2))
+
+
+def test_started_processes_leave_the_log_of_their_starter(tmp_path: Path) -> None:
+    with pytest.raises(typer.Exit), Session(log_file=tmp_path / "log") as starter:
+        starter.note("before")
+        for variables in environment.of_processes(tmp_path, 2, 1, tmp_path):
+            code = "from ktc.cli.session import Session\nfrom pathlib import Path\n"
+            code += f"with Session(log_file=Path({str(tmp_path / 'log')!r})) as session: session.note('one')"
+            subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, check=False)
+        starter.note("after")
+    assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == ["before", "one", "after"]
+    assert (tmp_path / "log.rank1").read_text().split()[-1] == "one"
 
 
 def test_each_process_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,9 +114,9 @@ def run(
     Raises:
         InputRefused: T503 for another number of `processes` than run; T521 to T524 for the folder.
     """
+    _require_processes(settings)
     from ktc.training.tune.training_run import TrainingRun
 
-    _require_processes(settings)
     with ExitStack() as undone:
         if environment.process_rank() == 0:  # the one that will claim the folder
             require_usable(paths)
@@ -131,7 +131,7 @@ def _require_processes(settings: TrainSettings) -> None:
     running = environment.world_size()
     if settings.processes not in (None, running):
         message = f"`processes` is {settings.processes}, and this run has {running}"
-        hint = "leave it out: torchrun says how many run; without torchrun, `ktc train` starts them"
+        hint = f"leave it out or give {running}: only the command `ktc train` starts processes, without torchrun"
         raise InputRefused(Diagnostic("T503", message, hint=hint))
 
 
