@@ -110,7 +110,7 @@ def encode_step(
         tl.store(ends + row * 2, _first_seen(seen + row * by_row, last, positions, SAMPLES, STRIDE))
         tl.store(ends + row * 2 + 1, last)
     else:
-        key_head, of_group = member // (GROUP + 1), member % (GROUP + 1)
+        key_head, of_group = (member // (GROUP + 1)).to(tl.int64), member % (GROUP + 1)
         d1 = tl.arange(0, FIRST)
         column = tl.load(position)
         head = row * HEADS + key_head * GROUP + of_group

@@ -2,8 +2,9 @@
 
 In and out as of any backend, on the GPU, without gradients and LoRA. The GPU multiplies experts that it keeps, and
 those with many rows, whose bytes pass through the ring; the CPU computes the others meanwhile, as a host function
-beside the stream (`kept_division.py`). The call waits for the GPU twice: for the rows of each expert, and for the CPU's
-part. Calls from another device, and those that leave no expert to the GPU, are the CPU's.
+beside the stream (`kept_division.py`). The call waits for the GPU three times: for the rows of each expert, for those
+that the GPU computes, and for the CPU's part. Calls from another device, and those that leave no expert to the GPU, are
+the CPU's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.slots import Slots
 from ktc.model.experts.staging import HostBackend
 from ktc.model.experts.tracing import never_traced
+
+_SIDE: Final = SideStream()  # CUDA has few streams, which it hands out in turn: another one might be the ring's
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class _Rest:
     """The CPU's part of a call, under way."""
 
     def __init__(self, of: Divided, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        self._memory, self._beside, self._device = CallMemory(x, index, weights), SideStream(), x.device
+        self._memory, self._beside, self._device = CallMemory(x, index, weights), _SIDE, x.device
         memory = self._memory
         self._call = of.kept.packed.partial_call(memory.x, memory.index, memory.weights, memory.out)
         memory.put(x, index, weights)

@@ -223,7 +223,8 @@ class KeptExperts:
     def arrived(self, layer: KeptLayer) -> frozenset[int]:
         """See `KeptLayer.near`."""
         with self._turn:
-            return frozenset(e for e in range(len(layer.table)) if self._arrived(layer, e) is not None)
+            addresses = cast("list[int]", self._addresses[layer.number].tolist())
+        return frozenset(expert for expert, address in enumerate(addresses[: len(layer.table)]) if address)
 
     def _arrived(self, layer: KeptLayer, expert: int) -> int | None:
         """Return the place of an expert whose bytes are there, None for others."""

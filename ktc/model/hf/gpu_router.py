@@ -1,8 +1,8 @@
 """`GpuRouting`: the routing of calls without gradients on a GPU, by a kernel of ktc.
 
 In: logits, a bias of the choice, and the `RouterForm`. Out: weights and expert numbers, without waiting on the host, so
-that a captured step has it. Other calls on a GPU are computed by PyTorch. Without Triton all are, and the log says so
-once.
+that a captured step has it. Other calls on a GPU are computed by PyTorch. Without Triton and on old GPUs all are, and
+the log says so once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OLDEST = (8, 0)  # compute capability that Triton compiles bf16 for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class GpuRouting:
         """Return whether the kernel takes these logits (T, E): plain ones on a GPU, without gradients."""
         trains = torch.is_grad_enabled() and logits.requires_grad
         plain = type(logits) is Tensor and logits.device.type == self.device and logits.dtype in _DTYPES
-        return plain and not trains and has_triton()
+        return plain and not trains and has_kernel(logits.device)
 
     def __call__(
         self, form: RouterForm, logits: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -46,9 +47,18 @@ class GpuRouting:
 
 
 @functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Return whether the kernel runs on a device. A log says once that Triton is missing, or the GPU too old."""
+    why = ""
+    if not has_triton():
+        why = "Triton is not installed"
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
+        why = f"{device} is older than its kernel"
+    if why:
+        log.warning("%s: routers on a GPU are computed by PyTorch, which is slower", why)
+    return not why
+
+
 def has_triton() -> bool:
     """Return whether Triton is installed."""
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log.warning("Triton is not installed: routers on a GPU are computed by PyTorch, which is slower")
-    return False
+    return importlib.util.find_spec("triton") is not None

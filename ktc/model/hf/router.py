@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ktc.diagnostics import Diagnostic, HostLacks
-from ktc.model.hf.gpu_router import GpuRouting, has_triton
+from ktc.model.hf.gpu_router import GpuRouting, has_kernel
 from ktc.model.hf.patching import Patch, stock_class
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Engine, Kernel
 from ktc.model.kernels.router_spec import Dtype, RouterForm
@@ -146,7 +146,7 @@ class _Route(torch.autograd.Function):
 @functools.cache
 def check_gpu_routing(form: RouterForm, device: torch.device) -> None:
     """Compare the kernel with PyTorch in fp32, once for each form and device. Raises HostLacks (H249)."""
-    if not has_triton():
+    if not has_kernel(device):
         return
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_COMPARED, form.num_experts, generator=generator).to(device)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, cast
 
-from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.targets.module_target import ModuleTarget, WrongModule, graph_target
 from ktc.model.targets.settings import AUTO, EnumName, PositiveInt
 from ktc.model.targets.target import NodeAction, NodeLora, Unsuited
@@ -81,23 +80,24 @@ class Fused(ModuleTarget):
 
     def unsuited(self, seen: CapturedNode) -> Unsuited | None:
         """Return why the router keeps its own code (M095): no kernel computes its routing."""
+        from ktc.model.hf.router import DTYPES
+
         kept = "route by the model's own code", "the model's own code routes"
+        if seen.dtype not in DTYPES.values():
+            why = f"the model is {seen.dtype}".replace("torch.", "")
+            return Unsuited("M095", f"{why}, in which no kernel computes", *kept)
         reading = _reading(seen.core, _Stock(seen.stock))
         return Unsuited("M095", reading, *kept) if isinstance(reading, str) else None
 
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec:
-        """Return the kernel for the routing. Raises InputRefused (M095) in another dtype.
+        """Return the kernel for the routing.
 
         The kernel of the CPU is built for a router on a GPU too, since a loaded model may be moved.
         """
         from ktc.model.hf.router import DTYPES
         from ktc.model.kernels.router_spec import ISAS, RouterSpec
 
-        hidden: Dtype | None = next((name for name, dtype in DTYPES.items() if dtype == seen.dtype), None)
-        if hidden is None:
-            why = f"the model is {seen.dtype}".replace("torch.", "")
-            message = f"`{self.name}` on `{plan.claim.path}`: {why}, in which no kernel computes"
-            raise InputRefused(Diagnostic("M095", message, plan.claim.span, hint="narrow the rule"))
+        hidden: Dtype = next(name for name, dtype in DTYPES.items() if dtype == seen.dtype)
         reading = _reading(seen.core, _Stock(seen.stock))
         assert not isinstance(reading, str), "a router that is not read is left out"
         logits, isas = reading.form.dtypes(hidden)["logits"], seen.host.isas

@@ -111,9 +111,12 @@ class Amounts:
         return self.use.tokens * experts.top_k * row
 
     def copied(self, work: Work) -> float:
-        """Return the bytes of the copies that PyTorch makes of each chosen expert in decoding, written and read."""
+        """Return the bytes of the copies that PyTorch makes of each chosen expert in decoding, written and read.
+
+        `generate` does so. Running batches of `ktc serve` have grouped products, which copy none.
+        """
         experts = work.experts
-        if experts is None or work.packed or self.use.phase != "decode":
+        if experts is None or work.packed or self.use.phase != "decode" or self.use.batch > 1:
             return 0.0
         return 2 * self.use.tokens * experts.top_k * work.weights / experts.count
 

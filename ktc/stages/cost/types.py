@@ -62,10 +62,8 @@ class RoutedExperts:
     `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus, each
     its share in `chunks`. Their adapters are updated on `adapters_on`, "" for the device of the work.
     In decoding steps that are CUDA graphs, the first device reads the part `kept` of the experts from its memory and,
-    by `bus_share`, some of the others over the bus; None: it reads none in them. A row of hidden states has `hidden`
-    bytes, one between the products `inner`.
     by `bus_share`, some of the others over the bus; None: it reads none in them. So it does by `division` in calls of
-    more rows, which are not sent.
+    more rows, which are not sent. A row of hidden states has `hidden` bytes, one between the products `inner`.
     """
 
     count: int

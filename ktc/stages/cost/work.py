@@ -6,6 +6,7 @@ The plan says where each is computed, and by what.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,8 +56,9 @@ class _Works:
         self._rewrites = {site.fqn: rewrite for rewrite in plan.rewrites for site in rewrite.sites}
         self._known: dict[tuple[str, str, str, bool], tuple[Work, ...]] = {}
         self._item = captured.model.dtype.itemsize
-        parameters = () if plan.lora is None else plan.lora.parameters
-        self._adapted = {name.rpartition(".")[0] for name in parameters}  # experts that take LoRA
+        self._adapted = defaultdict[str, list[str]](list)  # the weights of experts that take LoRA
+        for name in () if plan.lora is None else plan.lora.parameters:
+            self._adapted[name.rpartition(".")[0]].append(name)
 
     def __iter__(self) -> Iterator[Work]:
         layers = set[int]()
@@ -151,6 +153,10 @@ class _Works:
             )
         return work
 
+    def _of_matrix(self, parameter: str) -> int:
+        """Return rows and columns of one expert's matrix in a stack, which LoRA has r times."""
+        return sum(self._captured.model.get_parameter(parameter).shape[-2:])
+
     def _rank(self, fqn: str) -> int:
         lora = self._plan.lora
         return 0 if lora is None else lora.rank_pattern.get(fqn, lora.r)
@@ -188,10 +194,9 @@ class _Works:
         action = next((action for action in actions if isinstance(action.kernel, FusedMoeSpec)), None)
         nbytes, inner = int(about["hidden"]) * self._item, int(about["inter"]) * self._item
         work = Work("experts", None, device, self._dtype, products=products, hidden=nbytes, moved=_moved(node))
-        lora = self._plan.lora
-        if lora is not None and f"{site.fqn}.{node.meta['fqn']}".rstrip(".") in self._adapted:
-            sizes = 2 * int(about["hidden"]) + 3 * int(about["inter"])  # A and B of gate_up, A and B of down
-            work = replace(work, adapter=count * lora.r * sizes, adapters=4)
+        if parameters := self._adapted.get(f"{site.fqn}.{node.meta['fqn']}".rstrip("."), ()):
+            sizes = sum(self._rank(name) * self._of_matrix(name) for name in parameters)
+            work = replace(work, adapter=count * sizes, adapters=2 * len(parameters))
         if action is None or not isinstance(action.kernel, FusedMoeSpec):
             weights = products // top_k * count * self._item
             experts = RoutedExperts(count, top_k, (device,), 0, True, hidden=nbytes, inner=inner)

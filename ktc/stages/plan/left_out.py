@@ -55,8 +55,12 @@ def leave_unsuited(draft: PlanDraft) -> PlanDraft:
         core = "core" in claim.target.consumes and claim.node
         return bool(core) and ops.operator(draft.captured_node(claim).core) != "sdpa"
 
+    def unsuited(claim: Claim) -> Unsuited | None:
+        stays = claim.target.leaves_cpus_to_pytorch and not draft.host.gpus  # it is left out without a warning
+        return claim.target.unsuited(draft.captured_node(claim)) if claim.node and not stays else None
+
     draft = replace(draft, claims=tuple(claim for claim in draft.claims if not consumed(claim)))
-    return _leave(draft, lambda claim: claim.target.unsuited(draft.captured_node(claim)) if claim.node else None, _stay)
+    return _leave(draft, unsuited, _stay)
 
 
 def leave_expert_names(draft: PlanDraft) -> PlanDraft:
