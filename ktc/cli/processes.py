@@ -47,7 +47,7 @@ _GPU_MEMORY: Final = "U116"
 def count_of(session: Session, out: Path, settings: TrainSettings) -> int:
     """Return the number of processes that train the model in `out`: as asked, or as planned if this machine has them.
 
-    Raises as `read_manifest` does, and as `process_gpu.require_gpus` does for the number that was asked for.
+    Raises as `read_manifest` does, and as `process_gpu.require_gpus` does for the number that was given.
     """
     if environment.is_in_world() or settings.processes == 1:
         return 1

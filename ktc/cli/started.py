@@ -1,4 +1,4 @@
-"""A process that `ktc train` has started beside others: what it tells its starter, and how it ends with it.
+"""A process that `ktc train` has started beside others: what it reports to its starter, and how it ends with it.
 
 In: the variables of `ktc.foundation.environment`. Out: files in the starter's folder, one for each event that the
 starter waits for; `Session` adds the diagnostics. A process whose starter is gone stops with a checkpoint.
@@ -39,7 +39,7 @@ def watch_starter() -> None:
 
 
 def mark(event: str) -> None:
-    """Tell the starter of an event that it waits for: CLAIMED or BEGUN."""
+    """Report to the starter an event that it waits for: CLAIMED or BEGUN."""
     folder = environment.reports_folder()
     if folder is not None and event in (CLAIMED, BEGUN):
         with suppress(OSError):  # the starter is gone
@@ -47,5 +47,5 @@ def mark(event: str) -> None:
 
 
 def events_in(folder: Path) -> frozenset[str]:
-    """Return the events that processes have told their starter."""
+    """Return the events that processes have reported to their starter."""
     return frozenset(file.stem for file in folder.glob(f"*{_ENDING}"))
