@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -65,7 +65,7 @@ def test_as_many_processes_as_asked_or_planned(
 @pytest.mark.parametrize("world", ["1", "2"])
 def test_a_process_of_torchrun_starts_no_others(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
-    assert processes.count_of(Told(), Path("out"), TrainSettings(processes=2)) == 1  # type: ignore[arg-type]
+    assert processes.count_of(cast("Any", Told()), Path("out"), TrainSettings(processes=2)) == 1
 
 
 def test_as_many_as_asked_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_as_many_as_asked_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("ktc.model.packed_store.process_gpu.for_process", lambda given, *others: given)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(HostLacks, match="L409: this run has 2 processes"):
-        processes.count_of(Told(), Path("out"), TrainSettings(processes=2))  # type: ignore[arg-type]
+        processes.count_of(cast("Any", Told()), Path("out"), TrainSettings(processes=2))
 
 
 @pytest.mark.parametrize("world", ["", "4"])
@@ -223,5 +223,5 @@ def test_processes_do_not_import_from_the_working_directory(monkeypatch: pytest.
     (tmp_path / "colorsys.py").write_text("raise SystemExit(9)\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.Exit) as end:
-        processes.run_in_processes(Shown(), tmp_path, 2, may_fall_back=False)  # type: ignore[arg-type]
+        processes.run_in_processes(cast("Any", Shown()), tmp_path, 2, may_fall_back=False)
     assert end.value.exit_code == 0

@@ -91,7 +91,7 @@ class Worker:
             self._adapters.use(adapter)
             with without_plans():
                 read_warm_prompts(self._runner, adapter, self._chunk)
-        except Exception as error:  # noqa: BLE001  # requests do without
+        except Exception as error:  # noqa: BLE001 - requests do without
             log.warning("prompts before the first request could not be read: %s", _words(error))
 
     def _capture_all(self, adapter: str) -> None:

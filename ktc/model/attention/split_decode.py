@@ -9,7 +9,6 @@ so once.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,11 +20,11 @@ from torch import Tensor
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.attention.decode import MOST_TOKENS, DecodeAttention, KVCacheView
 from ktc.model.kernels.step_context import StepContext
+from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.gemv import is_plain, is_traced
 
 log = logging.getLogger(__name__)
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-_OLDEST: Final = (8, 0)  # compute capability of the GPUs whose products of bf16 Triton compiles
 _BOUND: Final = 0.01  # of the relative error of bf16 numbers
 # Sequences, query heads, key heads, tokens, positions, widths of keys, of rotary keys and of values; 0: latents
 _SHAPES: Final = ((2, 8, 2, 1, 300, 128, 0, 128), (1, 16, 1, 1, 300, 512, 64, 0))
@@ -78,12 +77,7 @@ def _is_mask(mask: Tensor | None, query: Tensor, positions: int) -> bool:
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
     """Return whether the kernels run on a device. A log says once that Triton is missing, or the GPU too old."""
-    why = ""
-    if importlib.util.find_spec("triton") is None:
-        why = "Triton is not installed"
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
-        why = f"{device} is older than its kernels"
-    if why:
+    if why := lacking(device):
         log.warning("%s: attention of new tokens on a GPU is computed by PyTorch, which is slower", why)
     return not why
 

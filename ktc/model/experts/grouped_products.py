@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.stream_sizes import MOST_ROWS
+from ktc.model.kernels.triton_support import OLDEST
 
 _ALIGNMENT: Final = 16  # bytes of every row that `grouped_mm` reads or writes
-_OLDEST: Final = (8, 0)  # compute capability of the GPUs that it has kernels for
 
 
 def serves(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
@@ -42,7 +42,7 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if device.type != "cuda":
         return device.type == "cpu"
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= _OLDEST
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= OLDEST
 
 
 def multiplies_codes(device: torch.device) -> bool:

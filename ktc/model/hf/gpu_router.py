@@ -8,7 +8,6 @@ the log says so once.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,12 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ktc.model.kernels.triton_support import lacking
+
 if TYPE_CHECKING:
     from ktc.model.kernels.router_spec import RouterForm
 
 log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_OLDEST = (8, 0)  # compute capability that Triton compiles bf16 for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,6 @@ class GpuRouting:
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
     """Return whether the kernel runs on a device. A log says once that Triton is missing, or the GPU too old."""
-    why = ""
-    if not has_triton():
-        why = "Triton is not installed"
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
-        why = f"{device} is older than its kernel"
-    if why:
+    if why := lacking(device):
         log.warning("%s: routers on a GPU are computed by PyTorch, which is slower", why)
     return not why
-
-
-def has_triton() -> bool:
-    """Return whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None

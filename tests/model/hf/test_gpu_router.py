@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.model.hf import gpu_router, router
-from ktc.model.hf.gpu_router import GpuRouting, has_triton
+from ktc.model.hf.gpu_router import GpuRouting, has_kernel
 from ktc.model.hf.router import check_gpu_routing
 from ktc.model.kernels.router_spec import Dtype, RouterForm
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not has_triton(), reason="Triton is not installed"),
+    pytest.mark.skipif(not has_kernel(torch.device("cpu")), reason="Triton is not installed"),
 ]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 BOUNDS: dict[Dtype, float] = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-6}
