@@ -16,7 +16,7 @@ _GROUPED: Final = 26  # as one grouped product each for gate and up, and for dow
 _ROUTED, _CHUNK = 15, 13  # of kernels' experts on a GPU: sorting and sums, and then each chunk
 # Of a stacked training step, whose layers are compiled: the time to issue their parts in that to issue their operators
 # one by one without norms, which are in the kernels beside them. Routing and what follows the experts are two calls.
-_COMPILED: Final = {"attention": 1.0, "mlp": 2.5, "norms": 0.0, "lm_head": 0.0}
+_COMPILED: Final = {"attention": 1.0, "mlp": 2.0, "norms": 0.0, "lm_head": 0.0}
 _CHEAP_NORM: Final = 4  # operators of a norm that cost Python as good as nothing: no module issues them
 # How often the rows of routed experts on a GPU are moved, read and written, in rows of hidden states and in those
 # between the products: a forward of kernels, one of PyTorch's operators, a training step, and what LoRA adds to it.

@@ -22,6 +22,7 @@ from ktc.stages.plan.divided import OVERHEAD
 _OPTIMIZER_BYTES: Final = 28  # of AdamW per fp32 parameter: gradient, two moments, the parameter, read and written
 _OPTIMIZER_OPERATORS: Final = 14  # per tensor on the CPU, with the norm that clips
 _OPTIMIZER_LAUNCHES: Final = 0.5  # per tensor on a GPU, where one kernel updates many
+_UPDATE: Final = 45  # operators of a small module: Python's part in clipping and the update, on a GPU
 
 # Fitted to runs on H100 and H200, of three models and 8 to 48 layers (docs/benchmarks.md, "Plans"), in operators of a
 # small module.
@@ -255,7 +256,7 @@ class _Clock:
 
     def optimizer(self, works: Iterable[Work]) -> float:
         """Return the seconds of AdamW over all adapters."""
-        cpu, seconds = self.rates.cpu, 0.0
+        cpu, seconds, gpus = self.rates.cpu, 0.0, set[str]()
         for work in works:
             nbytes = work.adapter * _OPTIMIZER_BYTES
             device = (work.experts.adapters_on if work.experts else "") or work.device
@@ -265,7 +266,8 @@ class _Clock:
             else:
                 gpu = self._gpu(device)
                 seconds += nbytes / gpu.bandwidth.median + work.adapters * _OPTIMIZER_LAUNCHES * gpu.launch.median
-        return seconds
+                gpus |= {device} if work.adapters else set()
+        return seconds + sum(_UPDATE * self.operator(device) for device in gpus)
 
 
 def at(figures: Mapping[int, Figure], threads: int) -> float:
