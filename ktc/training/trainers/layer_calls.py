@@ -144,6 +144,40 @@ def _same(x: Tensor, previous: Tensor) -> bool:
     return x is previous or (x.device != previous.device and x.shape == previous.shape)
 
 
+# A call as several ----------------------------------------------------------------------------------------------------
+def divided(call: ModelCall, tokens: int) -> list[ModelCall]:
+    """Divide a call along the batch into calls of at most `tokens` tokens, or one sequence, where that is exact."""
+    rows, length = call.hidden.shape[:2]
+    most = max(1, tokens // length)
+    if rows <= most or not all(_divisible(layer, rows, length) for layer in {id(x): x for x in call.layers}.values()):
+        return [call]
+    return [_rows_of(call, slice(first, min(first + most, rows))) for first in range(0, rows, most)]
+
+
+def _divisible(call: LayerCall, rows: int, length: int) -> bool:
+    """Return whether the first dimension of each argument tells whether it has a part for each of several rows."""
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 1)
+    return rows != length and all(tensor.shape[0] in (1, rows) for tensor in tensors)
+
+
+def _rows_of(call: ModelCall, chosen: slice) -> ModelCall:
+    rows = call.hidden.shape[0]
+    known: dict[int, Tensor] = {}  # layers share their masks and positions
+    layers: dict[int, LayerCall] = {}
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[0] != rows:
+            return leaf
+        return known.setdefault(id(leaf), leaf[chosen])
+
+    for layer in call.layers:
+        if id(layer) not in layers:
+            args, kwargs = pytree.tree_map(part, (layer.args, dict(layer.kwargs)))
+            layers[id(layer)] = replace(layer, args=args, kwargs=kwargs)
+    return ModelCall(call.hidden[chosen], call.devices, tuple(layers[id(layer)] for layer in call.layers))
+
+
 # Several calls as one -------------------------------------------------------------------------------------------------
 def in_chunks(calls: Sequence[ModelCall], tokens: int) -> list[tuple[ModelCall, int]]:
     """Join neighbouring calls along the batch where they are alike and have at most `tokens` together.

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ktc.foundation import host
@@ -156,9 +156,3 @@ def fitting_chunk(
         if all(fits >= tokens for fits in fitting_tokens(per_token, working, free).values()):
             return chunk
     return CHUNKS[0]
-
-
-def num_tokens(inputs: Mapping[str, object]) -> int:
-    """Count the tokens of a micro-batch."""
-    ids = inputs.get("input_ids")
-    return ids.numel() if isinstance(ids, Tensor) else 0

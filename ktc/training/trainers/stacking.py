@@ -26,7 +26,7 @@ from ktc.model.hf.stock_model import finds_positions
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
-from ktc.training.trainers.layer_calls import ModelCall, in_chunks
+from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.phases import PhaseClock
@@ -43,7 +43,6 @@ from ktc.training.trainers.stack_size import (
     fitting_chunk,
     fitting_tokens,
     free_bytes,
-    num_tokens,
     prepare_experts,
     working_bytes,
 )
@@ -51,6 +50,27 @@ from ktc.training.trainers.stack_size import (
 log = logging.getLogger(__name__)
 
 StackMode = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The tokens of each micro-batch of a step, and the longest sequence among them.
+
+    Of several processes that run passes together, those of the process with most.
+    """
+
+    tokens: tuple[int, ...]
+    length: int
+
+    @property
+    def largest(self) -> int:
+        """The tokens of the largest micro-batch."""
+        return max(self.tokens)
+
+    @property
+    def whole(self) -> int:
+        """The tokens of the step."""
+        return sum(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +105,8 @@ class Stacker(TrainerCallback):
     """The micro-batches of a step, and a callback of their trainer. `trainer` is a `transformers.Trainer`.
 
     `mode` is the user's setting: `auto` stacks if possible and memory allows, `on` refuses (T540) if it is impossible.
-    Without `chunk_tokens` the first step decides them from the free memory. With `compiled`, parts of layers are
-    compiled on the devices that it names.
+    Without `chunk_tokens` a step decides them from the free memory, again where its sizes are not those of the step
+    before. With `compiled`, parts of layers are compiled on the devices that it names.
     """
 
     def __init__(
@@ -102,8 +122,9 @@ class Stacker(TrainerCallback):
         self._trainer, self._mode, self._chunk_tokens, self._compiled = trainer, mode, chunk_tokens, compiled
         self._waiting: list[Inputs] = []
         self._layers: tuple[SplitLayer, ...] = ()
-        # None before the first step. It changes only if the first stack shows that stacking is impossible.
+        # None before the first step. Stacking ends only if the first stack shows that it is impossible.
         self.decision: Stacking | None = None
+        self._decided_for: StepSizes | None = None
         trainer.add_callback(self)
 
     def compiles(self, model: nn.Module) -> bool:
@@ -149,8 +170,9 @@ class Stacker(TrainerCallback):
         self._settle(Stacking(False, str(why), 0))
 
     def _settle(self, decision: Stacking) -> None:
+        level = logging.INFO if self.decision is None or not decision.on else logging.DEBUG
         self.decision = decision
-        log.info("micro-batches are computed %s", decision)
+        log.log(level, "micro-batches are computed %s", decision)
 
     def _step(self, stock_step: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
@@ -162,11 +184,13 @@ class Stacker(TrainerCallback):
             with embed_and_head.in_training():
                 inputs = embed_and_head.prepared(waiting)
                 calls = [embed_and_head.record(micro_batch, num_items) for micro_batch in inputs]
-                if self.decision is None:
-                    self._settle(self._sized(waiting, calls, model))
-                    assert self.decision is not None
-                    embed_and_head.whole_loss = self.decision.whole_loss
-                for first, last in passes(self._sizes(calls), self.decision.tokens):
+                sizes = self._sizes(calls)
+                if sizes != self._decided_for:
+                    self._settle(self._sized(sizes, calls[0], model))
+                    self._decided_for = sizes
+                assert self.decision is not None
+                embed_and_head.whole_loss = self.decision.whole_loss
+                for first, last in passes(sizes.tokens, self.decision.tokens):
                     with host_factors.one_pass():
                         self._pass(embed_and_head, stock_step, inputs[first:last], calls[first:last], num_items, losses)
         except CannotStack as why:
@@ -190,10 +214,10 @@ class Stacker(TrainerCallback):
     ) -> None:
         """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
         assert self.decision is not None
-        chunks = in_chunks(calls, self.decision.chunk_tokens)
+        pieces = [divided(call, self.decision.chunk_tokens) for call in calls]
+        chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded)
-        rows = [call.hidden.shape[0] for call in calls]
-        finals = [piece for out in outs for piece in _split_chunk(out, rows)]
+        finals = _by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces])
         leaves = [final.detach().requires_grad_() for final in finals]
         for micro_batch, call, leaf in zip(inputs, calls, leaves, strict=True):
             with span("lm_head", leaf.device):
@@ -201,7 +225,7 @@ class Stacker(TrainerCallback):
         embed_and_head.check_unchanged()
         self._note(embed_and_head.whole_loss)
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
-        del outs, chunks, leaves, finals
+        del outs, pieces, chunks, leaves, finals
         if self._shares:  # a process without a loss takes part in the backward of the others
             trained = [(final, torch.zeros_like(final) if grad is None else grad) for final, grad in trained]
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
@@ -210,9 +234,9 @@ class Stacker(TrainerCallback):
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
-    def _sizes(self, calls: Sequence[ModelCall]) -> list[int]:
-        """Return the tokens of micro-batches: of the process with most, where processes run passes together."""
-        return self._most([_tokens(call) for call in calls])
+    def _sizes(self, calls: Sequence[ModelCall]) -> StepSizes:
+        *tokens, length = self._most([*map(_tokens, calls), max(call.hidden.shape[1] for call in calls)])
+        return StepSizes(tuple(tokens), length)
 
     def _most(self, values: Sequence[int]) -> list[int]:
         agree: Callable[[Sequence[int]], list[int]] = getattr(self._trainer, "most_of_processes", list)
@@ -229,48 +253,54 @@ class Stacker(TrainerCallback):
         if shown != self.decision:
             self._settle(shown)
 
-    def _sized(self, waiting: Sequence[Inputs], calls: Sequence[ModelCall], model: nn.Module) -> Stacking:
-        """Return the number of tokens that share a pass.
+    def _sized(self, sizes: StepSizes, call: ModelCall, model: nn.Module) -> Stacking:
+        """Return the number of tokens that share a pass. `call` is that of a micro-batch of any size.
 
         Raises:
-            CannotStack: not even two micro-batches fit, of a step that has several.
+            CannotStack: not even two micro-batches fit, of a step that has several, and no GPU multiplies experts.
         """
         prepare_experts(self._layers)  # their memory is not free any more
         whole = reason_for_whole_logits(self._trainer)
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
-        loss = loss_bytes(self._trainer, max(num_tokens(inputs) for inputs in waiting), vocabulary)
+        loss = loss_bytes(self._trainer, sizes.largest, vocabulary)
         coming = coming_bytes(model, self._trainer.optimizer)
-        devices = {"cpu", *(str(device) for call in calls for device in call.devices), *expert_bytes(self._layers)}
+        devices = {"cpu", *map(str, call.devices), *expert_bytes(self._layers)}
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
-        tokens = self._sizes(calls)
-        largest, wanted = max(tokens), sum(tokens)
-        sizes = [self._with_offloaded(offloaded, calls, free, loss, bytes_per_pair(model)) for offloaded in Offloaded]
-        size = min(sizes, key=lambda size: (-(-wanted // max(1, size.tokens)), size.offloaded))  # the fewest passes
+        longest = replace(call, hidden=call.hidden.new_empty((1, sizes.length, call.hidden.shape[-1]), device="meta"))
+        ways = [self._with_offloaded(way, longest, sizes, free, loss, bytes_per_pair(model)) for way in Offloaded]
+        size = min(ways, key=lambda size: (-(-sizes.whole // max(1, size.tokens)), size.offloaded))  # the fewest passes
         (most,) = self._most([-size.tokens])
-        size = replace(size, tokens=-most)
-        decision = replace(size, whole_loss=whole)
-        least = largest * min(2, len(calls))
-        if size.tokens < least and self._mode != "on":
-            raise CannotStack(f"the free memory on `{size.scarce}` holds {size.tokens} tokens of a pass")
-        if size.tokens < wanted:
+        known = ("", "") if self.decision is None else (self.decision.whole_loss, self.decision.not_compiled)
+        decision = replace(size, tokens=-most, whole_loss=whole or known[0], not_compiled=known[1])
+        least = sizes.largest * min(2, len(sizes.tokens))
+        if decision.tokens < least and self._gives_up_for_memory(model):
+            raise CannotStack(f"the free memory on `{size.scarce}` holds {decision.tokens} tokens of a pass")
+        if decision.tokens < sizes.whole:
             bounded = f"the free memory on `{size.scarce}` bounds a pass"
-            return replace(decision, reason=bounded, tokens=max(size.tokens, least))
+            return replace(decision, reason=bounded, tokens=max(decision.tokens, sizes.largest))
         return decision
+
+    def _gives_up_for_memory(self, model: nn.Module) -> bool:
+        """Return whether micro-batches are computed one by one where a pass holds less than two, from the first step.
+
+        On a GPU that would keep everything for backward, of which a pass keeps the least.
+        """
+        return self.decision is None and self._mode != "on" and not _multiplied_on_a_gpu(model)
 
     def _with_offloaded(
         self,
         offloaded: Offloaded,
-        calls: Sequence[ModelCall],
+        call: ModelCall,
+        sizes: StepSizes,
         free: Mapping[str, int],
         loss: int,
         pair: int = 0,
     ) -> Stacking:
         """Return the tokens that fit one pass with this much in host memory, and where memory is scarce."""
-        wanted, largest = sum(_tokens(call) for call in calls), max(_tokens(call) for call in calls)
-        per_token = bytes_per_token(self._layers, calls[0], offloaded)
+        per_token = bytes_per_token(self._layers, call, offloaded)
         of_experts = expert_bytes(self._layers)
-        chunk = self._chunk_tokens or fitting_chunk(calls[0], per_token, free, loss, wanted, of_experts, pair)
-        working = working_bytes(calls[0], max(min(chunk, wanted), largest), loss, of_experts, pair)
+        chunk = self._chunk_tokens or fitting_chunk(call, per_token, free, loss, sizes.whole, of_experts, pair)
+        working = working_bytes(call, max(min(chunk, sizes.whole), sizes.length), loss, of_experts, pair)
         fits = fitting_tokens(per_token, working, free)
         scarce = min(fits, key=lambda device: fits[device])
         reason = "a step's micro-batches fit the free memory"
@@ -321,8 +351,16 @@ def passes(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
     yield first, len(sizes)
 
 
+def _by_micro_batch(outs: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the outputs (B, T, H) of micro-batches from those of chunks; `rows` has B of each one's pieces."""
+    left = [size for of_call in rows for size in of_call]
+    pieces = iter([piece for out in outs for piece in _split_chunk(out, left)])
+    finals = [[next(pieces) for _ in of_call] for of_call in rows]
+    return [of_call[0] if len(of_call) == 1 else torch.cat(of_call) for of_call in finals]
+
+
 def _split_chunk(out: Tensor, rows: list[int]) -> list[Tensor]:
-    """Split a chunk into its micro-batches, and remove their sizes from the front of `rows`."""
+    """Split a chunk into its pieces, and remove their sizes from the front of `rows`."""
     sizes: list[int] = []
     while sum(sizes) < out.shape[0]:
         sizes.append(rows.pop(0))

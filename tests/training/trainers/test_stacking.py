@@ -28,11 +28,11 @@ from ktc.tools.bench.plans.kinds import KindClock, TimedSteps
 from ktc.training import KTSFTTrainer
 from ktc.training.trainers import chunked_loss as chunked_loss_module
 from ktc.training.trainers import stacking
-from ktc.training.trainers.layer_calls import ModelCall, in_chunks, record
+from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, record
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
-from ktc.training.trainers.split_layer import split_layers
+from ktc.training.trainers.split_layer import CannotStack, LayerCall, split_layers
 from ktc.training.trainers.stack_size import bytes_per_token, fitting_chunk, fitting_tokens
-from ktc.training.trainers.stacking import Stacker, StackMode, passes, reason_against
+from ktc.training.trainers.stacking import Stacker, StackMode, StepSizes, passes, reason_against
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,6 +68,19 @@ def packed(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     (row,) = batch
     ids, labels = torch.tensor([row["input_ids"] * 2]), torch.tensor([row["labels"] * 2])
     return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(row["input_ids"])).repeat(2)[None]}
+
+
+def test_a_micro_batch_of_many_rows_is_several_chunks(package: Callable[[str], Path], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"batch": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+    assert_alike(*(trained(package("qwen3_moe"), tmp_path, mode, **settings) for mode in ("on", "off")))
+    x, shared, mask = torch.empty(4, 9, 2), torch.empty(1, 9, 3), torch.arange(4 * 9).view(4, 1, 9)
+    layer = LayerCall(None, (shared,), {"mask": mask}, ())
+    pieces = divided(ModelCall(x, (x.device,), (layer,)), 20)
+    assert [piece.hidden.shape[0] for piece in pieces] == [2, 2]
+    assert all(piece.layers[0].args[0] is shared for piece in pieces)
+    assert torch.equal(torch.cat([piece.layers[0].kwargs["mask"] for piece in pieces]), mask)
+    of_heads = LayerCall(None, (torch.empty(3, 9, 9),), {}, ())
+    assert len(divided(ModelCall(x, (x.device,), (of_heads,)), 20)) == 1, "not one for each sequence"
 
 
 def test_packed_sequences_keep_their_positions(package: Callable[[str], Path], tmp_path: Path) -> None:
@@ -358,6 +371,47 @@ def test_the_least_waits_that_saves_a_pass(
     trainer = Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True))
     stacker = Stacker(trainer)
     stacker._layers = split_layers(model)
-    waiting = [{"input_ids": torch.tensor([rows((8,))[0]["input_ids"]])} for _ in range(8)]
-    calls = [record(stacker._layers, lambda: model(**waiting[0], use_cache=False)) for _ in range(8)]
-    assert stacker._sized(waiting, calls, model).offloaded is level
+    ids = torch.tensor([rows((8,))[0]["input_ids"]])
+    call = record(stacker._layers, lambda: model(input_ids=ids, use_cache=False))
+    assert stacker._sized(StepSizes((8,) * 8, 8), call, model).offloaded is level
+
+
+def test_a_step_of_other_sizes_is_decided_anew(package: Callable[[str], Path], tmp_path: Path) -> None:
+    asked: list[StepSizes] = []
+
+    class Watched(Stacker):
+        def _sized(self, sizes: StepSizes, *args: Any) -> Any:
+            asked.append(sizes)
+            return super()._sized(sizes, *args)
+
+    class Watching(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.stacker = Watched(self, "on", chunk_tokens=40)
+
+    lengths = (5, 5, 5, 5, 30, 9, 30, 9)
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "train_sampling_strategy": "sequential",
+    }
+    trained(package("qwen3_moe"), tmp_path, "on", lengths=lengths, trainer=Watching, **settings)
+    assert asked == [StepSizes((5, 5), 5), StepSizes((30, 9), 30)]
+
+
+def test_experts_of_a_gpu_are_passed_by_single_micro_batches_where_memory_is_scarce(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, as on the CPU, everything that backward needs would stay on the GPU."""
+    model = peft_model(package("qwen3_moe"))
+    trainer = Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True))
+    stacker = Stacker(trainer)
+    stacker._layers = split_layers(model)
+    ids = torch.tensor([rows((8,))[0]["input_ids"]])
+    call = record(stacker._layers, lambda: model(input_ids=ids, use_cache=False))
+    monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cpu": 5})
+    with pytest.raises(CannotStack, match="holds 5 tokens"):
+        stacker._sized(StepSizes((8,) * 8, 8), call, model)
+    monkeypatch.setattr(stacking, "_multiplied_on_a_gpu", lambda model: True)
+    found = stacker._sized(StepSizes((8,) * 8, 8), call, model)
+    assert (found.on, found.tokens) == (True, 8)
