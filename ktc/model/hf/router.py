@@ -311,10 +311,11 @@ class _Module:
 def stock_results(module: nn.Module, form: RouterForm, layout: RouterLayout) -> tuple[str, ...]:
     """Return what a stock router returns, in its order: "logits", "weights" and "indices".
 
-    A copy of it with random weights is run, and its results are compared with those of the form by their values.
-    Raises ValueError where it returns something else.
+    A copy of it with random weights is run on the CPU, also while modules are made elsewhere, and its results are
+    compared with those of the form by their values. Raises ValueError where it returns something else.
     """
-    return _stock_results(stock_class(module), form, layout, _Module(module))
+    with torch.device("cpu"):
+        return _stock_results(stock_class(module), form, layout, _Module(module))
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,7 +16,8 @@ def load(kernels: KernelLibrary) -> Load:
     """`load(layer, spec, **options)` is a `FusedMoe` holding the layer's weights; `spec=None` is the reference."""
 
     def kernel_of(spec: FusedMoeSpec) -> Kernel:
-        return (kernels if spec in SPECS else built(SLOW_SPECS)).kernel(spec.entry)
+        library = kernels if spec in SPECS else built(SLOW_SPECS if spec in SLOW_SPECS else (spec,))
+        return library.kernel(spec.entry)
 
     def make(layer: Layer, spec: FusedMoeSpec | None, **options: object) -> FusedMoe:
         module = experts_of(

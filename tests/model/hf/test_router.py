@@ -166,6 +166,13 @@ def test_a_router_returns_the_stock_results_in_their_order(stock: nn.Module) -> 
         torch.testing.assert_close(found, expected)
 
 
+def test_a_router_without_memory_is_tried_on_the_cpu(stock: nn.Module) -> None:
+    """As in a large model, whose modules are made on meta before any is filled."""
+    router._stock_results.cache_clear()
+    with torch.device("meta"):
+        assert stock_results(copy.deepcopy(stock).to("meta"), FORM, LAYOUT) == ("logits", "weights", "indices")
+
+
 def test_a_routing_that_is_not_the_stock_one_is_refused(stock: nn.Module) -> None:
     for wrong in (replace(FORM, total="none"), replace(FORM, scale=2.0), replace(FORM, scoring="sigmoid")):
         with pytest.raises(ValueError, match="other values"):
