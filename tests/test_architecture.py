@@ -51,10 +51,10 @@ _MODELS = ("torch", "transformers", "peft", "numpy", "jinja2", "graphlay", "psut
 _LATER_STAGES = ("peft", "trl", "datasets", "graphlay", "ktc.stages.proof", "ktc.stages.codegen", "ktc.stages.link",
                  "ktc.training", "ktc.adapters", "ktc.inference", "ktc.tools")  # fmt: skip
 IMPORTS = {
-    "--version": (50, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "--help": (50, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "compile --help": (50, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
-    "explain E040": (52, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "--version": (51, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "--help": (51, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "compile --help": (51, ("lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
+    "explain E040": (53, ("rich", "lark", "ktc.language.dsl", "ktc.foundation.host", *_MODELS)),
     "fmt --check rules": (111, ("ktc.foundation.host", "ktc.compiler", *_MODELS)),
     "check moe-lora": (114, ("ktc.foundation.host", "ktc.compiler", "ktc.language.explain", *_MODELS)),
     "import ktc": (1, _MODELS),

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ktc.tools.bench.candidate import Experts, Layer, LocalCandidate, ReasonAgainst
 from ktc.tools.bench.inputs import Weights
-from ktc.tools.bench.requests import DENSE, HF, Moe, Pass, Shape
+from ktc.tools.bench.layer_requests import DENSE, HF, Moe, Pass, Shape
 
 COMPILE: Final = "compile"
 # Below this many tokens a dense product of the same operations reads other bytes and compares nothing.

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.tools.bench.inputs import Batch
-from ktc.tools.bench.requests import KT, Moe, Pass
+from ktc.tools.bench.layer_requests import KT, Moe, Pass
 from ktc.tools.bench.rounds import Seconds
 from ktc.tools.measure.limits import Limits, Samples
 

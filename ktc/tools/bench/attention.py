@@ -23,9 +23,9 @@ from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.split_decode import SplitDecode, has_kernels, relative_error
 from ktc.model.decode_steps.step_memory import capacity_for
+from ktc.tools.bench.layer_requests import Attention
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import Report, column, table_of
-from ktc.tools.bench.requests import Attention
 from ktc.tools.measure.figures import seconds, wait
 from ktc.tools.measure.gpu import bandwidth
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ktc.tools.bench.inputs import Batch
-from ktc.tools.bench.requests import Pass
+from ktc.tools.bench.layer_requests import Pass
 from ktc.tools.bench.rounds import Seconds, measured
 from ktc.tools.measure.limits import Samples
 

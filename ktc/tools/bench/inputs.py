@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.tools.bench.requests import Shape
+from ktc.tools.bench.layer_requests import Shape
 
 # Several routings, taken in turn: a single token's few experts must not stay in the last-level cache.
 NUM_ROUTINGS: Final = 8

@@ -24,12 +24,12 @@ from ktc.stages.plan.placement import gib
 from ktc.tools.bench import ours
 from ktc.tools.bench.candidate import Candidate
 from ktc.tools.bench.inputs import Batch, Weights, batches
+from ktc.tools.bench.layer_requests import DENSE, HF, KT, KTC, PEERS, Moe, Pass
 from ktc.tools.bench.machine import processor
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.plot import Point, roofline
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import ComparisonReport, LeftOut, column, table_of, threads_and_clock
-from ktc.tools.bench.requests import DENSE, HF, KT, KTC, PEERS, Moe, Pass
 from ktc.tools.bench.rounds import Seconds, failure, in_turns, milliseconds
 from ktc.tools.measure.figures import threads_of_torch
 from ktc.tools.measure.limits import Limits, Samples, build_library

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
 
 T = TypeVar("T")
+
+MOST_TOKENS: Final = 1 << 20
+THREADS: Final = "CPU threads. One thread measures CPU time, more measure wall time."
 
 
 @dataclass(frozen=True, slots=True)

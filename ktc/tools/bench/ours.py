@@ -24,7 +24,7 @@ from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.stages.codegen import build, render
 from ktc.tools.bench.candidate import Layer, LocalCandidate
 from ktc.tools.bench.inputs import Weights, lora_factors
-from ktc.tools.bench.requests import KTC, Moe, Shape, even_rows
+from ktc.tools.bench.layer_requests import KTC, Moe, Shape, even_rows
 
 _BLOCK_SCALE = 0.02  # about as large as the other weights
 

@@ -30,9 +30,9 @@ from ktc.stages.codegen import build, render
 from ktc.stages.plan.placement import gib
 from ktc.tools.bench import ours
 from ktc.tools.bench.inputs import Batch, batches
+from ktc.tools.bench.layer_requests import Stream
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import Report, column, table_of
-from ktc.tools.bench.requests import Stream
 from ktc.tools.measure.bus import Bus
 from ktc.tools.measure.figures import wait
 

@@ -155,7 +155,7 @@ def divided(call: ModelCall, tokens: int) -> list[ModelCall]:
 
 
 def _divisible(call: LayerCall, rows: int, length: int) -> bool:
-    """Return whether the first dimension of each argument tells whether it has a part for each of several rows."""
+    """Return whether the first dimension of each argument shows if it has a part for each of several rows."""
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 1)
     return rows != length and all(tensor.shape[0] in (1, rows) for tensor in tensors)

@@ -10,10 +10,10 @@ import torch
 from ktc.cli import app as cli
 from ktc.tools.bench import attention
 from ktc.tools.bench.attention import CacheSizes, run_on
+from ktc.tools.bench.layer_requests import Attention
 from ktc.tools.bench.options import parse
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import tables
-from ktc.tools.bench.requests import Attention
 
 
 def test_both_compute_the_same_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from ktc.foundation import host, resources
 from ktc.model.experts.lora import MAX_RANK
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.tools.bench import moe, ours, peers, requests
+from ktc.tools.bench.layer_requests import DEFAULT_IMPLS, Moe
 from ktc.tools.bench.moe import MoeReport, Row, absent, left_out
 from ktc.tools.bench.options import parse
 from ktc.tools.bench.report import tables
-from ktc.tools.bench.requests import DEFAULT_IMPLS, Moe
 from ktc.training.trainers.step_trace import TRACED_STEP
 
 CUSTOM = {"shape_name": "custom", "hidden": 64, "intermediate": 32, "experts": 8, "top_k": 2}

@@ -12,10 +12,10 @@ from kernel_layers import ISAS, built, spec_of
 from ktc.cli import app as cli
 from ktc.diagnostics import HostLacks
 from ktc.tools.bench import ours, stream
+from ktc.tools.bench.layer_requests import Stream
 from ktc.tools.bench.options import parse
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import tables
-from ktc.tools.bench.requests import Stream
 from ktc.tools.measure import bus as buses
 
 CPU = torch.device("cpu")
