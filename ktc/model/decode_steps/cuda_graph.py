@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache
 from ktc.diagnostics import Diagnostic, render
 from ktc.model.attention.sparse import indexed_layers
 from ktc.model.decode_steps.filled_scalars import FilledScalars
+from ktc.model.decode_steps.host_constants import GivenConstants, HostConstant, NotedConstants
 from ktc.model.decode_steps.model_state import ModelState, foreign_hook
 from ktc.model.decode_steps.step_ahead import PendingStep
 from ktc.model.decode_steps.step_memory import DOUBLED, StepMemory, batch_of, capacity_for, length_of, rounded, unfit
@@ -63,22 +64,26 @@ def record_graph(
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     graph, cached = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
+    constants = list[HostConstant]()  # of the last step before the capture
     torch.clear_autocast_cache()  # its casts of weights end with the context, and the graph would keep their addresses
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.cuda.stream(stream):
             for _ in range(_WARM):
+                constants.clear()
                 try:
-                    compute()
+                    with NotedConstants(constants):
+                        compute()
                 finally:
                     stream.synchronize()  # host functions in it read memory that an error would free
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), FilledScalars():
+        captured = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        with captured, GivenConstants(constants), FilledScalars():
             output = compute()
     finally:
         torch.set_autocast_cache_enabled(cached)
     done = torch.cuda.Event(blocking=True)  # the thread sleeps: the cores belong to the experts
 
-    def replay() -> Wait:
+    def replay(_: Sequence[HostConstant] = constants) -> Wait:  # the graph reads them: they live as long as it does
         with torch.cuda.device(device):
             graph.replay()
             done.record(torch.cuda.current_stream(device))

@@ -124,6 +124,7 @@ def sparse(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     latent = any(latent_modules(model))
     model = (absorbed(model) if latent else model).to(DEVICE)
     answers = Sparse(Sparsity(100, 4, 20, "int4", shared=latent), None)
+    model.set_experts_implementation("batched_mm")  # others wait for the GPU, which no capture may
     module = model.model.layers[1].self_attn  # one layer: the interpreter is slow
     if latent:
         module.sparse = answers
