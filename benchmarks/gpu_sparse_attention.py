@@ -56,25 +56,27 @@ def median_of_graph(calls: list[Callable[[], object]], rounds: int = 30) -> floa
     return statistics.median(times)
 
 
-def cache(name: str, positions: int) -> tuple[Tensor, Tensor, KVCacheView]:
-    """Return random keys and values in bf16, and the view of them."""
+def cache(name: str, rows: int, positions: int) -> tuple[Tensor, Tensor, KVCacheView]:
+    """Return random keys and values in bf16 of some sequences, and the view of them."""
     _, key_heads, width, rope = _SIZES[name]
-    keys = torch.randn(1, key_heads, positions, width, device="cuda", dtype=torch.bfloat16)
-    values = torch.randn(1, key_heads, positions, rope or width, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randn(rows, key_heads, positions, width, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(rows, key_heads, positions, rope or width, device="cuda", dtype=torch.bfloat16)
     return keys, values, KVCacheView(keys, keys, values) if rope else KVCacheView(keys, values)
 
 
-def measure(name: str, positions: int, speed: float, k: int, local: int, profile: bool) -> None:
-    """Print a row for dense attention, and one for each format of codes."""
+def measure(name: str, shape: tuple[int, int], speed: float, k: int, local: int, profile: bool) -> None:
+    """Print a line for dense attention of some rows and positions, and one for each format of codes."""
+    rows, positions = shape
     heads, _, width, rope = _SIZES[name]
-    query = torch.randn(1, heads, 1, width + rope, device="cuda", dtype=torch.bfloat16)
-    first = cache(name, positions)
+    query = torch.randn(rows, heads, 1, width + rope, device="cuda", dtype=torch.bfloat16)
+    first = cache(name, rows, positions)
     nbytes = first[0].nbytes + first[1].nbytes
-    caches = [first, *(cache(name, positions) for _ in range(max(1, min(31, _ALTERNATING_BYTES // nbytes))))]
+    caches = [first, *(cache(name, rows, positions) for _ in range(max(1, min(31, _ALTERNATING_BYTES // nbytes))))]
     mask = torch.ones(1, 1, 1, positions, dtype=torch.bool, device="cuda")
     dense = median_of_graph([lambda kv=kv: attend(query, kv, scale=0.05, mask=mask) for _, _, kv in caches])
     print(
-        f"{name} {positions:7,} dense: {dense * 1e6:7.1f} us, {nbytes / dense / speed:.2f} of the bandwidth", flush=True
+        f"{name} {rows} x {positions:7,} dense: {dense * 1e6:7.1f} us, {nbytes / dense / speed:.2f} of the bandwidth",
+        flush=True,
     )
     if positions <= k + local + 64:
         return
@@ -84,7 +86,8 @@ def measure(name: str, positions: int, speed: float, k: int, local: int, profile
         layer, steps = IndexedLayer(index, rope > 0, sparsity.budget), list[StepKeys]()
         for keys, values, kv in caches:
             codes = layer.index(keys, values)
-            layer.encode(codes, keys, values, 0, slice(0, positions - 1))
+            for row in range(rows):
+                layer.encode(codes, keys, values, row, slice(0, positions - 1))
             steps.append(StepKeys(kv, codes, position, mask))
         calls = [partial(attend_sparsely, query, step, scale=0.05, sparsity=sparsity) for step in steps]
         took = median_of_graph(calls)
@@ -109,6 +112,7 @@ def shown(call: Callable[[], object]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--positions", default="4096,32768,131072")
+    parser.add_argument("--rows", default="1", help="sequences of a step")
     parser.add_argument("--k", type=int, default=4096)
     parser.add_argument("--local", type=int, default=1024)
     parser.add_argument("--profile", action="store_true", help="print the times of kernels")
@@ -117,4 +121,5 @@ if __name__ == "__main__":
     print(f"{torch.cuda.get_device_name()}: {reads / 1e9:,.0f} GB/s")
     for model in _SIZES:
         for count in map(int, asked.positions.split(",")):
-            measure(model, count, reads, asked.k, asked.local, asked.profile)
+            for together in map(int, asked.rows.split(",")):
+                measure(model, (together, count), reads, asked.k, asked.local, asked.profile)
