@@ -87,7 +87,7 @@ def _function_of(stock: type[nn.Module], implementation: str) -> Attention | Non
     """Return the function that a class calls for `sdpa` or `eager`, None without one for `eager`."""
     registered = _register_of(stock)
     if implementation not in registered:
-        return _eager_function(stock)
+        return eager_function(stock)
     return cast("Attention", cast("Any", registered)[implementation])
 
 
@@ -99,7 +99,7 @@ def _register_of(stock: type[nn.Module]) -> AttentionInterface:
 
 
 @functools.cache
-def _eager_function(stock: type[nn.Module]) -> Attention | None:
+def eager_function(stock: type[nn.Module]) -> Attention | None:
     """Return the attention function that the class' code names, or its file has by the usual name."""
     code = _code_of(stock)
     named = [code.__globals__.get(name) for name in (*code.__code__.co_names, _EAGER)]

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation.files import files_into
 from ktc.foundation.temporary_values import attributes
+from ktc.model.attention.sinks import fused_sinks
 from ktc.model.experts.shared_experts import Sharing
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
@@ -114,7 +115,8 @@ class KTrainerMixin(TrainerHooks):
         """
         model = _checked_adapter(cast("nn.Module", self.model))
         self._flops_of_token = 0
-        with nullcontext("") if self._keeps_adapters() else beside_experts(model, self) as self.expert_adapters:
+        beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
+        with fused_sinks(model), beside as self.expert_adapters:
             alone = prepares_inputs_itself(self) or self.model_init is not None
             with nullcontext() if alone else shared_experts(model) as self._sharing:
                 return self._train(model, resume_from_checkpoint, *args, **kwargs)
