@@ -25,7 +25,7 @@ from ktc.model.hf.logit_tiles import tile_bytes
 from ktc.model.hf.patching import call_stock, called_as
 from ktc.model.packed_store.placement import loss_function_of
 from ktc.training.trainers import frozen_head
-from ktc.training.trainers.frozen_head import is_frozen_linear, summed_loss
+from ktc.training.trainers.frozen_head import is_frozen_linear, token_losses
 
 MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
 _BYTES = 14  # per logit: itself, fp32 log-probabilities, and the gradients of both
@@ -65,9 +65,11 @@ def loss_bytes(trainer: Any, tokens: int, vocabulary: int) -> int:
 
 
 @contextmanager
-def in_chunks_of_tokens(model: Any) -> Generator[None]:
+def in_chunks_of_tokens(model: Any, parts: list[Tensor] | None = None, count: int = 1) -> Generator[None]:
     """Compute the loss of a causal model in chunks inside the context.
 
+    With `parts` a batch is `count` micro-batches of equally many rows. Their losses (count,) are added to `parts`, and
+    the model's loss is 1 with the gradient of their sum: its caller sees by what the trainer multiplies a loss.
     The model's forward raises `WholeLogits` if that is impossible.
     """
     head = cast("nn.Module", model.get_output_embeddings())
@@ -82,59 +84,79 @@ def in_chunks_of_tokens(model: Any) -> Generator[None]:
         if len(seen) != 1 or logits is not seen[0]:
             raise WholeLogits(f"`{type(model).__name__}` changes the output of its head")
         rows = max(1, (frozen_head.MOST_LOGITS if frozen else MOST_LOGITS) // vocab_size)
-        return chunked_loss(summed_by(head, rows, frozen=frozen), logits, labels, **kwargs).to(labels.device)
+        losses = chunked_losses(losses_by(head, rows, frozen=frozen), logits, labels, count, **kwargs)
+        if parts is None:
+            return losses.sum().to(labels.device)
+        parts.append(losses.detach())
+        return cast("Tensor", _UnitSum.apply(losses)).to(labels.device)
 
     with called_as(head, kept_back), attributes(model, loss_function=loss):
         yield
 
 
-def summed_by(head: nn.Module, rows: int, *, frozen: bool) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """Return a function of states (T, H), labels (T,) and the ignored label: the sum of cross entropies, fp32 ().
+class _UnitSum(torch.autograd.Function):
+    """The number 1, with the gradient of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        ctx.shape = losses.shape
+        return losses.new_ones(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.expand(ctx.shape)
+
+
+def losses_by(head: nn.Module, rows: int, *, frozen: bool) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """Return a function of states (T, H), labels (T,) and the ignored label: the cross entropies (T,) in fp32.
 
     At most `rows` tokens have their logits in memory. A `frozen` head is an `nn.Linear` (`is_frozen_linear`).
     """
 
-    def summed(hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    def losses(hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         pieces = max(1, -(-len(hidden) // rows))
         equal = max(1, -(-len(hidden) // pieces))
         if frozen:
-            return summed_loss(cast("nn.Linear", head), hidden, labels, equal, ignore_index)
-        return _checkpointed_sum(head, hidden, labels, equal, ignore_index)
+            return token_losses(cast("nn.Linear", head), hidden, labels, equal, ignore_index)
+        return _checkpointed_losses(head, hidden, labels, equal, ignore_index)
 
-    return summed
+    return losses
 
 
-def chunked_loss(
-    summed: Callable[[Tensor, Tensor, int], Tensor],
+def chunked_losses(
+    losses_of: Callable[[Tensor, Tensor, int], Tensor],
     hidden: Tensor,
     labels: Tensor,
+    count: int = 1,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return transformers' `ForCausalLMLoss` of a head's logits, whose sum over tokens `summed` computes in chunks.
+    """Return transformers' `ForCausalLMLoss` of a head's logits for each of `count` parts of a batch, fp32 (count,).
 
-    `hidden` is (B, T, H), `labels` (B, T). The label of a token is the next token, or the one in `shift_labels`. The
-    sum over tokens is divided by `num_items_in_batch`, or by the number of labels that are not ignored.
+    `hidden` is (B, T, H), `labels` (B, T); `losses_of` computes the tokens' losses in chunks. The label of a token is
+    the next token, or the one in `shift_labels`. A part's sum over tokens is divided by `num_items_in_batch`, or by the
+    number of its labels that are not ignored.
     """
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     flat, wanted = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
-    total = summed(flat, wanted, ignore_index)
-    counted = wanted.ne(ignore_index).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-    return total / counted.to(total.device)
+    totals = losses_of(flat, wanted, ignore_index).view(count, -1).sum(1)
+    if num_items_in_batch is None:
+        return totals / wanted.ne(ignore_index).view(count, -1).sum(1).to(totals.device)
+    return totals / torch.as_tensor(num_items_in_batch).to(totals.device)
 
 
-def _checkpointed_sum(head: nn.Module, hidden: Tensor, labels: Tensor, rows: int, ignore_index: int) -> Tensor:
-    def summed(x: Tensor, y: Tensor) -> Tensor:
+def _checkpointed_losses(head: nn.Module, hidden: Tensor, labels: Tensor, rows: int, ignore_index: int) -> Tensor:
+    def losses(x: Tensor, y: Tensor) -> Tensor:
         logits = call_stock(head, x).float()  # the stock call also when checkpointing recomputes it
-        return functional.cross_entropy(logits, y.to(logits.device), ignore_index=ignore_index, reduction="sum")
+        return functional.cross_entropy(logits, y.to(logits.device), ignore_index=ignore_index, reduction="none")
 
     # backward recomputes each chunk's logits; keeping them would need all logits in memory
     run = cast("Any", checkpointing).checkpoint
     pieces = zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
-    return torch.stack([run(summed, x, y, use_reentrant=False) for x, y in pieces]).sum()
+    return torch.cat([run(losses, x, y, use_reentrant=False) for x, y in pieces])
 
 
 def causal_model(trainer: Any) -> Any:

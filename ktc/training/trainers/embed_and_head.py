@@ -8,8 +8,9 @@ done once per step: walking through all modules costs more than all other code a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 
 from ktc.model.hf.patching import with_attributes
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
+from ktc.training.trainers.joined_inputs import Batch, Inputs, rows_of
 from ktc.training.trainers.layer_calls import ModelCall, finished, record
 from ktc.training.trainers.private_api import prepared_inputs
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
 
-Inputs = Mapping[str, Any]
 TrainingStep = Callable[..., Tensor]
 
 
@@ -71,24 +72,50 @@ class EmbedAndHead:
 
         return record(self._layers, begin)
 
+    def losses(
+        self, stock_step: TrainingStep, batch: Batch, num_items: Any, call: ModelCall, final: Tensor
+    ) -> list[Tensor]:
+        """Run the trainer's step of a batch once, from the last layer's output `final` (B, T, H) on.
+
+        Returns:
+            The loss of each of its micro-batches, as the trainer's step of it alone returns it.
+
+        Raises:
+            CannotStack: as `loss` does.
+        """
+        if batch.count > 1 and not self.whole_loss:
+            parts: list[Tensor] = []
+            try:
+                with in_chunks_of_tokens(self._causal, parts, batch.count):
+                    factor = self._run(stock_step, batch.inputs, num_items, call, final)
+            except WholeLogits as why:  # found before its backward began
+                self.whole_loss = str(why)
+            else:
+                (losses,) = parts
+                return list((losses.to(factor.device) * factor).unbind())
+        pieces = zip(rows_of(batch), call.hidden.chunk(batch.count), final.chunk(batch.count), strict=True)
+        return [
+            self.loss(stock_step, inputs, num_items, replace(call, hidden=hidden), rows)
+            for inputs, hidden, rows in pieces
+        ]
+
     def loss(self, stock_step: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
         """Run the trainer's step of a micro-batch, from the last layer's output `final` on.
 
         Raises:
             CannotStack: the trainer calls the model twice, or the first micro-batch of the step has changed.
         """
-
-        def step() -> Tensor:
-            with finished(self._layers, final, partial(self._compare, call.hidden)):
-                return stock_step(self._model, dict(inputs), num_items)
-
         if not self.whole_loss:
             try:
                 with in_chunks_of_tokens(self._causal):
-                    return step()
+                    return self._run(stock_step, inputs, num_items, call, final)
             except WholeLogits as why:  # found before its backward began
                 self.whole_loss = str(why)
-        return step()
+        return self._run(stock_step, inputs, num_items, call, final)
+
+    def _run(self, stock_step: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
+        with finished(self._layers, final, partial(self._compare, call.hidden)):
+            return stock_step(self._model, dict(inputs), num_items)
 
     def _compare(self, recorded: Tensor, x: Tensor) -> None:
         if x.shape != recorded.shape:

@@ -1,7 +1,7 @@
 """The loss of a frozen head with its gradient: forward computes both from the same logits, and backward only scales.
 
-In: hidden states (T, H), an `nn.Linear` that is not trained, labels (T,). Out: the sum of the tokens' cross entropies,
-in fp32. The logits of `rows` tokens at a time are in memory, which become their own gradient. A checkpoint would
+In: hidden states (T, H), an `nn.Linear` that is not trained, labels (T,). Out: the cross entropy of each token, in
+fp32. The logits of `rows` tokens at a time are in memory, which become their own gradient. A checkpoint would
 compute them twice, and keep fp32 copies of them.
 """
 
@@ -29,42 +29,41 @@ def is_frozen_linear(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not changed and not any(weight.requires_grad for weight in head.parameters())
 
 
-def summed_loss(head: nn.Linear, hidden_TH: Tensor, labels_T: Tensor, rows: int, ignore_index: int) -> Tensor:
-    """Return the sum of cross entropies of `head(hidden)`, fp32 (), in the dtype that autocasting gives the product."""
+def token_losses(head: nn.Linear, hidden_TH: Tensor, labels_T: Tensor, rows: int, ignore_index: int) -> Tensor:
+    """Return the cross entropies (T,) of `head(hidden)` in fp32; autocasting gives the dtype of the product."""
     place = head.weight.device
     hidden_TH, labels_T, device = hidden_TH.to(place), labels_T.to(place), place.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
     bias_V = cast("Tensor | None", head.bias)
     weight_VH, bias_V = head.weight.to(dtype), None if bias_V is None else bias_V.to(dtype)
     with torch.autocast(device, enabled=False):
-        return cast("Tensor", _SummedLoss.apply(hidden_TH, weight_VH, bias_V, labels_T, rows, ignore_index))
+        return cast("Tensor", _TokenLosses.apply(hidden_TH, weight_VH, bias_V, labels_T, rows, ignore_index))
 
 
-class _SummedLoss(torch.autograd.Function):
+class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_T: Tensor, rows: int, ignore_index: int
     ) -> Tensor:
         to_gradient = compiled_on(x_TH.device, _loss_and_gradient)
-        total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
+        losses_T = torch.empty(x_TH.shape[0], dtype=torch.float32, device=x_TH.device)
         d_x_TH = torch.empty_like(x_TH, dtype=weight_VH.dtype) if ctx.needs_input_grad[0] else None
         for first in range(0, x_TH.shape[0], rows):
             part = slice(first, first + rows)
             logits_RV = functional.linear(x_TH[part].to(weight_VH.dtype), weight_VH, bias_V)
-            losses_R, label_R1, at_label_R1 = to_gradient(logits_RV, labels_T[part], ignore_index)
-            total += losses_R.sum()
+            losses_T[part], label_R1, at_label_R1 = to_gradient(logits_RV, labels_T[part], ignore_index)
             if d_x_TH is not None:
                 torch.mm(logits_RV.scatter_(1, label_R1, at_label_R1), weight_VH, out=d_x_TH[part])
         if d_x_TH is not None:
             ctx.save_for_backward(d_x_TH, labels_T.eq(ignore_index)[:, None])
         ctx.dtype = x_TH.dtype
-        return total
+        return losses_T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_T: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         d_x_TH, ignored_T1 = ctx.saved_tensors
         # also where the sum is divided by no labels: the mean is NaN there, and no gradient
-        scaled_TH = (d_x_TH * grad).masked_fill_(ignored_T1, 0.0)
+        scaled_TH = (d_x_TH * grad_T[:, None]).masked_fill_(ignored_T1, 0.0)
         return scaled_TH.to(ctx.dtype), None, None, None, None, None
 
 

@@ -105,6 +105,15 @@ def prepares_inputs_itself(trainer: Trainer) -> bool:
     return cast("Any", type(trainer))._prepare_inputs is not cast("Any", Trainer)._prepare_inputs
 
 
+def wraps_forward_in_autocast(module: nn.Module) -> bool:
+    """Return whether the `forward` of this one object is the class's own inside the autocasting of accelerate.
+
+    `Accelerator.prepare_model` puts it there, and keeps the one before as `_original_forward`.
+    """
+    before = vars(module).get("_original_forward")
+    return before is not None and getattr(before, "__func__", None) is type(module).forward
+
+
 # transformers: the trainer's hooks ------------------------------------------------------------------------------------
 class TrainerHooks(_Trainer):
     """A base class before a trainer: steps inside `Trainer`, as methods with public names."""

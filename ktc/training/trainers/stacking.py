@@ -25,13 +25,15 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.hf.stock_model import finds_positions
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
-from ktc.training.trainers.embed_and_head import EmbedAndHead, Inputs, TrainingStep
+from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
+from ktc.training.trainers.joined_inputs import Batch, Inputs
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
+from ktc.training.trainers.recorded_step import RecordedStep, Recorder
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_layers
 from ktc.training.trainers.stack_size import (
     CHUNKS,
@@ -90,6 +92,7 @@ class Stacking:
     scarce: str = ""  # the device whose memory is the first that a longer pass would fill
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
+    each: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
 
     def __str__(self) -> str:
         if not self.on:
@@ -97,8 +100,9 @@ class Stacking:
         loss = f"; the loss is not computed in ktc's chunks: {self.whole_loss}" if self.whole_loss else ""
         sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
         layers = f"; {self.not_compiled}" if self.not_compiled else ""
+        each = f"; the model's code around its layers runs once per micro-batch: {self.each}" if self.each else ""
         waiting = f"; {self.offloaded.told}" if self.offloaded else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}"
+        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}{each}"
 
 
 class Stacker(TrainerCallback):
@@ -122,6 +126,7 @@ class Stacker(TrainerCallback):
         self._trainer, self._mode, self._chunk_tokens, self._compiled = trainer, mode, chunk_tokens, compiled
         self._waiting: list[Inputs] = []
         self._layers: tuple[SplitLayer, ...] = ()
+        self._recorder: Recorder | None = None  # of the model's code around its layers
         # None before the first step. Stacking ends only if the first stack shows that it is impossible.
         self.decision: Stacking | None = None
         self._decided_for: StepSizes | None = None
@@ -160,6 +165,7 @@ class Stacker(TrainerCallback):
             if against:
                 raise CannotStack(against)
             self._layers = split_layers(model)
+            self._recorder = Recorder(self._trainer, model, self._layers)
         except CannotStack as why:
             self._give_up(why)
 
@@ -182,17 +188,22 @@ class Stacker(TrainerCallback):
         )
         try:
             with embed_and_head.in_training():
+                assert self._recorder is not None, "it is made with the layers"
                 inputs = embed_and_head.prepared(waiting)
-                calls = [embed_and_head.record(micro_batch, num_items) for micro_batch in inputs]
-                sizes = self._sizes(calls)
+                recorded = self._recorder.step(embed_and_head, stock_step, inputs, num_items)
+                sizes = self._sizes(recorded)
                 if sizes != self._decided_for:
-                    self._settle(self._sized(sizes, calls[0], model))
+                    self._settle(self._sized(sizes, recorded.enters, model))
                     self._decided_for = sizes
                 assert self.decision is not None
                 embed_and_head.whole_loss = self.decision.whole_loss
-                for first, last in passes(sizes.tokens, self.decision.tokens):
+                runs = passes(sizes.tokens, self.decision.tokens)
+                batches = recorded.batches(runs, self.decision.chunk_tokens)
+                self._note(each=recorded.each)
+                for of_pass, calls in batches:
                     with host_factors.one_pass():
-                        self._pass(embed_and_head, stock_step, inputs[first:last], calls[first:last], num_items, losses)
+                        self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
+                embed_and_head.check_unchanged()
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
                 message = f"stacking became impossible in the middle of a step: {why}"
@@ -207,23 +218,24 @@ class Stacker(TrainerCallback):
         self,
         embed_and_head: EmbedAndHead,
         stock_step: TrainingStep,
-        inputs: Sequence[Inputs],
+        batches: Sequence[Batch],
         calls: Sequence[ModelCall],
         num_items: Any,
         losses: list[Tensor],
     ) -> None:
-        """Run forward and backward of micro-batches that share each layer's experts. Add their losses to `losses`."""
+        """Run forward and backward of batches that share each layer's experts. Add their losses to `losses`."""
         assert self.decision is not None
         pieces = [divided(call, self.decision.chunk_tokens) for call in calls]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
         outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded)
         finals = _by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces])
         leaves = [final.detach().requires_grad_() for final in finals]
-        for micro_batch, call, leaf in zip(inputs, calls, leaves, strict=True):
+        for batch, call, leaf in zip(batches, calls, leaves, strict=True):
             with span("lm_head", leaf.device):
-                losses.append(embed_and_head.loss(stock_step, micro_batch, num_items, call, leaf))
-        embed_and_head.check_unchanged()
-        self._note(embed_and_head.whole_loss)
+                losses += embed_and_head.losses(stock_step, batch, num_items, call, leaf)
+        if embed_and_head.checks_at_once:
+            embed_and_head.check_unchanged()
+        self._note(whole_loss=embed_and_head.whole_loss, not_compiled=str(self._compiled or ""))
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, pieces, chunks, leaves, finals
         if self._shares:  # a process without a loss takes part in the backward of the others
@@ -234,8 +246,9 @@ class Stacker(TrainerCallback):
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
-    def _sizes(self, calls: Sequence[ModelCall]) -> StepSizes:
-        *tokens, length = self._most([*map(_tokens, calls), max(call.hidden.shape[1] for call in calls)])
+    def _sizes(self, step: RecordedStep) -> StepSizes:
+        lengths = [length for _, length in step.sizes]
+        *tokens, length = self._most([*(rows * length for rows, length in step.sizes), max(lengths)])
         return StepSizes(tuple(tokens), length)
 
     def _most(self, values: Sequence[int]) -> list[int]:
@@ -246,10 +259,10 @@ class Stacker(TrainerCallback):
     def _shares(self) -> bool:
         return bool(getattr(self._trainer, "shares_experts", False))
 
-    def _note(self, whole_loss: str) -> None:
-        """Settle the facts that only a pass has shown: a loss of whole logits, and layers that are not compiled."""
+    def _note(self, **facts: str) -> None:
+        """Settle facts that only a step has shown: whole logits, layers that are not compiled, single micro-batches."""
         assert self.decision is not None
-        shown = replace(self.decision, whole_loss=whole_loss, not_compiled=str(self._compiled or ""))
+        shown = replace(self.decision, **{name: fact for name, fact in facts.items() if fact})
         if shown != self.decision:
             self._settle(shown)
 
@@ -270,8 +283,10 @@ class Stacker(TrainerCallback):
         ways = [self._with_offloaded(way, longest, sizes, free, loss, bytes_per_pair(model)) for way in Offloaded]
         size = min(ways, key=lambda size: (-(-sizes.whole // max(1, size.tokens)), size.offloaded))  # the fewest passes
         (most,) = self._most([-size.tokens])
-        known = ("", "") if self.decision is None else (self.decision.whole_loss, self.decision.not_compiled)
-        decision = replace(size, tokens=-most, whole_loss=whole or known[0], not_compiled=known[1])
+        known = Stacking(False, "", 0) if self.decision is None else self.decision
+        decision = replace(
+            size, tokens=-most, whole_loss=whole or known.whole_loss, not_compiled=known.not_compiled, each=known.each
+        )
         least = sizes.largest * min(2, len(sizes.tokens))
         if decision.tokens < least and self._gives_up_for_memory(model):
             raise CannotStack(f"the free memory on `{size.scarce}` holds {decision.tokens} tokens of a pass")
@@ -330,10 +345,6 @@ def _multiplied_on_a_gpu(model: nn.Module) -> bool:
     """Return whether a GPU multiplies routed experts: then one micro-batch gains too, by compiled layers."""
     experts = (module for module in model.modules() if isinstance(module, FusedMoe))
     return any(fused.backend(MANY).device.type != "cpu" for fused in experts)
-
-
-def _tokens(call: ModelCall) -> int:
-    return call.hidden.shape[0] * call.hidden.shape[1]
 
 
 def passes(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ktc.model.packed_store.placement import _Mover
 from ktc.training.trainers import chunked_loss as chunked_loss_module
 from ktc.training.trainers import frozen_head
-from ktc.training.trainers.chunked_loss import chunked_loss, in_chunks_of_tokens, summed_by
+from ktc.training.trainers.chunked_loss import chunked_losses, in_chunks_of_tokens, losses_by
 from ktc.training.trainers.frozen_head import is_frozen_linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,10 +43,10 @@ def both(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Our loss and the stock loss, each with the gradient of the hidden states."""
     states = torch.randn(*labels.shape, 16, generator=torch.Generator().manual_seed(4)) if x is None else x
-    summed = summed_by(head, rows_at_once, frozen=is_frozen_linear(head))
+    losses_of = losses_by(head, rows_at_once, frozen=is_frozen_linear(head))
     found: list[tuple[Tensor, Tensor]] = []
     for loss in (
-        lambda x: chunked_loss(summed, x, labels, **given),
+        lambda x: chunked_losses(losses_of, x, labels, **given).sum(),
         lambda x: ForCausalLMLoss(head(x), labels, VOCABULARY, **given),
     ):
         leaf = states.to(head.weight.dtype).detach().clone().requires_grad_()
@@ -139,7 +139,7 @@ def test_a_model_with_a_frozen_head_computes_its_loss_with_its_gradient(monkeypa
     rows: list[int] = []
     monkeypatch.setattr(frozen_head, "MOST_LOGITS", 5 * model.config.vocab_size)
     monkeypatch.setattr(
-        chunked_loss_module, "summed_loss", lambda *given: rows.append(given[3]) or frozen_head.summed_loss(*given)
+        chunked_loss_module, "token_losses", lambda *given: rows.append(given[3]) or frozen_head.token_losses(*given)
     )
     with in_chunks_of_tokens(model):
         assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(stock.item(), rel=1e-6)

@@ -1,0 +1,210 @@
+"""Micro-batches that run through the model's own code around its layers as one batch, where that changes nothing.
+
+In: a trainer's prepared micro-batches. Out: batches, each of neighbouring micro-batches with rows of one length, no
+padding and no inputs but tokens and labels. So masks and positions are those of each micro-batch, which `alike` checks
+on recorded calls. Refused, with the reason in words: code that is not known to treat every row on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ktc.model.experts.private_api import HOOKS
+from ktc.model.hf.patching import stock_class
+from ktc.model.manifest.stale_change_guard import StaleChangeGuard
+from ktc.model.packed_store.placement import hooks_move_alone
+from ktc.training.trainers.chunked_loss import causal_model, reason_for_whole_logits
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.private_api import pytree, wraps_forward_in_autocast
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer
+
+Inputs = Mapping[str, Any]
+_ROWS = frozenset({"input_ids", "labels", "attention_mask"})  # of which each row is independent of the others
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The inputs of `count` micro-batches, whose rows follow each other."""
+
+    inputs: Inputs
+    count: int = 1
+
+
+def joined(passes: Sequence[Sequence[Inputs]], tokens: int) -> tuple[list[list[Batch]], str]:
+    """Join neighbouring micro-batches of each pass, at most `tokens` tokens together. The device is read once.
+
+    Returns:
+        The batches of each pass in their order, and why a micro-batch was not joined with others of its size, "" if
+        all were.
+    """
+    reasons = _reasons([*chain(*passes)])
+    given = iter(reasons)
+    batches = [list(_batches([(inputs, next(given)) for inputs in of_pass], tokens)) for of_pass in passes]
+    return batches, next(filter(None, reasons), "")
+
+
+def _batches(inputs: Sequence[tuple[Inputs, str]], tokens: int) -> Iterator[Batch]:
+    run: list[Inputs] = []
+    for micro_batch, reason in inputs:
+        if run and (reason or not _fits(run, micro_batch, tokens)):
+            yield _joined(run)
+            run = []
+        if reason:
+            yield Batch(micro_batch)
+        else:
+            run.append(micro_batch)
+    if run:
+        yield _joined(run)
+
+
+def _fits(run: Sequence[Inputs], inputs: Inputs, tokens: int) -> bool:
+    return _shapes(run[0]) == _shapes(inputs) and (len(run) + 1) * inputs["input_ids"].numel() <= tokens
+
+
+def _joined(run: Sequence[Inputs]) -> Batch:
+    if len(run) == 1:
+        return Batch(run[0])
+    return Batch({name: torch.cat([inputs[name] for inputs in run]) for name in run[0]}, len(run))
+
+
+def _reasons(inputs: Sequence[Inputs]) -> list[str]:
+    """Return for each micro-batch why it is not joined with others, "" if it may be."""
+    reasons = [_reason(micro_batch) for micro_batch in inputs]
+    masks = {index: inputs[index].get("attention_mask") for index, reason in enumerate(reasons) if not reason}
+    whole = {index: mask.all() for index, mask in masks.items() if mask is not None}
+    if whole:
+        flags: list[bool] = cast("Any", torch.stack([*whole.values()])).tolist()
+        for index, flag in zip(whole, flags, strict=True):
+            reasons[index] = "" if flag else "rows have padding"
+    return reasons
+
+
+def reason_against_tokens(inputs: Sequence[Inputs]) -> str:
+    """Return why the inputs do not tell the sizes of micro-batches, "" if they have tokens."""
+    ids = [micro_batch.get("input_ids") for micro_batch in inputs]
+    return "" if all(isinstance(value, Tensor) and value.ndim == 2 for value in ids) else "rows are not tokens"
+
+
+def _reason(inputs: Inputs) -> str:
+    others = sorted(set(inputs) - _ROWS)
+    if others:
+        return f"rows have `{others[0]}`"
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or "labels" not in inputs:
+        return "rows are not tokens with labels"
+    fits = (isinstance(value, Tensor) and value.shape == ids.shape for value in inputs.values())
+    return "" if all(fits) else "rows are not tokens with labels"
+
+
+def _shapes(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype, torch.device]]:
+    tensors = cast("Mapping[str, Tensor]", inputs)
+    return {name: (value.shape, value.dtype, value.device) for name, value in tensors.items()}
+
+
+# Which code treats every row on its own -------------------------------------------------------------------------------
+def reason_for_each(trainer: Any, stock_step: Any) -> str:
+    """Return why a trainer's code has to run once for every micro-batch, "" if one run for several is the same."""
+    whole = reason_for_whole_logits(trainer)
+    if whole:
+        return whole
+    name = type(trainer).__name__
+    if getattr(stock_step, "__func__", None) is not Trainer.training_step:
+        return f"`{name}` has a training step of its own"
+    if type(trainer).compute_loss_context_manager is not Trainer.compute_loss_context_manager:
+        return f"`{name}` computes the loss in a context of its own"
+    model = stock_class(causal_model(trainer))
+    known = model.__module__.startswith("transformers.models.")
+    return "" if known else f"the code of a `{model.__name__}` is not from transformers"
+
+
+def own_modules(model: nn.Module, layers: Sequence[SplitLayer]) -> dict[str, nn.Module]:
+    """Return the modules by name whose calls a run for several micro-batches joins: all but those inside of layers."""
+    within = {module for split in layers for module in split.layer.modules() if module is not split.layer}
+    named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    return {name: module for name, module in named if module not in within}
+
+
+def observed(modules: Mapping[str, nn.Module]) -> str:
+    """Return which module is observed or runs other code, in words; "" if none does."""
+    for name, module in modules.items():
+        if any(vars(module)[kind] for kind in HOOKS) and not _harmless(module):
+            return f"`{name or type(module).__name__}` has hooks"
+        if "forward" in vars(module) and not wraps_forward_in_autocast(module):
+            return f"`{name or type(module).__name__}` has a `forward` of its own"
+    return ""
+
+
+def _harmless(module: nn.Module) -> bool:
+    if hooks_move_alone(module):
+        return True
+    hooks = (hook for kind in HOOKS for hook in vars(module)[kind].values())
+    return all(isinstance(hook, StaleChangeGuard) for hook in hooks)
+
+
+# The calls of several micro-batches and of the batch that they form ---------------------------------------------------
+def all_alike(batches: Iterable[Batch], recorded: Iterable[ModelCall], calls: Iterable[ModelCall]) -> bool:
+    """Return whether each batch enters the layers as its micro-batches do, whose `calls` were recorded one by one."""
+    of_micro_batches = iter(calls)
+    for batch, call in zip(batches, recorded, strict=True):
+        if batch.count > 1 and call.hidden.shape[:2] != batch.inputs["input_ids"].shape:
+            return False
+        if not alike(call, list(islice(of_micro_batches, batch.count))):
+            return False
+    return True
+
+
+def alike(batch: ModelCall, calls: Sequence[ModelCall]) -> bool:
+    """Return whether a batch enters the layers as its micro-batches do: the same states, and arguments row by row."""
+    hidden = [call.hidden for call in calls]
+    sizes = [x.shape[0] for x in hidden]
+    if any(call.devices != batch.devices or len(call.layers) != len(batch.layers) for call in calls):
+        return False
+    if not _is_joined(batch.hidden, hidden, sizes):
+        return False
+    layers = zip(batch.layers, *(call.layers for call in calls), strict=True)
+    different = {tuple(map(id, layer)): layer for layer in layers}  # layers share their calls
+    return all(_alike(of_batch, separate, sizes) for of_batch, *separate in different.values())
+
+
+def _alike(of_batch: LayerCall, separate: Sequence[LayerCall], sizes: Sequence[int]) -> bool:
+    if any((call.named, call.autocast) != (of_batch.named, of_batch.autocast) for call in separate):
+        return False
+    leaves, spec = pytree.tree_flatten((of_batch.args, dict(of_batch.kwargs)))
+    flat = [pytree.tree_flatten((call.args, dict(call.kwargs))) for call in separate]
+    if any(other != spec for _, other in flat):
+        return False
+    return all(_is_joined(leaf, pieces, sizes) for leaf, *pieces in zip(leaves, *(row for row, _ in flat), strict=True))
+
+
+def _is_joined(leaf: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Return whether a value of a batch is that of each micro-batch, or has theirs (of `sizes` rows) one by one."""
+    if not isinstance(leaf, Tensor):
+        return all(type(piece) is type(leaf) and (piece is leaf or piece == leaf) for piece in pieces)
+    if not all(isinstance(piece, Tensor) and piece.dtype == leaf.dtype for piece in pieces):
+        return False
+    if leaf.ndim and leaf.shape[0] == sum(sizes) and len(pieces) > 1:
+        return all(map(_equal, torch.split(leaf, list(sizes)), pieces))
+    return all(leaf.shape == piece.shape and torch.equal(leaf, piece) for piece in pieces)
+
+
+def _equal(rows: Tensor, piece: Tensor) -> bool:
+    """Return whether rows of a batch are a micro-batch's own, or the one that its rows share."""
+    same_shape = rows.ndim == piece.ndim and rows.shape[1:] == piece.shape[1:] and piece.shape[0] in (1, len(rows))
+    return same_shape and bool((rows == piece).all())
+
+
+def rows_of(batch: Batch) -> Iterator[Inputs]:
+    """Split the inputs of a batch into those of its micro-batches."""
+    if batch.count == 1:
+        yield batch.inputs
+        return
+    pieces = {name: value.chunk(batch.count) for name, value in cast("Mapping[str, Tensor]", batch.inputs).items()}
+    for index in range(batch.count):
+        yield {name: piece[index] for name, piece in pieces.items()}

@@ -1,0 +1,104 @@
+"""How the micro-batches of a step enter the layers: recorded for batches of them where that is the same, or one by one.
+
+In: the prepared micro-batches of a step. Out: their sizes, and the batches of each pass with their recorded calls. The
+first step of a run records both, and compares them: code that enters the layers otherwise for a batch runs for each
+micro-batch from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
+from ktc.training.trainers.joined_inputs import (
+    Batch,
+    Inputs,
+    all_alike,
+    joined,
+    observed,
+    own_modules,
+    reason_against_tokens,
+    reason_for_each,
+)
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.split_layer import SplitLayer
+
+OfPass = tuple[list[Batch], list[ModelCall]]
+
+
+class Recorder:
+    """What is known of the code around the layers of one trainer's model, from step to step."""
+
+    def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer]) -> None:
+        self._trainer, self._modules = trainer, own_modules(model, layers)
+        self.against: str | None = None  # why it runs for each micro-batch, "" if for several; None before a step
+        self.enters: ModelCall | None = None  # a micro-batch of any size, without its values
+
+    def step(
+        self, embed_and_head: EmbedAndHead, stock_step: TrainingStep, inputs: Sequence[Inputs], num_items: Any
+    ) -> RecordedStep:
+        """Begin a step. Its inputs are compared with the recorded ones at once where they were recorded one by one.
+
+        Raises:
+            CannotStack: the model cannot be run layer by layer.
+        """
+        first = self.against is None
+        if self.against is None:
+            self.against = reason_for_each(self._trainer, stock_step)
+        why = self.against or embed_and_head.whole_loss or observed(self._modules) or reason_against_tokens(inputs)
+        step = RecordedStep(self, embed_and_head, inputs, num_items, why)
+        embed_and_head.checks_at_once = first or bool(why)  # other code differs in the first step or in none
+        if embed_and_head.checks_at_once:
+            step.record_each()
+        return step
+
+
+class RecordedStep:
+    """The micro-batches of a step. `each` says why they are recorded one by one, "" if they are not."""
+
+    def __init__(
+        self, recorder: Recorder, embed_and_head: EmbedAndHead, inputs: Sequence[Inputs], num_items: Any, each: str
+    ) -> None:
+        self._recorder, self._inputs, self.each = recorder, inputs, each
+        self._record = partial(embed_and_head.record, num_items=num_items)
+        self._calls: list[ModelCall] = []
+
+    def record_each(self) -> None:
+        """Record every micro-batch alone."""
+        self._calls = [self._record(inputs) for inputs in self._inputs]
+        call = self._calls[0]
+        self._recorder.enters = ModelCall(call.hidden.detach().to("meta"), call.devices, ())
+
+    @property
+    def enters(self) -> ModelCall:
+        """A micro-batch of any size, without its values and the arguments of layers."""
+        assert self._recorder.enters is not None, "the first step records every micro-batch"
+        return self._recorder.enters
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The rows and the length of each micro-batch."""
+        states = [call.hidden for call in self._calls] or [inputs["input_ids"] for inputs in self._inputs]
+        return [(state.shape[0], state.shape[1]) for state in states]
+
+    def batches(self, runs: Iterable[tuple[int, int]], tokens: int) -> list[OfPass]:
+        """Return the batches of each pass with their calls; a run is a pass's first micro-batch, and the one after it.
+
+        Batches have at most `tokens` tokens, or one micro-batch.
+        """
+        runs = list(runs)
+        if not self.each:
+            batches, reason = joined([self._inputs[first:last] for first, last in runs], tokens)
+            calls = [[self._record(batch.inputs) for batch in of_pass] for of_pass in batches]
+            if not self._calls or all_alike(chain(*batches), chain(*calls), self._calls):
+                self.each = reason
+                return list(zip(batches, calls, strict=True))
+            self.each = self._recorder.against = "several enter its layers otherwise than one"
+        return [
+            ([Batch(inputs) for inputs in self._inputs[first:last]], self._calls[first:last]) for first, last in runs
+        ]

@@ -1,0 +1,165 @@
+"""Micro-batches of one length run through the code around the layers together, where that is the same as one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from stacked_training import StackingTrainer, assert_alike, logged, trained
+from torch import Tensor
+
+from ktc.model import twin
+from ktc.stages.link import link
+from ktc.training.trainers.embed_and_head import EmbedAndHead
+from ktc.training.trainers.joined_inputs import Batch, alike, all_alike, joined, rows_of
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.split_layer import LayerCall
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = twin.write("qwen3_moe", tmp_path_factory.mktemp("models"))
+    return link(hand_made.package(source), tmp_path_factory.mktemp("build") / "qwen3_moe")
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each run of the code around the layers: recorded ones, and those with a loss."""
+    seen: list[int] = []
+    for name in ("record", "_run"):
+        stock: Any = getattr(EmbedAndHead, name)
+
+        def counted(self: Any, *args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            inputs = next(given for given in args if isinstance(given, dict))
+            seen.append(len(inputs["input_ids"]))
+            return stock(self, *args, **kwargs)
+
+        monkeypatch.setattr(EmbedAndHead, name, functools.wraps(stock)(counted))
+    return seen
+
+
+def plain(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    return {name: torch.tensor([row[name] for row in batch]) for name in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_one_length_run_together_and_have_their_own_losses(
+    package: Path, tmp_path: Path, runs: list[int], batch: int
+) -> None:
+    settings: dict[str, Any] = {"lengths": (17,) * 8, "batch": batch, "max_steps": 3}
+    ours = trained(package, tmp_path, "on", **settings)
+    of_chunks = [2] * 4
+    first = [batch] * (8 // batch)
+    assert runs == first + of_chunks * 2 * 3, "the first step records every micro-batch too"
+    assert ours.stacker.decision is not None
+    assert ours.stacker.decision.each == ""
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_means_of_micro_batches_are_theirs_where_items_are_not_counted(package: Path, tmp_path: Path) -> None:
+    class Uncounted(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+    def one_without_labels(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        inputs = plain(batch)
+        if int(inputs["input_ids"].sum()) % 3 == 0:
+            inputs["labels"][:] = -100  # its mean is NaN, which the trainer's log leaves out
+        return inputs
+
+    settings: dict[str, Any] = {"lengths": (17,) * 8, "collate": one_without_labels, "trainer": Uncounted}
+    ours, theirs = (trained(package, tmp_path, mode, **settings) for mode in ("on", "off"))
+    assert ours.stacker.decision is not None
+    assert ours.stacker.decision.each == ""
+    assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model: model.model.norm.register_forward_hook(lambda *_: None), "has hooks"),
+        (lambda model: setattr(model.model.norm, "forward", model.model.norm.forward), "a `forward` of its own"),
+    ],
+    ids=["hooks", "own forward"],
+)
+def test_code_that_sees_micro_batches_sees_each_of_them(
+    package: Path, tmp_path: Path, runs: list[int], change: Callable[[Any], object], told: str
+) -> None:
+    class Changed(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            change(self.model.get_base_model())
+
+    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, trainer=Changed, max_steps=1)
+    assert runs == [1] * 16
+    assert told in str(ours.stacker.decision)
+
+
+def test_trainers_with_a_loss_of_their_own_see_each_micro_batch(package: Path, tmp_path: Path, runs: list[int]) -> None:
+    class Own(StackingTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, trainer=Own, max_steps=1)
+    assert runs == [1] * 16
+    assert "once per micro-batch: `Own` computes the loss itself" in str(ours.stacker.decision)
+
+
+def inputs(rows: int, length: int, **others: Any) -> dict[str, Any]:
+    ids = torch.arange(rows * length).view(rows, length)
+    return {"input_ids": ids, "labels": ids, **others}
+
+
+def test_only_whole_rows_of_one_length_are_joined() -> None:
+    padding = torch.tensor([[1, 1, 0]])
+    given = [
+        inputs(1, 3), inputs(1, 3), inputs(1, 3), inputs(1, 4), inputs(1, 3, attention_mask=padding),
+        inputs(1, 3, attention_mask=torch.ones(1, 3)), inputs(1, 3, position_ids=padding), inputs(2, 3), inputs(2, 3),
+    ]  # fmt: skip
+    batches, why = joined([given[:2], given[2:]], 12)
+    assert [[batch.count for batch in of_pass] for of_pass in batches] == [[2], [1, 1, 1, 1, 1, 2]]
+    assert why == "rows have padding"
+    assert batches[1][-1].inputs["input_ids"].shape == (4, 3)
+    assert joined([given[:3]], 8)[0][0][0].count == 2, "a batch has no more tokens than a chunk"
+    assert joined([[inputs(1, 3, position_ids=padding)]], 8)[1] == "rows have `position_ids`"
+    for one, row in zip(given[7:], rows_of(batches[1][-1]), strict=True):
+        assert torch.equal(row["input_ids"], one["input_ids"])
+
+
+def call(rows: int, mask: Tensor | None, first: float = 0.0) -> ModelCall:
+    hidden = torch.arange(first, first + rows * 6).view(rows, 3, 2)
+    kwargs = {"attention_mask": mask, "position_embeddings": (torch.ones(1, 3, 2), torch.ones(1, 3, 2)), "flag": True}
+    of_layer = LayerCall(None, (), kwargs, ())
+    return ModelCall(hidden, (torch.device("cpu"),) * 2, (of_layer, of_layer))
+
+
+def test_a_batch_that_enters_the_layers_otherwise_is_found() -> None:
+    mask = torch.ones(1, 1, 3, 3)
+    assert alike(call(2, None), [call(1, None), call(1, None, 6.0)])
+    assert alike(call(2, mask.repeat(2, 1, 1, 1)), [call(1, mask), call(1, mask, 6.0)])
+    assert not alike(call(2, None), [call(1, None), call(1, None)]), "other states"
+    assert not alike(call(2, mask), [call(1, None), call(1, None, 6.0)]), "a mask"
+    assert not alike(call(2, torch.cat((mask, 1 - mask))), [call(1, mask), call(1, mask, 6.0)]), "another mask"
+    moved = replace(call(1, None, 6.0), devices=(torch.device("meta"),) * 2)
+    assert not alike(call(2, None), [call(1, None), moved])
+    longer = [Batch(inputs(2, 4), 2)]
+    assert not all_alike(longer, [call(2, None)], [call(1, None), call(1, None, 6.0)]), "tokens that the model adds"
+
+
+def test_a_run_goes_on_one_by_one_where_batches_enter_the_layers_otherwise(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    monkeypatch.setattr("ktc.training.trainers.stacking.all_alike", lambda *_: False)
+    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, max_steps=2)
+    assert runs == [1] * 8 + [2] * 4 + [1] * 8 + [1] * 16
+    assert "several enter its layers otherwise than one" in str(ours.stacker.decision)
+    assert logged(ours) == pytest.approx(logged(trained(package, tmp_path, "off", lengths=(17,) * 8)), rel=1e-6)
