@@ -31,7 +31,8 @@ class EmbedAndHead:
     """The code of one trainer's model before and after its layers, during one optimizer step.
 
     `whole_loss` says why the loss needs all logits of a micro-batch at once, "" if it does not. It may change once,
-    at the first loss.
+    at the first loss. `checks_at_once` is whether the first input that is not the recorded one is found before the
+    backward of its loss, for which the host waits for the GPU.
     """
 
     def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer], whole_loss: str = "") -> None:
@@ -39,6 +40,7 @@ class EmbedAndHead:
         self._causal = causal_model(trainer)
         self._changed: list[Tensor] = []  # per micro-batch, whether its input differed from the recorded one
         self.whole_loss = whole_loss
+        self.checks_at_once = True
 
     def prepared(self, waiting: Sequence[Inputs]) -> list[Inputs]:
         """Return the micro-batches on the device of the inputs, where preparing them again changes nothing."""
@@ -121,7 +123,8 @@ class EmbedAndHead:
         if x.shape != recorded.shape:
             raise CannotStack(_CHANGED)
         self._changed.append((x != recorded).any())
-        if len(self._changed) == 1:  # the others are read later together: each reading makes the host wait for the GPU
+        # the others are read later together: each reading makes the host wait for the GPU
+        if len(self._changed) == 1 and self.checks_at_once:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
