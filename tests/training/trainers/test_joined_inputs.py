@@ -158,7 +158,7 @@ def test_a_batch_that_enters_the_layers_otherwise_is_found() -> None:
 def test_a_run_goes_on_one_by_one_where_batches_enter_the_layers_otherwise(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
 ) -> None:
-    monkeypatch.setattr("ktc.training.trainers.stacking.all_alike", lambda *_: False)
+    monkeypatch.setattr("ktc.training.trainers.recorded_step.all_alike", lambda *_: False)
     ours = trained(package, tmp_path, "on", lengths=(17,) * 8, max_steps=2)
     assert runs == [1] * 8 + [2] * 4 + [1] * 8 + [1] * 16
     assert "several enter its layers otherwise than one" in str(ours.stacker.decision)
