@@ -59,12 +59,17 @@ class Recorder:
 
 
 class RecordedStep:
-    """The micro-batches of a step. `each` says why they are recorded one by one, "" if they are not."""
+    """The micro-batches of a step. `one_by_one` says why they are recorded one by one, "" if they are not."""
 
     def __init__(
-        self, recorder: Recorder, embed_and_head: EmbedAndHead, inputs: Sequence[Inputs], num_items: Any, each: str
+        self,
+        recorder: Recorder,
+        embed_and_head: EmbedAndHead,
+        inputs: Sequence[Inputs],
+        num_items: Any,
+        one_by_one: str,
     ) -> None:
-        self._recorder, self._inputs, self.each = recorder, inputs, each
+        self._recorder, self._inputs, self.one_by_one = recorder, inputs, one_by_one
         self._record = partial(embed_and_head.record, num_items=num_items)
         self._calls: list[ModelCall] = []
 
@@ -92,13 +97,13 @@ class RecordedStep:
         Batches have at most `tokens` tokens, or one micro-batch.
         """
         runs = list(runs)
-        if not self.each:
+        if not self.one_by_one:
             batches, reason = joined([self._inputs[first:last] for first, last in runs], tokens)
             calls = [[self._record(batch.inputs) for batch in of_pass] for of_pass in batches]
             if not self._calls or all_alike(chain(*batches), chain(*calls), self._calls):
-                self.each = reason
+                self.one_by_one = reason
                 return list(zip(batches, calls, strict=True))
-            self.each = self._recorder.against = "several enter its layers otherwise than one"
+            self.one_by_one = self._recorder.against = "several enter its layers otherwise than one"
         return [
             ([Batch(inputs) for inputs in self._inputs[first:last]], self._calls[first:last]) for first, last in runs
         ]

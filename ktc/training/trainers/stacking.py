@@ -92,7 +92,7 @@ class Stacking:
     scarce: str = ""  # the device whose memory is the first that a longer pass would fill
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
-    each: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
+    one_by_one: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
 
     def __str__(self) -> str:
         if not self.on:
@@ -100,9 +100,13 @@ class Stacking:
         loss = f"; the loss is not computed in ktc's chunks: {self.whole_loss}" if self.whole_loss else ""
         sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
         layers = f"; {self.not_compiled}" if self.not_compiled else ""
-        each = f"; the model's code around its layers runs once per micro-batch: {self.each}" if self.each else ""
+        around = (
+            f"; the model's code around its layers runs once per micro-batch: {self.one_by_one}"
+            if self.one_by_one
+            else ""
+        )
         waiting = f"; {self.offloaded.told}" if self.offloaded else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}{each}"
+        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}{around}"
 
 
 class Stacker(TrainerCallback):
@@ -199,7 +203,7 @@ class Stacker(TrainerCallback):
                 embed_and_head.whole_loss = self.decision.whole_loss
                 runs = passes(sizes.tokens, self.decision.tokens)
                 batches = recorded.batches(runs, self.decision.chunk_tokens)
-                self._note(each=recorded.each)
+                self._note(one_by_one=recorded.one_by_one)
                 for of_pass, calls in batches:
                     with host_factors.one_pass():
                         self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
@@ -285,7 +289,11 @@ class Stacker(TrainerCallback):
         (most,) = self._most([-size.tokens])
         known = Stacking(False, "", 0) if self.decision is None else self.decision
         decision = replace(
-            size, tokens=-most, whole_loss=whole or known.whole_loss, not_compiled=known.not_compiled, each=known.each
+            size,
+            tokens=-most,
+            whole_loss=whole or known.whole_loss,
+            not_compiled=known.not_compiled,
+            one_by_one=known.one_by_one,
         )
         least = sizes.largest * min(2, len(sizes.tokens))
         if decision.tokens < least and self._gives_up_for_memory(model):

@@ -60,7 +60,7 @@ def test_rows_of_one_length_run_together_and_have_their_own_losses(
     first = [batch] * (8 // batch)
     assert runs == first + of_chunks * 2 * 3, "the first step records every micro-batch too"
     assert ours.stacker.decision is not None
-    assert ours.stacker.decision.each == ""
+    assert ours.stacker.decision.one_by_one == ""
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
@@ -79,7 +79,7 @@ def test_means_of_micro_batches_are_theirs_where_items_are_not_counted(package: 
     settings: dict[str, Any] = {"lengths": (17,) * 8, "collate": one_without_labels, "trainer": Uncounted}
     ours, theirs = (trained(package, tmp_path, mode, **settings) for mode in ("on", "off"))
     assert ours.stacker.decision is not None
-    assert ours.stacker.decision.each == ""
+    assert ours.stacker.decision.one_by_one == ""
     assert_alike(ours, theirs)
 
 
