@@ -256,15 +256,18 @@ def _checked_adapter(model: nn.Module) -> PeftModel:
 
 def _check_state(checkpoint: Path, model: PeftModel, optimizer: Optimizer) -> None:
     """Refuse a checkpoint that does not fit this model and optimizer; the Trainer itself checks nothing."""
-    faults = list(checkpoint_state.faults(checkpoint, complete=False))
+    if fault := next(filter(None, checkpoint_state.faults(checkpoint, complete=False)), ""):
+        hint = "resume from an earlier checkpoint, or start again without one (`ktc train --force`)"
+        raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` is damaged: {fault}", hint=hint))
+    misfits: list[str] = []
     for name in cast("Mapping[str, object]", model.peft_config):
         folder = checkpoint if name == "default" else checkpoint / name  # where PEFT saves an adapter of that name
         tensors: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=name)
         shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
-        faults.append(checkpoint_state.adapter_fault(folder, shapes))
-    if fault := next(filter(None, faults), "") or checkpoint_state.optimizer_fault(checkpoint, optimizer):
-        hint = "resume from an earlier checkpoint, or start again without one (`ktc train --force`)"
-        raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` is damaged: {fault}", hint=hint))
+        misfits.append(checkpoint_state.adapter_fault(folder, shapes))
+    if fault := next(filter(None, misfits), "") or checkpoint_state.optimizer_fault(checkpoint, optimizer):
+        hint = "resume with the adapter and the optimizer that it was saved with, or start again without it"
+        raise InputRefused(Diagnostic("T524", f"checkpoint `{checkpoint}` does not fit this run: {fault}", hint=hint))
 
 
 def _check_sharding(args: TrainingArguments) -> None:

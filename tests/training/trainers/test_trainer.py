@@ -158,6 +158,24 @@ def test_a_checkpoint_holds_the_adapter_and_not_the_base(out: Path, tmp_path: Pa
     assert len(saved) == len(trained(ours.model))
 
 
+def test_a_checkpoint_of_another_rank_is_refused_and_stays_whole(out: Path, tmp_path: Path) -> None:
+    saved = trainer(adapted(out), tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    saved.train()
+    checkpoint = tmp_path / "checkpoint-1"
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    lora = read_lora_config(out)
+    lora.r *= 2
+    ours = trainer(get_peft_model(ktc.load(out, reference=True), lora), tmp_path, max_steps=2)
+    with pytest.raises(InputRefused) as error:
+        ours.train(resume_from_checkpoint=True)
+    (problem,) = error.value.diagnostics
+    assert problem.code == "T524"
+    assert f"checkpoint `{checkpoint}` does not fit this run" in problem.message
+    assert "lora_A" in problem.message
+    assert "has the shape" in problem.message
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
 def test_it_stops_early_and_goes_back_to_the_best(out: Path, tmp_path: Path) -> None:
     model = adapted(out)
     data = rows(model.config.vocab_size)
