@@ -12,14 +12,14 @@ have one order: results are equal to the bit from run to run. Importing this nee
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktc.model.experts.activation_kernels import constants_of_form, function, gated
 from ktc.model.kernels.form import ExpertsForm
 
 
@@ -47,7 +47,7 @@ def activations(
     out = x.new_empty(pairs, inner)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _activations[(pairs, triton.cdiv(inner, tile.rows))](
-            x, experts, gate_up, x if bias is None else bias, out, inner, x.shape[1], **_constants(form),
+            x, experts, gate_up, x if bias is None else bias, out, inner, x.shape[1], **constants_of_form(form),
             CHOICES=pairs // len(x), PARTS=parts, INTERLEAVED=form.interleaved, BIASED=bias is not None,
             ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
@@ -70,58 +70,6 @@ def outputs(
             CHOICES=choices, BIASED=bias is not None, ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
     return out
-
-
-@functools.cache
-def _constants(form: ExpertsForm) -> dict[str, Any]:
-    act = form.activation
-    return {
-        "FUNCTION": act.function, "ALPHA": act.alpha, "LIMIT": act.limit, "UP_OFFSET": act.up_offset,
-        "GATE_CAP": act.gate_cap, "UP_CAP": act.up_cap,
-    }  # fmt: skip
-
-
-# Parts of the kernels ------------------------------------------------------------------------------------------------
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _soft_capped(x, cap: tl.constexpr):
-    """Return `cap * tanh(x / cap)`, of small numbers by its series, whose digits the sum with one loses."""
-    y = x / cap
-    square = y * y
-    series = y * (1.0 - square * (0.3333333333 - square * (0.1333333333 - square * 0.0539682540)))
-    return cap * tl.where(square < 0.01, series, 2.0 * _sigmoid(2.0 * y) - 1.0)
-
-
-@triton.jit
-def _function(x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, GATE_CAP: tl.constexpr):
-    if FUNCTION == "silu":
-        factor = x if GATE_CAP is None else _soft_capped(x, GATE_CAP)
-        return factor * _sigmoid(ALPHA * x)
-    elif FUNCTION == "gelu":
-        return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    elif FUNCTION == "gelu_tanh":
-        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        positive = tl.where(x < 0.0, 0.0, x)
-        return positive if FUNCTION == "relu" else positive * positive
-
-
-@triton.jit
-def _gated(
-    gate, up, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
-):  # fmt: skip
-    """Return the activation of gate times up, as `reference.activated`; comparisons leave NaN as it is."""
-    if LIMIT is not None:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    if UP_CAP is not None:
-        up = _soft_capped(up, UP_CAP)
-    return _function(gate, FUNCTION, ALPHA, GATE_CAP) * (up + UP_OFFSET)
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -156,9 +104,9 @@ def _activations(
         if PARTS == 2:
             up += tl.load(of_bias + to_up, mask=row < rows, other=0)
     if PARTS == 2:
-        h = _gated(gate, up, FUNCTION, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
+        h = gated(gate, up, FUNCTION, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
     else:
-        h = _function(gate, FUNCTION, ALPHA, GATE_CAP)
+        h = function(gate, FUNCTION, ALPHA, GATE_CAP)
     tl.store(out + pair.to(tl.int64) * rows + row, h.to(out.dtype.element_ty), mask=row < rows)
 
 

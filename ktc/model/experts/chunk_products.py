@@ -1,32 +1,44 @@
 """The products of a chunk of experts, with LoRA on both, forward and backward.
 
-In: rows sorted by expert and the matrices of neighbouring experts. Out: the outputs before routing weights; backward
-the gradients of the rows, of the routing weights and of LoRA's factors. Products round to the dtype of the rows. The
-activation between them is computed in fp32 (fp64 for fp64), which `torch.compile` makes one kernel on a GPU.
+In: hidden states, which rows neighbouring experts have, and their matrices. Out: the outputs before routing weights;
+backward the gradients of the rows, of the routing weights and of LoRA's factors. Products round to the dtype of the
+rows. What is beside grouped products is computed in fp32 (fp64 for fp64): by kernels that read and write rows once
+where a device has them (`row_kernels.py`), else by PyTorch (`row_steps.py`).
+
+Codes that are decoded for a product get LoRA's wide factor beside them, or its narrow one below: one product with a
+longer sum is then the layer's and LoRA's.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from types import ModuleType
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ktc.model.experts import row_steps
 from ktc.model.experts.compiled_functions import compiled_on
-from ktc.model.experts.grouped_products import outer, times_columns, times_rows
+from ktc.model.experts.grouped_products import (
+    decoded_below,
+    decoded_beside,
+    is_decoded,
+    multiplies_codes,
+    outer,
+    times_columns,
+    times_rows,
+)  # fmt: skip
 from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.model.experts.lora_dropout import PRODUCTS, AdaptedProduct, Drop, DroppedInputs, bits_of, blocks_of, kept_only
+from ktc.model.experts.lora_dropout import PRODUCTS, AdaptedProduct, Drop, DroppedInputs, bits_of, blocks_of
 from ktc.model.experts.packed_layout import Matrices
-from ktc.model.experts.reference import activated
+from ktc.model.experts.row_factors import ActivationGradients, BothFactors, GivenGradients, Inner, RunFactors
 from ktc.model.experts.slots import Rows
 from ktc.model.kernels.form import ExpertsForm
 
-_WithDerivative = tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]
 _RANKS: Final = 8  # that a rank is filled up to with zeros: 16 bytes of bf16, as grouped products read them
+_PADDING: Final = 128  # values that rows with narrow values behind them are longer: whole lines of a GPU's cache
 
 
 class ChunkProducts:
@@ -46,53 +58,77 @@ class ChunkProducts:
         both = (self._gate_up, self._down)
         return tuple(grad for factors in both for grad in ((None, None) if factors is None else factors.gradients))
 
-    def forward(self, x: Tensor, rows: Rows, run: range, matrices: Matrices) -> Tensor:
-        """Compute the outputs of rows, `(S, H) -> (S, H)`."""
-        low = self._gate_up and self._gate_up.low(self._gate_up.read(x, self._gate_up.bits(rows)), rows, run)
-        h = compiled_on(x.device, _activation(self._form))(*self._inner(x, low, rows, run, matrices)).to(x.dtype)
-        added = None
-        if self._down is not None:
-            added = self._down.outputs(self._down.low(self._down.read(h, self._down.bits(rows)), rows, run), rows, run)
+    def forward(self, x_TH: Tensor, rows: Rows, run: range, matrices: Matrices) -> Tensor:
+        """Compute the outputs of rows, `(T, H) -> (S, H)`."""
+        steps, factors = steps_on(x_TH.device, self.dtype), self._factors(rows, run)
+        first, down = factors
+        x, low = steps.gathered(x_TH, rows, first)
+        inner = Inner(times_rows(x, matrices.gate_up, rows.ends), low, matrices.gate_up_bias)
+        joined = None
+        if steps is not row_steps and down is not None and is_decoded(matrices.down, rows.tokens, rows.ends):
+            joined = decoded_beside(matrices.down, down.b, rows.ends, _PADDING)
+        if joined is not None:
+            h, _ = steps.activated(self._form, inner, factors, rows, padding=_PADDING)
+            return _plus(times_rows(_with_narrow(h, down), joined, rows.ends), None, matrices.down_bias, rows)
+        h, down_low = steps.activated(self._form, inner, factors, rows)
+        added = None if down is None or down_low is None else times_rows(down_low, down.b, rows.ends)
         return _plus(times_rows(h, matrices.down, rows.ends), added, matrices.down_bias, rows)
 
     def backward(
-        self, x: Tensor, grad: Tensor, weights: Tensor, rows: Rows, run: range, matrices: Matrices
+        self, x_TH: Tensor, grad_TH: Tensor, weights: Tensor, rows: Rows, run: range, matrices: Matrices
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the rows and of their routing weights, `(S, H), (S, H), (S,) -> (S, H), (S,)`.
+        """Return the gradients of the rows and of their routing weights, `(T, H), (T, H), (S,) -> (S, H), (S,)`.
 
-        `grad` is that of the layer's output, not yet multiplied by the routing weights.
+        `grad_TH` is that of the layer's output, not yet multiplied by the routing weights.
         """
-        bits, down_bits = (factors and factors.bits(rows) for factors in (self._gate_up, self._down))
-        read = x if self._gate_up is None else self._gate_up.read(x, bits)
-        low = self._gate_up and self._gate_up.low(read, rows, run)
-        gate_up, down, _, _ = matrices = matrices.decoded(rows.ends)
-        inner = self._inner(x, low, rows, run, matrices)
-        d_h = times_columns(grad, down, rows.ends)
-        d_down_low = self._down and self._down.d_low(grad, rows, run)
-        of_adapter = None
-        if self._down is not None and d_down_low is not None:
-            of_adapter = self._down.read(self._down.inputs(d_down_low, rows, run), down_bits)
-        backward = compiled_on(x.device, _activation_backward(self._form))
-        h, d_inner, d_weights = backward(d_h, of_adapter, weights, *inner)
-        h, d_inner = h.to(x.dtype), d_inner.to(x.dtype)
+        steps, factors = steps_on(x_TH.device, self.dtype), self._factors(rows, run)
+        first, down = factors
+        x, low = steps.gathered(x_TH, rows, first)
+        grad, d_down_low = steps.gathered(grad_TH, rows, down, by_b=True)
+        joins = steps is not row_steps and first is not None and first.bits is None
+        below = first.a if joins and first is not None else None
+        gate_up, joined = decoded_below(matrices.gate_up, below, rows.ends)
+        inner = Inner(times_rows(x, gate_up, rows.ends), low, matrices.gate_up_bias)
+        given = GivenGradients(times_columns(grad, matrices.down, rows.ends), d_down_low, weights)
+        more = {"padding": _PADDING} if joined is not None else {}
+        made = cast("ActivationGradients", steps.activated_backward(self._form, inner, factors, rows, given, **more))
+        d_weights = made.d_weights
         if matrices.down_bias is not None:
             d_weights = d_weights + (matrices.down_bias[rows.experts] * grad).sum(-1)
-        if self._down is not None and d_down_low is not None:
-            of_rows = weights[:, None].to(x.dtype)  # on the narrow side of each outer product
-            h = self._down.read(h, down_bits)
-            self._down.add(h, self._down.low(h, rows, run) * of_rows, grad, d_down_low * of_rows, rows, run)
-        d_x, of_adapter = times_columns(d_inner, gate_up, rows.ends), None
-        if self._gate_up is not None and low is not None:
-            d_low = self._gate_up.d_low(d_inner, rows, run)
-            self._gate_up.add(read, low, d_inner, d_low, rows, run)
-            of_adapter = self._gate_up.read(self._gate_up.inputs(d_low, rows, run), bits)
-        return _plus(d_x, of_adapter, None, rows), d_weights
+        self._add(x, grad, low, made, factors, rows, run)
+        if joined is not None:
+            return times_columns(_with_narrow(made.d_inner, first), joined, rows.ends), d_weights
+        of_adapter = None
+        if first is not None and made.d_low is not None:
+            of_adapter = row_steps.read(times_columns(made.d_low, first.a, rows.ends), first)
+        return _plus(times_columns(made.d_inner, gate_up, rows.ends), of_adapter, None, rows), d_weights
 
-    def _inner(self, x: Tensor, low: Tensor | None, rows: Rows, run: range, matrices: Matrices) -> tuple[Any, ...]:
-        """Return the inputs of the activation: the product, LoRA's product, the bias, and their experts."""
-        added = None if self._gate_up is None or low is None else self._gate_up.outputs(low, rows, run)
-        experts = None if matrices.gate_up_bias is None else rows.experts
-        return times_rows(x, matrices.gate_up, rows.ends), added, matrices.gate_up_bias, experts
+    def _factors(self, rows: Rows, run: range) -> BothFactors:
+        first, down = (factors and factors.of_run(rows, run) for factors in (self._gate_up, self._down))
+        return first, down
+
+    def _add(
+        self, x: Tensor, grad: Tensor, low: Tensor | None, made: ActivationGradients, factors: BothFactors, rows: Rows,
+        run: range,
+    ) -> None:  # fmt: skip
+        """Store the gradients of the factors of a chunk's experts."""
+        first, down = factors
+        if self._down is not None and down is not None:
+            assert made.h is not None and made.weighted is not None and made.d_weighted is not None
+            self._down.add(outer(made.d_weighted, made.h, rows.ends), outer(grad, made.weighted, rows.ends), run)
+        if self._gate_up is not None and first is not None:
+            assert low is not None and made.d_low is not None
+            read = row_steps.read(x, first)
+            self._gate_up.add(outer(made.d_low, read, rows.ends), outer(made.d_inner, low, rows.ends), run)
+
+
+def steps_on(device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """Return what computes the rest beside grouped products: `row_kernels` or `row_steps`."""
+    if dtype == torch.bfloat16 and multiplies_codes(device):
+        from ktc.model.experts import row_kernels
+
+        return row_kernels
+    return row_steps
 
 
 @dataclass(slots=True)
@@ -124,7 +160,12 @@ class _Factors:
         """The gradients of A and B."""
         return self.d_a * self.scale, self.d_b
 
-    def bits(self, rows: Rows) -> Tensor | None:
+    def of_run(self, rows: Rows, run: range) -> RunFactors:
+        """Return the factors of neighbouring experts, and what A reads of their rows."""
+        experts = slice(run.start, run.stop)
+        return RunFactors(self.a[experts], self.b[experts], self._bits(rows))
+
+    def _bits(self, rows: Rows) -> Tensor | None:
         """Return what A reads of rows, as `DroppedInputs.bits`; None: all."""
         if self.dropped is None:
             return None
@@ -133,70 +174,21 @@ class _Factors:
         bits = compiled_on(device, bits_of)
         return bits(dropped.key, rows.tokens, rows.numbers, blocks, dropped.product, dropped.below)
 
-    def read(self, x: Tensor, bits: Tensor | None) -> Tensor:
-        """Return `x`, or the gradient of what A reads, without what is dropped: (S, inputs) -> (S, inputs)."""
-        return x if bits is None else compiled_on(x.device, kept_only)(x, bits)
-
-    def low(self, x: Tensor, rows: Rows, run: range) -> Tensor:
-        """`scale * A x`, (S, inputs) -> (S, r)."""
-        return times_rows(x, self.a[run.start : run.stop], rows.ends)
-
-    def outputs(self, low: Tensor, rows: Rows, run: range) -> Tensor:
-        """`scale * B A x`, (S, r) -> (S, outputs)."""
-        return times_rows(low, self.b[run.start : run.stop], rows.ends)
-
-    def d_low(self, d_outputs: Tensor, rows: Rows, run: range) -> Tensor:
-        """Return the gradient of `scale * A x`, (S, outputs) -> (S, r)."""
-        return times_columns(d_outputs, self.b[run.start : run.stop], rows.ends)
-
-    def inputs(self, d_low: Tensor, rows: Rows, run: range) -> Tensor:
-        """Return the gradient of x, (S, r) -> (S, inputs)."""
-        return times_columns(d_low, self.a[run.start : run.stop], rows.ends)
-
-    def add(self, x: Tensor, low: Tensor, d_outputs: Tensor, d_low: Tensor, rows: Rows, run: range) -> None:
-        """Store the gradients of `a` and `b` of a chunk's experts; `low` is `scale * A x`, `d_low` its gradient."""
+    def add(self, d_a: Tensor, d_b: Tensor, run: range) -> None:
+        """Store the gradients of `a` and `b` of a chunk's experts."""
         rank = self.d_a.shape[1]
-        self.d_a[run.start : run.stop] = outer(d_low, x, rows.ends)[:, :rank]
-        self.d_b[run.start : run.stop] = outer(d_outputs, low, rows.ends)[..., :rank]
+        self.d_a[run.start : run.stop] = d_a[:, :rank]
+        self.d_b[run.start : run.stop] = d_b[..., :rank]
 
 
-@functools.cache
-def _activation(form: ExpertsForm) -> Callable[..., Tensor]:
-    def activation(gate_up: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor | None) -> Tensor:
-        return activated(form, _sum(gate_up, added, bias, experts))
-
-    return activation
-
-
-@functools.cache
-def _activation_backward(form: ExpertsForm) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    def backward(
-        d_h: Tensor, d_h_of_adapter: Tensor | None, weights: Tensor, gate_up: Tensor, added: Tensor | None,
-        bias: Tensor | None, experts: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        inner = _sum(gate_up, added, bias, experts)
-        h, derivative = cast("_WithDerivative", torch.func.vjp(functools.partial(activated, form), inner))
-        d_h = _sum(d_h, d_h_of_adapter, None, experts)
-        d_weights = (h * d_h).sum(-1)
-        (d_inner,) = derivative(d_h * weights[:, None].to(inner.dtype))
-        return h, d_inner, d_weights
-
-    return backward
+def _with_narrow(rows: Tensor, factors: RunFactors | None) -> Tensor:
+    """Return rows (S, C) with the narrow values that are behind them: (S, C + r)."""
+    assert factors is not None, "narrow values are behind rows of an adapted product"
+    return rows.as_strided((len(rows), rows.shape[1] + factors.rank), rows.stride())
 
 
 def _plus(product: Tensor, added: Tensor | None, bias: Tensor | None, rows: Rows) -> Tensor:
     """Add LoRA's product and the bias of each row's expert, rounded once, to the dtype of the product."""
     if bias is None:  # one addition is rounded once anyway
         return product if added is None else product.add_(added)
-    return compiled_on(product.device, _rounded_sum)(product, added, bias, rows.experts)
-
-
-def _rounded_sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor | None) -> Tensor:
-    return _sum(product, added, bias, experts).to(product.dtype)
-
-
-def _sum(product: Tensor, added: Tensor | None, bias: Tensor | None, experts: Tensor | None) -> Tensor:
-    total = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
-    if added is not None:
-        total = total + added
-    return total if bias is None else total + bias[experts]
+    return compiled_on(product.device, row_steps.rounded_sum)(product, added, bias, rows.experts)

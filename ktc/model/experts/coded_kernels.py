@@ -66,12 +66,15 @@ def some_rows(rows: Tensor, matrices: CodedMatrices, ends: Tensor) -> Tensor:
     return out
 
 
-def decoded(matrices: CodedMatrices, ends: Tensor | None = None) -> Tensor:
-    """Return the matrices in bf16 (G, N, K). With `ends`, those of experts without rows are left undefined."""
-    out = torch.empty(matrices.shape, dtype=torch.bfloat16, device=matrices.packed.device)
+def decoded(matrices: CodedMatrices, ends: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+    """Return the matrices in bf16 (G, N, K), written `into` a tensor with rows of any distance if there is one.
+
+    With `ends`, those of experts without rows are left undefined.
+    """
+    out = torch.empty(matrices.shape, dtype=torch.bfloat16, device=matrices.packed.device) if into is None else into
     if out.numel():
         grid = triton.cdiv(triton.cdiv(matrices.columns, 32), 8), matrices.num_panels, len(matrices.packed)
-        given = matrices.packed if ends is None else ends, out
+        given = matrices.packed if ends is None else ends, out, out.stride(0), out.stride(1)
         _launch(_decoded, grid, given, matrices, ALL=ends is None, BLOCKS=8, num_warps=8)
     return out
 
@@ -318,7 +321,8 @@ def _weights_of_panels(
 # Kernels -------------------------------------------------------------------------------------------------------------
 @triton.jit
 def _decoded(
-    ends, out, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
+    ends, out, out_stride, row_stride,
+    codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -339,7 +343,7 @@ def _decoded(
     w = tl.reshape(w, (32, BLOCKS * 32))
     row, is_row = row_of(tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED)
     column = tl.program_id(0) * BLOCKS * 32 + tl.arange(0, BLOCKS * 32)
-    result = out + expert.to(tl.int64) * PARTS * rows * columns + row[:, None] * columns + column[None, :]
+    result = out + expert.to(tl.int64) * out_stride + row[:, None] * row_stride + column[None, :]
     tl.store(result, w, mask=is_row[:, None] & (column < columns)[None, :])
 
 
@@ -460,7 +464,7 @@ def _few_rows(
 
 
 @triton.jit
-def _tile_of_rows(ends, experts, tile, EXPERTS: tl.constexpr, BM: tl.constexpr):
+def tile_of_rows(ends, experts, tile, EXPERTS: tl.constexpr, BM: tl.constexpr):
     """Return the expert of a tile, its first row, and the end of the expert's rows."""
     numbers = tl.arange(0, EXPERTS)
     last = tl.load(ends + numbers, mask=numbers < experts, other=0)
@@ -480,7 +484,7 @@ def _some_rows(
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
     EXPERTS: tl.constexpr, BM: tl.constexpr, PANELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    expert, start, end = _tile_of_rows(ends, experts, tl.program_id(0) // tiles, EXPERTS, BM)
+    expert, start, end = tile_of_rows(ends, experts, tl.program_id(0) // tiles, EXPERTS, BM)
     if expert >= experts:
         return
     panel = tl.program_id(0) % tiles * PANELS + tl.arange(0, PANELS)

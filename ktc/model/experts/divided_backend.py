@@ -86,8 +86,7 @@ class Divided(HostBackend):
         for run, matrices in stream.gathered(experts, self.kept.gather):
             for part in slots.parts(run, stream.most_rows):
                 rows, of_part = slots.of_experts(part), slice(part.start - run.start, part.stop - run.start)
-                inputs = x_TH.index_select(0, rows.tokens)
-                rows_SH[rows.first : rows.end] = products.forward(inputs, rows, part, matrices.of(of_part))
+                rows_SH[rows.first : rows.end] = products.forward(x_TH, rows, part, matrices.of(of_part))
         return slots.sums(rows_SH, range(len(experts)), weights_TK.dtype, weights_TK)
 
     def saved_bytes(self, gate_up_rank: int, down_rank: int) -> int:

@@ -55,10 +55,45 @@ def decoded(matrices: Tensor | CodedMatrices, ends: Tensor) -> Tensor:
     return _kernels().decoded(matrices, ends) if isinstance(matrices, CodedMatrices) else matrices
 
 
+def is_decoded(matrices: Tensor | CodedMatrices, rows: Tensor, ends: Tensor) -> bool:
+    """Return whether `times_rows` decodes these matrices for so many rows."""
+    return isinstance(matrices, CodedMatrices) and len(rows) > MOST_ROWS * len(ends)
+
+
+def decoded_beside(matrices: Tensor | CodedMatrices, more: Tensor, ends: Tensor, padding: int) -> Tensor:
+    """Return decoded matrices with further columns: `(G, N, K), (G, N, r) -> (G, N, K + r)`.
+
+    Rows are `padding` values longer than K in memory. Experts without rows are as in `decoded`.
+    """
+    assert isinstance(matrices, CodedMatrices), "plain matrices are not copied"
+    (count, rows, columns), rank = matrices.shape, more.shape[2]
+    assert rank <= padding, "the columns have their place in each row"
+    whole = more.new_empty(count, rows, columns + padding)
+    _kernels().decoded(matrices, ends, whole[..., :columns])
+    whole[..., columns : columns + rank] = more
+    return whole[..., : columns + rank]
+
+
+def decoded_below(
+    matrices: Tensor | CodedMatrices, more: Tensor | None, ends: Tensor
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return decoded matrices, and the same with further rows below: `(G, N, K), (G, r, K) -> (G, N + r, K)`.
+
+    Plain matrices are not copied, and None is returned instead. Experts without rows are as in `decoded`.
+    """
+    if more is None or not isinstance(matrices, CodedMatrices):
+        return decoded(matrices, ends), None
+    count, rows, columns = matrices.shape
+    whole = more.new_empty(count, rows + more.shape[1], columns)
+    _kernels().decoded(matrices, ends, whole[:, :rows])
+    whole[:, rows:] = more
+    return whole[:, :rows], whole
+
+
 def times_rows(rows: Tensor, matrices: Tensor | CodedMatrices, ends: Tensor) -> Tensor:
     """Multiply rows with the transpose of their matrix: `(S, K), (G, N, K), (G,) -> (S, N)`."""
     if isinstance(matrices, CodedMatrices):
-        if len(rows) <= MOST_ROWS * len(ends):
+        if not is_decoded(matrices, rows, ends):
             return _kernels().times_rows(rows, matrices, ends)
         matrices = decoded(matrices, ends)
     return _product(rows, matrices.transpose(1, 2), ends)

@@ -66,7 +66,7 @@ class GpuResident:
         else:
             rows, places = _in_order(index)
             matrices, experts = resident.copies(index.flatten()), range(index.numel())
-        y_SH = products.forward(x.index_select(0, rows.tokens), rows, experts, matrices)
+        y_SH = products.forward(x, rows, experts, matrices)
         sums = self.packed.weight_dtype
         return compiled_on(self.device, sum_rows)(y_SH, places, weights.to(sums), sums)
 

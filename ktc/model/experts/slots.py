@@ -14,8 +14,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ktc.model.experts.compiled_functions import compiled_on
+from ktc.model.experts.compiled_functions import compiled_on, has_compiler
 from ktc.model.experts.reference import check_routing
+from ktc.model.kernels.triton_support import lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,7 @@ class Slots:
         """
         if len(rows) == 0:
             return rows.new_zeros((len(self.places), rows.shape[1]), dtype=dtype)
-        places = self.places - self.span(run)[0]
-        return compiled_on(rows.device, sum_rows)(rows, places, weights_TK, dtype)
+        return sums_of_rows(rows, self.places, weights_TK, self.span(run)[0], dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,22 @@ class Rows:
     def experts(self) -> Tensor:
         """The expert of each slot within the run."""
         return self.numbers - self.start if self.start else self.numbers
+
+
+def sums_of_rows(
+    rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, first: int, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Sum for each token the rows at `places_TK - first`, by a kernel where the device has it."""
+    if dtype == torch.float32 and sums_by_kernel(rows.device):
+        from ktc.model.experts.sum_kernels import summed
+
+        return summed(rows, places_TK, weights_TK, first, dtype)
+    return compiled_on(rows.device, sum_rows)(rows, places_TK - first if first else places_TK, weights_TK, dtype)
+
+
+def sums_by_kernel(device: torch.device) -> bool:
+    """Return whether the kernel that sums rows runs on a device."""
+    return device.type == "cuda" and has_compiler() and not lacking(device)
 
 
 def sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:

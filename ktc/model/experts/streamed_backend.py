@@ -31,7 +31,7 @@ from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.saved_on_host import SavedOnHost
 from ktc.model.experts.shared_experts import Exchange, Sharing
-from ktc.model.experts.slots import Slots
+from ktc.model.experts.slots import Rows, Slots
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
 from ktc.model.experts.tracing import never_traced
 from ktc.model.kernels.form import ExpertsForm
@@ -191,27 +191,23 @@ class _Share:
 
     def forward(self) -> Tensor:
         """Return the share's part of the output, (T, H)."""
-        y = self._per_slot(self._x)
+        y = _OfSlots(*self._slots.span(self._run))
         for run, matrices in self._chunks():
             rows = self._slots.of_experts(run)
-            of_run = self._products.forward(self._x.index_select(0, rows.tokens), rows, run, matrices)
-            y[rows.first - self._first : rows.end - self._first] = of_run
-        return self._slots.sums(y, self._run, self._sums, self._weights)
+            y.put(rows, self._products.forward(self._x, rows, run, matrices))
+        return self._slots.sums(y.of(self._x), self._run, self._sums, self._weights)
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the share's part of the gradients of hidden states (T, H) and of routing weights (T K,)."""
         grad = grad.to(self._stream.device, self._x.dtype, non_blocking=True)
         flat = self._weights.flatten()
-        d_flat, d_slots = torch.zeros_like(flat), self._per_slot(self._x)
+        d_flat, d_slots = torch.zeros_like(flat), _OfSlots(*self._slots.span(self._run))
         for run, matrices in self._chunks(reverse=True):
             rows = self._slots.of_experts(run)
-            d_rows, d_weights = self._products.backward(
-                self._x.index_select(0, rows.tokens), grad.index_select(0, rows.tokens), flat[rows.pairs], rows, run,
-                matrices,
-            )  # fmt: skip
+            d_rows, d_weights = self._products.backward(self._x, grad, flat[rows.pairs], rows, run, matrices)
             d_flat[rows.pairs] = d_weights  # each pair once
-            d_slots[rows.first - self._first : rows.end - self._first] = d_rows
-        return self._slots.sums(d_slots, self._run, self._sums), d_flat
+            d_slots.put(rows, d_rows)
+        return self._slots.sums(d_slots.of(self._x), self._run, self._sums), d_flat
 
     def _chunks(self, *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield runs of neighbours with their matrices; those of many rows in parts."""
@@ -226,14 +222,30 @@ class _Share:
         """The gradients of LoRA's factors, for all experts; zero outside of the share."""
         return self._products.gradients
 
-    @property
-    def _first(self) -> int:
-        return self._slots.span(self._run)[0]
 
-    def _per_slot(self, x: Tensor) -> Tensor:
-        """Allocate a row for each slot of the share, in the dtype of the products."""
-        first, end = self._slots.span(self._run)
-        return x.new_empty((end - first, x.shape[1]), dtype=self._products.dtype)
+@dataclass(slots=True)
+class _OfSlots:
+    """A row for each slot from `first` until before `end`, put together from the rows of chunks.
+
+    The rows of a single chunk are not copied.
+    """
+
+    first: int
+    end: int
+    _rows: Tensor | None = None
+
+    def put(self, rows: Rows, values: Tensor) -> None:
+        """Put the rows of a chunk (S, H) to their slots."""
+        if len(values) == self.end - self.first:
+            self._rows = values
+            return
+        if self._rows is None:
+            self._rows = values.new_empty((self.end - self.first, values.shape[1]))
+        self._rows[rows.first - self.first : rows.end - self.first] = values
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return all rows, as wide as those of `x`; without a slot there are none."""
+        return x.new_empty((0, x.shape[1])) if self._rows is None else self._rows
 
 
 def _sum(parts: list[Any]) -> Any:

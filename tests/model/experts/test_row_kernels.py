@@ -1,0 +1,149 @@
+"""What is beside grouped products, by Triton's kernels and by PyTorch: the same values, forward and backward.
+
+Without a GPU, Triton's interpreter runs the kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kernel_layers import ISAS, error, spec_of
+from lora_layers import DRAWN, adapt, trained, with_gradients
+from stored_experts import stored_experts
+from torch import Tensor
+
+from ktc.model.experts import grouped_products, row_steps
+from ktc.model.experts.expert_stream import ExpertStream
+from ktc.model.experts.row_factors import GivenGradients, Inner, RunFactors
+from ktc.model.experts.slots import Slots, sum_rows
+from ktc.model.experts.streamed_backend import compute
+from ktc.model.hf.gpu_router import has_kernel
+from ktc.model.kernels.form import parse_form
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not has_kernel(torch.device("cpu")), reason="Triton is not installed"),
+]
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+TOKENS, EXPERTS, CHOICES, HIDDEN, INNER = 21, 5, 2, 40, 24
+RANKS = 8, 24
+# Tensor cores have no fp32. In bf16 PyTorch rounds LoRA's product before its sum, which may pass a kink.
+DTYPE, BOUND = (torch.bfloat16, 1e-1) if torch.cuda.is_available() else (torch.float32, 1e-5)
+FORMS = [
+    "silu", "gelu", "gelu_tanh biased", "relu ungated", "relu2 ungated biased",
+    "silu(alpha=1.702, limit=1.0, up_offset=1.0) biased interleaved", "silu(gate_cap=2.0, up_cap=1.5)",
+]  # fmt: skip
+
+
+def kernels() -> ModuleType:
+    from ktc.model.experts import row_kernels
+
+    return row_kernels
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+
+
+def slots() -> Slots:
+    """No token goes to expert 3."""
+    index = torch.randint(0, EXPERTS - 1, (TOKENS, CHOICES), generator=torch.Generator().manual_seed(1))
+    return Slots.of((index + (index > 2)).to(DEVICE), EXPERTS)
+
+
+def factors(inputs: int, outputs: int, rank: int, *, drops: bool) -> RunFactors:
+    a, b = drawn(EXPERTS, rank, inputs, seed=rank), drawn(EXPERTS, outputs, rank, seed=rank + 1) / rank
+    size = TOKENS * CHOICES, -(-inputs // 8)
+    bits = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.uint8)
+    return RunFactors(a / inputs**0.5, b, bits if drops else None)
+
+
+def compare(computed: Any, expected: Any) -> None:
+    for one, other in zip(computed, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert error(one.float(), other.float()) <= BOUND
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["whole", "dropout"])
+def test_rows_and_their_narrow_values_are_those_of_pytorch(drops: bool) -> None:
+    rows, x = slots().of_experts(range(EXPERTS)), drawn(TOKENS, HIDDEN)
+    for rank in RANKS:
+        of_rows = factors(HIDDEN, 2 * INNER, rank, drops=drops)
+        copied, _ = computed = kernels().gathered(x, rows, of_rows)
+        compare(computed, row_steps.gathered(x, rows, of_rows))
+        assert torch.equal(copied, x[rows.tokens])
+        by_b = factors(INNER, HIDDEN, rank, drops=drops)
+        compare(kernels().gathered(x, rows, by_b, by_b=True), row_steps.gathered(x, rows, by_b, by_b=True))
+
+
+@pytest.mark.parametrize("adapted", ["neither", "gate_up", "down", "both", "both, dropout"])
+@pytest.mark.parametrize("name", FORMS)
+def test_activations_and_every_gradient_are_those_of_pytorch(name: str, adapted: str) -> None:
+    form, rows = parse_form(name), slots().of_experts(range(EXPERTS))
+    width, size, drops = (2 if form.gated else 1) * INNER, len(rows.tokens), "dropout" in adapted
+    first = factors(HIDDEN, width, RANKS[0], drops=drops) if adapted not in ("neither", "down") else None
+    down = factors(INNER, HIDDEN, RANKS[1], drops=drops) if adapted not in ("neither", "gate_up") else None
+    low = None if first is None else drawn(size, RANKS[0], seed=3)
+    inner = Inner(drawn(size, width, seed=4), low, drawn(EXPERTS, width, seed=5).float() if form.biased else None)
+    given = GivenGradients(
+        drawn(size, INNER, seed=6), None if down is None else drawn(size, RANKS[1], seed=7),
+        drawn(size, seed=8).float(),
+    )  # fmt: skip
+    for padding in (0, 24):
+        compare(
+            kernels().activated(form, inner, (first, down), rows, padding=padding),
+            row_steps.activated(form, inner, (first, down), rows),
+        )
+        computed = kernels().activated_backward(form, inner, (first, down), rows, given, padding=padding)
+        compare(computed, row_steps.activated_backward(form, inner, (first, down), rows, given))
+
+
+def test_sums_of_rows_are_those_of_pytorch() -> None:
+    from ktc.model.experts.sum_kernels import summed
+
+    places, rows, weights = slots().places, drawn(30, HIDDEN), drawn(TOKENS, CHOICES).float()
+    for of_rows in (None, weights):
+        computed = summed(rows, places, of_rows, 7, torch.float32)
+        assert error(computed, sum_rows(rows, places - 7, of_rows, torch.float32)) <= 1e-6
+
+
+def test_no_rows_are_no_launch() -> None:
+    rows, form = (
+        Slots.of(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), EXPERTS).of_experts(range(3)),
+        parse_form("silu"),
+    )
+    first, down = factors(HIDDEN, 2 * INNER, 8, drops=False), factors(INNER, HIDDEN, 8, drops=False)
+    x, low = kernels().gathered(drawn(0, HIDDEN), rows, first)
+    h, _ = kernels().activated(form, Inner(drawn(0, 2 * INNER), low, None), (first, down), rows)
+    assert (x.shape, low.shape, h.shape) == ((0, HIDDEN), (0, 8), (0, INNER))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["whole", "dropout"])
+def test_factors_beside_codes_give_the_products_of_both(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of decoded codes and of LoRA in one sum, with every gradient, are those of the reference."""
+    module, layer = stored_experts(spec_of(ISAS[0], codes=("int4", 32)), EXPERTS, tokens=TOKENS)
+    packed = module.weights.packed
+    assert packed is not None
+    stream = ExpertStream(packed, module.form, torch.device("cpu"), 1 << 20, range(EXPERTS), resident=False)
+    chunks = [matrices for _, matrices in stream.chunks(range(EXPERTS))]
+    stock = {
+        name: torch.cat([getattr(of_chunk, name.removesuffix("_proj")).double() for of_chunk in chunks])
+        for name in layer.stock
+    }
+    adapted = adapt(replace(layer, stock=stock), (3, 8), dropout=dropout)
+    for name in ("packed_layout", "chunk_products"):
+        monkeypatch.setattr(f"ktc.model.experts.{name}.multiplies_codes", lambda device: True)
+    monkeypatch.setattr(grouped_products, "MOST_ROWS", 0)
+    for name in ("activated", "activated_backward"):
+        monkeypatch.setattr(row_steps, name, None)
+    x, weights, lora = trained(adapted, torch.bfloat16, torch.float32)
+    torch.manual_seed(DRAWN)
+    out = compute((stream,), x, layer.index, weights, lora.drawn())
+    results = with_gradients(out, layer.grad, (x, weights, *lora.factors))
+    for computed, expected in zip(results, adapted.reference(), strict=True):
+        assert error(computed, expected) <= 4e-2  # Triton's interpreter cuts bf16 off
