@@ -21,6 +21,7 @@ from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
 from ktc.model.experts.resident_weights import ResidentBytes, ResidentMatrices, ResidentWeights
+from ktc.model.experts.row_check import check_rows
 from ktc.model.experts.stream_ring import Gather, GatheredSource, NearBytes, StreamSource, ring_of
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, ChunkBytes, Chunks, chunk_bytes, ring_bytes
 from ktc.model.kernels.form import ExpertsForm
@@ -49,6 +50,7 @@ class ExpertStream:
         self._bytes, self._item = self._layout.nbytes, experts.dtype.itemsize
         assert self._bytes * experts.sizes.num_experts == experts.nbytes, "the layout is not the kernel's"
         check_products(experts, device)
+        check_rows(form, device)
         if resident:
             check_chosen(experts, form, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate

@@ -92,7 +92,8 @@ def activated_backward(
     With `padding`, `d_low` is behind `d_inner` in one tensor, in rows of `padding` more values.
     """
     product, (first, down) = inner.product, factors
-    d_h, d_down_low, weights = (None if part is None else part.contiguous() for part in given)
+    d_h, weights = given.d_h.contiguous(), given.weights.contiguous()
+    d_down_low = None if given.d_down_low is None else given.d_down_low.contiguous()
     d_inner, d_low = _beside(product, product.shape[1], first, padding)
     h = weighted = d_weighted = None
     if down is not None:

@@ -29,6 +29,7 @@ from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.lora_dropout import Drop
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
+from ktc.model.experts.row_check import check_trained_rows
 from ktc.model.experts.saved_on_host import SavedOnHost
 from ktc.model.experts.shared_experts import Exchange, Sharing
 from ktc.model.experts.slots import Rows, Slots
@@ -106,6 +107,9 @@ def compute(
     `(T, H), (T, K) int64, (T, K) -> (T, H)`, each on any device. Raises `IndexError` for an expert that does not exist.
     With `sharing`, the stream has the experts of this process alone.
     """
+    if torch.is_grad_enabled() or any(lora.products):
+        for stream in streams:
+            check_trained_rows(stream.form, stream.device)
     home = streams[0].device
     x, weights, index = (tensor.to(home) for tensor in (x_TH, weights_TK, index_TK))
     on_host = parameters_on_host(lora) if home.type == "cuda" else None

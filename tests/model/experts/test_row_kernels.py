@@ -16,7 +16,8 @@ from lora_layers import DRAWN, adapt, trained, with_gradients
 from stored_experts import stored_experts
 from torch import Tensor
 
-from ktc.model.experts import grouped_products, row_steps
+from ktc.diagnostics import HostLacks
+from ktc.model.experts import grouped_products, row_check, row_steps
 from ktc.model.experts.expert_stream import ExpertStream
 from ktc.model.experts.row_factors import GivenGradients, Inner, RunFactors
 from ktc.model.experts.slots import Slots, sum_rows
@@ -147,3 +148,19 @@ def test_factors_beside_codes_give_the_products_of_both(dropout: float, monkeypa
     results = with_gradients(out, layer.grad, (x, weights, *lora.factors))
     for computed, expected in zip(results, adapted.reference(), strict=True):
         assert error(computed, expected) <= 4e-2  # Triton's interpreter cuts bf16 off
+
+
+def test_the_kernels_are_checked_before_the_first_use_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FORMS[-3:]:
+        row_check._check.__wrapped__(parse_form(name), DEVICE, True)
+    right = kernels().activated_backward
+
+    def wrong(*given: Any) -> Any:
+        made = right(*given)
+        return made._replace(d_weights=2 * made.d_weights)
+
+    monkeypatch.setattr(kernels(), "activated_backward", wrong)
+    monkeypatch.setattr(row_check, "multiplies_codes", lambda device: True)
+    row_check.check_rows(parse_form("silu"), DEVICE)
+    with pytest.raises(HostLacks, match="H247"):
+        row_check.check_trained_rows(parse_form("silu"), DEVICE)
