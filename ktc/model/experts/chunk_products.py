@@ -135,15 +135,16 @@ def steps_on(device: torch.device, dtype: torch.dtype) -> ModuleType:
 class _Factors:
     """LoRA of one product in the dtype of the rows: `a` (E, r, inputs) and `b` (E, outputs, r), and their gradients.
 
-    The rank is filled up with zeros, which change no product. `a` is multiplied by `scale`. Inputs may be `dropped`.
+    The rank is filled up with zeros, which change no product. `a` is multiplied by the scale of `lora`. Inputs may be
+    `dropped`. Gradients are as `lora` has its factors in memory.
     """
 
     a: Tensor
     b: Tensor
-    scale: float
-    d_a: Tensor
-    d_b: Tensor
+    lora: Lora
     dropped: DroppedInputs | None
+    d_a: Tensor | None = None
+    d_b: Tensor | None = None
 
     @classmethod
     def of(cls, lora: Lora, dtype: torch.dtype, drop: Drop | None, product: AdaptedProduct) -> _Factors:
@@ -151,14 +152,14 @@ class _Factors:
         a, b = (lora.a.detach() * lora.scale).to(dtype), lora.b.detach().to(dtype)
         if more:
             a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        gradients = torch.zeros_like(lora.a), torch.zeros_like(lora.b)
-        dropped = drop and drop.of_product(product, a.device)
-        return cls(a.contiguous(), b.contiguous(), lora.scale, *gradients, dropped)
+        return cls(a.contiguous(), b.contiguous(), lora, drop and drop.of_product(product, a.device))
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor]:
         """The gradients of A and B."""
-        return self.d_a * self.scale, self.d_b
+        if self.d_a is None or self.d_b is None:  # no expert had a row
+            return torch.zeros_like(self.lora.a), torch.zeros_like(self.lora.b)
+        return self.d_a, self.d_b
 
     def of_run(self, rows: Rows, run: range) -> RunFactors:
         """Return the factors of neighbouring experts, and what A reads of their rows."""
@@ -176,9 +177,11 @@ class _Factors:
 
     def add(self, d_a: Tensor, d_b: Tensor, run: range) -> None:
         """Store the gradients of `a` and `b` of a chunk's experts."""
-        rank = self.d_a.shape[1]
-        self.d_a[run.start : run.stop] = d_a[:, :rank]
-        self.d_b[run.start : run.stop] = d_b[..., :rank]
+        if self.d_a is None or self.d_b is None:
+            like = torch.empty_like if len(run) == len(self.a) else torch.zeros_like
+            self.d_a, self.d_b = like(self.lora.a), like(self.lora.b)
+        self.d_a[run.start : run.stop].copy_(d_a[:, : self.lora.rank]).mul_(self.lora.scale)
+        self.d_b[run.start : run.stop] = d_b[..., : self.lora.rank]
 
 
 def _with_narrow(rows: Tensor, factors: RunFactors | None) -> Tensor:

@@ -44,9 +44,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-GATHERED: Final = Tile(32, 128, 4)
-ACTIVATED: Final = Tile(32, 64, 4)
-BACKWARD: Final = Tile(32, 64, 4)
+GATHERED: Final = Tile(64, 128, 4)
+ADAPTED: Final = Tile(64, 64, 4)  # with LoRA's products: their factors are read once for more rows
+PLAIN: Final = Tile(16, 256, 4)
 
 
 def gathered(
@@ -67,7 +67,7 @@ def gathered(
 
 
 def activated(
-    form: ExpertsForm, inner: Inner, factors: BothFactors, rows: Rows, *, padding: int = 0, tile: Tile = ACTIVATED
+    form: ExpertsForm, inner: Inner, factors: BothFactors, rows: Rows, *, padding: int = 0, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the activation and its product with A of down, `(S, I), (S, r)`.
 
@@ -79,13 +79,13 @@ def activated(
     constants, read = _inputs(form, inner, factors)
     given = (*read, h, *_or(product, down_low), rows.ends, len(rows.ends), columns, *_strides(h, down_low))
     assert size == len(rows.tokens), "a row for each slot"
-    _launch(_activated, rows, tile, given, **constants)
+    _launch(_activated, rows, tile or _tile(factors), given, **constants)
     return h, down_low
 
 
 def activated_backward(
     form: ExpertsForm, inner: Inner, factors: BothFactors, rows: Rows, given: GivenGradients, *, padding: int = 0,
-    tile: Tile = BACKWARD,
+    tile: Tile | None = None,
 ) -> ActivationGradients:  # fmt: skip
     """Return the gradients of gate and up, and what those of factors are made of.
 
@@ -105,7 +105,7 @@ def activated_backward(
         *read, d_h, *_or(product, d_down_low), weights, d_inner, *_or(product, d_low, h, weighted, d_weighted),
         d_weights, rows.ends, len(rows.ends), d_h.shape[1], *_strides(d_inner, d_low),
     )  # fmt: skip
-    _launch(_activated_backward, rows, tile, arguments, **constants)
+    _launch(_activated_backward, rows, tile or _tile(factors), arguments, **constants)
     return ActivationGradients(h, d_inner, d_low, d_weights, weighted, d_weighted)
 
 
@@ -144,6 +144,10 @@ def _inputs(form: ExpertsForm, inner: Inner, factors: BothFactors) -> tuple[dict
     }  # fmt: skip
     bias = None if bias is None else bias.contiguous()
     return constants, (product, *_or(product, low, first and first.b, bias, down and down.a, bits))
+
+
+def _tile(factors: BothFactors) -> Tile:
+    return PLAIN if factors == (None, None) else ADAPTED
 
 
 def _launch(kernel: Any, rows: Rows, tile: Tile, given: tuple[Any, ...], **constants: Any) -> None:
