@@ -396,12 +396,10 @@ def _activated_backward(
         _store_parts(d_inner + wide_row * out_stride, d_gate, d_up, there, begin, columns, PARTS, INTERLEAVED)
         if RANK > 0:
             first_row = column * 2 if INTERLEAVED else column
-            tile = _tall(of_lora, expert, first_row, known, PARTS * columns, lane, RANK, False)
-            sums = _product(d_gate, tile, sums)
+            sums = _product(d_gate, _tall(of_lora, expert, first_row, known, PARTS * columns, lane, RANK, False), sums)
             if PARTS == 2:
                 up_row = first_row + (1 if INTERLEAVED else columns)
-                tile = _tall(of_lora, expert, up_row, known, PARTS * columns, lane, RANK, False)
-                sums = _product(d_up, tile, sums)
+                sums = _product(d_up, _tall(of_lora, expert, up_row, known, PARTS * columns, lane, RANK, False), sums)
     tl.store(d_weights + row, of_weight, mask=there)
     if RANK > 0:
         _store_narrow(d_low, sums, row, there, lane, low_stride, RANK)
