@@ -86,6 +86,21 @@ def _reasons(inputs: Sequence[Inputs]) -> list[str]:
     return reasons
 
 
+def divided_rows(inputs: Inputs, tokens: int) -> list[Inputs]:
+    """Divide a micro-batch into ones of at most `tokens` tokens, or one row, if it has rows of tokens and no more."""
+    if _reason(inputs):
+        return [inputs]
+    rows = max(1, tokens // max(1, inputs["input_ids"].shape[1]))
+    pieces = {name: value.split(rows) for name, value in cast("Mapping[str, Tensor]", inputs).items()}
+    return [{name: piece[index] for name, piece in pieces.items()} for index in range(len(pieces["input_ids"]))]
+
+
+def sums_over_rows(trainer: Any, stock_step: Any, num_items: Any) -> bool:
+    """Return whether the loss of a micro-batch is the sum of the losses of its rows: divided by the step's tokens."""
+    counted = num_items is not None and bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+    return counted and not reason_for_each(trainer, stock_step)
+
+
 def reason_against_tokens(inputs: Sequence[Inputs]) -> str:
     """Return why the inputs do not tell the sizes of micro-batches, "" if they have tokens."""
     ids = [micro_batch.get("input_ids") for micro_batch in inputs]

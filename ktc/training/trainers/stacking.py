@@ -26,7 +26,7 @@ from ktc.model.hf.stock_model import finds_positions
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
-from ktc.training.trainers.joined_inputs import Batch, Inputs
+from ktc.training.trainers.joined_inputs import Batch, Inputs, divided_rows, sums_over_rows
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.part_clock import span
@@ -192,13 +192,8 @@ class Stacker(TrainerCallback):
         )
         try:
             with embed_and_head.in_training():
-                assert self._recorder is not None, "it is made with the layers"
                 inputs = embed_and_head.prepared(waiting)
-                recorded = self._recorder.step(embed_and_head, stock_step, inputs, num_items)
-                sizes = self._sizes(recorded)
-                if sizes != self._decided_for:
-                    self._settle(self._sized(sizes, recorded.enters, model))
-                    self._decided_for = sizes
+                recorded, sizes = self._recorded(embed_and_head, stock_step, model, inputs, num_items)
                 assert self.decision is not None
                 embed_and_head.whole_loss = self.decision.whole_loss
                 runs = passes(sizes.tokens, self.decision.tokens)
@@ -217,6 +212,38 @@ class Stacker(TrainerCallback):
                 state.restore()
             losses = [stock_step(model, micro_batch, num_items) for micro_batch in waiting]
         return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
+
+    def _recorded(
+        self,
+        embed_and_head: EmbedAndHead,
+        stock_step: TrainingStep,
+        model: nn.Module,
+        inputs: Sequence[Inputs],
+        num_items: Any,
+    ) -> tuple[RecordedStep, StepSizes]:
+        """Record how micro-batches enter the layers, and decide by their sizes.
+
+        One that is larger than a pass is divided into its rows, where its loss is their sum.
+
+        Raises:
+            CannotStack: the model cannot be run layer by layer, or memory is scarce (`_sized`).
+        """
+        assert self._recorder is not None, "it is made with the layers"
+        known = self._recorder.against
+        recorded = self._recorder.step(embed_and_head, stock_step, inputs, num_items)
+        sizes = self._sizes(recorded)
+        if sizes != self._decided_for:
+            self._settle(self._sized(sizes, recorded.enters, model))
+            self._decided_for = sizes
+        assert self.decision is not None
+        limit = self.decision.tokens
+        if sizes.largest <= limit or self._shares or not sums_over_rows(self._trainer, stock_step, num_items):
+            return recorded, sizes
+        rows = [row for micro_batch in inputs for row in divided_rows(micro_batch, limit)]
+        if len(rows) > len(inputs):
+            self._recorder.against = known  # the first step compares what it runs
+            recorded = self._recorder.step(embed_and_head, stock_step, rows, num_items)
+        return recorded, self._sizes(recorded)
 
     def _pass(
         self,
@@ -300,7 +327,7 @@ class Stacker(TrainerCallback):
             raise CannotStack(f"the free memory on `{size.scarce}` holds {decision.tokens} tokens of a pass")
         if decision.tokens < sizes.whole:
             bounded = f"the free memory on `{size.scarce}` bounds a pass"
-            return replace(decision, reason=bounded, tokens=max(decision.tokens, sizes.largest))
+            return replace(decision, reason=bounded, tokens=max(decision.tokens, sizes.length))
         return decision
 
     def _gives_up_for_memory(self, model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from stacked_training import LENGTHS, StackingTrainer, assert_alike, logged, peft_model, rows, trained
+from stacked_training import LENGTHS, StackingTrainer, assert_alike, logged, padded, peft_model, rows, trained
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -63,6 +63,12 @@ def test_padded_batches_and_short_last_steps_are_theirs_too(package: Callable[[s
     assert_alike(*(trained(package("qwen3_moe"), tmp_path, mode, **settings) for mode in ("on", "off")))
 
 
+def positioned(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Positions are one more input, which may say that rows hang together."""
+    made = padded(batch)
+    return {**made, "position_ids": torch.arange(made["input_ids"].shape[1]).expand(len(batch), -1)}
+
+
 def packed(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """Two sequences in a row, told apart by their positions."""
     (row,) = batch
@@ -81,6 +87,32 @@ def test_a_micro_batch_of_many_rows_is_several_chunks(package: Callable[[str], P
     assert torch.equal(torch.cat([piece.layers[0].kwargs["mask"] for piece in pieces]), mask)
     of_heads = LayerCall(None, (torch.empty(3, 9, 9),), {}, ())
     assert len(divided(ModelCall(x, (x.device,), (of_heads,)), 20)) == 1, "not one for each sequence"
+
+
+@pytest.mark.parametrize("collate", [padded, positioned], ids=["rows", "other inputs"])
+def test_a_micro_batch_larger_than_a_pass_is_divided_into_its_rows(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collate: Callable[..., Any]
+) -> None:
+    passed: list[int] = []
+
+    class Scarce(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            ours = self.stacker
+            run = ours._pass
+
+            def counted(embed_and_head: Any, stock_step: Any, batches: Any, *args: Any) -> None:
+                passed.append(sum(batch.inputs["input_ids"].numel() for batch in batches))
+                run(embed_and_head, stock_step, batches, *args)
+
+            monkeypatch.setattr(ours, "_pass", counted)
+
+    settings: dict[str, Any] = {"batch": 4, "gradient_accumulation_steps": 2, "max_steps": 2, "collate": collate}
+    expected = trained(package("qwen3_moe"), tmp_path, "off", **settings)
+    monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cpu": 50})
+    found = trained(package("qwen3_moe"), tmp_path, "on", trainer=Scarce, **settings)
+    assert_alike(found, expected)
+    assert (max(passed) <= 50) == (collate is padded)
 
 
 def test_packed_sequences_keep_their_positions(package: Callable[[str], Path], tmp_path: Path) -> None:
