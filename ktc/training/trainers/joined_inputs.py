@@ -91,7 +91,8 @@ def divided_rows(inputs: Inputs, tokens: int) -> list[Inputs]:
     if _reason(inputs):
         return [inputs]
     rows = max(1, tokens // max(1, inputs["input_ids"].shape[1]))
-    pieces = {name: value.split(rows) for name, value in cast("Mapping[str, Tensor]", inputs).items()}
+    values = cast("Mapping[str, Tensor]", inputs)
+    pieces: dict[str, Sequence[Tensor]] = {name: cast("Any", value).split(rows) for name, value in values.items()}
     return [{name: piece[index] for name, piece in pieces.items()} for index in range(len(pieces["input_ids"]))]
 
 
