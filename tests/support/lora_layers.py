@@ -12,7 +12,9 @@ from ktc.model.experts.lora import ExpertsLora, Lora
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.reference import fused_moe_reference
 
-DRAWN = 11  # of torch's generator before a call, which draws the seed of its dropout
+# Of torch's generator before a call, which draws the seed of its dropout. `torch.manual_seed` would also take a lock of
+# `torch.cuda`, which stays locked in a child that is forked while another thread seeds: the child then waits for ever.
+DRAWN = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Adapted:
         """Output, then the gradients of hidden states, routing weights and factors."""
         x, weights, lora = trained(self, torch.float64, torch.float64)
         stock = [*self.layer.stock.values()]
-        torch.manual_seed(DRAWN)
+        torch.default_generator.manual_seed(DRAWN)
         out = fused_moe_reference(x, self.layer.index, weights, stock, self.layer.form, lora=lora.drawn())
         return with_gradients(out, self.layer.grad, (x, weights, *lora.factors))
 
@@ -51,7 +53,7 @@ def with_gradients(out: Tensor, grad: Tensor, inputs: tuple[Tensor | None, ...])
 def run_adapted(module: FusedMoe, adapted: Adapted, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     masters = torch.float64 if dtype == torch.float64 else torch.float32
     x, weights, lora = trained(adapted, dtype, masters)
-    torch.manual_seed(DRAWN)
+    torch.default_generator.manual_seed(DRAWN)
     return with_gradients(
         module(x, adapted.layer.index, weights, lora), adapted.layer.grad, (x, weights, *lora.factors)
     )
