@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.model.hf.patching import with_attributes
+from ktc.model.loading.compiled_model import CompiledModel
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.trainers.joined_inputs import Batch, Inputs, rows_of
 from ktc.training.trainers.layer_calls import ModelCall, finished, record
@@ -28,7 +29,7 @@ TrainingStep = Callable[..., Tensor]
 
 
 class EmbedAndHead:
-    """The code of one trainer's model before and after its layers, during one optimizer step.
+    """The code of one trainer's model before and after its layers.
 
     `whole_loss` says why the loss needs all logits of a micro-batch at once, "" if it does not. It may change once,
     at the first loss. `checks_at_once` is whether the first input that is not the recorded one is found before the
@@ -38,7 +39,8 @@ class EmbedAndHead:
     def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer], whole_loss: str = "") -> None:
         self._trainer, self._model, self._layers = trainer, model, layers
         self._causal = causal_model(trainer)
-        self._changed: list[Tensor] = []  # per micro-batch, whether its input differed from the recorded one
+        self._modes: list[dict[str, Any]] = []  # the attributes of all modules, after they were set to training
+        self._changed: list[Tensor] = []  # per micro-batch of a step, whether its input differed from the recorded one
         self.whole_loss = whole_loss
         self.checks_at_once = True
 
@@ -48,9 +50,14 @@ class EmbedAndHead:
 
     @contextmanager
     def in_training(self) -> Generator[None]:
-        """Set every module to training once. Inside the context `train()` of the whole model is not repeated."""
+        """Begin a step. Every module is set to training, and `train()` of the model is not repeated inside."""
         model, optimizer = self._model, self._trainer.optimizer
-        model.train()
+        self._changed = []
+        if not self._modes or not all(attributes["training"] for attributes in self._modes):
+            model.train()
+            self._modes = [vars(module) for module in model.modules()]
+        elif isinstance(self._causal, CompiledModel) and self._causal.decode_graphs is not None:
+            self._causal.decode_graphs.clear()  # as its `train()` does
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # optimizers without schedules keep other weights for evaluation
         walk = model.train

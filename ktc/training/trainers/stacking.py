@@ -131,6 +131,7 @@ class Stacker(TrainerCallback):
         self._waiting: list[Inputs] = []
         self._layers: tuple[SplitLayer, ...] = ()
         self._recorder: Recorder | None = None  # of the model's code around its layers
+        self._around: EmbedAndHead | None = None  # that code
         # None before the first step. Stacking ends only if the first stack shows that it is impossible.
         self.decision: Stacking | None = None
         self._decided_for: StepSizes | None = None
@@ -170,6 +171,7 @@ class Stacker(TrainerCallback):
                 raise CannotStack(against)
             self._layers = split_layers(model)
             self._recorder = Recorder(self._trainer, model, self._layers)
+            self._around = EmbedAndHead(self._trainer, model, self._layers)
         except CannotStack as why:
             self._give_up(why)
 
@@ -187,9 +189,8 @@ class Stacker(TrainerCallback):
     def _step(self, stock_step: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
         before = states_of_all()
-        embed_and_head = EmbedAndHead(
-            self._trainer, model, self._layers, "" if self.decision is None else self.decision.whole_loss
-        )
+        embed_and_head = self._around
+        assert embed_and_head is not None, "it is made with the layers"
         try:
             with embed_and_head.in_training():
                 inputs = embed_and_head.prepared(waiting)

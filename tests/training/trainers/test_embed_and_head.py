@@ -86,6 +86,12 @@ def test_modules_are_set_to_training_once(model: Small) -> None:
         model.train()
         assert model.layers[0].training, "and back"
     assert "train" not in vars(model)
+    before = model.layers[0].walks
+    with parts.in_training():
+        assert model.layers[0].walks == before, "everything is still in training"
+    model.layers[0].eval()
+    with parts.in_training():
+        assert model.layers[0].training
 
 
 def test_a_micro_batch_that_changes_is_found_at_once_or_before_the_layers_backward(model: Small) -> None:
