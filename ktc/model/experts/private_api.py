@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
+from ktc.foundation.temporary_values import attributes
+
 # torch has no public module of nested containers, and no public base of modes that receive each operation
 __all__ = ["TorchDispatchMode", "pytree", "tree_iter", "tree_map", "tree_map_only"]
 
@@ -80,8 +82,9 @@ def floats_as_constants() -> AbstractContextManager[None]:
 
     By default they are inputs, as tensors on the CPU. Then each call makes and reads them, and the code for a GPU has a
     kernel for the CPU, for which torch tries each of the CPU's instruction sets: 50 of 80 seconds of a first step.
+    The setting's own `patch` makes a class for each call.
     """
-    return cast("Any", torch)._dynamo.config.patch(specialize_float=True)
+    return attributes(cast("Any", torch)._dynamo.config, specialize_float=True)
 
 
 @contextmanager

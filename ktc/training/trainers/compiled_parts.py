@@ -17,11 +17,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.foundation.temporary_values import attributes
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.private_api import floats_as_constants
 from ktc.model.hf.patching import call_stock, called_as, with_attributes
-from ktc.training.trainers.private_api import CompilerError, sizes_of_their_own, with_fixed_width
+from ktc.training.trainers.private_api import CompilerError, child_modules, sizes_of_their_own, with_fixed_width
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
@@ -156,7 +155,9 @@ class CompiledLayer:
             cuts[split.experts] = _Experts(self._exchange)
         named = cast("Iterator[tuple[str, nn.Module]]", split.layer.named_modules())
         places = [(path.rpartition("."), cuts[module]) for path, module in named if module in cuts]
-        self._cuts = [(split.layer.get_submodule(parent), name, cut) for (parent, _, name), cut in places]
+        self._cuts = [
+            (child_modules(split.layer.get_submodule(parent)), name, cut) for (parent, _, name), cut in places
+        ]
 
     @property
     def outputs(self) -> int | None:
@@ -189,12 +190,16 @@ class CompiledLayer:
 
     @contextmanager
     def _cut(self) -> Generator[None]:
-        with ExitStack() as stack:
-            for parent, name, placeholder in self._cuts:
-                stack.enter_context(attributes(parent, **{name: placeholder}))
+        stock = [children[name] for children, name, _ in self._cuts]
+        for children, name, placeholder in self._cuts:
+            children[name] = placeholder
+        try:
             # a layer that checkpoints itself would run its experts again
-            stack.enter_context(with_attributes(self._split.layer, gradient_checkpointing=False))
-            yield
+            with with_attributes(self._split.layer, gradient_checkpointing=False):
+                yield
+        finally:
+            for (children, name, _), module in zip(self._cuts, stock, strict=True):
+                children[name] = module
 
 
 class _Decided(BaseException):

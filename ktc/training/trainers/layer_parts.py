@@ -56,9 +56,10 @@ class LayerRun:
         """Whether its parts run compiled, as far as is known."""
         return self._compiled is not None and all(self._modes.values())
 
-    def begin_part(self) -> None:
-        """Start a part. The caller calls this once before each part."""
+    def begin_part(self) -> RandomState:
+        """Start a part, and return the random numbers that it begins from. The caller calls this once before each."""
         self._states.append(RandomState.now(self._device))
+        return self._states[-1]
 
     def attend(self, x: Tensor) -> Tensor:
         """Return the attention's output for the layer's input (B, T, H)."""

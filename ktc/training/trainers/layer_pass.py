@@ -113,9 +113,8 @@ def _part(
     def of_values(x: Tensor, offloaded: HostOffloaded | None, *others: Any) -> Any:
         return part(values_of(x, offloaded), *others)
 
-    run.begin_part()
-    timed = partial(span, kind, x.device)
-    return recomputed(of_values, x, offloaded, *others, as_in_backward=run.is_compiled, span=timed)
+    began, timed = run.begin_part(), partial(span, kind, x.device)
+    return recomputed(of_values, x, offloaded, *others, as_in_backward=run.is_compiled, span=timed, state=began)
 
 
 def _offloaded(result: Tensor, uses: int = 1) -> Carried:

@@ -23,21 +23,27 @@ from ktc.training.trainers.random_state import RandomState
 Span = Callable[[], AbstractContextManager[None]]
 
 
-def recomputed(function: Callable[..., Any], *arguments: Any, as_in_backward: bool, span: Span = nullcontext) -> Any:
+def recomputed(
+    function: Callable[..., Any], *arguments: Any, as_in_backward: bool, span: Span = nullcontext,
+    state: RandomState | None = None,
+) -> Any:  # fmt: skip
     """Return `function(*arguments)`, a tensor or a tuple of tensors.
 
     With `as_in_backward` forward builds a graph too, and drops it: code that is compiled for both is compiled once.
-    Forward and backward each enter a `span`.
+    Forward and backward each enter a `span`. `state` is the present one of the random numbers, where it is known.
     """
     with span():
-        return cast("Any", _Recomputed.apply(function, as_in_backward, span, *arguments))
+        return cast("Any", _Recomputed.apply(function, as_in_backward, span, state, *arguments))
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], as_in_backward: bool, span: Span, *arguments: Any) -> Any:
-        device = next((argument.device for argument in arguments if isinstance(argument, Tensor)), torch.device("cpu"))
-        ctx.state = RandomState.now(device)
+    def forward(
+        ctx: Any, function: Callable[..., Any], as_in_backward: bool, span: Span, state: RandomState | None,
+        *arguments: Any,
+    ) -> Any:  # fmt: skip
+        devices = (argument.device for argument in arguments if isinstance(argument, Tensor))
+        ctx.state = state or RandomState.now(next(devices, torch.device("cpu")))
         with torch.set_grad_enabled(as_in_backward):
             results = function(*_leaves(arguments) if as_in_backward else arguments)
         tensors = [argument if isinstance(argument, Tensor) else None for argument in arguments]
@@ -67,7 +73,8 @@ class _Recomputed(torch.autograd.Function):
             ]
             if pairs:
                 torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
-        return None, None, None, *(argument.grad if isinstance(argument, Tensor) else None for argument in arguments)
+        gradients = [argument.grad if isinstance(argument, Tensor) else None for argument in arguments]
+        return None, None, None, None, *gradients
 
 
 def _leaves(arguments: Any) -> list[Any]:

@@ -58,7 +58,8 @@ class LayerCall:
         """Enter the autocasting that was active around the call."""
         with ExitStack() as stack:
             for device, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             yield
 
 
