@@ -174,13 +174,15 @@ def test_what_waits_in_host_memory_changes_no_step(
     monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cuda:0": tokens_of_a_pass})
     initial: dict[str, torch.Tensor] = {}
 
-    def run(*, on_host: bool, level: Offloaded) -> tuple[list[float], dict[str, torch.Tensor], str]:
+    def run(
+        *, on_host: bool, level: Offloaded, resident: bool = False
+    ) -> tuple[list[float], dict[str, torch.Tensor], str]:
         monkeypatch.setattr(Adapters, "fits", not on_host)
         torch.manual_seed(0)
         model = get_peft_model(ktc.load(out), read_lora_config(out))
         for module in model.modules():
             if isinstance(module, FusedMoe):
-                module.offload = Offload((torch.device("cuda:0"),), min_tokens=1)
+                module.offload = Offload((torch.device("cuda:0"),), min_tokens=1, resident=resident)
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=4,
             logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=0.3, optim="sgd",
@@ -193,6 +195,9 @@ def test_what_waits_in_host_memory_changes_no_step(
         monkeypatch.setattr(Stacker, "_sized", lambda *given: replace(sized(*given), offloaded=level))
         trainer.train()
         monkeypatch.setattr(Stacker, "_sized", sized)
+        decision = trainer.stacker.decision
+        assert decision is not None
+        assert decision.keeps_results == (resident and tokens_of_a_pass > 4 * 48)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         weights = {name: weight.detach().cpu() for name, weight in model.named_parameters() if weight.requires_grad}
         return losses, weights, trainer.expert_adapters
@@ -200,9 +205,10 @@ def test_what_waits_in_host_memory_changes_no_step(
     on_gpu, expected, where = run(on_host=False, level=Offloaded.NOTHING)
     assert "on cuda:0" in where
     change = float(torch.cat([weight.flatten() - initial[name].flatten() for name, weight in expected.items()]).norm())
-    for level in Offloaded:
-        losses, weights, where = run(on_host=True, level=level)
-        assert "in host memory" in where
+    ways = [{"on_host": True, "level": level} for level in Offloaded]
+    for way in (*ways, {"on_host": False, "level": Offloaded.NOTHING, "resident": True}):
+        losses, weights, where = run(**way)
+        assert ("in host memory" in where) == way["on_host"]
         assert losses == pytest.approx(on_gpu, rel=2e-3)
         away = torch.cat([weights[name].flatten() - weight.flatten() for name, weight in expected.items()])
         assert float(away.norm()) <= 0.06 * change  # sums in bf16 have another order

@@ -46,9 +46,11 @@ class Offloaded(IntEnum):
 
 def through_layers(
     layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], compiled: CompiledParts | None = None,
-    offloaded: Offloaded = Offloaded.NOTHING,
+    offloaded: Offloaded = Offloaded.NOTHING, *, keeps_results: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Return the output (B, T, H) of the last layer for each chunk. With `compiled`, parts of layers are compiled.
+
+    With `keeps_results` the outputs of experts stay on their GPU where they can (`stays_on`).
 
     Raises:
         CannotStack: a layer cannot be run in parts.
@@ -61,7 +63,8 @@ def through_layers(
         states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
         if index == first:  # its parts have gradients, those of its parameters
             states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
-        states = _through(split, [chunk.layers[index] for chunk in chunks], states, compiled, offloaded)
+        calls = [chunk.layers[index] for chunk in chunks]
+        states = _through(split, calls, states, compiled, offloaded, keeps_results=keeps_results)
     return states
 
 
@@ -71,7 +74,7 @@ def _trains(layer: nn.Module) -> bool:
 
 def _through(
     split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None,
-    offloaded: Offloaded,
+    offloaded: Offloaded, *, keeps_results: bool,
 ) -> list[Tensor]:  # fmt: skip
     runs = [
         LayerRun(split, call, x.device, None if compiled is None else compiled.of(split, call, x))
@@ -95,7 +98,7 @@ def _through(
             cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)
         ]
         with calls[0].autocasting():
-            routed = _of_experts(split.experts, routes)
+            routed = _of_experts(split.experts, routes, keeps_results=keeps_results)
     inputs = [given + carried for given, carried in zip(inputs, routed, strict=True)]
     return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
@@ -122,11 +125,17 @@ def _offloaded(result: Tensor, uses: int = 1) -> Carried:
     return offloaded.placeholder, offloaded
 
 
-def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Carried]:
+def stays_on(experts: nn.Module, device: torch.device) -> bool:
+    """Return whether the output of experts can stay on a layer's device: they are resident there, which is a GPU."""
+    offload = fused_in(experts).offload
+    return offload is not None and offload.resident and device.type != "cpu" and [*offload.devices] == [device]
+
+
+def _of_experts(experts: nn.Module, routes: Sequence[Routes], *, keeps_results: bool) -> Sequence[Carried]:
     """Compute the tokens of all chunks in one call of the experts, and return each chunk's output.
 
     Experts on the CPU leave it in host memory. From a GPU it is offloaded there until backward, which recomputes each
-    chunk's last part.
+    chunk's last part, or with `keeps_results` it stays.
     """
     rows = [route[0].shape[0] for route in routes]
     device = fused_in(experts).backend(sum(rows)).device
@@ -137,6 +146,8 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes]) -> Sequence[Carrie
         pieces = torch.split(out, rows) if on_host else parts(out, rows, pin=True)
         return [(piece, None) for piece in pieces]
     out = in_span("experts", experts, *(_joined(tensors, device) for tensors in gathered))
+    if keeps_results and all(stays_on(experts, route[0].device) for route in routes):
+        return [(out, None)] if len(rows) == 1 else [(piece.clone(), None) for piece in torch.split(out, rows)]
     pieces = zip(torch.split(out, rows), routes, strict=True)
     return [_offloaded(piece.to(route[0].device)) for piece, route in pieces]
 

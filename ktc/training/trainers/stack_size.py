@@ -22,7 +22,7 @@ from ktc.model.experts.expert_stream import chunk_bytes_on
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf.private_api import attention_of
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.layer_pass import Offloaded
+from ktc.training.trainers.layer_pass import Offloaded, stays_on
 from ktc.training.trainers.split_layer import SplitLayer, fused_in
 
 _USED = 0.8  # of the free memory: estimates err, and other programs need memory too
@@ -65,6 +65,19 @@ def bytes_per_token(
             per_token[device] += _COMING * width * offloaded
     per_token[str(call.devices[-1])] += 3 * width  # the last layer's output, its gradient, and the one on its way down
     return per_token
+
+
+def kept_bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
+    """Count the bytes of a token's outputs of experts that can stay on each GPU from forward to backward.
+
+    They are those of resident experts on the GPU of their layer: others have a GPU whose memory is scarce.
+    """
+    width = call.hidden.shape[-1] * call.hidden.element_size()
+    kept: dict[str, int] = {}
+    for split, device in zip(layers, call.devices, strict=True):
+        if split.experts is not None and stays_on(split.experts, device):
+            kept[str(device)] = kept.get(str(device), 0) + width
+    return kept
 
 
 def prepare_experts(layers: Sequence[SplitLayer]) -> None:

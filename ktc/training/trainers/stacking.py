@@ -45,6 +45,7 @@ from ktc.training.trainers.stack_size import (
     fitting_chunk,
     fitting_tokens,
     free_bytes,
+    kept_bytes_per_token,
     prepare_experts,
     working_bytes,
 )
@@ -89,6 +90,7 @@ class Stacking:
     chunk_tokens: int = CHUNKS[0]
     bytes_per_token: tuple[tuple[str, int], ...] = ()
     offloaded: Offloaded = Offloaded.NOTHING  # what waits for backward in host memory
+    keeps_results: bool = False  # whether the outputs of resident experts stay on their GPU
     scarce: str = ""  # the device whose memory is the first that a longer pass would fill
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
@@ -259,7 +261,10 @@ class Stacker(TrainerCallback):
         assert self.decision is not None
         pieces = [divided(call, self.decision.chunk_tokens) for call in calls]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
-        outs = through_layers(self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded)
+        outs = through_layers(
+            self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded,
+            keeps_results=self.decision.keeps_results,
+        )  # fmt: skip
         finals = _by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces])
         leaves = [final.detach().requires_grad_() for final in finals]
         for batch, call, leaf in zip(batches, calls, leaves, strict=True):
@@ -354,10 +359,14 @@ class Stacker(TrainerCallback):
         working = working_bytes(call, max(min(chunk, sizes.whole), sizes.length), loss, of_experts, pair)
         fits = fitting_tokens(per_token, working, free)
         scarce = min(fits, key=lambda device: fits[device])
+        kept = kept_bytes_per_token(self._layers, call)
+        with_kept = {device: size + kept.get(device, 0) for device, size in per_token.items()}
+        keeps = bool(kept) and min(fitting_tokens(with_kept, working, free).values()) >= sizes.whole
         reason = "a step's micro-batches fit the free memory"
         return Stacking(
-            True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce
-        )
+            True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce,
+            keeps_results=keeps,
+        )  # fmt: skip
 
 
 def reason_against(trainer: Any, model: nn.Module) -> str:

@@ -20,6 +20,7 @@ from trl import SFTConfig
 
 from ktc.diagnostics import InputRefused
 from ktc.model import twin
+from ktc.model.experts.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stream_sizes import result_bytes
 from ktc.model.experts.streamed_backend import Streamed
@@ -31,7 +32,7 @@ from ktc.training.trainers import stacking
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, record
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.split_layer import CannotStack, LayerCall, split_layers
-from ktc.training.trainers.stack_size import bytes_per_token, fitting_chunk, fitting_tokens
+from ktc.training.trainers.stack_size import bytes_per_token, fitting_chunk, fitting_tokens, kept_bytes_per_token
 from ktc.training.trainers.stacking import Stacker, StackMode, StepSizes, passes, reason_against
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -379,6 +380,12 @@ def test_states_of_a_gpu_wait_on_the_host_where_a_pass_would_not_fit(package: Ca
     assert states == {Offloaded.NOTHING: 2 * len(layers), Offloaded.ATTENTION: len(layers) + 4, Offloaded.INPUT: 8}
     assert held[Offloaded.INPUT]["cpu"] == held[Offloaded.NOTHING]["cpu"] + len(layers) * width
     assert bytes_per_token(layers, call, Offloaded.INPUT) == bytes_per_token(layers, call)
+    fused = [module for module in model.modules() if isinstance(module, FusedMoe)]
+    for resident, kept in ((False, {}), (True, {"cuda:0": len(fused) * width})):
+        for module in fused:
+            module.offload = Offload((torch.device("cuda:0"),), min_tokens=1, resident=resident)
+        assert kept_bytes_per_token(layers, on_gpu) == kept
+        assert kept_bytes_per_token(layers, call) == {}, "on another device than its layer"
 
 
 @pytest.mark.parametrize(
