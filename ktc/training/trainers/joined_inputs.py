@@ -103,7 +103,7 @@ def sums_over_rows(trainer: Any, stock_step: Any, num_items: Any) -> bool:
 
 
 def reason_against_tokens(inputs: Sequence[Inputs]) -> str:
-    """Return why the inputs do not tell the sizes of micro-batches, "" if they have tokens."""
+    """Return why the inputs do not state the sizes of micro-batches, "" if they have tokens."""
     ids = [micro_batch.get("input_ids") for micro_batch in inputs]
     return "" if all(isinstance(value, Tensor) and value.ndim == 2 for value in ids) else "rows are not tokens"
 

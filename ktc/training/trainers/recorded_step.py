@@ -32,7 +32,7 @@ OfPass = tuple[list[Batch], list[ModelCall]]
 
 
 class Recorder:
-    """What is known of the code around the layers of one trainer's model, from step to step."""
+    """The facts known of the code around the layers of one trainer's model, from step to step."""
 
     def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer]) -> None:
         self._trainer, self._modules = trainer, own_modules(model, layers)
