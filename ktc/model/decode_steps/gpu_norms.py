@@ -1,11 +1,11 @@
-"""RMS norms on a GPU as two kernels instead of eight.
+"""RMS norms on a GPU as one kernel instead of eight, and as two with gradients or without Triton.
 
 In: a model whose decoding steps become CUDA graphs. Out: the same model, in which each module that computes only
 
     weight * (x / sqrt(mean(x^2) + eps))
 
-(RMSNorm, arXiv 1910.07467) calls PyTorch's kernel for the fraction. It rounds as the stock code does: once after the
-fraction, once after the product. The order of the sums may differ.
+(RMSNorm, arXiv 1910.07467) calls a kernel of ktc (Triton), or PyTorch's for the fraction. Both round as the stock code
+does: once after the fraction, once after the product. The order of the sums may differ.
 A module is recognised by its graph, and the first of its kind is compared with its stock code. Others stay as they are.
 """
 
@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from ktc.model.graph.typed import named_modules, nodes_of
 from ktc.model.hf.patching import Patch
+from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.plain import has_hooks
 from ktc.model.steps.recording import operator_name
 
@@ -53,8 +54,7 @@ class FusedNorm(Patch):
         """Normalise the last dimension: (..., H) -> (..., H). Stock code computes other dtypes, and under autocast."""
         if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             return cast("Tensor", cast("Any", super()).forward(hidden_states))
-        normal = functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=getattr(self, self.epsilon_name))
-        return self.weight * normal
+        return _normed(hidden_states, self.weight, getattr(self, self.epsilon_name))
 
 
 def fuse_norms(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
@@ -104,8 +104,19 @@ def _epsilon_name(norm: nn.Module) -> str | None:
         name = next((key for key, value in vars(norm).items() if type(value) is float and value == epsilon), None)
         if epsilon is None or name is None:
             return None
-        computed = random * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
+        computed = _normed(x, random, epsilon)
     return name if _same(computed, expected) else None
+
+
+def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Normalise the last dimension by one kernel where that is possible, or by two."""
+    trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if x.is_cuda and not trains and not torch.compiler.is_compiling() and type(x) is Tensor and not lacking(x.device):
+        from ktc.model.decode_steps import norm_kernels
+
+        if x.shape[-1] <= norm_kernels.WIDEST:
+            return norm_kernels.normed(x, weight.detach(), epsilon)
+    return weight * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
 
 
 def _same(computed: Tensor, expected: Tensor) -> bool:

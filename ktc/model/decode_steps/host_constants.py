@@ -18,7 +18,7 @@ _MOST: Final = 1 << 20  # bytes of a tensor that is kept
 
 
 class HostConstant(NamedTuple):
-    """What was copied from the CPU, and its copy on the device."""
+    """A tensor or numbers of the CPU, and the copy on the device."""
 
     source: object
     copy: Tensor

@@ -11,8 +11,10 @@ from decoding_models import difference, stock_model
 from torch import Tensor, nn
 
 from ktc.model.decode_steps.gpu_norms import FusedNorm, fuse_norms
+from ktc.model.kernels.triton_support import lacking
 
 SIZE = 96
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 class Norm(nn.Module):
@@ -121,3 +123,21 @@ def test_a_model_with_fused_norms_is_the_stock_one(family: str, norms: int) -> N
     ids = torch.randint(3, stock.config.vocab_size, (2, 9))
     with torch.no_grad():
         assert difference(fused(ids).logits, stock(ids).logits) <= 0.02
+
+
+@pytest.mark.skipif(bool(lacking(DEVICE)), reason="Triton does not run here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 3, SIZE), (0, SIZE), (1, 1, 2 * SIZE)], ids=["rows", "none", "part"])
+def test_the_kernel_rounds_as_the_stock_module(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A part of a row is what a projection of latents and rotary keys has."""
+    from ktc.model.decode_steps.norm_kernels import normed
+
+    norm = Norm(dtype).to(DEVICE)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)[..., -SIZE:]
+    with torch.no_grad():
+        found, wanted = normed(x, norm.weight, norm.eps), norm(x)
+    assert found.shape == wanted.shape and found.dtype == dtype and found.is_contiguous()
+    if dtype == torch.float16:
+        assert int((found != wanted).sum()) <= 0.01 * found.numel()
+    else:
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,118 @@
+"""Rotary positions by one kernel: recognised in stock code, equal to it, and for few tokens alone.
+
+Without a GPU, Triton's interpreter runs the kernel on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from kernel_layers import error
+from torch import Tensor, nn
+
+from ktc.model import twin
+from ktc.model.decode_steps import gpu_rotary
+from ktc.model.decode_steps.gpu_rotary import FusedRotary, fuse_rotary
+from ktc.model.kernels.triton_support import lacking
+
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+KINDS = {
+    "qwen3_moe": {"apply_rotary_pos_emb": "halves"},
+    "gpt_oss": {"apply_rotary_pos_emb": "narrow"},
+    "deepseek_v2": {"apply_rotary_emb": "pairs"},
+    "deepseek_v3": {"apply_rotary_pos_emb_interleave": "interleaved", "apply_rotary_pos_emb": "halves"},
+}
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(bool(lacking(DEVICE)), reason="Triton does not run here"),
+]
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = twin.shrink(twin.default_config(family))
+    config.dtype = dtype
+    return twin.build(config, 7, dtype, DEVICE.type).eval()
+
+
+def stepped(model: Any, rows: int = 2) -> Tensor:
+    ids = torch.randint(3, 90, (rows, 9), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
+        return model(input_ids=ids[:, 8:], past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_rotations_of_families_are_recognised(family: str) -> None:
+    attention = type(model_of(family).model.layers[0].self_attn)
+    assert gpu_rotary._rotating(attention) == KINDS[family]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_steps_are_those_of_stock_code(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(family)
+    wanted, calls = stepped(model), list[str]()
+    kernel = gpu_rotary._kernel
+    monkeypatch.setattr(gpu_rotary, "_kernel", lambda kind: calls.append(kind) or kernel(kind))
+    layers = len(model.model.layers)
+    assert len(fuse_rotary(model, DEVICE.type)) == layers
+    calls.clear()
+    found = stepped(model)
+    assert len(calls) == 2 * layers, "a prompt of eight tokens and a step"
+    assert float((found - wanted).norm() / wanted.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", gpu_rotary._KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_are_rounded_as_stock_code_rounds_them(kind: Any, dtype: torch.dtype) -> None:
+    given = [*gpu_rotary._random(kind, DEVICE, dtype)]
+    for found, wanted in zip(gpu_rotary._kernel(kind)(*given), gpu_rotary._reference(kind, *given), strict=True):
+        if dtype == torch.bfloat16 and DEVICE.type == "cpu":  # the interpreter cuts digits off
+            assert error(found, wanted) <= 0.01
+        else:
+            assert gpu_rotary._same(found, wanted)
+
+
+def test_angles_of_one_row_serve_all_sequences() -> None:
+    query, key, cos, sin = gpu_rotary._random("halves", DEVICE, torch.float32)
+    rotate = gpu_rotary._kernel("halves")
+    found, wanted = (
+        rotate(query, key, cos[:1], sin[:1]),
+        rotate(query, key, cos[:1].expand(2, -1, -1), sin[:1].expand(2, -1, -1)),
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_calls_that_the_kernel_does_not_compute_are_those_of_stock_code() -> None:
+    query, key, cos, sin = gpu_rotary._random("halves", DEVICE, torch.float32)
+    assert gpu_rotary._serves("halves", query, key, cos, sin)
+    assert not gpu_rotary._serves("narrow", query, key, cos, sin)
+    assert not gpu_rotary._serves("halves", query.clone().requires_grad_(), key, cos, sin)
+    assert not gpu_rotary._serves("halves", query.double(), key.double(), cos.double(), sin.double())
+    assert not gpu_rotary._serves("halves", query, key[..., :32], cos, sin)
+    assert not gpu_rotary._serves("halves", query, key, cos.half(), sin.half())
+    long = [tensor.repeat_interleave(9, 2 if tensor.dim() == 4 else 1) for tensor in (query, key, cos, sin)]
+    assert not gpu_rotary._serves("halves", *long)
+
+
+def test_other_code_and_wrong_kernels_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_moe")
+    hooked = model.model.layers[0].self_attn
+    hooked.register_forward_hook(lambda *_: None)
+    assert fuse_rotary(model, "meta") == ()
+    assert fuse_rotary(copy.deepcopy(model), DEVICE.type) == ("model.layers.1.self_attn",)
+    assert not isinstance(hooked, FusedRotary)
+    gpu_rotary._equals.cache_clear()
+    monkeypatch.setattr(gpu_rotary, "_kernel", lambda _: lambda q, k, *_: (q, k))
+    assert fuse_rotary(model, DEVICE.type) == ()
+    gpu_rotary._equals.cache_clear()
+
+
+def test_a_copy_computes_by_the_kernel_too() -> None:
+    model = model_of("qwen3_moe")
+    fuse_rotary(model, DEVICE.type)
+    copied = copy.deepcopy(model)
+    assert all(isinstance(cast("nn.Module", layer.self_attn), FusedRotary) for layer in copied.model.layers)
+    assert torch.equal(stepped(copied), stepped(model))
