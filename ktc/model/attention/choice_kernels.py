@@ -20,8 +20,9 @@ import triton.language as tl
 
 _INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
 HIDDEN: Final = tl.constexpr(-1)
+LEAST: Final = tl.constexpr(-1e30)  # the score of a hidden position
 FORCED: Final = tl.constexpr(4096)  # above all numbers
-NOT_SPECIALISED: Final = ("positions", "programs", "blocks", "k", "sink", "local")
+NOT_SPECIALISED: Final = ("positions", "programs", "k", "sink", "local")
 
 
 @triton.jit
@@ -62,17 +63,12 @@ def _bits(codes):
 
 
 @triton.jit
-def _unpacked(codes, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Return what is stored of codes, as (ROWS, WIDTH) int8, of bytes (ROWS, WIDTH * BITS / 8)."""
-    if BITS == 4:
-        low, high = _halves(codes)
-        fields = tl.permute(tl.join(low, high), (0, 2, 1))
-    else:
-        b0, b1, b2, b3, b4, b5, b6, b7 = _bits(codes)
-        even = tl.join(tl.join(b0, b4), tl.join(b2, b6))
-        odd = tl.join(tl.join(b1, b5), tl.join(b3, b7))
-        fields = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
-    return tl.reshape(fields, (ROWS, WIDTH))
+def _signs(codes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return bits as (ROWS, WIDTH) int8, of bytes (ROWS, WIDTH / 8)."""
+    b0, b1, b2, b3, b4, b5, b6, b7 = _bits(codes)
+    even = tl.join(tl.join(b0, b4), tl.join(b2, b6))
+    odd = tl.join(tl.join(b1, b5), tl.join(b3, b7))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (ROWS, WIDTH))
 
 
 @triton.jit
@@ -85,26 +81,44 @@ def _products(a, b, c):
 
 @triton.jit
 def _part(
-    of_block, code_position, there, queries, products, FROM: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    of_block, code_position, there, queries, others, products, FROM: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of queries (ROWS, WIDTH) with what is stored of codes, from the byte FROM on."""
+    """Add the products of queries (ROWS, WIDTH) with what is stored of codes, from the byte FROM on.
+
+    Of codes of 4 bits, a byte has numbers of both halves of a row: `queries` are those of the first half, and `others`
+    of the second, so that no numbers are put in another order.
+    """
     byte = FROM + tl.arange(0, WIDTH * BITS // 8)
     of_codes = of_block + tl.arange(0, BLOCK)[:, None] * code_position + byte[None, :]
     if EVEN:
         codes = tl.load(of_codes)
     else:
         codes = tl.load(of_codes, mask=there[:, None], other=0)
-    return _products(_unpacked(codes, BLOCK, WIDTH, BITS), tl.trans(queries), products)
+    if BITS == 4:
+        low, high = _halves(codes)
+        products = _products(low, tl.trans(queries), products)
+        return _products(high, tl.trans(others), products)
+    else:
+        return _products(_signs(codes, BLOCK, WIDTH), tl.trans(queries), products)
+
+
+@triton.jit
+def _queries(of_query, is_member, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Return codes of queries: of 4-bit keys those of each half of a row, of signs all, twice."""
+    HALF: tl.constexpr = WIDTH // 2 if BITS == 4 else WIDTH
+    d, more = tl.arange(0, HALF)[None, :], WIDTH - HALF
+    first = tl.load(of_query + d, mask=is_member[:, None], other=0)
+    return first, tl.load(of_query + more + d, mask=is_member[:, None], other=0) if BITS == 4 else first
 
 
 @triton.jit
 def _scaled(products, offset, key_scale, factor, BITS: tl.constexpr):
-    """Return estimated scores, -inf where the scale of a key is NaN."""
+    """Return estimated scores, `LEAST` where the scale of a key is NaN."""
     if BITS == 1:
         products = products * 2
     estimated = (products - offset[None, :]).to(tl.float32) * key_scale[:, None] * factor[None, :]
-    return tl.where(estimated == estimated, estimated, float("-inf"))
+    return tl.where(estimated == estimated, estimated, LEAST)
 
 
 @triton.jit
@@ -115,35 +129,35 @@ def _first_block(first, program, programs):
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def estimate(
-    coded, factors, offsets, codes, scales, ends, weights, bases, peaks, totals, positions, blocks, programs,
+    coded, factors, offsets, codes, scales, ends, scores, peaks, totals, positions, programs,
     code_batch, code_head, code_position, scale_batch, scale_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, EVEN: tl.constexpr,
     STATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write weights (B, K, L, G) beside `bases`, and the maximum and the sum of each head over a program's blocks.
+    """Write scores (B, K, L, G), in powers of two, and the maximum and the sum of each head over a program's blocks.
 
-    Heads that choose ALONE have scores in powers of two instead.
+    A thread has maxima and sums of its own until the end: no block waits for a reduction. Scores of heads that choose
+    together are rounded to fp16.
     """
     program, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     member = tl.arange(0, ROWS)
     is_member = member < GROUP
     head = row * HEADS + key_head * GROUP + member
     of_query = coded + head[:, None] * (FIRST + SECOND)
-    q1 = tl.load(of_query + tl.arange(0, FIRST)[None, :], mask=is_member[:, None], other=0)
+    q1, more1 = _queries(of_query, is_member, FIRST, BITS)
     if SECOND > 0:
-        q2 = tl.load(of_query + FIRST + tl.arange(0, SECOND)[None, :], mask=is_member[:, None], other=0)
+        q2, more2 = _queries(of_query + FIRST, is_member, SECOND, BITS)
     factor = tl.load(factors + head, mask=is_member, other=0)
     offset = tl.load(offsets + head, mask=is_member, other=0)
     low, high = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
     list_of_head = row * (HEADS // GROUP) + key_head
     codes += row * code_batch + key_head.to(tl.int64) * code_head
     scales += row * scale_batch + key_head.to(tl.int64) * scale_head
-    weights += list_of_head * positions * PADDED
-    bases += list_of_head * blocks * PADDED
+    scores += list_of_head * positions * PADDED
     n = tl.arange(0, BLOCK)
     into = n[:, None] * PADDED + member[None, :]
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    peak = tl.full((BLOCK, ROWS), LEAST, tl.float32)
     total = tl.full((BLOCK, ROWS), 0, tl.float32)
     for block in tl.range(
         _first_block(low // BLOCK, program, programs), high // BLOCK + 1, programs, num_stages=STAGES
@@ -152,28 +166,27 @@ def estimate(
         of_block, there = codes + begin.to(tl.int64) * code_position, n < positions - begin
         key_scale = tl.load(scales + begin + n) if EVEN else tl.load(scales + begin + n, mask=there, other=0)
         products = tl.zeros((BLOCK, ROWS), tl.int32)
-        products = _part(of_block, code_position, there, q1, products, 0, FIRST, BITS, BLOCK, EVEN)
+        products = _part(of_block, code_position, there, q1, more1, products, 0, FIRST, BITS, BLOCK, EVEN)
         if SECOND > 0:
             products = _part(
-                of_block, code_position, there, q2, products, FIRST * BITS // 8, SECOND, BITS, BLOCK, EVEN
+                of_block, code_position, there, q2, more2, products, FIRST * BITS // 8, SECOND, BITS, BLOCK, EVEN
             )  # fmt: skip
         seen = (n >= low - begin) & (n <= high - begin)
         key_scale = tl.where(seen, key_scale.to(tl.float32), float("nan"))
         estimated = _scaled(products, offset, key_scale, factor, BITS)
-        new_peak = tl.maximum(peak, tl.max(estimated, 0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weight = tl.exp2(estimated - base[None, :])
-        total = total * tl.exp2(peak - base)[None, :] + weight
-        peak, of_weights = new_peak, weights + begin.to(tl.int64) * PADDED + into
-        stored = estimated if ALONE else weight.to(tl.bfloat16)
+        smaller = tl.exp2(-tl.abs(estimated - peak))  # of two powers the other one is 1
+        total = tl.where(estimated > peak, total * smaller + 1.0, total + smaller)
+        peak, of_scores = tl.maximum(peak, estimated), scores + begin.to(tl.int64) * PADDED + into
+        stored = estimated if ALONE else tl.minimum(tl.maximum(estimated, -65504.0), 65504.0).to(tl.float16)
         if EVEN and ROWS == PADDED:
-            tl.store(of_weights, stored)
+            tl.store(of_scores, stored)
         else:
-            tl.store(of_weights, stored, mask=there[:, None] & (member < PADDED)[None, :])
-        if not ALONE:
-            tl.store(bases + block * PADDED + member, base, mask=member < PADDED)
-    tl.store(peaks + head * STATE + program, peak, mask=is_member)
-    tl.store(totals + head * STATE + program, tl.sum(total, 0), mask=is_member)
+            tl.store(of_scores, stored, mask=there[:, None] & (member < PADDED)[None, :])
+    most = tl.max(peak, 0)
+    total = tl.sum(total * tl.exp2(peak - most[None, :]), 0)
+    is_seen = most > LEAST
+    tl.store(peaks + head * STATE + program, tl.where(is_seen, most, float("-inf")), mask=is_member)
+    tl.store(totals + head * STATE + program, tl.where(is_seen, total, 0.0), mask=is_member)
 
 
 @triton.jit
@@ -186,32 +199,24 @@ def _number(octave, BINS: tl.constexpr):
 
 
 @triton.jit
-def _estimated(
-    weights, bases, of_head, chunk, positions, blocks,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the weights (BLOCKS, BLOCK, ROWS) of a chunk of positions, and their bases (BLOCKS, ROWS)."""
-    block, n, member = chunk * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCK), tl.arange(0, ROWS)
-    place = (block[:, None] * BLOCK + n[None, :])[:, :, None]
-    of_positions = (of_head * positions + place) * PADDED + member[None, None, :]
-    weight = tl.load(weights + of_positions, mask=(place < positions) & (member < PADDED)[None, None, :])
-    of_blocks = bases + (of_head * blocks + block[:, None]) * PADDED + member[None, :]
-    return weight.to(tl.float32), tl.load(of_blocks, mask=(block < blocks)[:, None] & (member < PADDED)[None, :])
+def _estimated(scores, of_head, at, positions, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Return the scores (positions, ROWS) of the heads of a key head."""
+    member = tl.arange(0, ROWS)
+    of_positions = (of_head * positions + at)[:, None] * PADDED + member[None, :]
+    return tl.load(scores + of_positions, mask=(at < positions)[:, None] & (member < PADDED)[None, :])
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def weigh(
-    weights, bases, peaks, totals, ends, numbers, counts, most_chosen, positions, blocks, programs, sink, local,
+    scores, peaks, totals, ends, numbers, counts, most_chosen, positions, programs, sink, local,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    SELECTORS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, ALONE: tl.constexpr,
-    BINS: tl.constexpr,
+    SELECTORS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, ALONE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of the weights of positions, those of the heads of a list added, and count them.
 
     `most_chosen` is the binary logarithm of the weight from which positions have the greatest number.
     """
     chunk, selector, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    CHUNK: tl.constexpr = BLOCKS * BLOCK
     flat, member, every = tl.arange(0, CHUNK), tl.arange(0, ROWS), tl.arange(0, PROGRAMS)
     at = chunk * CHUNK + flat
     into = numbers + (row * SELECTORS + selector) * positions + at
@@ -219,11 +224,9 @@ def weigh(
     low, high = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
     if ALONE:
         list_of_head = row * (HEADS // GROUP) + selector // GROUP
-        score = tl.load(weights + (list_of_head * positions + at) * PADDED + selector % GROUP, mask=at < positions)
+        score = tl.load(scores + (list_of_head * positions + at) * PADDED + selector % GROUP, mask=at < positions)
     else:  # a key head has one list
-        weight, base = _estimated(
-            weights, bases, row * SELECTORS + selector, chunk, positions, blocks, PADDED, BLOCK, BLOCKS, ROWS
-        )  # fmt: skip
+        score = _estimated(scores, row * SELECTORS + selector, at, positions, PADDED, ROWS).to(tl.float32)
     head = row * HEADS + selector * TOGETHER + member
     is_part = (member < TOGETHER)[:, None] & (every < programs)[None, :]
     of_programs = head[:, None] * PROGRAMS + every[None, :]
@@ -240,9 +243,8 @@ def weigh(
         if ALONE:
             octave = most_chosen - (score - tl.sum(most + tl.log2(whole), 0))
         else:
-            share = tl.exp2(base - most[None, :]) * (1.0 / whole)[None, :]
-            added = tl.where((member < TOGETHER)[None, None, :], weight * share[:, None, :], 0.0)
-            summed = tl.reshape(tl.sum(added, 2), (CHUNK,))
+            weight = tl.exp2(score - most[None, :]) * (1.0 / whole)[None, :]
+            summed = tl.sum(tl.where((member < TOGETHER)[None, :], weight, 0.0), 1)
             octave = most_chosen - tl.log2(tl.maximum(summed, 1e-37))  # a number that fp32 has
         octave = tl.where(seen, octave, 64.0)
         number = _number(octave, BINS)

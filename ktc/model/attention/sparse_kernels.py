@@ -75,8 +75,8 @@ class StepKeys:
 class SparseTiling:
     """How the kernels of a call share their work.
 
-    A program of the estimates multiplies the codes of `block` positions at once; one of the weights has `blocks` of
-    these; one of attention lists `strips` of `strip` positions at once, and reads `chosen` rows at once.
+    A program of the estimates multiplies the codes of `block` positions at once; one of the weights has `chunk`
+    positions; one of attention lists `strips` of `strip` positions at once, and reads `chosen` rows at once.
     """
 
     encode_warps: int
@@ -85,7 +85,7 @@ class SparseTiling:
     estimate_warps: int
     estimate_stages: int
     rows: int
-    blocks: int
+    chunk: int
     weigh_warps: int
     attending: int
     strip: int
@@ -110,10 +110,9 @@ class _Coded:
 
 @dataclass(frozen=True, slots=True)
 class _Estimated:
-    """Weights (B, K, L, G) beside `bases` (B, K, blocks, G), and the `state` (2, B, H, programs) of the softmax."""
+    """Scores (B, K, L, G) in powers of two, and the `state` (2, B, H, programs) of the softmax."""
 
-    weights: Tensor
-    bases: Tensor
+    scores: Tensor
     state: Tensor
 
 
@@ -183,7 +182,7 @@ def tiling_of(sizes: Sizes, kv: KVCacheView) -> SparseTiling:
     return SparseTiling(
         encode_warps=4, block=block, estimating=max(1, min(-(-sizes.positions // block), estimating)),
         estimate_warps=warps, estimate_stages=3, rows=_wide(sizes.group, rows),
-        blocks=(1024 if wide else 2048) // block, weigh_warps=8,
+        chunk=1024 if wide else 2048, weigh_warps=8,
         attending=max(1, min(-(-sizes.positions // 512), attending)), strip=32 if wide else 16,
         strips=32 if wide else 64, chosen=64 if row_bytes <= 1024 else 32, attend_warps=4, attend_stages=2,
         merged=32, together=128,
@@ -221,29 +220,28 @@ def encoded(
 def estimated(coded: _Coded, index: StepIndex, sizes: Sizes, tiling: SparseTiling) -> _Estimated:
     """Estimate the scores of all positions."""
     B, H, K, L = sizes.batch, sizes.heads, sizes.key_heads, sizes.positions
-    blocks, alone, made = -(-L // tiling.block), sizes.together == 1, coded.factors.new_empty
-    weights = made((B, K, L, sizes.padded), dtype=torch.float32 if alone else torch.bfloat16)
-    bases, state = made((B, K, blocks, sizes.padded)), made((2, B, H, triton.next_power_of_2(tiling.estimating)))
+    alone, made = sizes.together == 1, coded.factors.new_empty
+    scores = made((B, K, L, sizes.padded), dtype=torch.float32 if alone else torch.float16)
+    state = made((2, B, H, triton.next_power_of_2(tiling.estimating)))
     estimate[(tiling.estimating, K, B)](
-        coded.queries, coded.factors, coded.offsets, index.codes, index.scales, coded.ends, weights, bases,
-        state[0], state[1], L, blocks, tiling.estimating, *index.codes.stride()[:3], *index.scales.stride()[:2],
+        coded.queries, coded.factors, coded.offsets, index.codes, index.scales, coded.ends, scores,
+        state[0], state[1], L, tiling.estimating, *index.codes.stride()[:3], *index.scales.stride()[:2],
         HEADS=H, GROUP=sizes.group, PADDED=sizes.padded, FIRST=sizes.first, SECOND=sizes.second, BITS=sizes.bits,
         ROWS=tiling.rows, BLOCK=tiling.block, ALONE=alone, EVEN=L % tiling.block == 0, STATE=state.shape[-1],
         STAGES=tiling.estimate_stages, num_warps=tiling.estimate_warps,
     )  # fmt: skip
-    return _Estimated(weights, bases, state)
+    return _Estimated(scores, state)
 
 
 def weighed(made: _Estimated, coded: _Coded, sizes: Sizes, sparsity: Sparsity, tiling: SparseTiling) -> Choice:
     """Return the numbers of all positions."""
     numbers = coded.ends.new_empty((sizes.batch, sizes.lists, sizes.positions), dtype=torch.int16)
-    weigh[(-(-sizes.positions // (tiling.block * tiling.blocks)), sizes.lists, sizes.batch)](
-        made.weights, made.bases, made.state[0], made.state[1], coded.ends, numbers, coded.counts,
-        math.log2(sizes.together / sparsity.k), sizes.positions, made.bases.shape[2], tiling.estimating,
-        sparsity.sink, sparsity.local, HEADS=sizes.heads, GROUP=sizes.group, PADDED=sizes.padded,
-        TOGETHER=sizes.together, ROWS=triton.next_power_of_2(sizes.together), SELECTORS=sizes.lists,
-        BLOCK=tiling.block, BLOCKS=tiling.blocks, PROGRAMS=made.state.shape[-1],
-        ALONE=sizes.together == 1, BINS=_BINS, num_warps=tiling.weigh_warps,
+    weigh[(-(-sizes.positions // tiling.chunk), sizes.lists, sizes.batch)](
+        made.scores, made.state[0], made.state[1], coded.ends, numbers, coded.counts,
+        math.log2(sizes.together / sparsity.k), sizes.positions, tiling.estimating, sparsity.sink, sparsity.local,
+        HEADS=sizes.heads, GROUP=sizes.group, PADDED=sizes.padded, TOGETHER=sizes.together,
+        ROWS=triton.next_power_of_2(sizes.together), SELECTORS=sizes.lists, CHUNK=tiling.chunk,
+        PROGRAMS=made.state.shape[-1], ALONE=sizes.together == 1, BINS=_BINS, num_warps=tiling.weigh_warps,
     )  # fmt: skip
     return Choice(numbers, coded.counts)
 
