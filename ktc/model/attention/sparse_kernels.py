@@ -11,8 +11,8 @@ has them, and what a row has follows from the mask. Five kernels, each of which 
 5. their parts are added in one order (`split_kernels.py`).
 
 The choice has the `k` best positions and those with the number of the `k`-th, without weights below 2^-47 of the heads'
-sum over `k`. Weights of a shared choice are rounded to bf16, and are powers, which the CPU's kernel takes to be linear
-between whole exponents: near the `k`-th both may choose others. Importing this needs Triton.
+sum over `k`. Scores of a shared choice are rounded to fp16, and weights are powers, which the CPU's kernel takes to be
+linear between whole exponents: near the `k`-th both may choose others. Importing this needs Triton.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
