@@ -9,7 +9,7 @@ No other file of this room may use a private name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
 from ktc.foundation.temporary_values import attributes
-from ktc.model.hf.patching import Patch
+from ktc.model.hf.patching import Patch, with_attributes
 from ktc.training.trainers import gradient_norm
 
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
@@ -136,6 +136,16 @@ class TrainerHooks(_Trainer):
         prepared = cast("Any", super())._prepare_for_training(*args, **kwargs)
         self.on_model_prepared()
         return prepared
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip the gradients of what trains: a walk through all modules takes longer than the norm."""
+        trained = self.trained_parameters()
+        with with_attributes(model, parameters=lambda: iter(trained)) if trained else nullcontext():
+            return cast("Any", super())._clip_grad_norm(model)
+
+    def trained_parameters(self) -> Sequence[nn.Parameter]:
+        """Return all parameters that can have a gradient, or none if they are not known."""
+        return ()
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the run's folder, or the one below which a checkpoint is being written."""

@@ -180,6 +180,10 @@ class KTrainerMixin(TrainerHooks):
         gradients.check_alike(self._named, self._groups)
         gradients.broadcast(self._trained, self._groups)
 
+    def trained_parameters(self) -> Sequence[Parameter]:
+        """Return the parameters that the optimizer has: a compiled base has no gradients."""
+        return [parameter for _, parameter in self._named]
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter, with a record of the experts that it was trained with (`ktc.model.loading.trained_beside`).
 

@@ -203,6 +203,34 @@ def test_an_accelerator_kept_in_place_neither_moves_nor_wraps(monkeypatch: pytes
     assert given == {"device_placement": False, "evaluation_mode": True}
 
 
+def test_accelerates_autocasting_is_told_from_other_forwards() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert not private_api.wraps_forward_in_autocast(model)
+    accelerator = Accelerator(cpu=True)
+    accelerator.native_amp = True  # as with `bf16`, which the process chooses once
+    assert private_api.wraps_forward_in_autocast(accelerator.prepare_model(model, evaluation_mode=True))
+    other.forward = lambda x: x  # type: ignore[method-assign]
+    assert not private_api.wraps_forward_in_autocast(accelerator.prepare_model(other, evaluation_mode=True))
+    assert private_api.child_modules(nn.Sequential(model)) == {"0": model}
+
+
+def test_the_gradients_of_what_trains_are_clipped(tmp_path: Path) -> None:
+    class Clipping(TrainerHooks, Trainer):
+        trained: tuple[nn.Parameter, ...] = ()
+
+        def trained_parameters(self) -> tuple[nn.Parameter, ...]:
+            return self.trained
+
+    run = trainer(Clipping, tmp_path, [1.0])
+    run.args.max_grad_norm = 1.0
+    run.model.weight.grad, other = torch.tensor(3.0), nn.Parameter(torch.ones(()))
+    assert float(run._clip_grad_norm(run.model)) == 3.0
+    other.grad = torch.tensor(2.0)
+    run.trained = (other,)
+    assert float(run._clip_grad_norm(run.model)) == 2.0
+    assert float(other.grad) == pytest.approx(1.0)
+
+
 def test_fetching_and_backward_are_observed(tmp_path: Path) -> None:
     entered = Counter[str]()
 
