@@ -35,7 +35,8 @@ _SHARE: Final = 0.85  # of a multiprocessor's shared memory that queries and til
 # Programs for each multiprocessor: one, or two where each has eight tiles of positions. 4 warps are faster than 8 for
 # latents of 512 (57 and 85 us for 131,072 positions on an H200).
 _PROGRAMS, _TILES = 2, 8
-_MERGED: Final = 64  # columns of an output that a program of the second kernel adds
+_MERGED: Final = 32  # columns of an output that a program of the second kernel adds
+_TOGETHER: Final = 128  # parts that it adds at once
 _ALIGNED: Final = 16  # elements, and bytes of a pointer, of which multiples have a kernel of their own
 NOT_SPECIALISED: Final = ("positions", "programs", "groups", "hidden", "tokens")  # values have no kernels of their own
 _SCANNED: Final = 2048  # columns of a mask that a program reads at once
@@ -88,7 +89,7 @@ def attend(
             sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out,
             tiling.programs, T, HEADS=H, SEVERAL=T > 1, VALUE=values.shape[-1], SINKS=sinks is not None,
             PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(tiling.programs)), BLOCK=_MERGED,
-            TOGETHER=16, num_warps=4,
+            TOGETHER=_TOGETHER, num_warps=4,
         )  # fmt: skip
     return out
 
