@@ -78,6 +78,7 @@ class Rows {
     std::normal_distribution<float> normal;
     for (bf16& value : values_) value = bf16(normal(random));
     for (std::uint8_t& code : codes_) code = static_cast<std::uint8_t>(random());
+    if constexpr (Products::kConverts) Products::convert(rows_, kContraction, values_, scratch_.data());
   }
 
   void multiply(const std::byte* panel) {
@@ -89,11 +90,14 @@ class Rows {
       const auto* codes = reinterpret_cast<const std::int8_t*>(panel + Panel::codes_at(0));
       integers_.multiply(rows_, kContraction / 4, codes_, codes, sums_, ahead);
     } else {
-      products_.multiply(rows_, kContraction, values_, panel, tile_, reinterpret_cast<bf16*>(scratch_.data()));
+      Products::multiply(rows_, kContraction, values_, scratch_.data(), {panel, panel + Panel::bytes(kContraction)},
+                         tile_);
     }
   }
 
  private:
+  using Products = CodeProducts<Isa, Panel>;
+
   int rows_;
   alignas(64) bf16 values_[kMostRows * kContraction];
   alignas(64) std::uint8_t codes_[kMostRows * kContraction];
@@ -102,7 +106,6 @@ class Rows {
   HugePages scratch_;
   Isa isa_;
   IntegerIsaOf<Isa> integers_;
-  CodeProducts<Isa, Panel> products_;
 };
 
 std::uint64_t read_by_lines(const std::byte* data, std::size_t bytes) {

@@ -25,6 +25,10 @@ _SUMS: Final = 1 << 14
 # Of fixed_point_rows.hpp, bytes beside the words of 32 values; of multiply_word_panel.hpp, scales and minima beside
 # them, at most.
 _WORD_BLOCK, _WORD_SCALES = 16, 1 / 8
+# Of code_products.hpp: the most rows that an expert's codes are multiplied with as they are, and the bytes of a value of
+# these rows at most: words with what is beside them, or fp32.
+_FEW_ROWS, _FEW_ROWS_BF16 = 16, 6
+_FLOAT = 4
 # Of linear_panels.hpp: 16 and 128 groups of at most 12 rows, the bytes of rows between them, a stretch of a panel.
 _FEWEST_ROWS, _MOST_ROWS, _ROW_BYTES, _STRETCH = 16 * 12, 128 * 12, 16 << 20, 256
 
@@ -34,7 +38,8 @@ class Slots:
     """Bytes beside the weights. `saved` is per token, for backward; the workspace is one for all layers.
 
     `_around` are copies of hidden states on the host, `_gradients` the rows of which backward makes the gradients of
-    weights. The pairs are bounds for forward and for backward: per token, and for all threads together.
+    weights. The pairs are bounds for forward and for backward: per token, and for all threads together. `_few` is the
+    most slots of experts with few rows, and the bytes of one; a token has `_top_k` slots.
     """
 
     saved: int
@@ -42,6 +47,8 @@ class Slots:
     _gradients: int
     _per_token: tuple[int, int]
     _scratch: tuple[int, int]
+    _few: tuple[int, int]
+    _top_k: int
 
     def forward(self, tokens: int) -> int:
         """Workspace and copies of the hidden states on the host, of a forward without gradients."""
@@ -53,7 +60,9 @@ class Slots:
 
     def workspace(self, tokens: int, *, backward: bool) -> int:
         """Return an upper bound of the kernel's reservation for a call."""
-        return tokens * self._per_token[backward] + self._scratch[backward]
+        most, few_bytes = self._few
+        few = min(tokens * self._top_k, most) * few_bytes
+        return tokens * self._per_token[backward] + self._scratch[backward] + few
 
 
 def slots_of(
@@ -82,6 +91,8 @@ def slots_of(
             threads * _thread(spec, sizes, ranks, panels=_decoded_panels(spec), quantises=True) + factors,
             threads * _thread(spec, sizes, ranks, panels=2, quantises=not keep) + 2 * factors,
         ),
+        _few=_few(spec, sizes),
+        _top_k=sizes.top_k,
     )
 
 
@@ -175,6 +186,17 @@ def _words(spec: FusedMoeSpec, sizes: _Sizes) -> int:
     widths = (sizes.hidden, spec.format_gate_up), (sizes.inter, spec.format_down)
     of_block = PANEL * 2 + _WORD_BLOCK
     return max(width // PANEL * of_block * _reads_words(spec, weight_format) for width, weight_format in widths)
+
+
+def _few(spec: FusedMoeSpec, sizes: _Sizes) -> tuple[int, int]:
+    """Return the most slots of experts with few rows, and the bytes of a slot in the form that codes are read with."""
+    isa = INSTRUCTION_SETS[spec.isa]
+    coded = any(not isinstance(FORMATS[name], Dense) and not _reads_words(spec, name) for name in spec.formats)
+    if not coded or spec.integer_products or spec.isa == "scalar":
+        return 0, 0
+    rows = _FEW_ROWS_BF16 if isa.bf16_products else _FEW_ROWS
+    of_value = 2 + _WORD_BLOCK / PANEL if isa.bf16_products else _FLOAT
+    return (spec.num_experts or 0) * rows, int(max(sizes.hidden, sizes.inter) * of_value)
 
 
 def _reads_words(spec: FusedMoeSpec, weight_format: WeightFormat) -> bool:

@@ -3,11 +3,10 @@
 // none.
 //
 //   kRows       the most rows of an expert, in any number of groups; 0: codes are always decoded.
-//   multiply    one group, [k / 2][rows][2], with a whole panel; `scratch` has 32 elements for each k.
-//   forget      must be called when the scratch was overwritten.
+//   kConverts   whether rows are read in another form, of `bytes`: `convert` writes it, once for all panels and workers.
+//   multiply    one group, [k / 2][rows][2], and its other form with a whole panel.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -34,51 +33,14 @@ template <InstructionSet Isa, WeightPanel Panel>
 class CodeProducts {
  public:
   static constexpr int kRows = 0;
-
-  void multiply(int, std::int64_t, const typename Isa::Element*, const std::byte*, typename Isa::Accumulator*,
-                typename Isa::Element*) {}
-  void forget() {}
+  static constexpr bool kConverts = false;
 };
 
-// Rows in another form, converted once for all panels of an expert. `Rows` has the bytes of a number of rows, converts
-// them, and multiplies with them.
-template <InstructionSet Isa, class Rows, int kMostRows>
-class ConvertedRows {
- public:
+// Rows in another form: `Rows` has the bytes of a number of rows, converts them, and multiplies with them.
+template <class Rows, int kMostRows>
+struct ConvertedRows : Rows {
   static constexpr int kRows = kMostRows;
-
-  void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16* scratch) {
-    static_assert(Rows::bytes(kRows, kPanelWidth) <= kPanelWidth * kPanelWidth * std::int64_t{sizeof(bf16)});
-    std::size_t index = 0;
-    while (index < groups_.size() && groups_[index].a != a) ++index;
-    if (index == groups_.size()) index = add(rows, contraction, a, scratch);
-    Rows::multiply(rows, contraction, groups_[index].converted, a, panel, tile);
-  }
-  void forget() {
-    groups_ = {};
-    num_groups_ = 0;
-    num_rows_ = 0;
-  }
-
- private:
-  struct Group {
-    const bf16* a = nullptr;
-    const std::byte* converted = nullptr;
-  };
-
-  // Converts a group into the scratch. It has room for the rows of one expert: those of others are then forgotten.
-  std::size_t add(int rows, std::int64_t contraction, const bf16* a, bf16* scratch) {
-    if (num_groups_ == groups_.size() || num_rows_ + rows > kRows) forget();
-    std::byte* converted = reinterpret_cast<std::byte*>(scratch) + Rows::bytes(num_rows_, contraction);
-    Rows::convert(rows, contraction, a, converted);
-    groups_[num_groups_] = {a, converted};
-    num_rows_ += rows;
-    return num_groups_++;
-  }
-
-  std::array<Group, (kRows + Isa::kMaxRows - 1) / Isa::kMaxRows> groups_{};
-  std::size_t num_groups_ = 0;
-  int num_rows_ = 0;
+  static constexpr bool kConverts = true;
 };
 
 // `Isa` multiplies the rows that are not finite.
@@ -86,32 +48,32 @@ template <class Isa, class Panel>
 struct WordRows {
   using Words = typename Isa::Words;
 
-  static constexpr std::int64_t bytes(int rows, std::int64_t padded_k) {
+  static constexpr std::int64_t bytes(std::int64_t rows, std::int64_t padded_k) {
     return weight_format::fixed_point_bytes(rows, padded_k);
   }
   static void convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
     weight_format::to_row_words<Words, Panel>(rows, padded_k, a, target);
   }
-  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const bf16* a, const std::byte* panel,
+  static void multiply(int rows, std::int64_t padded_k, const bf16* a, const std::byte* x, const CodedPanel& panel,
                        float* tile) {
     const auto words = weight_format::fixed_point_rows(x, rows, padded_k);
     weight_format::multiply_words<Words, Panel>(padded_k, words, panel, tile);
-    if (!words.finite()) weight_format::multiply_decoded<Isa, Panel>(words, padded_k, a, panel, tile);
+    if (!words.finite()) weight_format::multiply_decoded<Isa, Panel>(words, padded_k, a, panel.begin, tile);
   }
 };
 
 template <class Isa, class Panel>
 struct FloatRows {
-  static constexpr std::int64_t bytes(int rows, std::int64_t padded_k) {
+  static constexpr std::int64_t bytes(std::int64_t rows, std::int64_t padded_k) {
     return rows * padded_k * static_cast<std::int64_t>(sizeof(float));
   }
   static void convert(int rows, std::int64_t padded_k, const bf16* a, std::byte* target) {
     weight_format::widen_rows(rows, padded_k, a, reinterpret_cast<float*>(target));
   }
-  static void multiply(int rows, std::int64_t padded_k, const std::byte* x, const bf16*, const std::byte* panel,
+  static void multiply(int rows, std::int64_t padded_k, const bf16*, const std::byte* x, const CodedPanel& panel,
                        float* tile) {
     const auto* values = reinterpret_cast<const float*>(x);
-    weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, padded_k, values, panel, tile);
+    weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, padded_k, values, panel.begin, tile);
   }
 };
 
@@ -121,11 +83,11 @@ inline constexpr bool kConvertsRows = Isa::kCodeRows > 0 && !Isa::kBf16Products;
 
 template <InstructionSet Isa, WeightPanel Panel>
   requires(kConvertsRows<Isa> && weight_format::IntegerCodes<Panel>::kExist)
-class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, WordRows<Isa, Panel>, Isa::kCodeRows> {};
+class CodeProducts<Isa, Panel> : public ConvertedRows<WordRows<Isa, Panel>, Isa::kCodeRows> {};
 
 template <InstructionSet Isa, WeightPanel Panel>
   requires(kConvertsRows<Isa> && weight_format::FloatNumbers<Panel>::kExist)
-class CodeProducts<Isa, Panel> : public ConvertedRows<Isa, FloatRows<Isa, Panel>, Isa::kCodeRows> {};
+class CodeProducts<Isa, Panel> : public ConvertedRows<FloatRows<Isa, Panel>, Isa::kCodeRows> {};
 
 #if defined(__AVX512BF16__)
 // Blocks whose numbers are their codes less an offset, as words: VNNI adds products in one instruction, and takes
@@ -144,7 +106,7 @@ inline constexpr bool kInWords = [] {
 template <InstructionSet Isa, WeightPanel Panel>
   requires(Isa::kBf16Products && kInWords<Isa, Panel>)
 class CodeProducts<Isa, Panel>
-    : public ConvertedRows<avx512_bf16::Isa, WordRows<avx512_bf16::Isa, Panel>, Isa::kCodeRows> {};
+    : public ConvertedRows<WordRows<avx512_bf16::Isa, Panel>, Isa::kCodeRows> {};
 
 // Other codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
 template <class Isa, class Panel>
@@ -159,11 +121,12 @@ template <InstructionSet Isa, WeightPanel Panel>
 class CodeProducts<Isa, Panel> {
  public:
   static constexpr int kRows = Isa::kCodeRows;
+  static constexpr bool kConverts = false;
 
-  void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte* panel, float* tile, bf16*) {
+  static void multiply(int rows, std::int64_t contraction, const bf16* a, const std::byte*, const CodedPanel& panel,
+                       float* tile) {
     weight_format::multiply_codes<Panel, kRows>(rows, contraction, a, panel, tile);
   }
-  void forget() {}
 };
 #endif
 

@@ -26,6 +26,10 @@ class CodedPanels {
   const PanelPlaces& places() const { return places_; }
   const std::byte* panel(std::int64_t expert, std::int64_t index) const { return places_.panel(expert, index); }
 
+  CodedPanel coded(PanelPart part, PanelPart next) const {
+    return {panel(part.expert, part.panel), panel(next.expert, next.panel)};
+  }
+
   void start(PanelPart) const {}
   Ahead ahead(PanelPart next, PanelPart, std::int64_t calls) const {
     const std::byte* codes = panel(next.expert, next.panel);

@@ -319,16 +319,12 @@ struct PanelPart {
 
 // Panels that multiply rows as 16-bit words themselves, whole panels at a time (`word_panels.hpp`).
 //
-//   to_words      packed rows of a group as words.
-//   read          where the words of all slots are, before a sweep.
 //   multiply      one group, whose elements are `a`, with the current panel.
 //   steps_ahead   how often that calls `ahead.step()`, for a contraction.
 template <class Panels, class Kernel>
 concept WordPanelSource =
     requires(Panels panels, const SlotGroup& group, std::int64_t contraction, const typename Kernel::Element* a,
-             typename Kernel::Accumulator* tile, NoWork ahead, std::byte* words) {
-      Panels::to_words(group, contraction, a, words);
-      panels.read(words);
+             typename Kernel::Accumulator* tile, NoWork ahead) {
       panels.multiply(group, a, tile, ahead);
       { Panels::steps_ahead(contraction) } -> std::same_as<std::int64_t>;
     };
@@ -337,9 +333,10 @@ concept WordPanelSource =
 //
 //   Ahead             `WorkAhead` that prepares the next part beside the products of the current one.
 //   kStreamRows       an expert of up to this many rows is multiplied with panels as they are stored.
-//   kMultipliesCodes  whether that is `multiply_codes`, one group with the codes of a panel; otherwise the micro-kernel
-//                     reads `current`.
+//   kMultipliesCodes  whether that is `multiply_codes`, one group with the codes of a panel, while those of the next one
+//                     are fetched; otherwise the micro-kernel reads `current`.
 //   kReadsWords       whether it is a `WordPanelSource`.
+//   kConvertedRows    groups of up to this many rows are read in another form (`converted_slots.hpp`); 0: none are.
 //   contraction       values of k of a packed row.
 //   start             prepares the first part.
 //   current           the weights of a part in the micro-kernel's order, until `advance`.
@@ -351,6 +348,7 @@ concept PanelSource =
       { Panels::kStreamRows } -> Constant<int>;
       { Panels::kMultipliesCodes } -> Constant<bool>;
       { Panels::kReadsWords } -> Constant<bool>;
+      { Panels::kConvertedRows } -> Constant<int>;
       { unchanged.contraction() } -> std::same_as<std::int64_t>;
       panels.start(part);
       { panels.current(part) } -> std::same_as<const typename Kernel::Weight*>;
@@ -359,7 +357,7 @@ concept PanelSource =
     } &&
     (!Panels::kMultipliesCodes ||
      requires(Panels panels, const SlotGroup& group, PanelPart part, const typename Kernel::Element* a,
-              typename Kernel::Accumulator* tile) { panels.multiply_codes(group, part, a, tile); }) &&
+              typename Kernel::Accumulator* tile) { panels.multiply_codes(group, part, part, a, tile); }) &&
     (!Panels::kReadsWords || WordPanelSource<Panels, Kernel>);
 
 // What becomes of the products of a panel, group by group of an expert's slots; `tile` has 32 sums for each row.

@@ -9,6 +9,7 @@
 #include "ktc/code_products.hpp"
 #include "ktc/coded_panels.hpp"
 #include "ktc/concepts.hpp"
+#include "ktc/converted_slots.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/prefetch.hpp"
 #include "ktc/routing.hpp"
@@ -35,6 +36,8 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
   static constexpr int kStreamRows = Products::kRows;
   static constexpr bool kMultipliesCodes = kStreamRows > 0;
   static constexpr bool kReadsWords = false;
+  static constexpr int kConvertedRows = Products::kConverts ? kStreamRows : 0;
+  using Slots = ConvertedSlots<DecodedPanels>;
 
   // `scratch` holds `scratch_size(contraction)` elements.
   DecodedPanels(const PanelPlaces& places, std::int64_t contraction, Element* scratch)
@@ -44,20 +47,31 @@ class DecodedPanels : public CodedPanels<Isa, PanelType> {
 
   const Element* current(PanelPart part) {
     const std::int64_t block = part.first_k / kPanelWidth;
-    products_.forget();  // converted rows were in the scratch
     weight_format::decode_blocks<typename Isa::Lanes, Panel>(this->panel(part.expert, part.panel), block,
                                                              block + part.size_k / kPanelWidth, scratch_);
     return scratch_;
   }
 
+  // One group of a call's slots in the form that `multiply_codes` reads.
+  static std::int64_t converted_bytes(std::int64_t rows, std::int64_t contraction) {
+    return Products::bytes(rows, contraction);
+  }
+  static void convert(const SlotGroup& group, std::int64_t contraction, const Element* a, std::byte* target) {
+    Products::convert(group.rows, contraction, a, target);
+  }
+  void read(const Slots& slots, const std::byte* memory) { read_ = {&slots, memory}; }
+
   // A whole panel and one group of an expert with up to `kStreamRows` rows, without decoding.
-  void multiply_codes(const SlotGroup& group, PanelPart part, const Element* a, typename Isa::Accumulator* tile) {
-    products_.multiply(group.rows, this->contraction(), a, this->panel(part.expert, part.panel), tile, scratch_);
+  void multiply_codes(const SlotGroup& group, PanelPart part, PanelPart next, const Element* a,
+                      typename Isa::Accumulator* tile) const {
+    const std::byte* converted = nullptr;
+    if constexpr (kConvertedRows > 0) converted = read_.of(group);
+    Products::multiply(group.rows, this->contraction(), a, converted, this->coded(part, next), tile);
   }
 
  private:
   Element* scratch_;
-  Products products_;
+  ReadSlots<DecodedPanels> read_;
 };
 
 // Fetches one block from each of several panels, line by line, evenly over `calls` of `step`. A block at once would
@@ -110,6 +124,7 @@ class DecodedTransposedPanels {
   static constexpr int kStreamRows = 0;
   static constexpr bool kMultipliesCodes = false;
   static constexpr bool kReadsWords = false;
+  static constexpr int kConvertedRows = 0;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
   DecodedTransposedPanels(const CodedPanels<Isa, Panel>& stored, std::int64_t num_panels, Element* scratch)

@@ -22,6 +22,7 @@ class IntegerPanels {
   static constexpr int kStreamRows = Kernel::kStreamRows;
   static constexpr bool kMultipliesCodes = false;
   static constexpr bool kReadsWords = false;
+  static constexpr int kConvertedRows = 0;
 
   IntegerPanels(const PanelPlaces& places, std::int64_t padded_k)
       : places_(places), contraction_(Panel::contraction(padded_k)) {}

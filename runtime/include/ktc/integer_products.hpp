@@ -74,7 +74,6 @@ class IntegerProducts {
   using Scratch = SweepScratch<Layer>;
   using ActivatedRows = PlainRows<Layer>;
   static constexpr bool kPacksRows = true;
-  static constexpr bool kReadsActivated = true;
 
   IntegerProducts(const Layer& layer, const Routing& routing, const std::byte* packed, int threads)
       : layer_(layer),
@@ -90,6 +89,7 @@ class IntegerProducts {
         rows_W_(kRowsSize * down_.contraction() * threads),
         tile_W_(kTile * threads) {}
 
+  static constexpr bool reads_activated() { return true; }
   PanelQueues<Isa> first_queues() const { return queues(layer_.first_set(), first_); }
   PanelQueues<Isa> down_queues() const { return queues(layer_.down_set(), down_); }
 

@@ -116,7 +116,7 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
         to_low_rank(lora_down, routing, share(num_groups), rows_S, shape.padded_intermediate(), Panels::ranks_of_a,
                     lora_scratch.low_rank(worker.index), down_values);
       }
-      if (Products::kReadsActivated || lora_down.active()) worker.barrier.arrive_and_wait();
+      if (products.reads_activated() || lora_down.active()) worker.barrier.arrive_and_wait();
 
       products.down(worker.index, down_queues.of(worker.index), activated_S, scratch,
                     WithLora(lora_down, down_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),

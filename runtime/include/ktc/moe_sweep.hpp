@@ -83,8 +83,12 @@ class Sweep {
   void multiply_run() {
     const bool is_run = here().num_groups() == 1 && here().begin()->rows <= kRunRows;
     const std::int64_t num_panels = is_run ? here().num_panels_of_take() : 1;
+    const std::size_t following = window_.following(num_panels);
+    const PanelPart next = window_.done(following) ? part_of_run(num_panels - 1) : window_.part(following);
     for (const SlotGroup* group = here().begin(); group != here().end(); ++group) {
-      for (std::int64_t index = 0; index < num_panels; ++index) multiply_stored(*group, part_of_run(index), index);
+      for (std::int64_t index = 0; index < num_panels; ++index) {
+        multiply_stored(*group, part_of_run(index), index + 1 < num_panels ? part_of_run(index + 1) : next, index);
+      }
       for (std::int64_t index = 0; index < num_panels; ++index) {
         const PanelPart part = part_of_run(index);
         if (group == here().begin()) epilogue_.begin(part);
@@ -93,7 +97,8 @@ class Sweep {
       }
     }
     panels_.advance();
-    for (std::int64_t panel = 1; panel < num_panels; ++panel, panels_.advance()) window_.advance();
+    for (std::int64_t panel = 1; panel < num_panels; ++panel) panels_.advance();
+    for (std::size_t order = 1; order < following; ++order) window_.advance();
   }
 
   PanelPart part_of_run(std::int64_t index) const {
@@ -105,11 +110,11 @@ class Sweep {
     return sums_ + index * group.rows * kPanelWidth;
   }
 
-  void multiply_stored(const SlotGroup& group, PanelPart part, std::int64_t index) {
+  void multiply_stored(const SlotGroup& group, PanelPart part, PanelPart next, std::int64_t index) {
     Accumulator* tile = sums_of_run(group, index);
     epilogue_.prefetch(group, part);
     if constexpr (Panels::kMultipliesCodes) {
-      panels_.multiply_codes(group, part, rows_of(group), tile);
+      panels_.multiply_codes(group, part, next, rows_of(group), tile);
     } else {
       typename Panels::Ahead nothing;
       kernel_.multiply(group.rows, part.size_k / kDepth, rows_of(group), panels_.current(part), tile, nothing);

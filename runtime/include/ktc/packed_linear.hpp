@@ -79,18 +79,19 @@ class PackedLinear final : public PackedLinearKernel {
     exclusively(engine, [&](const Team& team, Workspace& workspace) {
       Region<bf16> rows(arguments.rows * padded), scratch(Panels::scratch_size(padded) * team.threads());
       Region<Accumulator> sums(sums_at_hand<Isa>() * team.threads());
-      Region<std::byte> words(word_bytes<Panels>(arguments.rows, padded));
-      workspace.lay_out(rows, scratch, sums, words);
+      const ConvertedSlots<Panels> slots(routing, padded);
+      Region<std::byte> converted(slots.bytes());
+      workspace.lay_out(rows, scratch, sums, converted);
       const PanelSet set{panels, padded, PanelTurns::kNone, 1, run_rows<Panels>()};
       const PanelQueues<Isa> queues(routing, set, team.threads());
       team.run([&](const Worker& worker) {
         const auto num_groups = static_cast<std::int64_t>(routing.groups().size());
         const Range groups = Range::share(num_groups, worker.index, worker.count);
         gather_slots<Isa>(routing, x, padded, groups, rows.data());
-        rows_to_words<Panels>(routing, groups, padded, rows.data(), words.data());
+        slots.convert(groups, rows.data(), converted.data());
         worker.barrier.arrive_and_wait();
         Panels panels_of_worker(places, padded, scratch.data() + worker.index * Panels::scratch_size(padded));
-        if constexpr (Panels::kReadsWords) panels_of_worker.read(words.data());
+        if constexpr (Panels::kConvertedRows > 0) panels_of_worker.read(slots, converted.data());
         sweep<Isa>(routing, queues.of(worker.index), panels_of_worker, rows.data(),
                    sums.data() + worker.index * sums_at_hand<Isa>(), Output{arguments});
       });

@@ -28,6 +28,7 @@ class StoredPanels {
   static constexpr int kStreamRows = Isa::kStreamRows;
   static constexpr bool kMultipliesCodes = false;
   static constexpr bool kReadsWords = false;
+  static constexpr int kConvertedRows = 0;
 
   // The last argument is the scratch that decoded panels take.
   StoredPanels(const PanelPlaces& places, std::int64_t contraction, Element*)
@@ -152,6 +153,7 @@ class TransposedPanels {
   static constexpr int kStreamRows = 0;
   static constexpr bool kMultipliesCodes = false;
   static constexpr bool kReadsWords = false;
+  static constexpr int kConvertedRows = 0;
 
   // `scratch` holds `scratch_size(num_panels)` elements.
   TransposedPanels(const StoredPanels<Isa>& stored, std::int64_t num_panels, Element* scratch)

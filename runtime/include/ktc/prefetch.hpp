@@ -95,6 +95,18 @@ template <std::int64_t kBytes>
   }
 }
 
+// A panel of codes, and the one that is read after it. What is fetched ahead near the end of the panel is the beginning
+// of the other: another worker may have the panel that follows in memory.
+struct CodedPanel {
+  const std::byte* begin;
+  const std::byte* next;
+
+  // From `at`, of `bytes` of the panel, how far `fetch_codes` should count from to fetch what is read kCodesAhead later.
+  std::ptrdiff_t jump(const std::byte* at, std::int64_t bytes) const {
+    return at + kCodesAhead < begin + bytes ? 0 : next - begin - bytes;
+  }
+};
+
 // Prefetches the rows that an epilogue will read or add to, while the product before it is computed. Rows of different
 // tokens are far apart, so no hardware prefetcher predicts them.
 template <class T>

@@ -195,6 +195,22 @@ class SweepWindow {
     }
     return parts_[std::min(ahead, known_ - 1)];
   }
+  // The index, for `done` and `part`, of what follows the next `panels` panels, which are all of this take or one.
+  std::size_t following(std::int64_t panels) {
+    const auto count = static_cast<std::size_t>(panels);
+    if (count < parts_.size()) {
+      next(count);
+      return std::min(count, known_ - 1);
+    }
+    SweepOrder<Kernel> order = parts_[known_ - 1];
+    for (; known_ <= count; ++known_) order.advance();
+    known_ = 2;
+    parts_[1] = order;
+    return 1;
+  }
+  bool done(std::size_t index) const { return parts_[index].done(); }
+  PanelPart part(std::size_t index) const { return parts_[index].part(); }
+
   void advance() {
     next(1);
     std::copy(parts_.begin() + 1, parts_.end(), parts_.begin());

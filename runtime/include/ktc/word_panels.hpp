@@ -1,6 +1,6 @@
 // Panels of a file's blocks multiplied as integers, for instruction sets without bf16 products: with few rows as they
 // are stored, with more rows as words, which are decoded once into a scratch. Rows are 16-bit fixed point, which
-// `rows_to_words` writes once for all panels and workers.
+// `ConvertedSlots` writes once for all panels and workers.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 
 #include "ktc/coded_panels.hpp"
 #include "ktc/concepts.hpp"
+#include "ktc/converted_slots.hpp"
 #include "ktc/panel_source.hpp"
 #include "ktc/routing.hpp"
 #include "ktc/shape.hpp"
@@ -39,6 +40,8 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   static constexpr int kStreamRows = Isa::kWordRows / weight_format::IntegerCodes<Panel>::kScales;
   static constexpr bool kMultipliesCodes = true;
   static constexpr bool kReadsWords = true;
+  static constexpr int kConvertedRows = Isa::kMaxRows;  // groups of any size
+  using Slots = ConvertedSlots<WordPanels>;
 
   // `scratch` holds `scratch_size(contraction)` elements.
   WordPanels(const PanelPlaces& places, std::int64_t contraction, Element* scratch)
@@ -49,12 +52,14 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   }
 
   // A row alone is read by `multiply_codes` only: groups of an expert are balanced.
-  static void to_words(const SlotGroup& group, std::int64_t contraction, const Element* a, std::byte* target) {
+  static std::int64_t converted_bytes(std::int64_t rows, std::int64_t contraction) {
+    return weight_format::fixed_point_bytes(rows, contraction);
+  }
+  static void convert(const SlotGroup& group, std::int64_t contraction, const Element* a, std::byte* target) {
     weight_format::to_row_words<Words, Panel>(group.rows, contraction, a, target);
   }
 
-  // The slots of the product, as `rows_to_words` wrote them.
-  void read(const std::byte* words) { words_ = words; }
+  void read(const Slots& slots, const std::byte* memory) { read_ = {&slots, memory}; }
 
   const Element* current(PanelPart part) {
     weight_format::decode_words<Words, Panel>(this->panel(part.expert, part.panel), this->contraction(), scratch_);
@@ -75,17 +80,15 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   }
 
   // A stored panel and one group of slots.
-  void multiply_codes(const SlotGroup& group, PanelPart part, const Element* a, float* tile) const {
+  void multiply_codes(const SlotGroup& group, PanelPart part, PanelPart next, const Element* a, float* tile) const {
     const auto x = rows(group);
-    weight_format::multiply_words<Words, Panel>(this->contraction(), x, this->panel(part.expert, part.panel), tile);
+    weight_format::multiply_words<Words, Panel>(this->contraction(), x, this->coded(part, next), tile);
     if (!x.finite()) multiply_decoded(x, part, a, tile);
   }
 
  private:
   weight_format::FixedPointRows rows(const SlotGroup& group) const {
-    return weight_format::fixed_point_rows(
-        words_ + weight_format::fixed_point_bytes(group.first_slot, this->contraction()), group.rows,
-        this->contraction());
+    return weight_format::fixed_point_rows(read_.of(group), group.rows, this->contraction());
   }
   void multiply_decoded(const weight_format::FixedPointRows& x, PanelPart part, const Element* a, float* tile) const {
     const std::byte* panel = this->panel(part.expert, part.panel);
@@ -93,29 +96,8 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   }
 
   std::byte* scratch_;
-  const std::byte* words_ = nullptr;
+  ReadSlots<WordPanels> read_;
   PanelPart part_{};
 };
-
-// The bytes of a call's slots as words, where the panels read them.
-template <class Panels>
-constexpr std::int64_t word_bytes([[maybe_unused]] std::int64_t slots, [[maybe_unused]] std::int64_t contraction) {
-  if constexpr (Panels::kReadsWords) return weight_format::fixed_point_bytes(slots, contraction);
-  return 0;
-}
-
-// Packed slots of elements (`gather_slots`) to words, where the panels read them.
-template <class Panels, class Element>
-void rows_to_words([[maybe_unused]] const Routing& routing, [[maybe_unused]] Range groups,
-                   [[maybe_unused]] std::int64_t contraction, [[maybe_unused]] const Element* slots,
-                   [[maybe_unused]] std::byte* words) {
-  if constexpr (Panels::kReadsWords) {
-    for (std::int64_t index = groups.begin; index < groups.end; ++index) {
-      const SlotGroup& group = routing.groups()[static_cast<std::size_t>(index)];
-      Panels::to_words(group, contraction, slots + group.first_slot * contraction,
-                       words + weight_format::fixed_point_bytes(group.first_slot, contraction));
-    }
-  }
-}
 
 }  // namespace ktc::inline KTC_UNIT

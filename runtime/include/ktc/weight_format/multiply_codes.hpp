@@ -142,20 +142,23 @@ struct ScaledGroups {
 
 // Adds a panel of groups of [scales][lines of codes].
 template <class Panel, int kRows>
-[[gnu::always_inline]] inline void add_lines(std::int64_t padded_k, const Neighbours* pairs, const std::byte* panel,
+[[gnu::always_inline]] inline void add_lines(std::int64_t padded_k, const Neighbours* pairs, const CodedPanel& stored,
                                              ScaledGroups<kRows>& total) {
   using Code = typename Panel::Code;
   constexpr int kVectors = 16 / Code::kBits;
-  const std::byte* const end = panel + Panel::bytes(padded_k);
+  const std::int64_t bytes = Panel::bytes(padded_k);
+  const std::byte* panel = stored.begin;
+  const std::byte* const end = panel + bytes;
   const bool into_l2 = fetches_into_l2();
   while (panel < end) {
-    if (into_l2) fetch_codes<Panel::kScaleBytes>(panel, into_l2);
+    const std::ptrdiff_t jump = stored.jump(panel, bytes);
+    if (into_l2) fetch_codes<Panel::kScaleBytes>(panel + jump, into_l2);
     const auto* scales = reinterpret_cast<const typename Panel::Scale*>(panel);
     const std::byte* line = panel + Panel::kScaleBytes;
     panel = std::min(end, line + Panel::kGroupBlocks * Panel::kBlockBytes);
     GroupSums<kRows, kVectors> sums;
     for (; line < panel; line += kLine, pairs += kVectors / 2 * kRows) {
-      fetch_codes<kLine>(line, into_l2);
+      fetch_codes<kLine>(line + jump, into_l2);
       const __m512i stored = _mm512_load_si512(line);
       sums.add(pairs, [&](int vector) { return bf16_numbers(Code{}, stored, vector); });
     }
@@ -169,7 +172,7 @@ template <class Panel, int kRows>
 
 // Adds a panel of a file's blocks: fp16, and codes that `multiply_words.hpp` would look up as well.
 template <class Panel, int kRows>
-[[gnu::always_inline]] inline void add_blocks(std::int64_t padded_k, const Neighbours* pairs, const std::byte* panel,
+[[gnu::always_inline]] inline void add_blocks(std::int64_t padded_k, const Neighbours* pairs, const CodedPanel& stored,
                                               ScaledGroups<kRows>& total) {
   using Format = typename Panel::Format;
   static_assert(!Format::kMins);
@@ -179,15 +182,17 @@ template <class Panel, int kRows>
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / kVectors / kGroups;  // of a group
   constexpr std::int64_t kStepBytes = Panel::kBlockBytes / (kSteps * kGroups);
   const bool into_l2 = fetches_into_l2();
+  const std::byte* const panel = stored.begin;
   for (std::int64_t block = 0; block < padded_k / kPanelWidth; ++block) {
     const std::byte* head = panel + Panel::scales_at(block);
     const std::byte* codes = panel + Panel::codes_at(block);
-    if (block % Panel::kSpanBlocks == 0) fetch_codes<Panel::kScaleBytes>(head, into_l2);
+    const std::ptrdiff_t jump = stored.jump(codes, Panel::bytes(padded_k));
+    if (block % Panel::kSpanBlocks == 0) fetch_codes<Panel::kScaleBytes>(head + jump, into_l2);
     const BlockScales<Format> scales(head, block % Panel::kSpanBlocks);
     for (int group = 0; group < kGroups; ++group) {
       GroupSums<kRows, kVectors> sums;
       for (std::int64_t step = group * kSteps; step < (group + 1) * kSteps; ++step, pairs += kVectors / 2 * kRows) {
-        fetch_codes<kStepBytes>(codes + step * kStepBytes, into_l2);
+        fetch_codes<kStepBytes>(codes + jump + step * kStepBytes, into_l2);
         const Lines lines(codes, step);
         sums.add(pairs, [&](int vector) { return bf16_numbers(lines, vector); });
       }
@@ -200,7 +205,7 @@ template <class Panel, int kRows>
 }
 
 template <class Panel, int kRows>
-[[gnu::noinline]] void multiply_codes_of(std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
+[[gnu::noinline]] void multiply_codes_of(std::int64_t padded_k, const bf16* a, const CodedPanel& panel, float* tile) {
   const auto* pairs = reinterpret_cast<const Neighbours*>(a);
   ScaledGroups<kRows> total;
   if constexpr (StoredInBlocks<Panel>) {
@@ -213,8 +218,8 @@ template <class Panel, int kRows>
 
 // tile[row][32] = sum over k of a[k][row] * panel[k][32], of up to kMostRows rows.
 template <class Panel, int kMostRows>
-void multiply_codes(int rows, std::int64_t padded_k, const bf16* a, const std::byte* panel, float* tile) {
-  using Multiply = void (*)(std::int64_t, const bf16*, const std::byte*, float*);
+void multiply_codes(int rows, std::int64_t padded_k, const bf16* a, const CodedPanel& panel, float* tile) {
+  using Multiply = void (*)(std::int64_t, const bf16*, const CodedPanel&, float*);
   static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
     return std::array<Multiply, sizeof...(row)>{&multiply_codes_of<Panel, static_cast<int>(row) + 1>...};
   }(std::make_index_sequence<kMostRows>{});

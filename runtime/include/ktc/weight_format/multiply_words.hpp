@@ -101,7 +101,7 @@ class ByteSums {
 // codes are multiplied as bytes (`to_row_words`).
 template <class Words, class Panel, int kRows, bool kAlone>
 [[gnu::noinline]] void multiply_words_of(std::int64_t padded_k, const FixedPointRows& x, int first_row,
-                                         const std::byte* panel, float* tile) {
+                                         const CodedPanel& stored, float* tile) {
   using Codes = IntegerCodes<Panel>;
   using Lines = CodeWords<Words, Panel>;
   using Floats = typename Words::Floats;
@@ -116,6 +116,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
   constexpr std::int64_t kSteps = kBlock / kPanelWidth / Lines::kVectors / Codes::kScales;  // of a scale
   constexpr std::int64_t kStepBytes = Panel::kBlockBytes / (kSteps * Codes::kScales);
   constexpr std::int64_t kPairs = kPanelWidth / 2;
+  const std::byte* const panel = stored.begin;
   Floats total[kStrips][2][kRows];
 #pragma GCC unroll 2
   for (auto& strip : total) {
@@ -126,7 +127,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
   const auto* pairs = reinterpret_cast<const Neighbours*>(x.words) + first_row;
   const FixedPointBlock* of_rows = x.blocks + first_row;
   const std::int64_t stride = kAlone ? 1 : x.rows;
-  const std::int64_t blocks = padded_k / kPanelWidth;
+  const std::int64_t blocks = padded_k / kPanelWidth, bytes = Panel::bytes(padded_k);
   // Codes of more rows are read too slowly for the processor to fetch them ahead: four rows of q4_k read 10.6 GB/s on a
   // Zen 4, and 12.5 by lines.
   constexpr int kMostByPages = std::max(1 + kStrips, Codes::kBits == 8 ? 3 : 0);
@@ -135,9 +136,9 @@ template <class Words, class Panel, int kRows, bool kAlone>
     // Fetches the scales of this span, or those 8 KB ahead, before its first block needs them.
     const std::byte* head = panel + Panel::scales_at(first_block);
     if (into_l2) {
-      fetch_codes<Panel::kScaleBytes>(head, into_l2);
+      fetch_codes<Panel::kScaleBytes>(head + stored.jump(head, bytes), into_l2);
     } else if constexpr (Panel::kScaleBytes > kCacheLine) {
-      if (by_lines) head += kCodesAhead;
+      if (by_lines) head += kCodesAhead + stored.jump(head, bytes);
       for (std::int64_t at = 0; at < Panel::kScaleBytes; at += kCacheLine) __builtin_prefetch(head + at, 0, 3);
     }
     const Span span(panel, first_block);
@@ -145,6 +146,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
     for (std::int64_t block = 0; block < of_span; ++block, pairs += kPairs * stride, of_rows += stride) {
       const typename Span::Block scales(span, block);
       const std::byte* codes = panel + Panel::codes_at(first_block) + block * Panel::kBlockBytes;
+      const std::byte* const fetched = codes + stored.jump(codes, bytes);
       translate_next_page(codes, Panel::kBlockBytes);
 #pragma GCC unroll 2
       for (int first = 0; first < kStrips; first += kTogether) {
@@ -161,7 +163,7 @@ template <class Words, class Panel, int kRows, bool kAlone>
           }
           const auto add_step = [&](std::int64_t step) __attribute__((always_inline)) {
             if (by_lines && first == 0) {
-              fetch_codes<kStepBytes>(codes + step * kStepBytes, into_l2);
+              fetch_codes<kStepBytes>(fetched + step * kStepBytes, into_l2);
             }
             const Neighbours* at = pairs + step * (Lines::kVectors / 2) * stride;
 #pragma GCC unroll 2
@@ -228,8 +230,8 @@ void to_row_words(int rows, std::int64_t padded_k, const bf16* a, std::byte* tar
 // tile[row][32] = sum over k of x[k][row] * panel[k][32], of any number of rows. More than `kWordRows` read the panel
 // again, from L2.
 template <class Words, class Panel>
-void multiply_words(std::int64_t padded_k, const FixedPointRows& x, const std::byte* panel, float* tile) {
-  using Multiply = void (*)(std::int64_t, const FixedPointRows&, int, const std::byte*, float*);
+void multiply_words(std::int64_t padded_k, const FixedPointRows& x, const CodedPanel& panel, float* tile) {
+  using Multiply = void (*)(std::int64_t, const FixedPointRows&, int, const CodedPanel&, float*);
   static constexpr auto kByRows = []<std::size_t... row>(std::index_sequence<row...>) {
     return std::array<Multiply, sizeof...(row)>{&multiply_words_of<Words, Panel, static_cast<int>(row) + 1, false>...};
   }(std::make_index_sequence<kWordRows>{});

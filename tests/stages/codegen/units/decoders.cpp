@@ -103,14 +103,14 @@ void check_products(Sample<Panel>& sample) {
   using Products = CodeProducts<Isa, Panel>;
   if constexpr (Products::kRows > 0) {
     constexpr int kMost = std::min(Products::kRows, Isa::kMaxRows);
-    alignas(64) static bf16 scratch[kContraction * kPanelWidth];
+    alignas(64) static std::byte converted[kMost * kContraction * sizeof(float)];
     Random random(3);
     for (int rows = 1; rows <= kMost; ++rows) {
       std::vector<bf16> packed(static_cast<std::size_t>(rows * kContraction));
       for (bf16& value : packed) value = bf16(random.normal());
       alignas(64) float tile[Isa::kMaxRows * kPanelWidth];
-      Products products;
-      products.multiply(rows, kContraction, packed.data(), sample.bytes(), tile, scratch);
+      if constexpr (Products::kConverts) Products::convert(rows, kContraction, packed.data(), converted);
+      Products::multiply(rows, kContraction, packed.data(), converted, {sample.bytes(), sample.bytes()}, tile);
       for (int row = 0; row < rows; ++row) {
         for (std::int64_t lane = 0; lane < kPanelWidth; ++lane) {
           double expected = 0, magnitude = 0;
