@@ -3,8 +3,8 @@
 // none.
 //
 //   kRows       the most rows of an expert, in any number of groups; 0: codes are always decoded.
-//   kConverts   whether rows are read in another form, of `bytes`: `convert` writes it, once for all panels and workers.
-//   multiply    one group, [k / 2][rows][2], and its other form with a whole panel.
+//   kConverts   whether rows are read in another form, of `bytes`: `convert` writes it, once for all panels and
+//   workers. multiply    one group, [k / 2][rows][2], and its other form with a whole panel.
 #pragma once
 
 #include <cstddef>
@@ -73,7 +73,8 @@ struct FloatRows {
   static void multiply(int rows, std::int64_t padded_k, const bf16*, const std::byte* x, const CodedPanel& panel,
                        float* tile) {
     const auto* values = reinterpret_cast<const float*>(x);
-    weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, padded_k, values, panel.begin, tile);
+    weight_format::multiply_numbers<typename Isa::Lanes, Panel, Isa::kNumberRows>(rows, padded_k, values, panel.begin,
+                                                                                  tile);
   }
 };
 
@@ -105,8 +106,7 @@ inline constexpr bool kInWords = [] {
 
 template <InstructionSet Isa, WeightPanel Panel>
   requires(Isa::kBf16Products && kInWords<Isa, Panel>)
-class CodeProducts<Isa, Panel>
-    : public ConvertedRows<WordRows<avx512_bf16::Isa, Panel>, Isa::kCodeRows> {};
+class CodeProducts<Isa, Panel> : public ConvertedRows<WordRows<avx512_bf16::Isa, Panel>, Isa::kCodeRows> {};
 
 // Other codes as bf16 numbers, which they are exactly, multiplied with the rows as they are.
 template <class Isa, class Panel>

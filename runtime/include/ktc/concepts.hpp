@@ -333,7 +333,8 @@ concept WordPanelSource =
 //
 //   Ahead             `WorkAhead` that prepares the next part beside the products of the current one.
 //   kStreamRows       an expert of up to this many rows is multiplied with panels as they are stored.
-//   kMultipliesCodes  whether that is `multiply_codes`, one group with the codes of a panel, while those of the next one
+//   kMultipliesCodes  whether that is `multiply_codes`, one group with the codes of a panel, while those of the next
+//   one
 //                     are fetched; otherwise the micro-kernel reads `current`.
 //   kReadsWords       whether it is a `WordPanelSource`.
 //   kConvertedRows    groups of up to this many rows are read in another form (`converted_slots.hpp`); 0: none are.

@@ -101,7 +101,8 @@ struct CodedPanel {
   const std::byte* begin;
   const std::byte* next;
 
-  // From `at`, of `bytes` of the panel, how far `fetch_codes` should count from to fetch what is read kCodesAhead later.
+  // From `at`, of `bytes` of the panel, how far `fetch_codes` should count from to fetch what is read kCodesAhead
+  // later.
   std::ptrdiff_t jump(const std::byte* at, std::int64_t bytes) const {
     return at + kCodesAhead < begin + bytes ? 0 : next - begin - bytes;
   }

@@ -1,4 +1,5 @@
 // A sweep: which panels and groups its epilogue is called for, in which order, and with which sums.
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -145,6 +146,71 @@ const Test transposed("sweep: panels transposed beside the products", [] {
   const Weights weights;
   check_sweep<true>(weights, {1, 0, 1});
   check_sweep<true>(weights, {17, 3, 40});
+});
+
+// Panels of zeros that write down which one is multiplied, and which one is then fetched.
+struct Followed : StoredPanels<Isa> {
+  static constexpr int kStreamRows = 6;
+  static constexpr bool kMultipliesCodes = true;
+  struct Call {
+    PanelPart part;
+    PanelPart next;
+  };
+
+  explicit Followed(std::vector<Call>& calls)
+      : StoredPanels<Isa>(PanelPlaces(0), kContraction, nullptr), calls_(&calls), zeros_(kContraction) {}
+
+  Ahead ahead(PanelPart, PanelPart, std::int64_t) const { return {}; }
+  const bf16* current(PanelPart part) const {
+    calls_->push_back({part, {-1, -1, 0, 0}});
+    return zeros_.front().values;
+  }
+  void multiply_codes(const SlotGroup& group, PanelPart part, PanelPart next, const bf16*, float* tile) const {
+    calls_->push_back({part, next});
+    std::fill(tile, tile + group.rows * kPanelWidth, 0.0f);
+  }
+
+ private:
+  std::vector<Call>* calls_;
+  std::vector<Line> zeros_;
+};
+
+struct Ignored {
+  void begin(PanelPart) const {}
+  void end(PanelPart) const {}
+  void prefetch(const SlotGroup&, PanelPart) const {}
+  void complete(Isa&, const SlotGroup&, PanelPart, float*) const {}
+  void operator()(const SlotGroup&, PanelPart, const float*) const {}
+};
+
+const Test followed("sweep: what is fetched beside a panel of codes is multiplied after it", [] {
+  Isa::require();
+  constexpr std::int64_t kMany = 21;
+  const auto is = [](PanelPart a, PanelPart b) { return a.expert == b.expert && a.panel == b.panel; };
+  for (const auto& tokens_of : std::vector<std::vector<int>>{{1, 40, 3}, {2, 5, 0}, {6, 6, 1}}) {
+    std::vector<std::int64_t> experts;
+    for (std::size_t expert = 0; expert < tokens_of.size(); ++expert) {
+      experts.insert(experts.end(), static_cast<std::size_t>(tokens_of[expert]), static_cast<std::int64_t>(expert));
+    }
+    const auto slots = static_cast<std::int64_t>(experts.size());
+    const Routing routing(experts.data(), slots, 1, kExperts,
+                          {.most = Isa::kMaxRows, .least = Isa::kBlocked ? Isa::kStreamRows + 1 : 0});
+    for (const int workers : {1, 2}) {  // one of them works; runs of several panels, and single ones
+      const PanelQueues<Isa> queues(routing, {kMany, kContraction, PanelTurns::kNone, 1, kRunRows}, workers);
+      std::vector<Line> rows(static_cast<std::size_t>(slots * kContraction / 32));
+      std::vector<Line> sums(static_cast<std::size_t>(sums_at_hand<Isa>() / 16));
+      std::vector<Followed::Call> calls;
+      sweep<Isa>(routing, queues.of(0), Followed(calls), rows.front().values,
+                 reinterpret_cast<float*>(sums.front().values), Ignored{});
+      for (std::size_t call = 0; call < calls.size(); ++call) {
+        std::size_t after = call + 1;  // groups of an expert share a panel
+        while (after < calls.size() && is(calls[after].part, calls[call].part)) ++after;
+        const PanelPart expected = after < calls.size() ? calls[after].part : calls[call].part;
+        CHECK(calls[call].next.expert < 0 || is(calls[call].next, expected));
+      }
+      CHECK(calls.size() >= static_cast<std::size_t>(kMany * 2));
+    }
+  }
 });
 
 }  // namespace
