@@ -25,8 +25,8 @@ _SUMS: Final = 1 << 14
 # Of fixed_point_rows.hpp, bytes beside the words of 32 values; of multiply_word_panel.hpp, scales and minima beside
 # them, at most.
 _WORD_BLOCK, _WORD_SCALES = 16, 1 / 8
-# Of code_products.hpp: the most rows that an expert's codes are multiplied with as they are, and the bytes of a value of
-# these rows at most: words with what is beside them, or fp32.
+# Of code_products.hpp: the most rows of an expert whose codes are multiplied as they are stored, and the bytes of a
+# value of these rows at most: a word with what is beside it, or fp32.
 _FEW_ROWS, _FEW_ROWS_BF16 = 16, 6
 _FLOAT = 4
 # Of linear_panels.hpp: 16 and 128 groups of at most 12 rows, the bytes of rows between them, a stretch of a panel.
