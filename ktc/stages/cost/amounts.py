@@ -10,17 +10,19 @@ from ktc.stages.cost.types import SPLIT_ROWS, Core, Use, Work
 
 _BACK: Final = 2.0  # moved bytes of backward, in those of forward
 _ISSUED_BACK: Final = 1.25  # time to issue backward, in that of forward: twice the kernels, but by autograd in C++
-FUSED_NORM: Final = 6  # kernels that a norm in a CUDA graph has less
+_FUSED_NORM: Final = 7  # kernels that a norm in a CUDA graph has less
+_ROTATION: Final = 8  # those that attention has less there, whose rotary positions are one kernel
 # Of routed experts, in operators of other modules, which are cheaper for Python. Half a millisecond for a chunk.
 _GROUPED: Final = 26  # as one grouped product each for gate and up, and for down
 _ROUTED, _CHUNK = 15, 13  # of kernels' experts on a GPU: sorting and sums, and then each chunk
 # Of a stacked training step, whose layers are compiled: the time to issue their parts in that to issue their operators
 # one by one without norms, which are in the kernels beside them. Routing and what follows the experts are two calls.
 _COMPILED: Final = {"attention": 1.0, "mlp": 2.0, "norms": 0.0, "lm_head": 0.0}
+_COMPILED_NORM: Final = 6  # operators of a norm that the kernels beside it compute
 _CHEAP_NORM: Final = 4  # operators of a norm that cost Python as good as nothing: no module issues them
 # How often the rows of routed experts on a GPU are moved, read and written, in rows of hidden states and in those
 # between the products: a forward of kernels, one of PyTorch's operators, a training step, and what LoRA adds to it.
-_ROWS, _STOCK_ROWS, _TRAINED_ROWS, _LORA_ROWS = (9, 5), (24, 18), (44, 24), (40, 30)
+_ROWS, _STOCK_ROWS, _TRAINED_ROWS, _LORA_ROWS = (9, 5), (24, 18), (20, 12), (4, 4)
 _CHOSEN: Final = (3, 5)  # nodes of few tokens' experts that are read where they stay, of plain weights and of codes
 _UNPACKED: Final = 28  # bytes that a GPU moves to unpack one byte of weights whose codes it does not multiply
 _EXPERTS_AGAIN: Final = 2 / 3  # of the products of experts sent to a GPU: backward computes gate and up again
@@ -125,19 +127,19 @@ class Amounts:
         return self.calls * work.operators * self._issues
 
     def nodes(self, work: Work) -> float:
-        """Return the nodes of a CUDA graph, which has the norms in two kernels each."""
+        """Return the nodes of a CUDA graph, which has norms and rotary positions in a kernel each."""
         experts = work.experts
-        if experts is None or not (work.packed and experts.resident):
-            return self.calls * (work.operators - FUSED_NORM * work.norms)
-        if self.use.tokens <= min(SPLIT_ROWS, experts.count // experts.top_k):
+        few = experts is not None and self.use.tokens <= min(SPLIT_ROWS, experts.count // experts.top_k)
+        if experts is not None and experts.resident and work.packed and few:
             return self.calls * _CHOSEN[not work.decoded]
-        return self.calls * (work.operators - FUSED_NORM * work.norms)
+        rotations = _ROTATION * (work.kind == "attention")
+        return self.calls * max(1, work.operators - _FUSED_NORM * work.norms - rotations)
 
     def issued(self, work: Work) -> float:
         """Return the number of PyTorch operators that Python issues for a work on a GPU."""
         experts = work.experts
         if experts is None and self.compiled:
-            return self._issues * (work.operators - FUSED_NORM * work.norms) * _COMPILED[work.kind]
+            return self._issues * (work.operators - _COMPILED_NORM * work.norms) * _COMPILED[work.kind]
         if experts is None:
             return self.calls * (work.operators - _CHEAP_NORM * work.norms) * self._issues
         stays = len(experts.devices) < 2 and (work.decoded or (experts.resident and self.multiplies_codes(work)))

@@ -203,10 +203,10 @@ def test_sinks_keep_all_scores_in_memory_and_windows_are_those_of_the_layers() -
     assert all(work.core.pair == 0 for work in work_of(other, planned(other)))
 
 
-def test_a_graph_has_norms_in_two_kernels(v2_lite: CapturedModel) -> None:
+def test_a_graph_has_norms_in_a_kernel_each(v2_lite: CapturedModel) -> None:
     norms = work_of(v2_lite, planned(v2_lite))[0]
     amounts = Amounts(Use("decode", 1, 8))
-    assert (amounts.operators(norms), amounts.nodes(norms)) == (16, 4)
+    assert (amounts.operators(norms), amounts.nodes(norms)) == (16, 2)
 
 
 def test_a_step_reads_the_chosen_experts_of_kernels_in_place_and_copies_stock_ones() -> None:
