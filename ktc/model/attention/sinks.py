@@ -21,13 +21,14 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ktc.foundation.temporary_values import attributes
-from ktc.model.attention.interface import eager_function
+from ktc.model.attention.interface import Attention, eager_function
 from ktc.model.hf.patching import stock_class
 from ktc.model.hf.private_api import ATTENTION, attention_of
 
 NAME: Final = "ktc_sinks"
 _WIDTHS, _KEYS = 8, 16  # fused attention wants head widths, and numbers of keys with a mask, divisible by these
 _AGREES: Final = 1e-3  # of the largest value; PyTorch's own kernels of one device differ by less
+_ROUNDINGS: Final = 8  # of the model's dtype: the stock function rounds scores, their maximum and their softmax
 
 
 def attend(
@@ -93,22 +94,34 @@ def _is_known(module: Any, device_type: str) -> bool:
     return _agrees(module, sinks)
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def _agrees(module: Any, sinks: Tensor) -> bool:
-    """Return whether the model's own function computes the same of a small example."""
+    """Return whether the model's own function computes the same of a small example, in fp32 and in the model's dtype.
+
+    Outputs and gradients of queries and keys are compared.
+    """
     stock, heads = eager_function(stock_class(module)), sinks.numel()
-    generator, tokens = torch.Generator().manual_seed(0), 6
+    generator, tokens = torch.Generator().manual_seed(0), 40
     groups, width = int(module.num_key_value_groups), int(module.head_dim)
-    query, key, value = (
-        torch.randn(2, count, tokens, width, generator=generator).to(sinks.device)
-        for count in (heads, heads // groups, heads // groups)
-    )
-    mask = torch.full((1, 1, tokens, tokens), torch.finfo(torch.float32).min, device=sinks.device).triu(1)
+    drawn = [torch.randn(2, n, tokens, width, generator=generator) for n in (heads, heads // groups, heads // groups)]
+    direction = torch.randn(2, tokens, heads, width, generator=generator)
     given: dict[str, Any] = {"scaling": float(module.scaling), "dropout": 0.0, "s_aux": sinks}
-    if stock is None:
-        return False
+
+    def computed(function: Attention, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        query, key, value = (x.to(sinks.device, dtype).requires_grad_() for x in drawn)
+        mask = torch.full((1, 1, tokens, tokens), torch.finfo(dtype).min, dtype=dtype, device=sinks.device).triu(1)
+        out = function(module, query, key, value, mask, **given)[0]
+        return out, *torch.autograd.grad(out, (query, key), direction.to(out))
+
     try:
-        wanted, ours = (function(module, query, key, value, mask, **given)[0] for function in (stock, attend))
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments
+        return stock is not None and all(
+            bool((ours - wanted).float().abs().max() <= bound * wanted.float().abs().max())
+            for dtype, bound in {torch.float32: _AGREES, sinks.dtype: max(_AGREES, _ROUNDINGS * _eps(sinks))}.items()
+            for ours, wanted in zip(computed(attend, dtype), computed(stock, dtype), strict=True)
+        )
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments, or a device refuses ours
         return False
-    return wanted.shape == ours.shape and bool((wanted - ours).abs().max() <= _AGREES * wanted.abs().max())
+
+
+def _eps(sinks: Tensor) -> float:
+    return torch.finfo(sinks.dtype).eps

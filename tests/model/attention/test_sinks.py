@@ -76,6 +76,11 @@ def test_a_model_computes_the_same_with_padding_and_a_window() -> None:
     assert torch.allclose(ours[mask == 1], wanted[mask == 1], rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_in_bf16_is_known_too() -> None:
+    with fused_sinks(model().to(torch.bfloat16), "cpu") as fused:
+        assert fused
+
+
 def test_a_module_that_computes_something_else_keeps_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
     with fused_sinks(model()) as fused:
         assert not fused, "there is no GPU in it"
@@ -84,6 +89,10 @@ def test_a_module_that_computes_something_else_keeps_its_own_function(monkeypatc
     def capped(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         return eager(module, torch.tanh(query), *args, **kwargs)
 
-    monkeypatch.setattr(sinks_module, "eager_function", lambda stock: capped)
-    with fused_sinks(model(), "cpu") as fused:
-        assert not fused
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no kernel for it on this device")
+
+    for function in (capped, failing):
+        monkeypatch.setattr(sinks_module, "eager_function", lambda stock, function=function: function)
+        with fused_sinks(model(), "cpu") as fused:
+            assert not fused
