@@ -26,7 +26,6 @@ from ktc.model.experts.grouped_products import (
     decoded_beside,
     is_decoded,
     multiplies_codes,
-    outer,
     times_columns,
     times_rows,
 )  # fmt: skip
@@ -112,14 +111,17 @@ class ChunkProducts:
         run: range,
     ) -> None:  # fmt: skip
         """Store the gradients of the factors of a chunk's experts."""
-        first, down = factors
-        if self._down is not None and down is not None:
+        steps, (first, _) = steps_on(x.device, self.dtype), factors
+        if self._down is not None:
             assert made.h is not None and made.weighted is not None and made.d_weighted is not None
-            self._down.add(outer(made.d_weighted, made.h, rows.ends), outer(grad, made.weighted, rows.ends), run)
+            d_a, d_b = self._down.gradients_of(run)
+            steps.put_outer(d_a, made.d_weighted, made.h, rows, self._down.lora.scale)
+            steps.put_outer(d_b, made.weighted, grad, rows, 1.0)
         if self._gate_up is not None and first is not None:
             assert low is not None and made.d_low is not None
-            read = row_steps.read(x, first)
-            self._gate_up.add(outer(made.d_low, read, rows.ends), outer(made.d_inner, low, rows.ends), run)
+            d_a, d_b = self._gate_up.gradients_of(run)
+            steps.put_outer(d_a, made.d_low, row_steps.read(x, first), rows, self._gate_up.lora.scale)
+            steps.put_outer(d_b, low, made.d_inner, rows, 1.0)
 
 
 def steps_on(device: torch.device, dtype: torch.dtype) -> ModuleType:
@@ -175,13 +177,12 @@ class _Factors:
         bits = compiled_on(device, bits_of)
         return bits(dropped.key, rows.tokens, rows.numbers, blocks, dropped.product, dropped.below)
 
-    def add(self, d_a: Tensor, d_b: Tensor, run: range) -> None:
-        """Store the gradients of `a` and `b` of a chunk's experts."""
+    def gradients_of(self, run: range) -> tuple[Tensor, Tensor]:
+        """Return where the gradients of a chunk's experts are to be put, (G, rank, inputs) and (G, rank, outputs)."""
         if self.d_a is None or self.d_b is None:
             like = torch.empty_like if len(run) == len(self.a) else torch.zeros_like
             self.d_a, self.d_b = like(self.lora.a), like(self.lora.b)
-        self.d_a[run.start : run.stop].copy_(d_a[:, : self.lora.rank]).mul_(self.lora.scale)
-        self.d_b[run.start : run.stop] = d_b[..., : self.lora.rank]
+        return self.d_a[run.start : run.stop], self.d_b[run.start : run.stop].transpose(1, 2)
 
 
 def _with_narrow(rows: Tensor, factors: RunFactors | None) -> Tensor:

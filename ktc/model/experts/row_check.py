@@ -72,6 +72,8 @@ def _results(form: ExpertsForm, steps: ModuleType, device: torch.device, trained
         first = RunFactors(drawn(_EXPERTS, _RANK, _HIDDEN), drawn(_EXPERTS, width, _RANK) / 8, None)
         down = RunFactors(drawn(_EXPERTS, _RANK, _INNER), drawn(_EXPERTS, _HIDDEN, _RANK) / 8, None)
         _, results["narrow values"] = steps.gathered(drawn(_TOKENS, _HIDDEN), rows, first)
+        results["gradients of factors"] = torch.empty(_EXPERTS, _RANK, _HIDDEN, device=device)
+        steps.put_outer(results["gradients of factors"], drawn(size, _RANK), drawn(size, _HIDDEN), rows, 0.5)
         inner = Inner(drawn(size, width), drawn(size, _RANK), bias)
         h, low = steps.activated(form, inner, (first, down), rows)
         results |= {"adapted activations": h, "narrow activations": low}

@@ -47,6 +47,7 @@ class Tile(NamedTuple):
 GATHERED: Final = Tile(64, 128, 4)
 ADAPTED: Final = Tile(64, 64, 4)  # with LoRA's products: their factors are read once for more rows
 PLAIN: Final = Tile(16, 256, 4)
+OUTER: Final = Tile(64, 128, 4)
 
 
 def gathered(
@@ -107,6 +108,20 @@ def activated_backward(
     )  # fmt: skip
     _launch(_activated_backward, rows, tile or _tile(factors), arguments, **constants)
     return ActivationGradients(h, d_inner, d_low, d_weights, weighted, d_weighted)
+
+
+def put_outer(target: Tensor, narrow: Tensor, wide: Tensor, rows: Rows, scale: float, *, tile: Tile = OUTER) -> None:
+    """Put the sums of outer products of each expert's rows to `target`: `(S, r), (S, C) -> (G, rank, C)`, times scale.
+
+    The target may have any strides. Lanes beyond its rank are left out.
+    """
+    groups, rank, columns = target.shape
+    assert narrow.stride(1) == wide.stride(1) == 1, "rows in one piece"
+    with torch.cuda.device_of(target):  # Triton launches on the current device
+        _outer[(groups, triton.cdiv(columns, tile.columns))](
+            target, narrow, wide, rows.ends, scale, columns, narrow.stride(0), wide.stride(0), *target.stride(),
+            RANK=rank, LANES=_lanes(rank), BM=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
 
 
 def _or(other: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -409,3 +424,25 @@ def _activated_backward(
             weighted, down_sums.to(kind).to(tl.float32) * of_rows, row, there, down_lane, DOWN_RANK, DOWN_RANK
         )
         _store_narrow(d_weighted, d_narrow.to(tl.float32) * of_rows, row, there, down_lane, DOWN_RANK, DOWN_RANK)
+
+
+@triton.jit
+def _outer(
+    target, narrow, wide, ends, scale, columns, narrow_stride, wide_stride, of_expert, of_lane, of_column,
+    RANK: tl.constexpr, LANES: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    column, lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LANES)
+    known, stored = column < columns, lane < RANK
+    sums = tl.zeros((LANES, BLOCK), tl.float32)
+    for first in range(start, end, BM):
+        row = first + tl.arange(0, BM)
+        there, row = row < end, row.to(tl.int64)
+        values = tl.load(
+            wide + row[:, None] * wide_stride + column[None, :], mask=there[:, None] & known[None, :], other=0
+        )
+        place = narrow + row[None, :] * narrow_stride + lane[:, None]
+        sums = _product(tl.load(place, mask=there[None, :] & stored[:, None], other=0), values, sums)
+    place = expert.to(tl.int64) * of_expert + lane[:, None] * of_lane + column[None, :].to(tl.int64) * of_column
+    tl.store(target + place, (sums * scale).to(target.dtype.element_ty), mask=stored[:, None] & known[None, :])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ktc.model.experts.compiled_functions import compiled_on
-from ktc.model.experts.grouped_products import times_columns, times_rows
+from ktc.model.experts.grouped_products import outer, times_columns, times_rows
 from ktc.model.experts.lora_dropout import kept_only
 from ktc.model.experts.reference import activated as reference_activation
 from ktc.model.experts.row_factors import ActivationGradients, BothFactors, GivenGradients, Inner, RunFactors
@@ -56,6 +56,16 @@ def activated_backward(
     return ActivationGradients(
         h, d_inner, d_low, d_weights, times_rows(h, down.a, rows.ends) * of_rows, d_down_low * of_rows
     )
+
+
+def put_outer(target: Tensor, narrow: Tensor, wide: Tensor, rows: Rows, scale: float) -> None:
+    """Put the sums of outer products of each expert's rows to `target`: `(S, r), (S, C) -> (G, rank, C)`, times scale.
+
+    Lanes beyond the rank of the target are left out.
+    """
+    target.copy_(outer(narrow, wide, rows.ends)[:, : target.shape[1]])
+    if scale != 1:
+        target.mul_(scale)
 
 
 def read(x: Tensor, factors: RunFactors) -> Tensor:

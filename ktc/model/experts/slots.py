@@ -86,14 +86,17 @@ class Slots:
             self.ends[run.start : run.stop] - first, first, end, run.start,
         )  # fmt: skip
 
-    def sums(self, rows: Tensor, run: range, dtype: torch.dtype, weights_TK: Tensor | None = None) -> Tensor:
-        """Sum the rows of each token, of the slots of `run`: `(R, H) -> (T, H)` in `dtype`.
+    def sums(
+        self, rows: Tensor, run: range, dtype: torch.dtype, weights_TK: Tensor | None = None, *, rounded: bool = False
+    ) -> Tensor:
+        """Sum the rows of each token, of the slots of `run`: `(R, H) -> (T, H)`, in `dtype`, or `rounded` to the rows'.
 
         With routing weights each row is multiplied by its own. A token's rows are added in the order of its choices.
         """
+        to = rows.dtype if rounded else dtype
         if len(rows) == 0:
-            return rows.new_zeros((len(self.places), rows.shape[1]), dtype=dtype)
-        return sums_of_rows(rows, self.places, weights_TK, self.span(run)[0], dtype)
+            return rows.new_zeros((len(self.places), rows.shape[1]), dtype=to)
+        return sums_of_rows(rows, self.places, weights_TK, self.span(run)[0], dtype, to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +121,19 @@ class Rows:
 
 
 def sums_of_rows(
-    rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, first: int, dtype: torch.dtype
+    rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, first: int, dtype: torch.dtype,
+    to: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum for each token the rows at `places_TK - first`, by a kernel where the device has it."""
+    """Sum for each token the rows at `places_TK - first` in `dtype`, by a kernel where the device has it.
+
+    The results are of the dtype `to`, None: as the sums.
+    """
     if dtype == torch.float32 and sums_by_kernel(rows.device):
         from ktc.model.experts.sum_kernels import summed
 
-        return summed(rows, places_TK, weights_TK, first, dtype)
-    return compiled_on(rows.device, sum_rows)(rows, places_TK - first if first else places_TK, weights_TK, dtype)
+        return summed(rows, places_TK, weights_TK, first, to or dtype)
+    places_TK = places_TK - first if first else places_TK
+    return compiled_on(rows.device, sum_rows)(rows, places_TK, weights_TK, dtype).to(to or dtype)
 
 
 def sums_by_kernel(device: torch.device) -> bool:

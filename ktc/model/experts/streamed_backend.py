@@ -134,6 +134,11 @@ class _Call:
     keeps: bool
     exchange: Exchange | None = None
 
+    @property
+    def is_of_one(self) -> bool:
+        """Whether one device of one process computes the call: its sums are the results."""
+        return len(self.streams) == 1 and self.exchange is None
+
     def gathered(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes that share the experts."""
         return rows if self.exchange is None else self.exchange.gathered(rows)
@@ -156,7 +161,7 @@ class _StreamedExperts(torch.autograd.Function):
         every, weights = call.gathered(x), call.gathered(weights)
         slots = Slots.of(call.gathered(index), call.streams[0].num_experts)
         lora = call.lora(factors, x.device, in_backward=False)
-        shares = [_Share(stream, slots, every, weights, lora) for stream in call.streams]
+        shares = [_Share(stream, slots, every, weights, lora, alone=call.is_of_one) for stream in call.streams]
         out = call.own(_sum([share.forward() for share in shares]))
         ctx.call, ctx.slots = call, slots
         if call.keeps and any(ctx.needs_input_grad):
@@ -171,7 +176,7 @@ class _StreamedExperts(torch.autograd.Function):
         call = cast("_Call", ctx.call)
         x, grad = call.gathered(cast("SavedOnHost", ctx.x).back()), call.gathered(grads[0])
         lora = call.lora(factors, x.device, in_backward=True)
-        shares = [_Share(stream, ctx.slots, x, weights, lora) for stream in call.streams]
+        shares = [_Share(stream, ctx.slots, x, weights, lora, alone=call.is_of_one) for stream in call.streams]
         gradients = [share.backward(grad) for share in shares]
         d_x, d_weights = (_sum(list(parts)) for parts in zip(*gradients, strict=True))
         d_factors = [_sum(list(parts)) for parts in zip(*(share.gradients for share in shares), strict=True)]
@@ -185,8 +190,10 @@ class _StreamedExperts(torch.autograd.Function):
 class _Share:
     """The experts of one stream in one call, on their device."""
 
-    def __init__(self, stream: ExpertStream, slots: Slots, x: Tensor, weights: Tensor, lora: ExpertsLora) -> None:
-        self._stream, self._run = stream, stream.share
+    def __init__(
+        self, stream: ExpertStream, slots: Slots, x: Tensor, weights: Tensor, lora: ExpertsLora, *, alone: bool
+    ) -> None:
+        self._stream, self._run, self._alone = stream, stream.share, alone
         self._slots = slots.to(stream.device)
         self._x = x.to(stream.device, non_blocking=True)
         self._sums = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -199,7 +206,7 @@ class _Share:
         for run, matrices in self._chunks():
             rows = self._slots.of_experts(run)
             y.put(rows, self._products.forward(self._x, rows, run, matrices))
-        return self._slots.sums(y.of(self._x), self._run, self._sums, self._weights)
+        return self._slots.sums(y.of(self._x), self._run, self._sums, self._weights, rounded=self._alone)
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the share's part of the gradients of hidden states (T, H) and of routing weights (T K,)."""
@@ -211,7 +218,7 @@ class _Share:
             d_rows, d_weights = self._products.backward(self._x, grad, flat[rows.pairs], rows, run, matrices)
             d_flat[rows.pairs] = d_weights  # each pair once
             d_slots.put(rows, d_rows)
-        return self._slots.sums(d_slots.of(self._x), self._run, self._sums), d_flat
+        return self._slots.sums(d_slots.of(self._x), self._run, self._sums, rounded=self._alone), d_flat
 
     def _chunks(self, *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield runs of neighbours with their matrices; those of many rows in parts."""

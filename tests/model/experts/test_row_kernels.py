@@ -113,6 +113,17 @@ def test_sums_of_rows_are_those_of_pytorch() -> None:
         assert error(computed, sum_rows(rows, places - 7, of_rows, torch.float32)) <= 1e-6
 
 
+def test_gradients_of_factors_are_put_where_they_belong() -> None:
+    rows = slots().of_experts(range(EXPERTS))
+    for rank in RANKS:
+        wide, narrow = drawn(TOKENS * CHOICES, HIDDEN + 8)[:, :HIDDEN], drawn(TOKENS * CHOICES, 24)[:, :rank]
+        computed, expected = (torch.full((HIDDEN, rank - 1, EXPERTS), 9.0, device=DEVICE) for _ in range(2))
+        for steps, target in ((kernels(), computed), (row_steps, expected)):
+            steps.put_outer(target.permute(2, 1, 0), narrow, wide, rows, 0.5)
+        compare([computed], [expected])
+        assert not computed[..., 3].any()
+
+
 def test_no_rows_are_no_launch() -> None:
     rows, form = (
         Slots.of(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), EXPERTS).of_experts(range(3)),
