@@ -37,7 +37,7 @@ from ktc.model.experts.slots import Rows
 from ktc.model.kernels.form import ExpertsForm
 
 _RANKS: Final = 8  # that a rank is filled up to with zeros: 16 bytes of bf16, as grouped products read them
-_PADDING: Final = 128  # values that rows with narrow values behind them are longer: whole lines of a GPU's cache
+_LINE: Final = 64  # values of bf16 in a line of a GPU's cache: what is behind a row fills whole lines
 
 
 class ChunkProducts:
@@ -65,9 +65,9 @@ class ChunkProducts:
         inner = Inner(times_rows(x, matrices.gate_up, rows.ends), low, matrices.gate_up_bias)
         joined = None
         if steps is not row_steps and down is not None and is_decoded(matrices.down, rows.tokens, rows.ends):
-            joined = decoded_beside(matrices.down, down.b, rows.ends, _PADDING)
+            joined = decoded_beside(matrices.down, down.b, rows.ends, _padding(down))
         if joined is not None:
-            h, _ = steps.activated(self._form, inner, factors, rows, padding=_PADDING)
+            h, _ = steps.activated(self._form, inner, factors, rows, padding=_padding(down))
             return _plus(times_rows(_with_narrow(h, down), joined, rows.ends), None, matrices.down_bias, rows)
         h, down_low = steps.activated(self._form, inner, factors, rows)
         added = None if down is None or down_low is None else times_rows(down_low, down.b, rows.ends)
@@ -89,7 +89,7 @@ class ChunkProducts:
         gate_up, joined = decoded_below(matrices.gate_up, below, rows.ends)
         inner = Inner(times_rows(x, gate_up, rows.ends), low, matrices.gate_up_bias)
         given = GivenGradients(times_columns(grad, matrices.down, rows.ends), d_down_low, weights)
-        more = {"padding": _PADDING} if joined is not None else {}
+        more = {"padding": _padding(first)} if joined is not None else {}
         made = cast("ActivationGradients", steps.activated_backward(self._form, inner, factors, rows, given, **more))
         d_weights = made.d_weights
         if matrices.down_bias is not None:
@@ -183,6 +183,11 @@ class _Factors:
             like = torch.empty_like if len(run) == len(self.a) else torch.zeros_like
             self.d_a, self.d_b = like(self.lora.a), like(self.lora.b)
         return self.d_a[run.start : run.stop], self.d_b[run.start : run.stop].transpose(1, 2)
+
+
+def _padding(factors: RunFactors | None) -> int:
+    """Return how many values longer rows are that have narrow values behind them."""
+    return 0 if factors is None else -(-factors.rank // _LINE) * _LINE
 
 
 def _with_narrow(rows: Tensor, factors: RunFactors | None) -> Tensor:

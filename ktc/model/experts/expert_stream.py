@@ -85,6 +85,11 @@ class ExpertStream:
         return self._resident
 
     @property
+    def is_one_chunk(self) -> bool:
+        """Whether all experts of the share are one chunk."""
+        return len(self._runs) == 1
+
+    @property
     def most_rows(self) -> int:
         """The rows that a chunk's products are to have at once."""
         sizes = self._layout

@@ -19,13 +19,31 @@ from ktc.model.experts.reference import check_routing
 from ktc.model.kernels.triton_support import lacking
 
 
+class Edges:
+    """The first slot of each expert, and S: on a device, and on the host once they are asked for."""
+
+    def __init__(self, on_device: Tensor, index_TK: Tensor) -> None:
+        self._on_device, self._index_TK = on_device, index_TK
+        self._bounds: tuple[int, ...] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The same on the host. Waits for the device. Raises `IndexError` for an expert that does not exist."""
+        if self._bounds is None:
+            bounds = tuple(cast("list[int]", self._on_device.tolist()))
+            if bounds[0] != 0 or bounds[-1] != self._index_TK.numel():
+                check_routing(self._index_TK, len(bounds) - 1)
+            self._bounds = bounds
+        return self._bounds
+
+
 @dataclass(frozen=True, slots=True)
 class Slots:
     """S = T * K slots in order of expert, and of token for equal experts.
 
     `tokens`, `pairs` and `experts` (S,) int64 are the token, the index token * K + k, and the expert of a slot.
-    `places` (T, K) int64 is the slot of each pair, `ends` (E,) int32 the end of each expert's slots; `bounds` has the
-    first slot of each expert and S, on the host.
+    `places` (T, K) int64 is the slot of each pair, `ends` (E,) int32 the end of each expert's slots. What is asked for
+    all experts at once needs no `bounds` on the host, and no waiting.
     """
 
     tokens: Tensor
@@ -33,23 +51,26 @@ class Slots:
     experts: Tensor
     places: Tensor
     ends: Tensor
-    bounds: tuple[int, ...]
+    edges: Edges
 
     @classmethod
     def of(cls, index_TK: Tensor, num_experts: int) -> Slots:
-        """Sort the choices of all tokens. Waits for the device, which counts the slots.
+        """Sort the choices of all tokens.
 
-        Raises `IndexError` for an expert that does not exist.
+        An expert that does not exist is an `IndexError` of a CPU, and of a GPU where bounds are asked for; else it is
+        an error of the GPU itself.
         """
         experts, pairs = torch.sort(index_TK.flatten(), stable=True)
         places = torch.empty_like(pairs)
         places[pairs] = torch.arange(len(pairs), device=pairs.device)
-        edges = torch.searchsorted(experts, torch.arange(num_experts + 1, device=experts.device))
-        bounds = tuple(cast("list[int]", edges.tolist()))
-        if bounds[0] != 0 or bounds[-1] != len(pairs):
-            check_routing(index_TK, num_experts)
-        tokens = pairs // index_TK.shape[1]
-        return cls(tokens, pairs, experts, places.view_as(index_TK), edges[1:].to(torch.int32), bounds)
+        numbers = torch.arange(num_experts + 1, device=experts.device)
+        on_device = torch.searchsorted(experts, numbers)
+        edges, tokens = Edges(on_device, index_TK), pairs // index_TK.shape[1]
+        if index_TK.device.type == "cpu":
+            assert edges.bounds, "a CPU is not waited for"
+        else:
+            experts = numbers[:num_experts].index_select(0, experts)  # an error for one that does not exist
+        return cls(tokens, pairs, experts, places.view_as(index_TK), on_device[1:].to(torch.int32), edges)
 
     def to(self, device: torch.device) -> Slots:
         """Return the slots on a device."""
@@ -57,7 +78,16 @@ class Slots:
             return self
         tensors = self.tokens, self.pairs, self.experts, self.places, self.ends
         tokens, pairs, experts, places, ends = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return Slots(tokens, pairs, experts, places, ends, self.bounds)
+        return Slots(tokens, pairs, experts, places, ends, self.edges)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The first slot of each expert and S, on the host, see `Edges.bounds`."""
+        return self.edges.bounds
+
+    def are_of(self, run: range) -> bool:
+        """Whether a run has all slots, known without waiting: it has all experts, and there are slots."""
+        return len(self.tokens) > 0 and run == range(len(self.ends))
 
     @property
     def chosen(self) -> tuple[int, ...]:
@@ -66,10 +96,13 @@ class Slots:
 
     def span(self, run: range) -> tuple[int, int]:
         """Return the first slot of neighbouring experts, and the slot after their last."""
-        return self.bounds[run.start], self.bounds[run.stop]
+        return (0, len(self.tokens)) if self.are_of(run) else (self.bounds[run.start], self.bounds[run.stop])
 
     def parts(self, run: range, most: int) -> Iterator[range]:
         """Cut neighbouring experts into runs of at most `most` slots, or of one expert; leave out those without."""
+        if self.are_of(run) and len(self.tokens) <= most:
+            yield run
+            return
         first = run.start
         for expert in run:
             if self.bounds[first] < self.bounds[expert] and self.bounds[expert + 1] - self.bounds[first] > most:
@@ -80,6 +113,8 @@ class Slots:
 
     def of_experts(self, run: range) -> Rows:
         """Return the rows of neighbouring experts."""
+        if self.are_of(run):
+            return Rows(self.tokens, self.pairs, self.experts, self.ends, 0, len(self.tokens))
         first, end = self.span(run)
         return Rows(
             self.tokens[first:end], self.pairs[first:end], self.experts[first:end],

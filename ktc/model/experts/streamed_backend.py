@@ -222,7 +222,8 @@ class _Share:
 
     def _chunks(self, *, reverse: bool = False) -> Iterator[tuple[range, Matrices]]:
         """Yield runs of neighbours with their matrices; those of many rows in parts."""
-        for run, matrices in self._stream.chunks(self._slots.chosen, reverse=reverse):
+        at_once = self._stream.is_one_chunk and self._slots.are_of(self._run)
+        for run, matrices in self._stream.chunks(self._run if at_once else self._slots.chosen, reverse=reverse):
             parts = self._slots.parts(run, self._stream.most_rows)
             for part in parts:
                 whole = len(part) == len(run)
