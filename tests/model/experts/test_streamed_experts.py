@@ -159,6 +159,7 @@ def test_autocasting_does_not_change_the_dtype_of_the_experts() -> None:
     matrices = Matrices(gate_up[None], down[None], None, None)
     stream: Any = SimpleNamespace(
         share=range(1),
+        is_one_chunk=True,
         num_experts=1,
         device=torch.device("cpu"),
         form=parse_form("silu"),
