@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ktc.model.experts.chosen_experts import are_few, by_address, by_number, reads_chosen
 from ktc.model.experts.chunk_products import ChunkProducts
-from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.expert_stream import ExpertStream, expert_stream
 from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference import check_routing
 from ktc.model.experts.resident_weights import ResidentMatrices
-from ktc.model.experts.slots import Rows, sum_rows
+from ktc.model.experts.slots import Rows, sums_of_rows
 from ktc.model.kernels.form import ExpertsForm
 
 
@@ -68,7 +67,7 @@ class GpuResident:
             matrices, experts = resident.copies(index.flatten()), range(index.numel())
         y_SH = products.forward(x, rows, experts, matrices)
         sums = self.packed.weight_dtype
-        return compiled_on(self.device, sum_rows)(y_SH, places, weights.to(sums), sums)
+        return sums_of_rows(y_SH, places, weights.to(sums), 0, sums)
 
     @property
     def _stream(self) -> ExpertStream:
