@@ -110,7 +110,7 @@ def detect(probe_gpu: bool = False) -> Host:
         cores=min(_physical_cores(_own_cpus()), threads),
         threads=threads,
         numa=len(list(_NODES.glob("node[0-9]*"))) or 1,
-        memory=min(limit for limit in (_physical_memory(), _cgroup_memory()) if limit is not None),
+        memory=total_memory(),
         gpus=_gpus() if probe_gpu else (),
         python_abi=str(sysconfig.get_config_var("SOABI")),
         compiler=find_compiler(),
@@ -165,6 +165,11 @@ def usable_threads() -> int:
     """Return the number of usable threads: the CPUs of this process, or the container's quota if less."""
     cpus = len(_own_cpus())
     return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def total_memory() -> int:
+    """Return the bytes of the machine's memory, at most the limit of the container."""
+    return min(limit for limit in (_physical_memory(), _cgroup_memory()) if limit is not None)
 
 
 def available_memory() -> int:

@@ -52,12 +52,12 @@ def _in_tiles(trainer: Any) -> bool:
     return bool(getattr(trainer, "has_loss_in_tiles", False))
 
 
-def loss_bytes(trainer: Any, tokens: int, vocabulary: int) -> int:
-    """Return the bytes that the loss of a micro-batch of `tokens` tokens needs on the device of the head."""
+def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> int:
+    """Return the bytes that the loss of `tokens` tokens needs on the device of the head, with `whole` logits or not."""
     head, logits = causal_model(trainer).get_output_embeddings(), tokens * vocabulary
     if _in_tiles(trainer):
         return tile_bytes(tokens, vocabulary, head.weight.element_size(), on_gpu=head.weight.is_cuda)
-    if reason_for_whole_logits(trainer):
+    if whole:
         return _BYTES * logits
     if is_frozen_linear(cast("nn.Module", head)):
         return frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)

@@ -149,9 +149,15 @@ def divided(call: ModelCall, tokens: int) -> list[ModelCall]:
     """Divide a call along the batch into calls of at most `tokens` tokens, or one sequence, where that is exact."""
     rows, length = call.hidden.shape[:2]
     most = max(1, tokens // length)
-    if rows <= most or not all(_divisible(layer, rows, length) for layer in {id(x): x for x in call.layers}.values()):
+    if rows <= most or not is_divisible(call):
         return [call]
     return [_rows_of(call, slice(first, min(first + most, rows))) for first in range(0, rows, most)]
+
+
+def is_divisible(call: ModelCall) -> bool:
+    """Return whether each argument of a call of several sequences has a part for each of them."""
+    rows, length = call.hidden.shape[:2]
+    return all(_divisible(layer, rows, length) for layer in {id(x): x for x in call.layers}.values())
 
 
 def _divisible(call: LayerCall, rows: int, length: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -128,9 +129,13 @@ def working_bytes(
 
 
 def coming_bytes(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:
-    """Count the bytes on each device of gradients and optimizer state that the first step makes, as AdamW does."""
+    """Count the bytes on each device of gradients and optimizer state that the first step makes, as AdamW does.
+
+    With an optimizer it goes through its parameters alone: a model has many more that are frozen.
+    """
     coming: dict[str, int] = {}
-    for parameter in model.parameters():
+    groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+    for parameter in chain(*groups) if groups else model.parameters():
         if parameter.requires_grad:
             state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
             missing = (parameter.grad is None) + 2 * (not state)
@@ -141,7 +146,7 @@ def coming_bytes(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int
 def free_bytes(device: str) -> int:
     """Return the free bytes of a GPU with torch's cache, or of the host within the limits of its control group."""
     if device == "cpu":
-        return min(psutil.virtual_memory().available, host.detect().memory - psutil.Process().memory_info().rss)
+        return min(psutil.virtual_memory().available, host.total_memory() - psutil.Process().memory_info().rss)
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 

@@ -27,7 +27,7 @@ from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logi
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
 from ktc.training.trainers.joined_inputs import Batch, Inputs, divided_rows, sums_over_rows
-from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks
+from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_divisible
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.phases import PhaseClock
@@ -64,6 +64,7 @@ class StepSizes:
 
     tokens: tuple[int, ...]
     length: int
+    undivided: int = 0  # the tokens of the largest micro-batch, where it cannot be divided into its sequences
 
     @property
     def largest(self) -> int:
@@ -310,15 +311,18 @@ class Stacker(TrainerCallback):
             CannotStack: not even two micro-batches fit, of a step that has several, and no GPU multiplies experts.
         """
         prepare_experts(self._layers)  # their memory is not free any more
-        whole = reason_for_whole_logits(self._trainer)
+        whole = reason_for_whole_logits(self._trainer) if self.decision is None else self.decision.whole_loss
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
-        loss = loss_bytes(self._trainer, sizes.largest, vocabulary)
+        # The loss has logits of neighbouring micro-batches together, at most those of a chunk.
+        together = min(sizes.whole, max(self._chunk_tokens or CHUNKS[-1], sizes.largest))
+        loss = loss_bytes(self._trainer, sizes.largest if whole else together, vocabulary, whole=bool(whole))
         coming = coming_bytes(model, self._trainer.optimizer)
         devices = {"cpu", *map(str, call.devices), *expert_bytes(self._layers)}
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
         longest = replace(call, hidden=call.hidden.new_empty((1, sizes.length, call.hidden.shape[-1]), device="meta"))
-        ways = [self._with_offloaded(way, longest, sizes, free, loss, bytes_per_pair(model)) for way in Offloaded]
-        size = min(ways, key=lambda size: (-(-sizes.whole // max(1, size.tokens)), size.offloaded))  # the fewest passes
+        if not is_divisible(call) or sizes.largest == sizes.length**2:
+            sizes = replace(sizes, undivided=sizes.largest)
+        size = self._fewest_passes(longest, sizes, free, loss, bytes_per_pair(model))
         (most,) = self._most([-size.tokens])
         known = Stacking(False, "", 0) if self.decision is None else self.decision
         decision = replace(
@@ -335,6 +339,17 @@ class Stacker(TrainerCallback):
             bounded = f"the free memory on `{size.scarce}` bounds a pass"
             return replace(decision, reason=bounded, tokens=max(decision.tokens, sizes.length))
         return decision
+
+    def _fewest_passes(
+        self, call: ModelCall, sizes: StepSizes, free: Mapping[str, int], loss: int, pair: int
+    ) -> Stacking:
+        """Return the way that keeps least in host memory among those with the fewest passes."""
+        ways: list[Stacking] = []
+        for way in Offloaded:
+            ways.append(self._with_offloaded(way, call, sizes, free, loss, pair))
+            if ways[-1].tokens >= sizes.whole:
+                return ways[-1]
+        return min(ways, key=lambda size: (-(-sizes.whole // max(1, size.tokens)), size.offloaded))
 
     def _gives_up_for_memory(self, model: nn.Module) -> bool:
         """Return whether micro-batches are computed one by one where a pass holds less than two, from the first step.
@@ -356,7 +371,8 @@ class Stacker(TrainerCallback):
         per_token = bytes_per_token(self._layers, call, offloaded)
         of_experts = expert_bytes(self._layers)
         chunk = self._chunk_tokens or fitting_chunk(call, per_token, free, loss, sizes.whole, of_experts, pair)
-        working = working_bytes(call, max(min(chunk, sizes.whole), sizes.length), loss, of_experts, pair)
+        at_once = max(min(chunk, sizes.whole), sizes.length, sizes.undivided)
+        working = working_bytes(call, at_once, loss, of_experts, pair)
         fits = fitting_tokens(per_token, working, free)
         scarce = min(fits, key=lambda device: fits[device])
         kept = kept_bytes_per_token(self._layers, call)

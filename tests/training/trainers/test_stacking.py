@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -436,6 +437,29 @@ def test_a_step_of_other_sizes_is_decided_anew(package: Callable[[str], Path], t
     }
     trained(package("qwen3_moe"), tmp_path, "on", lengths=lengths, trainer=Watching, **settings)
     assert asked == [StepSizes((5, 5), 5), StepSizes((30, 9), 30)]
+
+
+def test_a_decision_starts_no_process_and_counts_micro_batches_that_are_not_divided_whole(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of other sizes decides. Eight rows of eight tokens could be columns: they are one call."""
+    model = peft_model(package("qwen3_moe"))
+    stacker = Stacker(Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True)))
+    stacker._layers = split_layers(model)
+    ids = torch.tensor([rows((8,))[0]["input_ids"]])
+    call = record(stacker._layers, lambda: model(input_ids=ids, use_cache=False))
+    at_once: list[int] = []
+
+    def counted(_: ModelCall, chunk_tokens: int, *args: Any) -> dict[str, int]:
+        at_once.append(chunk_tokens)
+        return {"cpu": 0}
+
+    monkeypatch.setattr(stacking, "working_bytes", counted)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process"))
+    stacker._chunk_tokens = 16
+    for tokens in (64, 72):
+        stacker._sized(StepSizes((tokens,), 8), call, model)
+    assert at_once == [64, 16]
 
 
 def test_experts_of_a_gpu_are_passed_by_single_micro_batches_where_memory_is_scarce(
