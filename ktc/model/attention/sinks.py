@@ -26,8 +26,9 @@ from ktc.model.hf.patching import stock_class
 from ktc.model.hf.private_api import ATTENTION, attention_of
 
 NAME: Final = "ktc_sinks"
-_WIDTHS, _KEYS = 8, 16  # fused attention wants head widths, and numbers of keys with a mask, divisible by these
+_WIDTHS, _KEYS = 8, 16  # fused attention needs head widths, and numbers of keys with a mask, divisible by these
 _AGREES: Final = 1e-3  # of the largest value; PyTorch's own kernels of one device differ by less
+_READ: Final = ("num_key_value_groups", "head_dim", "scaling")  # attributes of a module of which an example is made
 _ROUNDINGS: Final = 8  # of the model's dtype: the stock function rounds scores, their maximum and their softmax
 
 
@@ -98,8 +99,11 @@ def _is_known(module: Any, device_type: str) -> bool:
 def _agrees(module: Any, sinks: Tensor) -> bool:
     """Return whether the model's own function computes the same of a small example, in fp32 and in the model's dtype.
 
-    Outputs and gradients of queries and keys are compared.
+    Outputs and gradients of queries and keys are compared. A module without the attributes that the example needs has
+    attention of another kind, as latent attention.
     """
+    if not all(hasattr(module, name) for name in _READ):
+        return False
     stock, heads = eager_function(stock_class(module)), sinks.numel()
     generator, tokens = torch.Generator().manual_seed(0), 40
     groups, width = int(module.num_key_value_groups), int(module.head_dim)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from ktc.model import twin
 from ktc.model.attention import sinks as sinks_module
 from ktc.model.attention.sinks import NAME, attend, fused_sinks
 from ktc.model.hf.private_api import attention_of
@@ -79,6 +80,14 @@ def test_a_model_computes_the_same_with_padding_and_a_window() -> None:
 def test_a_model_in_bf16_is_known_too() -> None:
     with fused_sinks(model().to(torch.bfloat16), "cpu") as fused:
         assert fused
+
+
+def test_latent_attention_with_sinks_keeps_its_own_function() -> None:
+    """Its modules have no width of heads of which an example could be made."""
+    made = twin.build(twin.shrink(twin.default_config("hy_v4")), 7, torch.float32, "cpu")
+    assert attention_of(made.config) == "eager" and any(hasattr(module, "sinks") for module in made.modules())
+    with fused_sinks(made, "cpu") as fused:
+        assert not fused
 
 
 def test_a_module_that_computes_something_else_keeps_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
