@@ -7,13 +7,15 @@ In: a model whose decoding steps become CUDA graphs. Out: the same model, in whi
 (RMSNorm, arXiv 1910.07467) calls a kernel of ktc (Triton), or PyTorch's for the fraction. Both round as the stock code
 does: once after the fraction, once after the product. The order of the sums may differ.
 A module is recognised by its graph, and the first of its kind is compared with its stock code. Others stay as they are.
+Where Triton fails on a device, or its kernel computes otherwise, a warning says so, and PyTorch's kernels remain.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,10 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from ktc.model.graph.typed import named_modules, nodes_of
+from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.patching import Patch
 from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.plain import has_hooks
 from ktc.model.steps.recording import operator_name
+
+log = logging.getLogger(__name__)
 
 _ROWS: Final = 16  # of the input on which a graph is recorded and both codes are compared
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,32 +46,43 @@ class _Kind:
     stock: type[nn.Module]
     size: int
     dtype: torch.dtype
+    device: torch.device
     attributes: tuple[tuple[str, object], ...]
 
 
+class _Code(NamedTuple):
+    """How norms of a kind are computed."""
+
+    epsilon_name: str  # of the attribute
+    by_kernel: bool  # of Triton, where there are no gradients
+
+
 class FusedNorm(Patch):
-    """The code of a fused norm. `epsilon_name` is the attribute in which the module holds epsilon."""
+    """The code of a fused norm."""
 
     weight: Tensor
-    epsilon_name: str
+    code: _Code
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise the last dimension: (..., H) -> (..., H). Stock code computes other dtypes, and under autocast."""
         if hidden_states.dtype != self.weight.dtype or torch.is_autocast_enabled(hidden_states.device.type):
             return cast("Tensor", cast("Any", super()).forward(hidden_states))
-        return _normed(hidden_states, self.weight, getattr(self, self.epsilon_name))
+        epsilon = getattr(self, self.code.epsilon_name)
+        if self.code.by_kernel and _takes(hidden_states, self.weight):
+            return _kernels().normed(hidden_states, self.weight.detach(), epsilon)
+        return _normed(hidden_states, self.weight, epsilon)
 
 
 def fuse_norms(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
     """Patch the RMS norms of `model` on devices of this type with the code that fuses them, and return their names."""
-    epsilon_names, fused = dict[_Kind, str | None](), list[str]()
+    codes, fused = dict[_Kind, _Code | None](), list[str]()
     for name, norm in _candidates(model, device):
         weight = cast("Tensor", norm.weight)
-        kind = _Kind(type(norm), weight.shape[0], weight.dtype, _attributes(norm))
-        if kind not in epsilon_names:
-            epsilon_names[kind] = _epsilon_name(norm)
-        if (epsilon_name := epsilon_names[kind]) is not None:
-            cast("Any", FusedNorm.put_on(norm)).epsilon_name = epsilon_name
+        kind = _Kind(type(norm), weight.shape[0], weight.dtype, weight.device, _attributes(norm))
+        if kind not in codes:
+            codes[kind] = _code(norm)
+        if (code := codes[kind]) is not None:
+            cast("Any", FusedNorm.put_on(norm)).code = code
             fused.append(name)
     return tuple(fused)
 
@@ -89,8 +105,8 @@ def _candidates(model: nn.Module, device: str) -> Iterator[tuple[str, nn.Module]
             yield name, module
 
 
-def _epsilon_name(norm: nn.Module) -> str | None:
-    """Return the attribute in which a norm has its epsilon, None for a module of another computation."""
+def _code(norm: nn.Module) -> _Code | None:
+    """Return how a norm is computed, None for a module of another computation."""
     weight = cast("Tensor", norm.weight)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, weight.shape[0], generator=generator).to(weight.device, weight.dtype)
@@ -102,20 +118,48 @@ def _epsilon_name(norm: nn.Module) -> str | None:
         except Exception:  # noqa: BLE001 - code of any kind on an input that it may not take
             return None
         name = next((key for key, value in vars(norm).items() if type(value) is float and value == epsilon), None)
-        if epsilon is None or name is None:
+        if epsilon is None or name is None or not _same(_normed(x, random, epsilon), expected):
             return None
-        computed = _normed(x, random, epsilon)
-    return name if _same(computed, expected) else None
+        return _Code(name, _kernel_computes(expected, x, random, epsilon))
+
+
+def _kernel_computes(expected: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> bool:
+    """Return whether Triton's kernel computes what is expected. A warning says why it does not on a GPU."""
+    if not _has_triton(x.device):
+        return False
+    try:
+        if x.shape[-1] > _kernels().WIDEST:
+            return False
+        computed = _kernels().normed(x, weight, epsilon)
+    except Exception as error:  # noqa: BLE001 - Triton's compiler raises anything
+        fault = first_line(error)
+    else:
+        if _same(computed, expected):
+            return True
+        fault = "the kernel computes other values"
+    log.warning("norms of %d values are two kernels on %s instead of one: %s", x.shape[-1], x.device, fault)
+    return False
+
+
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    """Return whether Triton's kernel serves a call: it has no backward, and compilers do not see into it."""
+    trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return not trains and not torch.compiler.is_compiling() and type(x) is Tensor and _has_triton(x.device)
+
+
+def _has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and not lacking(device)
+
+
+def _kernels() -> Any:
+    """Return what needs Triton."""
+    from ktc.model.decode_steps import norm_kernels
+
+    return norm_kernels
 
 
 def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalise the last dimension by one kernel where that is possible, or by two."""
-    trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if x.is_cuda and not trains and not torch.compiler.is_compiling() and type(x) is Tensor and not lacking(x.device):
-        from ktc.model.decode_steps import norm_kernels
-
-        if x.shape[-1] <= norm_kernels.WIDEST:
-            return norm_kernels.normed(x, weight.detach(), epsilon)
+    """Normalise the last dimension by PyTorch's kernels: one for the fraction, one for the product."""
     return weight * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
 
 

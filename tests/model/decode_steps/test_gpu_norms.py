@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from decoding_models import difference, stock_model
 from torch import Tensor, nn
 
+from ktc.model.decode_steps import gpu_norms
 from ktc.model.decode_steps.gpu_norms import FusedNorm, fuse_norms
 from ktc.model.kernels.triton_support import lacking
 
@@ -112,6 +116,47 @@ def test_modules_with_hooks_and_those_elsewhere_keep_their_code() -> None:
     model[0].register_forward_hook(lambda *_: None)
     assert fuse_norms(model, "cpu") == ("1",)
     assert fuse_norms(nn.Sequential(Norm()), "cuda") == ()
+
+
+@pytest.mark.parametrize("fault", ["Failed to find C compiler", "the kernel computes other values"])
+def test_a_kernel_that_fails_leaves_the_kernels_of_pytorch_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if fault.startswith("Failed"):
+            raise RuntimeError(f"{fault}. Please specify via CC environment variable")
+        return x
+
+    kernels: Any = SimpleNamespace(WIDEST=SIZE, normed=normed)
+    monkeypatch.setattr(gpu_norms, "_has_triton", lambda device: True)
+    monkeypatch.setattr(gpu_norms, "_kernels", lambda: kernels)
+    stock = nn.Sequential(Norm(), Norm())
+    fused, x = copy.deepcopy(stock), torch.randn(3, SIZE).bfloat16()
+    with caplog.at_level(logging.WARNING):
+        assert fuse_norms(fused, "cpu") == ("0", "1")
+    assert len(caplog.messages) == 1 and fault in caplog.messages[0]
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), stock(x))
+
+
+def test_a_kernel_is_used_without_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Tensor]()
+
+    def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        calls.append(x)
+        return gpu_norms._normed(x, weight, epsilon)
+
+    kernels: Any = SimpleNamespace(WIDEST=SIZE, normed=normed)
+    monkeypatch.setattr(gpu_norms, "_has_triton", lambda device: True)
+    monkeypatch.setattr(gpu_norms, "_kernels", lambda: kernels)
+    model, x = nn.Sequential(Norm()), torch.randn(3, SIZE).bfloat16()
+    fuse_norms(model, "cpu")
+    calls.clear()
+    model(x).sum().backward()
+    assert not calls
+    with torch.no_grad():
+        model(x)
+    assert len(calls) == 1
 
 
 # gpt_oss rounds once, after the weight.
