@@ -2,8 +2,8 @@
 
 In: hidden states, which rows neighbouring experts have, and their matrices. Out: the outputs before routing weights;
 backward the gradients of the rows, of the routing weights and of LoRA's factors. Products round to the dtype of the
-rows. What is beside grouped products is computed in fp32 (fp64 for fp64): by kernels that read and write rows once
-where a device has them (`row_kernels.py`), else by PyTorch (`row_steps.py`).
+rows. The steps beside grouped products are computed in fp32 (fp64 for fp64): by kernels that read and write rows once
+where a device has them (`row_kernels.py`), otherwise by PyTorch (`row_steps.py`).
 
 Codes that are decoded for a product get LoRA's wide factor beside them, or its narrow one below: one product with a
 longer sum is then the layer's and LoRA's.

@@ -56,7 +56,7 @@ def decoded(matrices: Tensor | CodedMatrices, ends: Tensor) -> Tensor:
 
 
 def is_decoded(matrices: Tensor | CodedMatrices, rows: Tensor, ends: Tensor) -> bool:
-    """Return whether `times_rows` decodes these matrices for so many rows."""
+    """Return whether `times_rows` decodes these matrices for this many rows."""
     return isinstance(matrices, CodedMatrices) and len(rows) > MOST_ROWS * len(ends)
 
 

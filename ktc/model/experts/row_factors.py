@@ -30,7 +30,7 @@ BothFactors = tuple[RunFactors | None, RunFactors | None]  # of gate_up and of d
 
 
 class Inner(NamedTuple):
-    """What gate and up are made of: a product (S, parts * I), A's result (S, r), and the bias (G, parts * I)."""
+    """The parts of gate and up: a product (S, parts * I), A's result (S, r), and the bias (G, parts * I)."""
 
     product: Tensor
     low: Tensor | None
@@ -49,7 +49,7 @@ class GivenGradients(NamedTuple):
 
 
 class ActivationGradients(NamedTuple):
-    """What the activation's backward returns.
+    """The results of the activation's backward.
 
     `d_inner` (S, parts * I) is the gradient of gate and up, `d_low` (S, r) that of the values between their factors,
     and `d_weights` (S,) that of the routing weights. Of an adapted product with down, `h` (S, I) is what A reads,

@@ -1,4 +1,4 @@
-"""What a chunk of experts computes beside grouped products, by Triton: each kernel reads and writes its rows once.
+"""The steps of a chunk of experts beside grouped products, by Triton: each kernel reads and writes its rows once.
 
 In: rows sorted by expert, and where the rows of each expert end. `gathered` copies the rows of tokens and multiplies
 them with LoRA's narrow factor on the way. `activated` adds LoRA's product to gate and up, computes the activation, and

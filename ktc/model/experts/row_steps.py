@@ -1,4 +1,4 @@
-"""What a chunk of experts computes beside grouped products, by PyTorch: the definition of `row_kernels.py`.
+"""The steps of a chunk of experts beside grouped products, by PyTorch: the definition of `row_kernels.py`.
 
 On a GPU without that module's kernels, functions without products are compiled. The derivative of the activation is
 that of the reference's own function.

@@ -20,7 +20,7 @@ from ktc.model.kernels.triton_support import lacking
 
 
 class Edges:
-    """The first slot of each expert, and S: on a device, and on the host once they are asked for."""
+    """The first slot of each expert, and S: on a device, and on the host once they are read."""
 
     def __init__(self, on_device: Tensor, index_TK: Tensor) -> None:
         self._on_device, self._index_TK = on_device, index_TK
@@ -42,8 +42,8 @@ class Slots:
     """S = T * K slots in order of expert, and of token for equal experts.
 
     `tokens`, `pairs` and `experts` (S,) int64 are the token, the index token * K + k, and the expert of a slot.
-    `places` (T, K) int64 is the slot of each pair, `ends` (E,) int32 the end of each expert's slots. What is asked for
-    all experts at once needs no `bounds` on the host, and no waiting.
+    `places` (T, K) int64 is the slot of each pair, `ends` (E,) int32 the end of each expert's slots. A call
+    for all experts at once needs no `bounds` on the host, and no waiting.
     """
 
     tokens: Tensor
@@ -57,8 +57,8 @@ class Slots:
     def of(cls, index_TK: Tensor, num_experts: int) -> Slots:
         """Sort the choices of all tokens.
 
-        An expert that does not exist is an `IndexError` of a CPU, and of a GPU where bounds are asked for; else it is
-        an error of the GPU itself.
+        An expert that does not exist is an `IndexError` of a CPU, and of a GPU where bounds are read; otherwise it
+        is an error of the GPU itself.
         """
         experts, pairs = torch.sort(index_TK.flatten(), stable=True)
         places = torch.empty_like(pairs)
@@ -86,7 +86,7 @@ class Slots:
         return self.edges.bounds
 
     def are_of(self, run: range) -> bool:
-        """Whether a run has all slots, known without waiting: it has all experts, and there are slots."""
+        """Return whether a run has all slots, known without waiting: it has all experts, and there are slots."""
         return len(self.tokens) > 0 and run == range(len(self.ends))
 
     @property

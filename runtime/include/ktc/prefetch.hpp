@@ -95,8 +95,8 @@ template <std::int64_t kBytes>
   }
 }
 
-// A panel of codes, and the one that is read after it. What is fetched ahead near the end of the panel is the beginning
-// of the other: another worker may have the panel that follows in memory.
+// A panel of codes, and the one that is read after it. Near the end of the panel the beginning of the other is fetched
+// ahead: another worker may have the panel that follows in memory.
 struct CodedPanel {
   const std::byte* begin;
   const std::byte* next;

@@ -195,7 +195,7 @@ class SweepWindow {
     }
     return parts_[std::min(ahead, known_ - 1)];
   }
-  // The index, for `done` and `part`, of what follows the next `panels` panels, which are all of this take or one.
+  // The index, for `done` and `part`, of the part after the next `panels` panels, which are all of this take or one.
   std::size_t following(std::int64_t panels) {
     const auto count = static_cast<std::size_t>(panels);
     if (count < parts_.size()) {
