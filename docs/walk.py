@@ -60,7 +60,7 @@ STEPS = (
     ),
     Step(
         f"ktc train {_MODEL} --data capitals -o {_ADAPTER} \\\n"
-        "    --experts --rank 16 --learning-rate 0.01 --epochs 60 --accumulation 5",
+        "    --experts --rank 16 --learning-rate 0.01 --epochs 80 --accumulation 5",
         "Teach twenty capitals, with adapters on the experts.",
         "report.html",
     ),
