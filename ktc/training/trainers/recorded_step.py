@@ -1,8 +1,8 @@
 """How the micro-batches of a step enter the layers: recorded for batches of them where that is the same, or one by one.
 
 In: the prepared micro-batches of a step. Out: their sizes, and the batches of each pass with their recorded calls. The
-first step of a run records both, and compares them: code that enters the layers otherwise for a batch runs for each
-micro-batch from then on.
+steps of a run record both until one has a batch of several micro-batches, and compare them: code that enters the layers
+otherwise for a batch runs for each micro-batch from then on.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Recorder:
     def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer]) -> None:
         self._trainer, self._modules = trainer, own_modules(model, layers)
         self.against: str | None = None  # why it runs for each micro-batch, "" if for several; None before a step
+        self.compared = False  # whether a batch of several micro-batches was compared with them
         self.enters: ModelCall | None = None  # a micro-batch of any size, without its values
 
     def step(
@@ -53,7 +54,7 @@ class Recorder:
         why = self.against or embed_and_head.whole_loss or observed(self._modules) or reason_against_tokens(inputs)
         step = RecordedStep(self, embed_and_head, inputs, num_items, why)
         embed_and_head.checks_at_once = first or bool(why)  # other code differs in the first step or in none
-        if embed_and_head.checks_at_once:
+        if why or not self.compared:
             step.record_each()
         return step
 
@@ -82,7 +83,7 @@ class RecordedStep:
     @property
     def enters(self) -> ModelCall:
         """A micro-batch of any size, without its values and the arguments of layers."""
-        assert self._recorder.enters is not None, "the first step records every micro-batch"
+        assert self._recorder.enters is not None, "a step that is not compared records every micro-batch"
         return self._recorder.enters
 
     @property
@@ -98,12 +99,14 @@ class RecordedStep:
         """
         runs = list(runs)
         if not self.one_by_one:
-            batches, reason = joined([self._inputs[first:last] for first, last in runs], tokens)
-            calls = [[self._record(batch.inputs) for batch in of_pass] for of_pass in batches]
-            if not self._calls or all_alike(chain(*batches), chain(*calls), self._calls):
-                self.one_by_one = reason
-                return list(zip(batches, calls, strict=True))
-            self.one_by_one = self._recorder.against = "several enter its layers otherwise than one"
+            batches, self.one_by_one = joined([self._inputs[first:last] for first, last in runs], tokens)
+            several = any(batch.count > 1 for batch in chain(*batches))
+            if several or not self._calls:
+                calls = [[self._record(batch.inputs) for batch in of_pass] for of_pass in batches]
+                if not self._calls or all_alike(chain(*batches), chain(*calls), self._calls):
+                    self._recorder.compared |= several
+                    return list(zip(batches, calls, strict=True))
+                self.one_by_one = self._recorder.against = "several enter its layers otherwise than one"
         return [
             ([Batch(inputs) for inputs in self._inputs[first:last]], self._calls[first:last]) for first, last in runs
         ]

@@ -233,7 +233,6 @@ class Stacker(TrainerCallback):
             CannotStack: the model cannot be run layer by layer, or memory is scarce (`_sized`).
         """
         assert self._recorder is not None, "it is made with the layers"
-        known = self._recorder.against
         recorded = self._recorder.step(embed_and_head, stock_step, inputs, num_items)
         sizes = self._sizes(recorded)
         if sizes != self._decided_for:
@@ -245,7 +244,6 @@ class Stacker(TrainerCallback):
             return recorded, sizes
         rows = [row for micro_batch in inputs for row in divided_rows(micro_batch, limit)]
         if len(rows) > len(inputs):
-            self._recorder.against = known  # the first step compares what it runs
             recorded = self._recorder.step(embed_and_head, stock_step, rows, num_items)
         return recorded, self._sizes(recorded)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from stacked_training import StackingTrainer, assert_alike, logged, trained
+from stacked_training import StackingTrainer, assert_alike, logged, rows, trained
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 from ktc.model import twin
 from ktc.stages.link import link
@@ -57,8 +58,8 @@ def test_rows_of_one_length_run_together_and_have_their_own_losses(
     settings: dict[str, Any] = {"lengths": (17,) * 8, "batch": batch, "max_steps": 3}
     ours = trained(package, tmp_path, "on", **settings)
     of_chunks = [2] * 4
-    first = [batch] * (8 // batch)
-    assert runs == first + of_chunks * 2 * 3, "the first step records every micro-batch too"
+    first = [1] * 8 if batch == 1 else []
+    assert runs == first + of_chunks * 2 * 3, "the first step records every micro-batch that is joined too"
     assert ours.stacker.decision is not None
     assert ours.stacker.decision.one_by_one == ""
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
@@ -163,3 +164,37 @@ def test_a_run_goes_on_one_by_one_where_batches_enter_the_layers_otherwise(
     assert runs == [1] * 8 + [2] * 4 + [1] * 8 + [1] * 16
     assert "several enter its layers otherwise than one" in str(ours.stacker.decision)
     assert logged(ours) == pytest.approx(logged(trained(package, tmp_path, "off", lengths=(17,) * 8)), rel=1e-6)
+
+
+class InOrder(StackingTrainer):
+    """Micro-batches are in the order of the data set."""
+
+    def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+def test_batches_are_compared_in_the_first_step_that_has_any(
+    package: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktc.training.trainers.recorded_step.all_alike", lambda *_: False)
+    of_several_lengths = tuple(range(9, 17))
+    ours = trained(package, tmp_path, "on", lengths=of_several_lengths + (17,) * 8, trainer=InOrder, max_steps=2)
+    assert runs == [1] * 16 + [1] * 8 + [2] * 4 + [1] * 8
+    assert "several enter its layers otherwise than one" in str(ours.stacker.decision)
+
+
+def test_a_run_that_was_interrupted_in_its_first_step_begins_again(package: Path, tmp_path: Path) -> None:
+    class Interrupted(StackingTrainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            good, bad = self.train_dataset, rows((17,) * 8)
+            for row in bad[3:]:
+                row["input_ids"][2] = 10**6  # no such token
+            self.train_dataset = bad
+            with pytest.raises(IndexError):
+                super().train(*args, **kwargs)
+            assert self.stacker.decision is None
+            self.train_dataset = good
+            return super().train(*args, **kwargs)
+
+    ours = trained(package, tmp_path, "auto", lengths=(17,) * 8, trainer=Interrupted)
+    assert_alike(ours, trained(package, tmp_path, "off", lengths=(17,) * 8))
