@@ -22,10 +22,11 @@ from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.model.packed_store.placement import hooks_move_alone
 from ktc.training.trainers.chunked_loss import causal_model, reason_for_whole_logits
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.private_api import pytree, wraps_forward_in_autocast
+from ktc.training.trainers.private_api import hooks_of_all_modules, package_of, pytree, wraps_forward_in_autocast
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 Inputs = Mapping[str, Any]
+_KNOWN = frozenset({"torch", "transformers", "peft", "ktc"})  # packages whose modules treat every row on its own
 _ROWS = frozenset({"input_ids", "labels", "attention_mask"})  # of which each row is independent of the others
 
 
@@ -148,8 +149,13 @@ def own_modules(model: nn.Module, layers: Sequence[SplitLayer]) -> dict[str, nn.
 
 
 def observed(modules: Mapping[str, nn.Module]) -> str:
-    """Return which module is observed or runs other code, in words; "" if none does."""
+    """Return which module is observed or runs other code than that of known packages, in words; "" if none does."""
+    if hooks_of_all_modules():
+        return "all modules have hooks"
     for name, module in modules.items():
+        packages = {stock_class(module).__module__.partition(".")[0], package_of(type(module).forward)}
+        if not packages <= _KNOWN:
+            return f"the code of `{name or type(module).__name__}` is not from transformers"
         if any(vars(module)[kind] for kind in HOOKS) and not _harmless(module):
             return f"`{name or type(module).__name__}` has hooks"
         if "forward" in vars(module) and not wraps_forward_in_autocast(module):

@@ -62,6 +62,13 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return cast("Any", module)._modules
 
 
+def hooks_of_all_modules() -> bool:
+    """Return whether a hook is called with every module; the registered ones have no public name."""
+    names = cast("Any", nn.modules.module)
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return any(getattr(names, f"_global_{kind}") for kind in kinds)
+
+
 # torch: processes -----------------------------------------------------------------------------------------------------
 def store_of_the_run(prefix: str) -> Any:
     """Return the key-value store that launched this run of several processes, its keys below `prefix`.
@@ -110,13 +117,29 @@ def prepares_inputs_itself(trainer: Trainer) -> bool:
     return cast("Any", type(trainer))._prepare_inputs is not cast("Any", Trainer)._prepare_inputs
 
 
+def package_of(function: Any) -> str:
+    """Return the package that a function's or a method's code was written in, "" if it has none in Python.
+
+    `__module__` is a copy of the wrapped function's where `functools.wraps` was used.
+    """
+    names: dict[str, Any] = getattr(getattr(function, "__func__", function), "__globals__", {})
+    return str(names.get("__name__", "")).partition(".")[0]
+
+
 def wraps_forward_in_autocast(module: nn.Module) -> bool:
     """Return whether the `forward` of this one object is the class's own inside the autocasting of accelerate.
 
-    `Accelerator.prepare_model` puts it there, and keeps the one before as `_original_forward`.
+    `Accelerator.prepare_model` puts it there. It also keeps the one before as `_original_forward`, which stays where
+    another `forward` replaces accelerate's.
     """
-    before = vars(module).get("_original_forward")
-    return before is not None and getattr(before, "__func__", None) is type(module).forward
+    forward = vars(module).get("forward")
+    code: Any = getattr(forward, "__func__", None) if getattr(forward, "__self__", None) is module else None
+    if code is type(module).forward:
+        return False
+    while code is not None and code is not type(module).forward:
+        of_accelerate = package_of(code if hasattr(code, "__globals__") else type(code).__call__)
+        code = getattr(code, "__wrapped__", None) if of_accelerate in ("accelerate", "torch") else None
+    return code is not None
 
 
 # transformers: the trainer's hooks ------------------------------------------------------------------------------------

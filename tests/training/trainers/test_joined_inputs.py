@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from stacked_training import StackingTrainer, assert_alike, logged, rows, trained
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from ktc.model import twin
@@ -84,13 +84,27 @@ def test_means_of_micro_batches_are_theirs_where_items_are_not_counted(package: 
     assert_alike(ours, theirs)
 
 
+class Centred(nn.Module):
+    """A module whose rows depend on each other."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.stock(x)
+        return made - made.mean((0, 1), keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (lambda model: model.model.norm.register_forward_hook(lambda *_: None), "has hooks"),
         (lambda model: setattr(model.model.norm, "forward", model.model.norm.forward), "a `forward` of its own"),
+        (lambda model: setattr(model.model, "norm", Centred(model.model.norm)), "model.norm` is not from"),
+        (lambda model: setattr(model.model, "embed_tokens", Centred(model.model.embed_tokens)), "is not from"),
     ],
-    ids=["hooks", "own forward"],
+    ids=["hooks", "own forward", "own norm", "own embedding"],
 )
 def test_code_that_sees_micro_batches_sees_each_of_them(
     package: Path, tmp_path: Path, runs: list[int], change: Callable[[Any], object], told: str
@@ -103,6 +117,26 @@ def test_code_that_sees_micro_batches_sees_each_of_them(
     ours = trained(package, tmp_path, "on", lengths=(17,) * 8, trainer=Changed, max_steps=1)
     assert runs == [1] * 16
     assert told in str(ours.stacker.decision)
+
+
+def test_hooks_of_all_modules_see_each_micro_batch(package: Path, tmp_path: Path, runs: list[int]) -> None:
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        ours = trained(package, tmp_path, "on", lengths=(17,) * 8, max_steps=1)
+    assert runs == [1] * 16
+    assert "all modules have hooks" in str(ours.stacker.decision)
+
+
+def test_code_that_another_package_puts_into_a_class_sees_each_micro_batch(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    @functools.wraps(nn.Embedding.forward)
+    def forward(self: Any, x: Tensor, stock: Any = nn.Embedding.forward) -> Tensor:
+        return stock(self, x)
+
+    monkeypatch.setattr(nn.Embedding, "forward", forward)
+    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, max_steps=1)
+    assert runs == [1] * 16
+    assert "model.embed_tokens` is not from transformers" in str(ours.stacker.decision)
 
 
 def test_trainers_with_a_loss_of_their_own_see_each_micro_batch(package: Path, tmp_path: Path, runs: list[int]) -> None:

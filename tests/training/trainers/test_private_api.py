@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections import Counter
@@ -209,6 +210,10 @@ def test_accelerates_autocasting_is_told_from_other_forwards() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.native_amp = True  # as with `bf16`, which the process chooses once
     assert private_api.wraps_forward_in_autocast(accelerator.prepare_model(model, evaluation_mode=True))
+    assert private_api.wraps_forward_in_autocast(accelerator.prepare_model(model, evaluation_mode=True)), "twice"
+    prepared = model.forward
+    model.forward = functools.wraps(prepared)(lambda x: prepared(x))  # type: ignore[method-assign]
+    assert not private_api.wraps_forward_in_autocast(model), "replaced later"
     other.forward = lambda x: x  # type: ignore[method-assign]
     assert not private_api.wraps_forward_in_autocast(accelerator.prepare_model(other, evaluation_mode=True))
     assert private_api.child_modules(nn.Sequential(model)) == {"0": model}
