@@ -26,6 +26,7 @@ from ktc.model.hf.patching import call_stock, called_as
 from ktc.model.packed_store.placement import loss_function_of
 from ktc.training.trainers import frozen_head
 from ktc.training.trainers.frozen_head import is_frozen_linear, token_losses
+from ktc.training.trainers.private_api import package_of
 
 MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
 _BYTES = 14  # per logit: itself, fp32 log-probabilities, and the gradients of both
@@ -38,13 +39,19 @@ class WholeLogits(Exception):
 def reason_for_whole_logits(trainer: Any) -> str:
     """Return why this trainer's losses cannot be computed in chunks, "" if they can."""
     model = causal_model(trainer)
-    if type(trainer).compute_loss is not Trainer.compute_loss:
+    if not is_stock(trainer, "compute_loss"):
         return f"`{type(trainer).__name__}` computes the loss itself{', in tiles' if _in_tiles(trainer) else ''}"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         return "the loss is not the model's own"
     if loss_function_of(model) is not cast("Any", loss_utils).ForCausalLMLoss:
         return f"the loss of a `{type(model).__name__}` is not that of a causal language model"
     return "" if isinstance(model.get_output_embeddings(), nn.Module) else "the model has no output embeddings"
+
+
+def is_stock(trainer: Any, name: str) -> bool:
+    """Return whether a trainer's method is the one of transformers, in this class and in this one object."""
+    method, stock = getattr(trainer, name), getattr(Trainer, name)
+    return getattr(method, "__func__", None) is stock and package_of(stock) == "transformers"
 
 
 def _in_tiles(trainer: Any) -> bool:
@@ -65,16 +72,22 @@ def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> in
 
 
 @contextmanager
-def in_chunks_of_tokens(model: Any, parts: list[Tensor] | None = None, count: int = 1) -> Generator[None]:
+def in_chunks_of_tokens(model: Any, parts: list[Tensor] | None = None, count: int = 1) -> Generator[Callable[[], None]]:
     """Compute the loss of a causal model in chunks inside the context.
 
     With `parts` a batch is `count` micro-batches of equally many rows. Their losses (count,) are added to `parts`, and
     the model's loss is 1 with the gradient of their sum: its caller sees by what the trainer multiplies a loss.
-    The model's forward raises `WholeLogits` if that is impossible.
+    The model's forward raises `WholeLogits` if that is impossible. So does the function in the context, called after
+    the forward, if the model computed another loss.
     """
     head = cast("nn.Module", model.get_output_embeddings())
     frozen = is_frozen_linear(head)  # inside the context it is called as another function
     seen: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def check() -> None:
+        if len(made) != 1:
+            raise WholeLogits(f"`{type(model).__name__}` computes its loss itself")
 
     def kept_back(hidden: Tensor) -> Tensor:
         seen.append(hidden)
@@ -85,13 +98,14 @@ def in_chunks_of_tokens(model: Any, parts: list[Tensor] | None = None, count: in
             raise WholeLogits(f"`{type(model).__name__}` changes the output of its head")
         rows = max(1, (frozen_head.MOST_LOGITS if frozen else MOST_LOGITS) // vocab_size)
         losses = chunked_losses(losses_by(head, rows, frozen=frozen), logits, labels, count, **kwargs)
+        made.append(losses.detach())
         if parts is None:
             return losses.sum().to(labels.device)
-        parts.append(losses.detach())
+        parts.append(made[-1])
         return cast("Tensor", _UnitSum.apply(losses)).to(labels.device)
 
     with called_as(head, kept_back), attributes(model, loss_function=loss):
-        yield
+        yield check
 
 
 class _UnitSum(torch.autograd.Function):

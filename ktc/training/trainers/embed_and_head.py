@@ -95,7 +95,7 @@ class EmbedAndHead:
         if batch.count > 1 and not self.whole_loss:
             parts: list[Tensor] = []
             try:
-                with in_chunks_of_tokens(self._causal, parts, batch.count):
+                with in_chunks_of_tokens(self._causal, parts, batch.count) as check, self._before_backward(check):
                     factor = self._run(stock_step, batch.inputs, num_items, call, final)
             except WholeLogits as why:  # found before its backward began
                 self.whole_loss = str(why)
@@ -116,11 +116,23 @@ class EmbedAndHead:
         """
         if not self.whole_loss:
             try:
-                with in_chunks_of_tokens(self._causal):
+                with in_chunks_of_tokens(self._causal) as check, self._before_backward(check):
                     return self._run(stock_step, inputs, num_items, call, final)
             except WholeLogits as why:  # found before its backward began
                 self.whole_loss = str(why)
         return self._run(stock_step, inputs, num_items, call, final)
+
+    @contextmanager
+    def _before_backward(self, check: Callable[[], None]) -> Generator[None]:
+        accelerator = self._trainer.accelerator
+        stock = accelerator.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            check()
+            stock(*args, **kwargs)
+
+        with with_attributes(accelerator, backward=backward):
+            yield
 
     def _run(self, stock_step: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
         with finished(self._layers, final, partial(self._compare, call.hidden)):

@@ -20,7 +20,7 @@ from ktc.model.experts.private_api import HOOKS
 from ktc.model.hf.patching import stock_class
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.model.packed_store.placement import hooks_move_alone
-from ktc.training.trainers.chunked_loss import causal_model, reason_for_whole_logits
+from ktc.training.trainers.chunked_loss import causal_model, is_stock, reason_for_whole_logits
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.private_api import hooks_of_all_modules, package_of, pytree, wraps_forward_in_autocast
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
@@ -132,10 +132,12 @@ def reason_for_each(trainer: Any, stock_step: Any) -> str:
     if whole:
         return whole
     name = type(trainer).__name__
-    if getattr(stock_step, "__func__", None) is not Trainer.training_step:
+    if getattr(stock_step, "__func__", None) is not Trainer.training_step or package_of(stock_step) != "transformers":
         return f"`{name}` has a training step of its own"
-    if type(trainer).compute_loss_context_manager is not Trainer.compute_loss_context_manager:
+    if not is_stock(trainer, "compute_loss_context_manager"):
         return f"`{name}` computes the loss in a context of its own"
+    if package_of(trainer.accelerator.backward) not in ("accelerate", "ktc"):
+        return "the accelerator has a `backward` of its own"
     model = stock_class(causal_model(trainer))
     known = model.__module__.startswith("transformers.models.")
     return "" if known else f"the code of a `{model.__name__}` is not from transformers"

@@ -13,7 +13,9 @@ import pytest
 import torch
 from stacked_training import StackingTrainer, assert_alike, logged, rows, trained
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import SequentialSampler
+from transformers import Qwen3MoeForCausalLM, Trainer
 
 from ktc.model import twin
 from ktc.stages.link import link
@@ -147,6 +149,71 @@ def test_trainers_with_a_loss_of_their_own_see_each_micro_batch(package: Path, t
     ours = trained(package, tmp_path, "on", lengths=(17,) * 8, trainer=Own, max_steps=1)
     assert runs == [1] * 16
     assert "once per micro-batch: `Own` computes the loss itself" in str(ours.stacker.decision)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("compute_loss", "computes the loss itself"), ("backward", "a `backward` of its own")],
+)
+def test_functions_that_are_set_on_a_trainer_see_each_micro_batch(
+    package: Path, tmp_path: Path, runs: list[int], name: str, told: str
+) -> None:
+    class Changed(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            of: Any = self if name == "compute_loss" else self.accelerator
+            stock = getattr(of, name)
+            setattr(of, name, lambda *args, **kwargs: stock(*args, **kwargs))
+
+    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, trainer=Changed, max_steps=1)
+    assert runs == [1] * 16
+    assert told in str(ours.stacker.decision)
+
+
+def test_a_loss_that_is_put_into_the_trainers_class_sees_each_micro_batch(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    def compute_loss(self: Any, *args: Any, stock: Any = Trainer.compute_loss, **kwargs: Any) -> Any:
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
+    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, max_steps=1)
+    assert runs == [1] * 16
+    assert "computes the loss itself" in str(ours.stacker.decision)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_forward_that_computes_its_loss_itself_is_found_before_its_backward(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> None:
+    stock: Any = Qwen3MoeForCausalLM.forward
+
+    def fused(self: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        made = stock(self, **kwargs, output_router_logits=False)
+        logits = functional.linear(self.model.norm.last, self.lm_head.weight).flatten(0, 1).float()
+        wanted = functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        made.loss = functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
+        return made
+
+    class Keeping(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            norm = self.model.get_base_model().model.norm
+            call = type(norm).forward
+
+            def forward(module: Any, x: Tensor) -> Tensor:
+                module.last = call(module, x)
+                return module.last
+
+            monkeypatch.setattr(type(norm), "forward", forward)
+
+    if known:  # as if it were a forward of transformers
+        monkeypatch.setattr("ktc.training.trainers.joined_inputs.package_of", lambda _: "transformers")
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", fused)
+    settings: dict[str, Any] = {"lengths": (17,) * 8, "collate": plain, "trainer": Keeping}
+    ours, theirs = (trained(package, tmp_path, mode, **settings) for mode in ("on", "off"))
+    assert_alike(ours, theirs)
+    assert "computes its loss itself" in str(ours.stacker.decision)
 
 
 def inputs(rows: int, length: int, **others: Any) -> dict[str, Any]:
