@@ -97,10 +97,9 @@ def divided_rows(inputs: Inputs, tokens: int) -> list[Inputs]:
     return [{name: piece[index] for name, piece in pieces.items()} for index in range(len(pieces["input_ids"]))]
 
 
-def sums_over_rows(trainer: Any, stock_step: Any, num_items: Any) -> bool:
-    """Return whether the loss of a micro-batch is the sum of the losses of its rows: divided by the step's tokens."""
-    counted = num_items is not None and bool(getattr(trainer, "model_accepts_loss_kwargs", False))
-    return counted and not reason_for_each(trainer, stock_step)
+def sums_over_rows(trainer: Any, num_items: Any) -> bool:
+    """Return whether a trainer's stock loss is the sum of the losses of rows: divided by the step's tokens."""
+    return num_items is not None and bool(getattr(trainer, "model_accepts_loss_kwargs", False))
 
 
 def reason_against_tokens(inputs: Sequence[Inputs]) -> str:
@@ -211,11 +210,22 @@ def _is_joined(leaf: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Return whether a value of a batch is that of each micro-batch, or has theirs (of `sizes` rows) one by one."""
     if not isinstance(leaf, Tensor):
         return all(type(piece) is type(leaf) and (piece is leaf or piece == leaf) for piece in pieces)
+    if any(piece is None for piece in pieces) and leaf.ndim == 4 and leaf.shape[0] == sum(sizes):  # masks
+        pairs = zip(torch.split(leaf, list(sizes)), pieces, strict=True)
+        return all(_is_causal(rows) if piece is None else _equal(rows, piece) for rows, piece in pairs)
     if not all(isinstance(piece, Tensor) and piece.dtype == leaf.dtype for piece in pieces):
         return False
     if leaf.ndim and leaf.shape[0] == sum(sizes) and len(pieces) > 1:
         return all(map(_equal, torch.split(leaf, list(sizes)), pieces))
     return all(leaf.shape == piece.shape and torch.equal(leaf, piece) for piece in pieces)
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Return whether a mask (B, 1, T, T), of flags or of 0 and very negative numbers, says what no mask says."""
+    if mask.shape[-1] != mask.shape[-2]:
+        return False
+    seen = mask if mask.dtype is torch.bool else mask == 0
+    return bool((seen == torch.ones_like(seen).tril()).all())
 
 
 def _equal(rows: Tensor, piece: Tensor) -> bool:

@@ -8,6 +8,7 @@ otherwise for a batch runs for each micro-batch from then on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,6 +20,7 @@ from ktc.training.trainers.joined_inputs import (
     Batch,
     Inputs,
     all_alike,
+    divided_rows,
     joined,
     observed,
     own_modules,
@@ -38,6 +40,8 @@ class Recorder:
         self._trainer, self._modules = trainer, own_modules(model, layers)
         self.against: str | None = None  # why it runs for each micro-batch, "" if for several; None before a step
         self.compared = False  # whether a batch of several micro-batches was compared with them
+        self.rows_compared = False  # whether a micro-batch was compared with its rows
+        self.against_rows = ""  # why no micro-batch is divided into its rows
         self.enters: ModelCall | None = None  # a micro-batch of any size, without its values
 
     def step(
@@ -60,7 +64,11 @@ class Recorder:
 
 
 class RecordedStep:
-    """The micro-batches of a step. `one_by_one` says why they are recorded one by one, "" if they are not."""
+    """The micro-batches of a step.
+
+    `one_by_one` says why micro-batches are recorded one by one, "" if none is, and `joins_some` whether others are not.
+    `told_of_rows` says whether micro-batches are divided into their rows, "" if none has more tokens than a pass.
+    """
 
     def __init__(
         self,
@@ -73,12 +81,44 @@ class RecordedStep:
         self._recorder, self._inputs, self.one_by_one = recorder, inputs, one_by_one
         self._record = partial(embed_and_head.record, num_items=num_items)
         self._calls: list[ModelCall] = []
+        self.joins_some, self.told_of_rows = False, ""
 
     def record_each(self) -> None:
         """Record every micro-batch alone."""
         self._calls = [self._record(inputs) for inputs in self._inputs]
         call = self._calls[0]
         self._recorder.enters = ModelCall(call.hidden.detach().to("meta"), call.devices, ())
+
+    def divided(self, tokens: int, *, sums: bool) -> RecordedStep:
+        """Divide micro-batches of more tokens into their rows. `sums` says whether a loss is the sum of their losses.
+
+        The first one is compared with its rows, as a batch is with its micro-batches. `told_of_rows` says what was
+        done.
+
+        Raises:
+            CannotStack: the model cannot be run layer by layer.
+        """
+        pieces = [divided_rows(inputs, tokens) for inputs in self._inputs]
+        if max(map(len, pieces)) == 1:
+            return self
+        recorder, rows = self._recorder, copy(self)
+        rows._inputs, rows._calls = [*chain(*pieces)], []
+        against = "" if sums else "its loss is not the sum of theirs"
+        against = against or self.one_by_one or recorder.against_rows
+        if not against and not (recorder.compared and recorder.rows_compared):
+            rows.record_each()
+        if not against and not recorder.rows_compared:
+            if not self._calls:
+                self.record_each()
+            whole = [Batch(inputs, len(of_one)) for inputs, of_one in zip(self._inputs, pieces, strict=True)]
+            if not all_alike(whole, self._calls, rows._calls):
+                against = recorder.against_rows = "they enter its layers otherwise than it does"
+        if against:
+            self.told_of_rows = f"a micro-batch of more tokens than a pass is not divided into its rows: {against}"
+            return self
+        recorder.rows_compared = True
+        rows.told_of_rows = "a micro-batch of more tokens than a pass is divided into its rows"
+        return rows
 
     @property
     def enters(self) -> ModelCall:
@@ -101,12 +141,14 @@ class RecordedStep:
         if not self.one_by_one:
             batches, self.one_by_one = joined([self._inputs[first:last] for first, last in runs], tokens)
             several = any(batch.count > 1 for batch in chain(*batches))
+            self.joins_some = several and bool(self.one_by_one)
             if several or not self._calls:
                 calls = [[self._record(batch.inputs) for batch in of_pass] for of_pass in batches]
                 if not self._calls or all_alike(chain(*batches), chain(*calls), self._calls):
                     self._recorder.compared |= several
                     return list(zip(batches, calls, strict=True))
                 self.one_by_one = self._recorder.against = "several enter its layers otherwise than one"
+                self.joins_some = False
         return [
             ([Batch(inputs) for inputs in self._inputs[first:last]], self._calls[first:last]) for first, last in runs
         ]

@@ -26,7 +26,7 @@ from ktc.model.hf.stock_model import finds_positions
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
-from ktc.training.trainers.joined_inputs import Batch, Inputs, divided_rows, sums_over_rows
+from ktc.training.trainers.joined_inputs import Batch, Inputs, sums_over_rows
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_divisible
 from ktc.training.trainers.layer_pass import Offloaded, through_layers
 from ktc.training.trainers.part_clock import span
@@ -96,6 +96,8 @@ class Stacking:
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
     one_by_one: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
+    joins_some: bool = False  # whether that holds for some micro-batches of the step before, and not for others
+    told_of_rows: str = ""  # whether micro-batches of more tokens than a pass are divided into their rows
 
     def __str__(self) -> str:
         if not self.on:
@@ -103,13 +105,17 @@ class Stacking:
         loss = f"; the loss is not computed in ktc's chunks: {self.whole_loss}" if self.whole_loss else ""
         sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
         layers = f"; {self.not_compiled}" if self.not_compiled else ""
-        around = (
-            f"; the model's code around its layers runs once per micro-batch: {self.one_by_one}"
-            if self.one_by_one
-            else ""
-        )
+        once = "alone for some micro-batches" if self.joins_some else "once per micro-batch"
+        around = f"; the model's code around its layers runs {once}: {self.one_by_one}" if self.one_by_one else ""
+        rows = f"; {self.told_of_rows}" if self.told_of_rows else ""
         waiting = f"; {self.offloaded.told}" if self.offloaded else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}{around}"
+        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}{around}{rows}"
+
+
+_SIZES: Mapping[str, Any] = {
+    "reason": "", "tokens": 0, "chunk_tokens": 0, "bytes_per_token": (), "offloaded": Offloaded.NOTHING,
+    "keeps_results": False, "scarce": "",
+}  # fmt: skip
 
 
 class Stacker(TrainerCallback):
@@ -138,6 +144,7 @@ class Stacker(TrainerCallback):
         # None before the first step. Stacking ends only if the first stack shows that it is impossible.
         self.decision: Stacking | None = None
         self._decided_for: StepSizes | None = None
+        self._told: set[Stacking] = set()
         trainer.add_callback(self)
 
     def compiles(self, model: nn.Module) -> bool:
@@ -185,7 +192,9 @@ class Stacker(TrainerCallback):
         self._settle(Stacking(False, str(why), 0))
 
     def _settle(self, decision: Stacking) -> None:
-        level = logging.INFO if self.decision is None or not decision.on else logging.DEBUG
+        told = replace(decision, **_SIZES)
+        level = logging.DEBUG if decision.on and told in self._told else logging.INFO  # other sizes are not news
+        self._told.add(told)
         self.decision = decision
         log.log(level, "micro-batches are computed %s", decision)
 
@@ -202,7 +211,9 @@ class Stacker(TrainerCallback):
                 embed_and_head.whole_loss = self.decision.whole_loss
                 runs = passes(sizes.tokens, self.decision.tokens)
                 batches = recorded.batches(runs, self.decision.chunk_tokens)
-                self._note(one_by_one=recorded.one_by_one)
+                self._note(
+                    one_by_one=recorded.one_by_one, joins_some=recorded.joins_some, told_of_rows=recorded.told_of_rows
+                )
                 for of_pass, calls in batches:
                     with host_factors.one_pass():
                         self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
@@ -240,11 +251,9 @@ class Stacker(TrainerCallback):
             self._decided_for = sizes
         assert self.decision is not None
         limit = self.decision.tokens
-        if sizes.largest <= limit or self._shares or not sums_over_rows(self._trainer, stock_step, num_items):
+        if sizes.largest <= limit or self._shares:
             return recorded, sizes
-        rows = [row for micro_batch in inputs for row in divided_rows(micro_batch, limit)]
-        if len(rows) > len(inputs):
-            recorded = self._recorder.step(embed_and_head, stock_step, rows, num_items)
+        recorded = recorded.divided(limit, sums=sums_over_rows(self._trainer, num_items))
         return recorded, self._sizes(recorded)
 
     def _pass(
@@ -271,7 +280,8 @@ class Stacker(TrainerCallback):
                 losses += embed_and_head.losses(stock_step, batch, num_items, call, leaf)
         if embed_and_head.checks_at_once:
             embed_and_head.check_unchanged()
-        self._note(whole_loss=embed_and_head.whole_loss, not_compiled=str(self._compiled or ""))
+        shown = {"whole_loss": embed_and_head.whole_loss, "not_compiled": str(self._compiled or "")}
+        self._note(**{name: fact for name, fact in shown.items() if fact})
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, pieces, chunks, leaves, finals
         if self._shares:  # a process without a loss takes part in the backward of the others
@@ -295,10 +305,10 @@ class Stacker(TrainerCallback):
     def _shares(self) -> bool:
         return bool(getattr(self._trainer, "shares_experts", False))
 
-    def _note(self, **facts: str) -> None:
+    def _note(self, **facts: Any) -> None:
         """Settle facts that only a step has shown: whole logits, layers that are not compiled, single micro-batches."""
         assert self.decision is not None
-        shown = replace(self.decision, **{name: fact for name, fact in facts.items() if fact})
+        shown = replace(self.decision, **facts)
         if shown != self.decision:
             self._settle(shown)
 

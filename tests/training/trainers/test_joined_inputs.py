@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacked_training import StackingTrainer, assert_alike, logged, rows, trained
+from stacked_training import StackingTrainer, assert_alike, logged, padded, rows, trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
@@ -299,3 +299,58 @@ def test_a_run_that_was_interrupted_in_its_first_step_begins_again(package: Path
 
     ours = trained(package, tmp_path, "auto", lengths=(17,) * 8, trainer=Interrupted)
     assert_alike(ours, trained(package, tmp_path, "off", lengths=(17,) * 8))
+
+
+def scarce(package: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> StackingTrainer:
+    """A run with micro-batches of four rows, of which a pass holds one or two."""
+    with monkeypatch.context() as patch:
+        patch.setattr("ktc.training.trainers.stacking.fitting_tokens", lambda *_: {"cpu": 40})
+        return trained(package, folder, "on", lengths=(17,) * 8, batch=4, max_steps=1, **settings)
+
+
+def test_a_micro_batch_whose_rows_depend_on_each_other_is_not_divided(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changed(StackingTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            model = self.model.get_base_model().model
+            model.norm = Centred(model.norm)
+
+    ours = scarce(package, tmp_path, monkeypatch, trainer=Changed)
+    theirs = trained(package, tmp_path, "off", lengths=(17,) * 8, batch=4, max_steps=1, trainer=Changed)
+    assert_alike(ours, theirs)
+    assert "is not divided into its rows: the code of `base_model" in str(ours.stacker.decision)
+
+
+def test_a_micro_batch_that_enters_the_layers_otherwise_than_its_rows_is_not_divided(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    monkeypatch.setattr("ktc.training.trainers.recorded_step.all_alike", lambda *_: False)
+    ours = scarce(package, tmp_path, monkeypatch)
+    assert runs[-2:] == [4, 4]
+    assert "its rows: they enter its layers otherwise" in str(ours.stacker.decision)
+
+
+def test_rows_without_padding_need_no_mask_where_the_micro_batch_has_one() -> None:
+    causal = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    padding = causal & torch.tensor([True, True, False])
+    both = torch.cat((causal, padding))
+    assert alike(call(2, both), [call(1, None), call(1, padding, 6.0)])
+    assert not alike(call(2, both), [call(1, causal), call(1, None, 6.0)])
+
+
+def test_the_reason_of_single_micro_batches_is_that_of_the_last_step(
+    package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def with_padding(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        made = padded(batch)
+        if len(batch[0]["input_ids"]) == 9:
+            made["attention_mask"][:, 0] = 0
+        return made
+
+    settings: dict[str, Any] = {"collate": with_padding, "trainer": InOrder}
+    with caplog.at_level("INFO", "ktc.training.trainers.stacking"):
+        ours = trained(package, tmp_path, "on", lengths=(9,) + (17,) * 15, **settings)
+    assert "for some micro-batches: rows have padding" in caplog.text
+    assert "micro-batch" not in str(ours.stacker.decision).replace("a step's micro-batches", "")

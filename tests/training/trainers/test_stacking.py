@@ -115,6 +115,8 @@ def test_a_micro_batch_larger_than_a_pass_is_divided_into_its_rows(
     found = trained(package("qwen3_moe"), tmp_path, "on", trainer=Scarce, **settings)
     assert_alike(found, expected)
     assert (max(passed) <= 50) == (collate is padded)
+    told = "more tokens than a pass is divided into its rows"
+    assert (told in str(found.stacker.decision)) == (collate is padded)
 
 
 def test_packed_sequences_keep_their_positions(package: Callable[[str], Path], tmp_path: Path) -> None:
