@@ -337,7 +337,7 @@ concept WordPanelSource =
 //   one
 //                     are fetched; otherwise the micro-kernel reads `current`.
 //   kReadsWords       whether it is a `WordPanelSource`.
-//   kConvertedRows    groups of up to this many rows are read in another form (`converted_slots.hpp`); 0: none are.
+//   kConvertedRows    experts of up to this many rows have them in another form (`converted_slots.hpp`); 0: none have.
 //   contraction       values of k of a packed row.
 //   start             prepares the first part.
 //   current           the weights of a part in the micro-kernel's order, until `advance`.

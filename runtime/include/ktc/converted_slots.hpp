@@ -13,15 +13,20 @@
 
 namespace ktc::inline KTC_UNIT {
 
-// The groups of up to `Panels::kConvertedRows` rows, and where each begins among their slots. Others are not converted.
+// The groups of experts with up to `Panels::kConvertedRows` rows, and where each begins among their slots. Others are
+// not converted: panels of experts with more rows are decoded, and nothing would read the copy.
 template <class Panels>
 class ConvertedSlots {
  public:
   ConvertedSlots(const Routing& routing, std::int64_t contraction) : routing_(&routing), contraction_(contraction) {
     if constexpr (Panels::kConvertedRows > 0) {
-      for (const SlotGroup& group : routing.groups()) {
-        first_.push_back(count_);
-        if (group.rows <= Panels::kConvertedRows) count_ += group.rows;
+      first_.assign(routing.groups().size(), kNotConverted);
+      for (const ActiveExpert& active : routing.active_experts()) {
+        if (num_rows(active) > Panels::kConvertedRows) continue;
+        for (std::size_t index = active.first_group; index < active.last_group; ++index) {
+          first_[index] = count_;
+          count_ += routing.groups()[index].rows;
+        }
       }
     }
   }
@@ -38,8 +43,8 @@ class ConvertedSlots {
                [[maybe_unused]] std::byte* target) const {
     if constexpr (Panels::kConvertedRows > 0) {
       for (std::int64_t index = groups.begin; index < groups.end; ++index) {
+        if (first_[static_cast<std::size_t>(index)] == kNotConverted) continue;
         const SlotGroup& group = routing_->groups()[static_cast<std::size_t>(index)];
-        if (group.rows > Panels::kConvertedRows) continue;
         Panels::convert(group, contraction_, slots + group.first_slot * contraction_, target + place(group));
       }
     }
@@ -52,6 +57,13 @@ class ConvertedSlots {
   }
 
  private:
+  static constexpr std::int64_t kNotConverted = -1;
+
+  std::int64_t num_rows(const ActiveExpert& active) const {
+    const SlotGroup& last = routing_->groups()[active.last_group - 1];
+    return last.first_slot + last.rows - routing_->groups()[active.first_group].first_slot;
+  }
+
   const Routing* routing_;
   std::int64_t contraction_;
   std::vector<std::int64_t> first_;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "ktc/coded_panels.hpp"
 #include "ktc/concepts.hpp"
@@ -40,7 +41,7 @@ class WordPanels : public CodedPanels<Isa, PanelType> {
   static constexpr int kStreamRows = Isa::kWordRows / weight_format::IntegerCodes<Panel>::kScales;
   static constexpr bool kMultipliesCodes = true;
   static constexpr bool kReadsWords = true;
-  static constexpr int kConvertedRows = Isa::kMaxRows;  // groups of any size
+  static constexpr int kConvertedRows = std::numeric_limits<int>::max();
   using Slots = ConvertedSlots<WordPanels>;
 
   // `scratch` holds `scratch_size(contraction)` elements.

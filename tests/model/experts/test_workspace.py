@@ -63,7 +63,14 @@ def test_a_plan_bounds_what_a_call_reserves(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("isa", "codes"), [(ISAS[0], ("int8", 0)), (ISAS[0], ("int4", 32)), *((isa, ("q4_1", 0)) for isa in WORDS)]
+    ("isa", "codes"),
+    [
+        (ISAS[0], ("int8", 0)),
+        (ISAS[0], ("int4", 32)),
+        *((isa, ("q4_1", 0)) for isa in WORDS),
+        *((isa, ("int4", 32)) for isa in WORDS),
+        *((isa, ("fp8", 128)) for isa in WORDS),
+    ],
 )
 def test_quantised_weights_take_scratch_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isa: Isa, codes: tuple[WeightFormat, int]
