@@ -3,7 +3,8 @@
 In: a model whose decoding steps become CUDA graphs. Out: the same model. In its attention modules' own code, a global
 function that rotates queries and keys (RoPE, arXiv 2104.09864), by cosines and sines or by complex numbers, is replaced
 by one that calls the kernel for few tokens, and the function itself for all others. A function is recognised by its
-results on random numbers. Others stay as they are, and so does code that another patch replaces.
+results on random numbers; a dtype in which the kernel rounds otherwise has the function itself. Other code stays as it
+is: another patch's, and that of models which rotate a part of each head.
 """
 
 from __future__ import annotations
@@ -55,12 +56,48 @@ def fuse_rotary(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
         place = next((parameter.device for parameter in module.parameters()), None)
         if place is None or place.type != device or lacking(place):
             continue
-        if type(module).forward is stock.forward and "forward" not in vars(module) and not has_hooks(module):
-            dtype = next(module.parameters()).dtype
-            if _forward(stock) is not None and _equals(stock, place, dtype):
-                FusedRotary.put_on(module)
-                fused.append(name)
+        is_stock = type(module).forward is stock.forward and "forward" not in vars(module) and not has_hooks(module)
+        if is_stock and _forward(stock) is not None and not _rotates_parts(module) and _is_served(module, place):
+            FusedRotary.put_on(module)
+            fused.append(name)
     return tuple(fused)
+
+
+def _is_served(module: nn.Module, device: torch.device) -> bool:
+    """Return whether the kernel computes what the functions of a module do, in a dtype in which it may compute.
+
+    That is one of its parameters', or any where all of them are packed.
+    """
+    stock = stock_class(module)
+    dtypes = {parameter.dtype for parameter in module.parameters()}.intersection(_DTYPES) or set(_DTYPES)
+    functions = [(stock.forward.__globals__[name], kind) for name, kind in _rotating(stock).items()]
+    served = [all(_equals(*function, device, dtype) for function in functions) for dtype in dtypes]
+    return any(served)
+
+
+def _rotates_parts(module: Any) -> bool:
+    """Return whether a module's config has it rotate the first numbers of a head alone, by functions that can."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return False
+    of_model = cast("dict[str, Any]", parameters)
+    of_layers = [of_model, *(value for value in of_model.values() if isinstance(value, dict))]
+    if all((given.get("partial_rotary_factor") or 1) == 1 for given in of_layers):
+        return False
+    stock = stock_class(module)
+    return any(_takes_parts(stock.forward.__globals__[name], kind) for name, kind in _rotating(stock).items())
+
+
+@functools.cache
+def _takes_parts(function: Rotate, kind: Kind) -> bool:
+    """Return whether a function takes angles of less than a head."""
+    with torch.device("cpu"), torch.no_grad():
+        query, key, *angles = _random(kind, torch.device("cpu"), torch.float32)
+        try:
+            function(torch.cat((query, query), -1), torch.cat((key, key), -1), *angles)
+        except Exception:  # noqa: BLE001 - code of any kind on an input that it may not take
+            return False
+    return True
 
 
 @functools.cache
@@ -109,10 +146,11 @@ def _with_kernel(function: Rotate, kind: Kind) -> Rotate:
     """Return `function` with the kernel for the calls that it serves."""
 
     @functools.wraps(function)
-    def rotated(query: Tensor, key: Tensor, *more: Any, **options: Any) -> Any:
-        if len(more) == (1 if kind == "pairs" else 2) and not options and _serves(kind, query, key, *more):
-            return _kernel(kind)(query, key, *more)
-        return function(query, key, *more, **options)
+    def rotated(*given: Any, **options: Any) -> Any:
+        is_whole = not options and len(given) == (3 if kind == "pairs" else 4)
+        if is_whole and _serves(kind, *given) and _equals(function, kind, given[0].device, given[0].dtype):
+            return _kernel(kind)(*given)
+        return function(*given, **options)
 
     return rotated
 
@@ -138,30 +176,28 @@ def _serves(kind: Kind, query: Tensor, key: Tensor, *angles: Tensor) -> bool:
 
 
 @functools.cache
-def _equals(stock: type[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel computes what the functions of a class do, on a device."""
-    if dtype not in _DTYPES:
-        return False
+def _equals(function: Rotate, kind: Kind, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernel computes what a function does, on a device and in a dtype."""
     with torch.no_grad():
-        for name, kind in _rotating(stock).items():
-            given = [*_random(kind, device, dtype)]
-            wanted = stock.forward.__globals__[name](*given)
-            try:
-                computed = _kernel(kind)(*given)
-            except Exception as error:  # noqa: BLE001 - Triton's compiler raises anything
-                log.warning("rotary positions stay as they are on %s: %s", device, first_line(error))
-                return False
-            if not all(_same(one, other) for one, other in zip(computed, wanted, strict=True)):
-                return False
-    return True
+        given = [*_random(kind, device, dtype)]
+        try:
+            wanted = function(*given)
+            computed = _kernel(kind)(*given)
+        except Exception as error:  # noqa: BLE001 - Triton's compiler raises anything
+            log.warning("rotary positions stay as they are on %s: %s", device, first_line(error))
+            return False
+        is_same = all(_same(one, other) for one, other in zip(computed, wanted, strict=True))
+    if not is_same:
+        log.info("rotary positions in %s stay as they are on %s: the kernel rounds otherwise", dtype, device)
+    return is_same
 
 
 def _random(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield queries, keys, and angles of two sequences of three tokens."""
     generator = torch.Generator().manual_seed(0)
     for heads in (6, 2):
-        yield torch.randn(2, 3, heads, _WIDTH, generator=generator).to(device, dtype).transpose(1, 2)
-    angles = torch.randn(2, 3, _WIDTH // 2, generator=generator)
+        yield torch.randn(2, 3, heads, _WIDTH, generator=generator, device="cpu").to(device, dtype).transpose(1, 2)
+    angles = torch.randn(2, 3, _WIDTH // 2, generator=generator, device="cpu")
     if kind == "pairs":
         yield torch.polar(torch.ones_like(angles), angles).to(device)
     else:

@@ -110,6 +110,54 @@ def test_other_code_and_wrong_kernels_stay_as_they_are(monkeypatch: pytest.Monke
     gpu_rotary._equals.cache_clear()
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_models_that_rotate_parts_of_heads_keep_their_code(family: str) -> None:
+    """The kernel serves none of their calls."""
+    assert fuse_rotary(model_of(family), DEVICE.type) == ()
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def apply_rotary_once(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Compute in fp32 and round once."""
+    cos, sin = cos.unsqueeze(1).float(), sin.unsqueeze(1).float()
+    return tuple((x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype) for x in (query, key))
+
+
+class RoundedOnce(nn.Module):
+    """A module whose first parameter is of another dtype than its queries."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        made = (nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False) for dtype in dtypes)
+        self.weights = nn.ParameterList(made)
+
+    def forward(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return apply_rotary_once(query, key, cos, sin)
+
+
+class ByKeyword(RoundedOnce):
+    def forward(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return apply_rotary_once(query=query, key=key, cos=cos, sin=sin)
+
+
+@pytest.mark.parametrize("stock", [RoundedOnce, ByKeyword])
+def test_the_kernel_serves_calls_of_the_dtypes_in_which_it_rounds_as_stock_code(stock: type[RoundedOnce]) -> None:
+    model = nn.Sequential(stock(torch.float32, torch.float16)).to(DEVICE)
+    assert fuse_rotary(model, DEVICE.type) == ("0",)
+    given = [*gpu_rotary._random("halves", DEVICE, torch.float16)]
+    for found, wanted in zip(model[0](*given), apply_rotary_once(*given), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_packed_parameters_do_not_decide_whether_a_kernel_is_used() -> None:
+    assert fuse_rotary(nn.Sequential(RoundedOnce(torch.uint8)).to(DEVICE), DEVICE.type) == ("0",)
+    assert fuse_rotary(nn.Sequential(RoundedOnce(torch.float16)).to(DEVICE), DEVICE.type) == ()
+
+
 def test_a_copy_computes_by_the_kernel_too() -> None:
     model = model_of("qwen3_moe")
     fuse_rotary(model, DEVICE.type)
