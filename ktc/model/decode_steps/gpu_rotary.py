@@ -81,7 +81,8 @@ def _rotates_parts(module: Any) -> bool:
     if not isinstance(parameters, dict):
         return False
     of_model = cast("dict[str, Any]", parameters)
-    of_layers = [of_model, *(value for value in of_model.values() if isinstance(value, dict))]
+    of_kinds = (cast("dict[str, Any]", value) for value in of_model.values() if isinstance(value, dict))
+    of_layers = [of_model, *of_kinds]
     if all((given.get("partial_rotary_factor") or 1) == 1 for given in of_layers):
         return False
     stock = stock_class(module)
