@@ -81,5 +81,5 @@ def _results(form: ExpertsForm, steps: ModuleType, device: torch.device, trained
         for number, factors in enumerate(((first, down), (None, None))):
             of_factors = Inner(inner.product, inner.low if factors[0] is not None else None, bias)
             made = steps.activated_backward(form, of_factors, factors, rows, given)
-            results |= {f"gradients {name} ({number})": value for name, value in made._asdict().items()}
+            results |= {f"gradient {place} ({number})": value for place, value in enumerate(made)}
     return {name: value.float().cpu() for name, value in results.items() if value is not None}

@@ -18,7 +18,7 @@ from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation import host, resources
 from ktc.model.experts.lora import MAX_RANK
 from ktc.model.kernels.fused_moe_spec import KERNELS
-from ktc.tools.bench import moe, ours, peers, requests
+from ktc.tools.bench import layer_requests, moe, ours, peers, requests
 from ktc.tools.bench.layer_requests import DEFAULT_IMPLS, Moe
 from ktc.tools.bench.moe import MoeReport, Row, absent, left_out
 from ktc.tools.bench.options import parse
@@ -86,7 +86,7 @@ def test_kt_kernel_that_nobody_asked_for_and_is_broken_is_left_out(
 ) -> None:
     tmp_path.joinpath("kt_kernel.py").write_text("raise ImportError('no libnuma')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(requests, "DEFAULT_IMPLS", ("onednn_dense", "kt_kernel"))
+    monkeypatch.setattr(layer_requests, "DEFAULT_IMPLS", ("onednn_dense", "kt_kernel"))
     asked = (*TINY, "--isa", "scalar", "--tokens", "130", "--json")
     code, out, err = bench(*asked)
     assert code == 0, err
@@ -221,7 +221,7 @@ def test_the_table_is_what_a_person_reads(golden: Callable[[str, str], None]) ->
 
 
 def test_constants_of_requests_are_those_of_the_kernels_and_the_trace() -> None:
-    assert (requests.MAX_RANK, requests._TRACED_STEP) == (MAX_RANK, TRACED_STEP)
+    assert (layer_requests.MAX_RANK, requests._TRACED_STEP) == (MAX_RANK, TRACED_STEP)
 
 
 def test_peers_that_are_not_installed_are_refused_in_one_message(
