@@ -20,6 +20,7 @@ from ktc.model.experts.row_factors import GivenGradients, Inner, RunFactors
 from ktc.model.experts.slots import Slots, sums_of_rows
 from ktc.model.kernels.form import ExpertsForm
 
+_BACKWARD: Final = ("h", "d_inner", "d_low", "d_weights", "weighted", "d_weighted")  # of `ActivationGradients`
 _TOKENS, _CHOICES, _EXPERTS, _HIDDEN, _INNER, _RANK = 40, 2, 3, 72, 136, 8
 _CPU: Final = torch.device("cpu")
 _BOUND: Final = 0.02  # of the relative error of results that are rounded to bf16
@@ -81,5 +82,5 @@ def _results(form: ExpertsForm, steps: ModuleType, device: torch.device, trained
         for number, factors in enumerate(((first, down), (None, None))):
             of_factors = Inner(inner.product, inner.low if factors[0] is not None else None, bias)
             made = steps.activated_backward(form, of_factors, factors, rows, given)
-            results |= {f"gradient {place} ({number})": value for place, value in enumerate(made)}
+            results |= {f"backward: {name} ({number})": value for name, value in zip(_BACKWARD, made, strict=True)}
     return {name: value.float().cpu() for name, value in results.items() if value is not None}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from stacked_training import LENGTHS, StackingTrainer, assert_alike, logged, padded, peft_model, rows, trained
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -391,6 +392,16 @@ def test_states_of_a_gpu_wait_on_the_host_where_a_pass_would_not_fit(package: Ca
         assert kept_bytes_per_token(layers, call) == {}, "on another device than its layer"
 
 
+def _recorded(package: Callable[[str], Path], tmp_path: Path) -> tuple[Stacker, ModelCall, PeftModel]:
+    """A stacker before its first decision, and the call of a micro-batch of eight tokens."""
+    model = peft_model(package("qwen3_moe"))
+    stacker = Stacker(Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True)))
+    stacker._layers = split_layers(model)
+    ids = torch.tensor([rows((8,))[0]["input_ids"]])
+    call = record(stacker._layers, lambda: model(input_ids=ids, use_cache=False))
+    return stacker, call, model
+
+
 @pytest.mark.parametrize(
     ("per_token", "tokens", "level"),
     [
@@ -409,12 +420,7 @@ def test_the_least_waits_that_saves_a_pass(
     fits = {held: tokens * per_token[0] // held for held in per_token}
     monkeypatch.setattr(stacking, "bytes_per_token", lambda *given: {"cpu": per_token[given[2]]})
     monkeypatch.setattr(stacking, "fitting_tokens", lambda held, *_: {"cpu": fits[held["cpu"]]})
-    model = peft_model(package("qwen3_moe"))
-    trainer = Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True))
-    stacker = Stacker(trainer)
-    stacker._layers = split_layers(model)
-    ids = torch.tensor([rows((8,))[0]["input_ids"]])
-    call = record(stacker._layers, lambda: model(input_ids=ids, use_cache=False))
+    stacker, call, model = _recorded(package, tmp_path)
     assert stacker._sized(StepSizes((8,) * 8, 8), call, model).offloaded is level
 
 
@@ -445,11 +451,7 @@ def test_a_decision_starts_no_process_and_counts_micro_batches_that_are_not_divi
     package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step of other sizes decides. Eight rows of eight tokens could be columns: they are one call."""
-    model = peft_model(package("qwen3_moe"))
-    stacker = Stacker(Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True)))
-    stacker._layers = split_layers(model)
-    ids = torch.tensor([rows((8,))[0]["input_ids"]])
-    call = record(stacker._layers, lambda: model(input_ids=ids, use_cache=False))
+    stacker, call, model = _recorded(package, tmp_path)
     at_once: list[int] = []
 
     def counted(_: ModelCall, chunk_tokens: int, *args: Any) -> dict[str, int]:
@@ -468,12 +470,7 @@ def test_experts_of_a_gpu_are_passed_by_single_micro_batches_where_memory_is_sca
     package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One by one, as on the CPU, everything that backward needs would stay on the GPU."""
-    model = peft_model(package("qwen3_moe"))
-    trainer = Trainer(model, TrainingArguments(report_to=[], output_dir=str(tmp_path), use_cpu=True))
-    stacker = Stacker(trainer)
-    stacker._layers = split_layers(model)
-    ids = torch.tensor([rows((8,))[0]["input_ids"]])
-    call = record(stacker._layers, lambda: model(input_ids=ids, use_cache=False))
+    stacker, call, model = _recorded(package, tmp_path)
     monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cpu": 5})
     with pytest.raises(CannotStack, match="holds 5 tokens"):
         stacker._sized(StepSizes((8,) * 8, 8), call, model)
