@@ -50,6 +50,7 @@ def _rotated(
             query, key, cos, sin, queries, keys, H, K, T, groups, *query.stride()[:3], *key.stride()[:3],
             by_row, cos.stride(1), by_other, sin.stride(1), HALF=D // 2, BLOCK=triton.next_power_of_2(D // 2),
             HEADS=_HEADS, TWICE=cos.shape[-1] == D, PAIRS=pairs, INTERLEAVED=interleaved, num_warps=1,
+            enable_fp_fusion=pairs,  # PyTorch rounds each product of real numbers, and no product of complex ones
         )  # fmt: skip
     return queries, keys
 
