@@ -9,6 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from ktc.adapters.adapter import read_adapter
 from ktc.adapters.base_model import find_base
@@ -17,6 +19,8 @@ from ktc.adapters.export_check import _twin, check
 from ktc.adapters.merge import merge
 from ktc.diagnostics import InputRefused
 from ktc.model.twin import build, default_config, shrink
+
+TEXT = "qwen3_5_moe_text"
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,8 @@ def test_experts_of_a_whole_model_are_one_by_one_only_where_peft_stacks_them(che
             with pytest.raises(InputRefused, match=r"A606.*`qwen3_5_moe` stacked"):
                 export(folder, "per-expert", tmp_path / "one")
         else:
+            if not any(isinstance(read, WeightConverter) for read in get_checkpoint_conversion_mapping(TEXT) or ()):
+                pytest.skip("this transformers has no conversions of these experts")
             assert export(folder, "per-expert", tmp_path / "one").tensors > 0
 
 

@@ -84,7 +84,7 @@ def slots_of(
         _around=2 * sizes.hidden * sizes.item,  # input and output
         _gradients=weights_train * sizes.top_k * (sizes.outputs + sizes.inter) * sizes.item,
         _per_token=(
-            _forward(spec, sizes, ranks) + bits + rows,
+            _forward(spec, sizes, ranks, dropout=dropout) + bits + rows,
             _backward(spec, sizes, ranks, keep=keep) + bits + again * dropout,
         ),
         _scratch=(
@@ -141,13 +141,16 @@ def _saved(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: b
     return kept + needs_input * (spec.hidden or 0) * sizes.item + sizes.top_k * (_INDEX + sizes.total)
 
 
-def _forward(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int]) -> int:
-    """Workspace per token: rows that each product reads, and the sums over experts."""
-    reads_elements = not spec.integer_products or ranks[0] > 0
-    slot = reads_elements * sizes.hidden * sizes.item + sizes.inter * sizes.item + sizes.total
-    again = sizes.inter * sizes.item if spec.integer_products and ranks[1] else 0  # elements that LoRA on down reads
+def _forward(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, dropout: bool) -> int:
+    """Workspace per token: rows that each product reads, and the sums over experts.
+
+    Beside integers LoRA reads elements, but with dropout rows of its own (`_dropped`).
+    """
+    beside = tuple(spec.integer_products and rank > 0 and not dropout for rank in ranks)
+    hidden = (not spec.integer_products or beside[0]) * sizes.hidden * sizes.item
+    inter = (1 + beside[1]) * sizes.inter * sizes.item
     integers = _quantised(spec, sizes) + _words(spec, sizes)
-    return _token(spec, sizes) + sizes.top_k * (slot + again + _low_rank(sizes, ranks) + integers)
+    return _token(spec, sizes) + sizes.top_k * (hidden + inter + sizes.total + _low_rank(sizes, ranks) + integers)
 
 
 def _backward(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: bool) -> int:
