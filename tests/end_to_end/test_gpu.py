@@ -23,7 +23,7 @@ from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
 from ktc.training.trainers import stacking
 from ktc.training.trainers.expert_adapters import Adapters
-from ktc.training.trainers.layer_pass import Offloaded
+from ktc.training.trainers.layer_pass import Kept, Offloaded
 from ktc.training.trainers.stacking import Stacker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -197,7 +197,8 @@ def test_what_waits_in_host_memory_changes_no_step(
         monkeypatch.setattr(Stacker, "_sized", sized)
         decision = trainer.stacker.decision
         assert decision is not None
-        assert decision.keeps_results == (resident and tokens_of_a_pass > 4 * 48)
+        keeps = resident and tokens_of_a_pass > 4 * 48
+        assert decision.kept == Kept(keeps, model.config.num_hidden_layers if keeps else 0)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         weights = {name: weight.detach().cpu() for name, weight in model.named_parameters() if weight.requires_grad}
         return losses, weights, trainer.expert_adapters

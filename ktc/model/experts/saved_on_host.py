@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, cast
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -18,14 +20,28 @@ from torch import Tensor
 _AHEAD, _MOST, _BYTES_AHEAD = 5, 32, 160 << 20
 
 
+_in_place: Final[list[None]] = []  # one entry for each context that is open
+
+
+@contextmanager
+def saved_in_place() -> Generator[None]:
+    """Leave tensors that are saved inside the context where they are: their GPU has room for them."""
+    _in_place.append(None)
+    try:
+        yield
+    finally:
+        _in_place.pop()
+
+
 class SavedOnHost:
-    """One tensor. `back` may be called again, as for a graph that is retained."""
+    """One tensor, which is not copied in `saved_in_place`. `back` may be called again, as for a retained graph."""
 
     def __init__(self, saved: Tensor) -> None:
         self._device = saved.device
         self._is_due = True  # until it was taken
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
-        if saved.device.type != "cuda":
+        self._stays = saved.device.type != "cuda" or bool(_in_place)
+        if self._stays:
             self._host, self._before = saved, None
             return
         lane = _lane(saved.device)
@@ -37,7 +53,7 @@ class SavedOnHost:
 
     def back(self) -> Tensor:
         """Return the tensor on its device, and begin to fetch those that were saved before it."""
-        if self._device.type != "cuda":
+        if self._stays:
             return self._host
         self._fetch()
         self._is_due = False

@@ -9,6 +9,8 @@ computed once, and its saved tensors are on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, Final, cast
@@ -16,7 +18,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from ktc.model.experts.saved_on_host import HostOffloaded
+from ktc.model.experts.saved_on_host import HostOffloaded, saved_in_place
 from ktc.model.experts.staging import parts, to_host
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.layer_calls import ModelCall
@@ -44,13 +46,37 @@ class Offloaded(IntEnum):
         return f"{inputs}outputs of attention wait for backward in host memory" if self else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What waits for backward on the GPU of a pass, beside the states of layers.
+
+    With `results` inputs and outputs of resident experts do, and of the last layers, as many as `parts`, everything
+    that backward needs: these layers are not computed again.
+    """
+
+    results: bool = False
+    parts: int = 0
+
+    def of_layer(self, index: int, count: int) -> Kept:
+        """Return what is kept of one of `count` layers."""
+        return Kept(self.results, int(index >= count - self.parts))
+
+    @property
+    def told(self) -> str:
+        """The layers that are not computed again, in words."""
+        return f"backward computes the last {self.parts} layers without computing them again" if self.parts else ""
+
+
+NOTHING_KEPT: Final = Kept()
+
+
 def through_layers(
     layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], compiled: CompiledParts | None = None,
-    offloaded: Offloaded = Offloaded.NOTHING, *, keeps_results: bool = False,
+    offloaded: Offloaded = Offloaded.NOTHING, kept: Kept = NOTHING_KEPT,
 ) -> list[Tensor]:  # fmt: skip
     """Return the output (B, T, H) of the last layer for each chunk. With `compiled`, parts of layers are compiled.
 
-    With `keeps_results` the outputs of experts stay on their GPU where they can (`stays_on`).
+    What is `kept` waits for backward on its GPU where it can (`stays_on`).
 
     Raises:
         CannotStack: a layer cannot be run in parts.
@@ -64,7 +90,8 @@ def through_layers(
         if index == first:  # its parts have gradients, those of its parameters
             states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
         calls = [chunk.layers[index] for chunk in chunks]
-        states = _through(split, calls, states, compiled, offloaded, keeps_results=keeps_results)
+        of_layer = kept.of_layer(index, len(layers))
+        states = _through(split, calls, states, compiled, Offloaded.NOTHING if of_layer.parts else offloaded, of_layer)
     return states
 
 
@@ -74,8 +101,9 @@ def _trains(layer: nn.Module) -> bool:
 
 def _through(
     split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None,
-    offloaded: Offloaded, *, keeps_results: bool,
+    offloaded: Offloaded, kept: Kept,
 ) -> list[Tensor]:  # fmt: skip
+    part = partial(_part, keeps_graph=bool(kept.parts))
     runs = [
         LayerRun(split, call, x.device, None if compiled is None else compiled.of(split, call, x))
         for call, x in zip(calls, states, strict=True)
@@ -87,20 +115,20 @@ def _through(
         _offloaded(x, 1 + of_one_layer) if offloaded >= Offloaded.INPUT and _may_wait(x) else (x, None) for x in states
     ]
     if split.attention is not None and split.experts is not None and not offloaded and not is_timed():
-        outputs = [_part(run, run.attend_and_route, *given) for run, given in zip(runs, inputs, strict=True)]
+        outputs = [part(run, run.attend_and_route, *given) for run, given in zip(runs, inputs, strict=True)]
         attended, routes = [(out[0], None) for out in outputs], [cast("Routes", out[1:]) for out in outputs]
     elif split.attention is not None:
-        outputs = [_part(run, run.attend, *given, kind="attention") for run, given in zip(runs, inputs, strict=True)]
+        outputs = [part(run, run.attend, *given, kind="attention") for run, given in zip(runs, inputs, strict=True)]
         attended = [_offloaded(out, of_one_layer) if offloaded and out.is_cuda else (out, None) for out in outputs]
     inputs = [given + carried for given, carried in zip(inputs, attended, strict=True)]
     if split.experts is not None:
         routes = routes or [
-            cast("Routes", _part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)
+            cast("Routes", part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)
         ]
         with calls[0].autocasting():
-            routed = _of_experts(split.experts, routes, keeps_results=keeps_results)
+            routed = _of_experts(split.experts, routes, keeps_results=kept.results)
     inputs = [given + carried for given, carried in zip(inputs, routed, strict=True)]
-    return [_part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
+    return [part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
 
 def _may_wait(x: Tensor) -> bool:
@@ -109,7 +137,7 @@ def _may_wait(x: Tensor) -> bool:
 
 def _part(
     run: LayerRun, part: Callable[..., Any], x: Tensor, offloaded: HostOffloaded | None, *others: Any,
-    kind: PartKind = "mlp",
+    kind: PartKind = "mlp", keeps_graph: bool = False,
 ) -> Any:  # fmt: skip
     """Run a part of a layer, whose input is `x` or that of which `x` is the placeholder."""
 
@@ -117,7 +145,10 @@ def _part(
         return part(values_of(x, offloaded), *others)
 
     began, timed = run.begin_part(), partial(span, kind, x.device)
-    return recomputed(of_values, x, offloaded, *others, as_in_backward=run.is_compiled, span=timed, state=began)
+    return recomputed(
+        of_values, x, offloaded, *others, as_in_backward=run.is_compiled, span=timed, state=began,
+        keeps_graph=keeps_graph,
+    )  # fmt: skip
 
 
 def _offloaded(result: Tensor, uses: int = 1) -> Carried:
@@ -145,8 +176,10 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes], *, keeps_results: 
         on_host = all(route[0].device.type == "cpu" for route in routes)
         pieces = torch.split(out, rows) if on_host else parts(out, rows, pin=True)
         return [(piece, None) for piece in pieces]
-    out = in_span("experts", experts, *(_joined(tensors, device) for tensors in gathered))
-    if keeps_results and all(stays_on(experts, route[0].device) for route in routes):
+    stays = keeps_results and all(stays_on(experts, route[0].device) for route in routes)
+    with saved_in_place() if stays else nullcontext():
+        out = in_span("experts", experts, *(_joined(tensors, device) for tensors in gathered))
+    if stays:
         return [(out, None)] if len(rows) == 1 else [(piece.clone(), None) for piece in torch.split(out, rows)]
     pieces = zip(torch.split(out, rows), routes, strict=True)
     return [_offloaded(piece.to(route[0].device)) for piece, route in pieces]

@@ -69,7 +69,7 @@ def bytes_per_token(
 
 
 def kept_bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
-    """Count the bytes of a token's outputs of experts that can stay on each GPU from forward to backward.
+    """Count the bytes of a token's inputs and outputs of experts that can stay on each GPU from forward to backward.
 
     They are those of resident experts on the GPU of their layer: others have a GPU whose memory is scarce.
     """
@@ -77,8 +77,19 @@ def kept_bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[
     kept: dict[str, int] = {}
     for split, device in zip(layers, call.devices, strict=True):
         if split.experts is not None and stays_on(split.experts, device):
-            kept[str(device)] = kept.get(str(device), 0) + width
+            kept[str(device)] = kept.get(str(device), 0) + 2 * width
     return kept
+
+
+def kept_layers(layers: Sequence[SplitLayer], call: ModelCall, tokens: int, room: Mapping[str, int]) -> int:
+    """Return how many of the last layers can keep all that their backward needs of `tokens` tokens, within `room`."""
+    left, of_layer = dict(room), tokens * call.hidden.shape[-1] * _LAYER
+    for number, (split, device) in enumerate(zip(reversed(layers), reversed(call.devices), strict=True)):
+        left[str(device)] = left.get(str(device), 0) - of_layer
+        stays = split.experts is None or stays_on(split.experts, device)
+        if device.type == "cpu" or not stays or left[str(device)] < 0:
+            return number
+    return len(layers)
 
 
 def prepare_experts(layers: Sequence[SplitLayer]) -> None:
@@ -156,6 +167,16 @@ def fitting_tokens(per_token: Mapping[str, int], working: Mapping[str, int], fre
         device: max(0, int(_USED * free[device]) - working.get(device, 0)) // size
         for device, size in per_token.items()
         if size
+    }
+
+
+def room(
+    per_token: Mapping[str, int], working: Mapping[str, int], free: Mapping[str, int], tokens: int
+) -> dict[str, int]:
+    """Return the bytes that a pass of `tokens` tokens leaves of each device's free memory, below 0 if it is larger."""
+    return {
+        device: int(_USED * size) - working.get(device, 0) - per_token.get(device, 0) * tokens
+        for device, size in free.items()
     }
 
 

@@ -28,7 +28,7 @@ from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
 from ktc.training.trainers.joined_inputs import Batch, Inputs, sums_over_rows
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_divisible
-from ktc.training.trainers.layer_pass import Offloaded, through_layers
+from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded, through_layers
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
@@ -46,7 +46,9 @@ from ktc.training.trainers.stack_size import (
     fitting_tokens,
     free_bytes,
     kept_bytes_per_token,
+    kept_layers,
     prepare_experts,
+    room,
     working_bytes,
 )
 
@@ -91,7 +93,7 @@ class Stacking:
     chunk_tokens: int = CHUNKS[0]
     bytes_per_token: tuple[tuple[str, int], ...] = ()
     offloaded: Offloaded = Offloaded.NOTHING  # what waits for backward in host memory
-    keeps_results: bool = False  # whether the outputs of resident experts stay on their GPU
+    kept: Kept = NOTHING_KEPT  # what waits for backward on the GPU beside the states of layers
     scarce: str = ""  # the device whose memory is the first that a longer pass would fill
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
@@ -109,12 +111,13 @@ class Stacking:
         around = f"; the model's code around its layers runs {once}: {self.one_by_one}" if self.one_by_one else ""
         rows = f"; {self.told_of_rows}" if self.told_of_rows else ""
         waiting = f"; {self.offloaded.told}" if self.offloaded else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{loss}{layers}{around}{rows}"
+        kept = f"; {self.kept.told}" if self.kept.told else ""
+        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{loss}{layers}{around}{rows}"
 
 
 _SIZES: Mapping[str, Any] = {
     "reason": "", "tokens": 0, "chunk_tokens": 0, "bytes_per_token": (), "offloaded": Offloaded.NOTHING,
-    "keeps_results": False, "scarce": "",
+    "kept": NOTHING_KEPT, "scarce": "",
 }  # fmt: skip
 
 
@@ -270,9 +273,8 @@ class Stacker(TrainerCallback):
         pieces = [divided(call, self.decision.chunk_tokens) for call in calls]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
         outs = through_layers(
-            self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded,
-            keeps_results=self.decision.keeps_results,
-        )  # fmt: skip
+            self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded, self.decision.kept
+        )
         finals = _by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces])
         leaves = [final.detach().requires_grad_() for final in finals]
         for batch, call, leaf in zip(batches, calls, leaves, strict=True):
@@ -385,11 +387,13 @@ class Stacker(TrainerCallback):
         scarce = min(fits, key=lambda device: fits[device])
         kept = kept_bytes_per_token(self._layers, call)
         with_kept = {device: size + kept.get(device, 0) for device, size in per_token.items()}
-        keeps = bool(kept) and min(fitting_tokens(with_kept, working, free).values()) >= sizes.whole
+        left = room(with_kept, working, free, sizes.whole)
+        results = bool(kept) and fits[scarce] >= sizes.whole and min(left[device] for device in with_kept) >= 0
+        parts = kept_layers(self._layers, call, sizes.whole, left) if results and not offloaded else 0
         reason = "a step's micro-batches fit the free memory"
         return Stacking(
             True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce,
-            keeps_results=keeps,
+            kept=Kept(results, parts),
         )  # fmt: skip
 
 

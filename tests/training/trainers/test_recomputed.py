@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from ktc.training.trainers.recomputed import recomputed
 
 
+@pytest.mark.parametrize("keeps_graph", [False, True])
 @pytest.mark.parametrize("as_in_backward", [False, True])
-def test_results_and_gradients_are_those_of_the_function(as_in_backward: bool) -> None:
+def test_results_and_gradients_are_those_of_the_function(as_in_backward: bool, keeps_graph: bool) -> None:
     torch.manual_seed(0)
     linear, calls = nn.Linear(8, 6), list[bool]()
 
@@ -25,7 +27,8 @@ def test_results_and_gradients_are_those_of_the_function(as_in_backward: bool) -
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         linear.zero_grad()
         arguments: tuple[Any, ...] = (x, y, 3.0)
-        results = recomputed(function, *arguments, as_in_backward=as_in_backward) if again else function(*arguments)
+        ways = {"as_in_backward": as_in_backward, "keeps_graph": keeps_graph}
+        results = recomputed(function, *arguments, **ways) if again else function(*arguments)
         (results[0].sum() + (results[2] ** 2).sum()).backward()
         leaves = (x, *linear.parameters(), *([] if y is None else [y]))
         return [*(result.detach() for result in results), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -36,7 +39,7 @@ def test_results_and_gradients_are_those_of_the_function(as_in_backward: bool) -
             y.grad = None
         for one, other in zip(ours, gradients(y, again=False), strict=True):
             assert torch.equal(one, other)
-    assert calls[:2] == [as_in_backward, True]
+    assert calls == [True] * 4 if keeps_graph else [as_in_backward, True, True] * 2
 
 
 def test_backward_draws_the_numbers_of_forward_and_no_others() -> None:
@@ -49,6 +52,23 @@ def test_backward_draws_the_numbers_of_forward_and_no_others() -> None:
     assert x.grad is not None
     assert torch.equal(x.grad, out.detach())
     assert 0 < int(x.grad.count_nonzero()) < 50
+
+
+def test_a_kept_graph_is_freed_by_its_backward() -> None:
+    x = torch.randn(4).requires_grad_()
+    made: list[weakref.ref[Tensor]] = []
+
+    def function(x: Tensor) -> Tensor:
+        inner = x.exp()
+        made.append(weakref.ref(inner))
+        return inner * inner
+
+    out = recomputed(function, x, as_in_backward=False, keeps_graph=True)
+    assert made[0]() is not None
+    out.sum().backward(retain_graph=True)
+    assert made[0]() is None
+    with pytest.raises(RuntimeError, match="a second time"):
+        out.sum().backward()
 
 
 def test_a_result_that_nothing_uses_has_no_gradient() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,9 +33,16 @@ from ktc.training import KTSFTTrainer
 from ktc.training.trainers import chunked_loss as chunked_loss_module
 from ktc.training.trainers import stacking
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, record
-from ktc.training.trainers.layer_pass import Offloaded, through_layers
+from ktc.training.trainers.layer_parts import LayerRun
+from ktc.training.trainers.layer_pass import Kept, Offloaded, through_layers
 from ktc.training.trainers.split_layer import CannotStack, LayerCall, split_layers
-from ktc.training.trainers.stack_size import bytes_per_token, fitting_chunk, fitting_tokens, kept_bytes_per_token
+from ktc.training.trainers.stack_size import (
+    bytes_per_token,
+    fitting_chunk,
+    fitting_tokens,
+    kept_bytes_per_token,
+    kept_layers,
+)
 from ktc.training.trainers.stacking import Stacker, StackMode, StepSizes, passes, reason_against
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -385,11 +393,37 @@ def test_states_of_a_gpu_wait_on_the_host_where_a_pass_would_not_fit(package: Ca
     assert held[Offloaded.INPUT]["cpu"] == held[Offloaded.NOTHING]["cpu"] + len(layers) * width
     assert bytes_per_token(layers, call, Offloaded.INPUT) == bytes_per_token(layers, call)
     fused = [module for module in model.modules() if isinstance(module, FusedMoe)]
-    for resident, kept in ((False, {}), (True, {"cuda:0": len(fused) * width})):
+    for resident, kept in ((False, {}), (True, {"cuda:0": 2 * len(fused) * width})):
         for module in fused:
             module.offload = Offload((torch.device("cuda:0"),), min_tokens=1, resident=resident)
         assert kept_bytes_per_token(layers, on_gpu) == kept
+        assert kept_layers(layers, on_gpu, 10, {"cuda:0": 1 << 40}) == (len(layers) if resident else 0)
         assert kept_bytes_per_token(layers, call) == {}, "on another device than its layer"
+        assert kept_layers(layers, call, 10, {"cuda:0": 1 << 40, "cpu": 1 << 40}) == 0
+    of_layer = 10 * 34 * call.hidden.shape[-1]
+    assert [kept_layers(layers, on_gpu, 10, {"cuda:0": size}) for size in (of_layer - 1, of_layer)] == [0, 1]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_layers_whose_graph_is_kept_are_computed_once_with_the_same_gradients(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    calls: list[None] = []
+    attend = LayerRun.attend_and_route
+
+    def counted(self: LayerRun, x: Tensor) -> Any:
+        calls.append(None)
+        return attend(self, x)
+
+    monkeypatch.setattr(LayerRun, "attend_and_route", counted)
+    theirs = trained(package("qwen3_moe"), tmp_path, "on", experts=True)
+    before, sized = len(calls), Stacker._sized
+    monkeypatch.setattr(Stacker, "_sized", lambda *given: replace(sized(*given), kept=Kept(False, parts)))
+    ours = trained(package("qwen3_moe"), tmp_path, "on", experts=True)
+    assert_alike(ours, theirs)
+    layers = theirs.model.config.num_hidden_layers
+    assert (len(calls) - before) * 2 * layers == before * (2 * layers - parts)
+    assert f"the last {parts} layers without computing them again" in str(ours.stacker.decision)
 
 
 def _recorded(package: Callable[[str], Path], tmp_path: Path) -> tuple[Stacker, ModelCall, PeftModel]:
