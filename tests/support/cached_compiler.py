@@ -1,8 +1,9 @@
 """The C++ compiler of the tests: the real one behind a cache of objects that is addressed by their content.
 
 `installed` writes a stand-in that has the real compiler's name; `$CXX` names it. A compilation (`-c`) is looked up by
-everything that shapes its object: compiler, version, flags, the source and every file of its include folders. All else,
-as linking, goes to the real compiler as it is. The quick tests compile at -O1, and never two of them the same object.
+everything that shapes its object: compiler, version, flags, the source without its lines of comment (a unit names the
+rule that it was made for), and every file of its include folders. All else, as linking, goes to the real compiler as it
+is. The quick tests compile at -O1, and never two of them the same object.
 They parse the headers of the language once per set of flags, which takes a third of a compilation.
 """
 
@@ -108,7 +109,8 @@ def ingredients(compiler: str, version: str, flags: list[str]) -> Iterator[bytes
     """What shapes the object. Folders count by what they hold, so that two checkouts share their objects."""
     folders = [Path(flag[2:]) for flag in flags if flag.startswith("-I")]
     yield from (word.encode() for word in (compiler, version, *without_files(flags)))
-    yield Path(flags[flags.index("-c") + 1]).read_bytes()
+    lines = Path(flags[flags.index("-c") + 1]).read_bytes().splitlines(keepends=True)
+    yield b"".join(line for line in lines if not line.startswith(b"//"))
     for folder in folders:
         for file in sorted(item for item in folder.rglob("*") if item.is_file()):
             yield str(file.relative_to(folder)).encode()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_layers import SPECS, built, experts_of
+from kernel_layers import SPECS, experts_of
 from places import CONFIGS
 
 from ktc.cli import app as cli
 from ktc.model.experts.backend import Offload
+from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.tools.bench import generate
 from ktc.tools.bench.generate import Row, experts_bytes, shares_of, shares_text
 from ktc.tools.bench.progress import ProgressSink
@@ -68,17 +69,17 @@ def test_invalid_options_are_refused(options: tuple[str, ...], fault: str, run: 
     assert fault in err
 
 
-def test_a_step_reads_the_experts_that_even_choices_hit() -> None:
+def test_a_step_reads_the_experts_that_even_choices_hit(kernels: KernelLibrary) -> None:
     module = experts_of(8, 64, 32, 2)
     assert experts_bytes(module, 1) == 0  # a reference packs nothing
-    packed = experts_of(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry))
+    packed = experts_of(8, 64, 32, 2, kernel=kernels.kernel(SPECS[0].entry))
     assert experts_bytes(packed, 1) == packed.packed_bytes * 2 / 8
     assert experts_bytes(packed, 2) == packed.packed_bytes * (1 - 0.75**2)
 
 
-def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu() -> None:
+def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu(kernels: KernelLibrary) -> None:
     resident = Offload((torch.device("cuda:0"),), 0, resident=True)
-    assert experts_bytes(experts_of(8, 64, 32, 2, kernel=built(SPECS).kernel(SPECS[0].entry), offload=resident), 1) == 0
+    assert experts_bytes(experts_of(8, 64, 32, 2, kernel=kernels.kernel(SPECS[0].entry), offload=resident), 1) == 0
 
 
 def test_a_row_has_the_shares_of_the_engines_in_what_its_steps_read() -> None:
