@@ -28,10 +28,10 @@ class StackingTrainer(KTrainer):
         super().__init__(*args, **kwargs)
         self.stacker = Stacker(self, mode, chunk_tokens=40)
         self.gradients: dict[str, Tensor] = {}
-        self.add_callback(_Keep(self))
+        self.add_callback(KeepGradients(self))
 
 
-class _Keep(TrainerCallback):
+class KeepGradients(TrainerCallback):
     def __init__(self, trainer: StackingTrainer) -> None:
         self._trainer = trainer
 

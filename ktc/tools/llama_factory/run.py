@@ -11,16 +11,16 @@ import logging
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from ktc.diagnostics import Diagnostic, InputRefused, KtcError, render
-from ktc.foundation import environment
+from ktc.foundation import environment, versions
 from ktc.model.hf.patching import with_attributes
-from ktc.tools.llama_factory.settings import Request
+from ktc.tools.llama_factory.settings import TESTED, Request
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -84,10 +84,25 @@ def _kt_trainer(stock: type, begun: Event) -> type:
     """Return LLaMA-Factory's trainer class with the KTrainer mixin. Its first step sets `begun`."""
     from ktc.training.trainers.trainer import KTrainerMixin
 
-    made: Any = type(f"KT{stock.__name__}", (KTrainerMixin, stock), {"__module__": __name__})
+    names = {"__module__": __name__, "passes_loss_on": property(partial(_passes_loss_on, stock))}
+    made: Any = type(f"KT{stock.__name__}", (KTrainerMixin, stock), names)
     for name in ("training_step", "prediction_step"):
         setattr(made, name, telling(begun, getattr(made, name)))
     return made
+
+
+def _passes_loss_on(stock: type, trainer: Any) -> bool:
+    """Return whether a trainer's loss is that of transformers: `compute_loss` of the known release only calls it.
+
+    One of its kinds of loss is computed there, for which the model runs twice.
+    """
+    from transformers import Trainer
+
+    given, calls = vars(stock).get("compute_loss"), cast("Any", super(stock, trainer)).compute_loss
+    is_own = getattr(trainer.compute_loss, "__func__", None) is given
+    is_known = versions.release(versions.installed("llamafactory") or "") == TESTED
+    stock_loss = getattr(calls, "__func__", None) is Trainer.compute_loss
+    return is_own and is_known and stock_loss and not getattr(trainer.finetuning_args, "use_asft_loss", False)
 
 
 def telling(begun: Event, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from ktc.training.trainers.frozen_head import is_frozen_linear, token_losses
 from ktc.training.trainers.private_api import package_of
 
 MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
+_MOST_TILE_BYTES = 1 << 30  # of TRL's loss on the CPU for several micro-batches
 _BYTES = 14  # per logit: itself, fp32 log-probabilities, and the gradients of both
 
 
@@ -39,7 +40,7 @@ class WholeLogits(Exception):
 def reason_for_whole_logits(trainer: Any) -> str:
     """Return why this trainer's losses cannot be computed in chunks, "" if they can."""
     model = causal_model(trainer)
-    if not is_stock(trainer, "compute_loss"):
+    if not (is_stock(trainer, "compute_loss") or getattr(trainer, "passes_loss_on", False)):
         return f"`{type(trainer).__name__}` computes the loss itself{', in tiles' if _in_tiles(trainer) else ''}"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         return "the loss is not the model's own"
@@ -57,6 +58,16 @@ def is_stock(trainer: Any, name: str) -> bool:
 def _in_tiles(trainer: Any) -> bool:
     """Return whether the trainer's own loss has some logits at a time (`logit_tiles`)."""
     return bool(getattr(trainer, "has_loss_in_tiles", False))
+
+
+def tokens_of_losses(trainer: Any, tokens: int, vocabulary: int) -> int:
+    """Return how many of `tokens` tokens have their losses in one run.
+
+    TRL's tiles take much memory on the CPU, where a run of few tokens takes no longer than its part of one of many.
+    """
+    if not _in_tiles(trainer) or causal_model(trainer).get_output_embeddings().weight.is_cuda:
+        return tokens
+    return min(tokens, max(1, _MOST_TILE_BYTES // tile_bytes(1, vocabulary, 0, on_gpu=False)))
 
 
 def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> int:
@@ -102,10 +113,15 @@ def in_chunks_of_tokens(model: Any, parts: list[Tensor] | None = None, count: in
         if parts is None:
             return losses.sum().to(labels.device)
         parts.append(made[-1])
-        return cast("Tensor", _UnitSum.apply(losses)).to(labels.device)
+        return unit_sum(losses).to(labels.device)
 
     with called_as(head, kept_back), attributes(model, loss_function=loss):
         yield check
+
+
+def unit_sum(losses: Tensor) -> Tensor:
+    """Return 1 with the gradient of the sum of `losses`: what a trainer makes of it is by what it multiplies a loss."""
+    return cast("Tensor", _UnitSum.apply(losses))
 
 
 class _UnitSum(torch.autograd.Function):

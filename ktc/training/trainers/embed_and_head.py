@@ -22,6 +22,7 @@ from ktc.model.loading.compiled_model import CompiledModel
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.trainers.joined_inputs import Batch, Inputs, rows_of
 from ktc.training.trainers.layer_calls import ModelCall, finished, record
+from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.private_api import prepared_inputs
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
 
@@ -32,7 +33,8 @@ class EmbedAndHead:
     """The code of one trainer's model before and after its layers.
 
     `whole_loss` says why the loss needs all logits of a micro-batch at once, "" if it does not. It may change once,
-    at the first loss. `checks_at_once` is whether the first input that is not the recorded one is found before the
+    at the first loss. `in_parts` is whether a batch of several micro-batches has the losses that the trainer computes
+    itself. `checks_at_once` is whether the first input that is not the recorded one is found before the
     backward of its loss, for which the host waits for the GPU.
     """
 
@@ -41,8 +43,14 @@ class EmbedAndHead:
         self._causal = causal_model(trainer)
         self._modes: list[dict[str, Any]] = []  # the attributes of all modules, after they were set to training
         self._changed: list[Tensor] = []  # per micro-batch of a step, whether its input differed from the recorded one
-        self.whole_loss = whole_loss
+        self._own = own_losses_of(trainer)
+        self.whole_loss, self.in_parts = whole_loss, False
         self.checks_at_once = True
+
+    @property
+    def against_parts(self) -> str:
+        """Why the losses of several micro-batches cannot come from one run, "" if they can."""
+        return "" if self._own is not None else self.whole_loss
 
     def prepared(self, waiting: Sequence[Inputs]) -> list[Inputs]:
         """Return the micro-batches on the device of the inputs, where preparing them again changes nothing."""
@@ -65,8 +73,12 @@ class EmbedAndHead:
         def train(mode: bool = True) -> nn.Module:
             return model if mode and model.training else walk(mode)
 
+        if self._own is not None:
+            self._own.begin()
         with with_attributes(model, train=train):
             yield
+        if self._own is not None:
+            self._own.finish()
 
     def record(self, inputs: Inputs, num_items: Any) -> ModelCall:
         """Begin the trainer's step of a micro-batch, and end it at the last layer.
@@ -92,16 +104,19 @@ class EmbedAndHead:
         Raises:
             CannotStack: as `loss` does.
         """
+        parts: list[Tensor] = []
+        if self._own is not None and self.in_parts:
+            with self._own.of(batch.count, parts):
+                factor = self._run(stock_step, batch.inputs, num_items, call, final)
+            return _multiplied(parts, factor)
         if batch.count > 1 and not self.whole_loss:
-            parts: list[Tensor] = []
             try:
                 with in_chunks_of_tokens(self._causal, parts, batch.count) as check, self._before_backward(check):
                     factor = self._run(stock_step, batch.inputs, num_items, call, final)
             except WholeLogits as why:  # found before its backward began
                 self.whole_loss = str(why)
             else:
-                (losses,) = parts
-                return list((losses.to(factor.device) * factor).unbind())
+                return _multiplied(parts, factor)
         pieces = zip(rows_of(batch), call.hidden.chunk(batch.count), final.chunk(batch.count), strict=True)
         return [
             self.loss(stock_step, inputs, num_items, replace(call, hidden=hidden), rows)
@@ -154,6 +169,11 @@ class EmbedAndHead:
         """
         if self._changed and bool(torch.stack(self._changed).any()):
             raise CannotStack(_CHANGED)
+
+
+def _multiplied(parts: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+    (losses,) = parts
+    return list((losses.to(factor.device) * factor).unbind())
 
 
 _CHANGED = "the same micro-batch differs when it is computed a second time"

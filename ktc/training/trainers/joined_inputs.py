@@ -22,7 +22,15 @@ from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.model.packed_store.placement import hooks_move_alone
 from ktc.training.trainers.chunked_loss import causal_model, is_stock, reason_for_whole_logits
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.private_api import hooks_of_all_modules, package_of, pytree, wraps_forward_in_autocast
+from ktc.training.trainers.own_losses import own_losses_of
+from ktc.training.trainers.private_api import (
+    has_head_of_trl,
+    hooks_of_all_modules,
+    lets_inputs_train,
+    package_of,
+    pytree,
+    wraps_forward_in_autocast,
+)
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 Inputs = Mapping[str, Any]
@@ -99,6 +107,8 @@ def divided_rows(inputs: Inputs, tokens: int) -> list[Inputs]:
 
 def sums_over_rows(trainer: Any, num_items: Any) -> bool:
     """Return whether a trainer's stock loss is the sum of the losses of rows: divided by the step's tokens."""
+    if own_losses_of(trainer) is not None:
+        return False  # its metrics are means over the tokens of a micro-batch
     return num_items is not None and bool(getattr(trainer, "model_accepts_loss_kwargs", False))
 
 
@@ -127,11 +137,11 @@ def _shapes(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype, torch.de
 # Which code treats every row on its own -------------------------------------------------------------------------------
 def reason_for_each(trainer: Any, stock_step: Any) -> str:
     """Return why a trainer's code has to run once for every micro-batch, "" if one run for several is the same."""
-    whole = reason_for_whole_logits(trainer)
-    if whole:
-        return whole
-    name = type(trainer).__name__
-    if getattr(stock_step, "__func__", None) is not Trainer.training_step or package_of(stock_step) != "transformers":
+    name, own = type(trainer).__name__, own_losses_of(trainer)
+    against = reason_for_whole_logits(trainer) if own is None else own.reason_against()
+    if against:
+        return against
+    if not (_is_stock_step(stock_step) or (own is not None and own.has_step(stock_step))):
         return f"`{name}` has a training step of its own"
     if not is_stock(trainer, "compute_loss_context_manager"):
         return f"`{name}` computes the loss in a context of its own"
@@ -140,6 +150,10 @@ def reason_for_each(trainer: Any, stock_step: Any) -> str:
     model = stock_class(causal_model(trainer))
     known = model.__module__.startswith("transformers.models.")
     return "" if known else f"the code of a `{model.__name__}` is not from transformers"
+
+
+def _is_stock_step(step: Any) -> bool:
+    return getattr(step, "__func__", None) is Trainer.training_step and package_of(step) == "transformers"
 
 
 def own_modules(model: nn.Module, layers: Sequence[SplitLayer]) -> dict[str, nn.Module]:
@@ -159,7 +173,7 @@ def observed(modules: Mapping[str, nn.Module]) -> str:
             return f"the code of `{name or type(module).__name__}` is not from transformers"
         if any(vars(module)[kind] for kind in HOOKS) and not _harmless(module):
             return f"`{name or type(module).__name__}` has hooks"
-        if "forward" in vars(module) and not wraps_forward_in_autocast(module):
+        if "forward" in vars(module) and not (wraps_forward_in_autocast(module) or has_head_of_trl(module)):
             return f"`{name or type(module).__name__}` has a `forward` of its own"
     return ""
 
@@ -168,7 +182,7 @@ def _harmless(module: nn.Module) -> bool:
     if hooks_move_alone(module):
         return True
     hooks = (hook for kind in HOOKS for hook in vars(module)[kind].values())
-    return all(isinstance(hook, StaleChangeGuard) for hook in hooks)
+    return all(isinstance(hook, StaleChangeGuard) or lets_inputs_train(hook) for hook in hooks)
 
 
 # The calls of several micro-batches and of the batch that they form ---------------------------------------------------

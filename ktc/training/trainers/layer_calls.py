@@ -92,15 +92,19 @@ def finished(layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Ten
 @contextmanager
 def _in_place_of(layers: Sequence[SplitLayer], forwards: Sequence[Callable[..., Tensor]]) -> Generator[None]:
     present = [vars(split.layer) for split in layers]  # one context for all: 16 micro-batches enter each twice a step
-    before = [{"forward": names["forward"]} if "forward" in names else {} for names in present]
+    before = [{name: names[name] for name in _REPLACED if name in names} for names in present]
     for names, forward in zip(present, forwards, strict=True):
-        names["forward"] = forward
+        names["forward"], names["gradient_checkpointing"] = forward, False  # it may be outside of `forward`
     try:
         yield
     finally:
         for names, kept in zip(present, before, strict=True):
-            names.pop("forward", None)
+            for name in _REPLACED:
+                names.pop(name, None)
             names.update(kept)
+
+
+_REPLACED = ("forward", "gradient_checkpointing")
 
 
 def _taken(args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Sequence[LayerCall]) -> tuple[Tensor, LayerCall]:

@@ -117,6 +117,36 @@ def prepares_inputs_itself(trainer: Trainer) -> bool:
     return cast("Any", type(trainer))._prepare_inputs is not cast("Any", Trainer)._prepare_inputs
 
 
+def add_sft_metrics(trainer: Any, entropies: Sequence[float], accuracies: Sequence[float], tokens: int) -> None:
+    """Add metrics of micro-batches to those that TRL's `SFTTrainer` logs: means over micro-batches, and all tokens.
+
+    It collects them in `_metrics` and `_total_train_tokens`, and has no method that adds some.
+    """
+    metrics = trainer._metrics["train"]
+    metrics["entropy"] += entropies
+    metrics["mean_token_accuracy"] += accuracies
+    trainer._total_train_tokens += tokens
+    metrics["num_tokens"] = [trainer._total_train_tokens]
+
+
+def has_head_of_trl(module: nn.Module) -> bool:
+    """Return whether the `forward` of this one object is the one that TRL's `add_fused_lm_head` puts there.
+
+    It calls the class's own parts, and has no public mark.
+    """
+    forward = vars(module).get("forward")
+    return getattr(forward, "__self__", None) is module and package_of(forward) == "trl"
+
+
+def lets_inputs_train(hook: Any) -> bool:
+    """Return whether a hook is the one of transformers or PEFT by which the outputs of embeddings require gradients.
+
+    It belongs to gradient checkpointing, and is a function inside of a method.
+    """
+    known = getattr(hook, "__name__", "") in ("make_inputs_require_grads", "make_inputs_require_grad")
+    return known and package_of(hook) in ("transformers", "peft")
+
+
 def package_of(function: Any) -> str:
     """Return the package that a function's or a method's code was written in, "" if it has none in Python.
 

@@ -55,8 +55,9 @@ class Recorder:
         first = self.against is None
         if self.against is None:
             self.against = reason_for_each(self._trainer, stock_step)
-        why = self.against or embed_and_head.whole_loss or observed(self._modules) or reason_against_tokens(inputs)
+        why = self.against or embed_and_head.against_parts or observed(self._modules) or reason_against_tokens(inputs)
         step = RecordedStep(self, embed_and_head, inputs, num_items, why)
+        embed_and_head.in_parts = not why
         embed_and_head.checks_at_once = first or bool(why)  # other code differs in the first step or in none
         if why or not self.compared:
             step.record_each()

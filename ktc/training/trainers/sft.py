@@ -1,16 +1,141 @@
-"""TRL's supervised fine-tuning for a compiled model. Only this module imports TRL."""
+"""TRL's supervised fine-tuning for a compiled model. Only this module imports TRL.
+
+In: the arguments of `trl.SFTTrainer`. Out: that trainer, whose losses of several micro-batches may come from one run of
+the model's code around its layers. What TRL records of a micro-batch, it records of each of them: the means of the
+entropy and of the right guesses over its learned tokens, and the tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+import trl
+from torch import Tensor
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ktc.foundation.versions import dotted, release
+from ktc.model.hf.patching import with_attributes
+from ktc.training.trainers.chunked_loss import unit_sum
+from ktc.training.trainers.private_api import add_sft_metrics, package_of
 from ktc.training.trainers.trainer import KTrainerMixin
+
+_KNOWN: Final = (1, 16)  # the release of TRL whose `compute_loss` is computed here for several micro-batches
 
 
 class KTSFTTrainer(KTrainerMixin, SFTTrainer):
     """`trl.SFTTrainer` for a compiled model."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.own_losses = SftLosses(self)
+
     @property
     def has_loss_in_tiles(self) -> bool:
         """Whether the loss has some logits at a time (`ktc/model/hf/logit_tiles.py`), and never those of all tokens."""
         return not self.compute_loss_func and not self.args.label_smoothing_factor
+
+
+class SftLosses:
+    """The losses of TRL's `SFTTrainer` for batches of several micro-batches (`own_losses.OwnLosses`).
+
+    One run of a batch records numbers on the GPU, which are read once at the end of the step: TRL reads four numbers
+    after each run, for which the host waits. Several processes gather them as TRL does, micro-batch by micro-batch.
+    """
+
+    def __init__(self, trainer: KTSFTTrainer) -> None:
+        self._trainer = trainer
+        self._recorded: list[Tensor] = []  # (4, count) of each run: learned tokens, entropy, right guesses, all tokens
+
+    def reason_against(self) -> str:
+        """Return why losses have to be computed once for every micro-batch, "" if one run for several is the same."""
+        trainer = self._trainer
+        name, installed = type(trainer).__name__, release(trl.__version__)[:2]
+        if not _is_own(trainer.compute_loss, SFTTrainer.compute_loss):
+            return f"`{name}` computes the loss itself"
+        loss_type: str = cast("Any", trainer.args).loss_type
+        parallel: object = cast("Any", trainer.accelerator).parallelism_config
+        reasons = {
+            f"the loss of TRL {dotted(installed)} is not known, that of {dotted(_KNOWN)} is": installed != _KNOWN,
+            "the loss is not the model's own": bool(trainer.compute_loss_func or trainer.label_smoother),
+            f"the loss is of the type `{loss_type}`": loss_type != "nll",
+            "processes divide sequences or tensors": parallel is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def has_step(self, step: Any) -> bool:
+        """Return whether a training step is the one of `SFTTrainer`."""
+        return _is_own(step, SFTTrainer.training_step)
+
+    def begin(self) -> None:
+        """Drop the numbers of a step that did not end."""
+        self._recorded = []
+
+    @contextmanager
+    def of(self, count: int, parts: list[Tensor]) -> Generator[None]:
+        """Let the trainer compute the losses of a batch of `count` micro-batches with equally many rows each."""
+        with with_attributes(self._trainer, compute_loss=partial(self._losses, count, parts)):
+            yield
+
+    def _losses(
+        self, count: int, parts: list[Tensor], model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Compute what `SFTTrainer.compute_loss` does for each micro-batch, and return 1 with their gradients."""
+        trainer = self._trainer
+        out = model(**inputs, use_cache=False, fused_lm_head=True)
+        learned, guessed = _sums(out.label_mask, count), _sums(out.is_top1, count)
+        items = learned if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        losses = -_sums(out.log_probs, count) / items.to(out.log_probs.device).clamp(min=1)
+        if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+            losses = losses * trainer.accelerator.num_processes
+        numbers = [learned, _sums(out.entropy.detach(), count), guessed, _tokens(inputs, count)]
+        self._recorded.append(_gathered(trainer.accelerator, numbers))
+        parts.append(losses.detach())
+        return unit_sum(losses)
+
+    def finish(self) -> None:
+        """Add the step's numbers to the metrics of the trainer."""
+        if not self._recorded:
+            return
+        of_all = torch.cat(self._recorded, 1)
+        learned, entropy, guessed, tokens = of_all
+        means = torch.stack([entropy, guessed]) / learned.clamp(min=1)  # both are zero where no token is learned
+        entropies, accuracies, counts = cast("Any", torch.cat([means, tokens[None]])).tolist()
+        add_sft_metrics(self._trainer, entropies, accuracies, round(sum(counts)))
+        self._recorded = []
+
+
+def _is_own(method: Any, own: Any) -> bool:
+    return getattr(method, "__func__", None) is own and package_of(own) == "trl"
+
+
+def _sums(values: Tensor, count: int) -> Tensor:
+    """Return the sums (count,) of values (B, T) of micro-batches."""
+    return values.reshape(count, -1).sum(1)
+
+
+def _tokens(inputs: dict[str, Any], count: int) -> Tensor:
+    """Count the tokens of micro-batches as TRL does: those of masks, or all where sequences are packed.
+
+    Raises:
+        ValueError: as TRL's own loss, without either.
+    """
+    if "attention_mask" in inputs:
+        return _sums(inputs["attention_mask"], count)
+    if "position_ids" not in inputs:
+        raise ValueError("Expected 'attention_mask' or 'position_ids' in inputs.")
+    positions: Tensor = inputs["position_ids"]
+    return torch.full((count,), positions.shape[1], device=positions.device)
+
+
+def _gathered(accelerator: Any, numbers: list[Tensor]) -> Tensor:
+    """Return the numbers (4, count) of micro-batches, summed over the processes by the calls that TRL makes."""
+    if accelerator.num_processes > 1:
+        of_each = [
+            [accelerator.gather_for_metrics(value).sum() for value in values] for values in zip(*numbers, strict=True)
+        ]
+        numbers = [torch.stack(values) for values in zip(*of_each, strict=True)]
+    return torch.stack([values.to(numbers[0].device, torch.float64) for values in numbers])

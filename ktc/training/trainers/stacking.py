@@ -23,12 +23,13 @@ from ktc.model.experts import host_factors
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf.stock_model import finds_positions
-from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits
+from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits, tokens_of_losses
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
 from ktc.training.trainers.joined_inputs import Batch, Inputs, sums_over_rows
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_divisible
 from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded, through_layers
+from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
@@ -147,6 +148,7 @@ class Stacker(TrainerCallback):
         # None before the first step. Stacking ends only if the first stack shows that it is impossible.
         self.decision: Stacking | None = None
         self._decided_for: StepSizes | None = None
+        self._in_one_run = 0  # the tokens of several micro-batches that may have their losses together
         self._told: set[Stacking] = set()
         trainer.add_callback(self)
 
@@ -213,7 +215,7 @@ class Stacker(TrainerCallback):
                 assert self.decision is not None
                 embed_and_head.whole_loss = self.decision.whole_loss
                 runs = passes(sizes.tokens, self.decision.tokens)
-                batches = recorded.batches(runs, self.decision.chunk_tokens)
+                batches = recorded.batches(runs, min(self.decision.chunk_tokens, self._in_one_run))
                 self._note(
                     one_by_one=recorded.one_by_one, joins_some=recorded.joins_some, told_of_rows=recorded.told_of_rows
                 )
@@ -324,8 +326,11 @@ class Stacker(TrainerCallback):
         whole = reason_for_whole_logits(self._trainer) if self.decision is None else self.decision.whole_loss
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         # The loss has logits of neighbouring micro-batches together, at most those of a chunk.
-        together = min(sizes.whole, max(self._chunk_tokens or CHUNKS[-1], sizes.largest))
-        loss = loss_bytes(self._trainer, sizes.largest if whole else together, vocabulary, whole=bool(whole))
+        chunk = self._chunk_tokens or (CHUNKS[0] if any(at.type == "cpu" for at in call.devices) else CHUNKS[-1])
+        self._in_one_run = tokens_of_losses(self._trainer, chunk, vocabulary)
+        joins = not whole or own_losses_of(self._trainer) is not None
+        together = min(sizes.whole, max(self._in_one_run, sizes.largest)) if joins else sizes.largest
+        loss = loss_bytes(self._trainer, together, vocabulary, whole=bool(whole))
         coming = coming_bytes(model, self._trainer.optimizer)
         devices = {"cpu", *map(str, call.devices), *expert_bytes(self._layers)}
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
