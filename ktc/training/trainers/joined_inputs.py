@@ -137,11 +137,11 @@ def _shapes(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype, torch.de
 # Which code treats every row on its own -------------------------------------------------------------------------------
 def reason_for_each(trainer: Any, stock_step: Any) -> str:
     """Return why a trainer's code has to run once for every micro-batch, "" if one run for several is the same."""
-    name, own = type(trainer).__name__, own_losses_of(trainer)
-    against = reason_for_whole_logits(trainer) if own is None else own.reason_against()
+    name, known = type(trainer).__name__, own_losses_of(trainer)
+    against = reason_for_whole_logits(trainer) if known is None else known.reason_against()
     if against:
         return against
-    if not (_is_stock_step(stock_step) or (own is not None and own.has_step(stock_step))):
+    if not (_is_stock_step(stock_step) or (known is not None and known.has_step(stock_step))):
         return f"`{name}` has a training step of its own"
     if not is_stock(trainer, "compute_loss_context_manager"):
         return f"`{name}` computes the loss in a context of its own"

@@ -54,7 +54,7 @@ class SftLosses:
         """Return why losses have to be computed once for every micro-batch, "" if one run for several is the same."""
         trainer = self._trainer
         name, installed = type(trainer).__name__, release(trl.__version__)[:2]
-        if not _is_own(trainer.compute_loss, SFTTrainer.compute_loss):
+        if not _is_of_trl(trainer.compute_loss, SFTTrainer.compute_loss):
             return f"`{name}` computes the loss itself"
         loss_type: str = cast("Any", trainer.args).loss_type
         parallel: object = cast("Any", trainer.accelerator).parallelism_config
@@ -68,7 +68,7 @@ class SftLosses:
 
     def has_step(self, step: Any) -> bool:
         """Return whether a training step is the one of `SFTTrainer`."""
-        return _is_own(step, SFTTrainer.training_step)
+        return _is_of_trl(step, SFTTrainer.training_step)
 
     def begin(self) -> None:
         """Drop the numbers of a step that did not end."""
@@ -108,8 +108,8 @@ class SftLosses:
         self._recorded = []
 
 
-def _is_own(method: Any, own: Any) -> bool:
-    return getattr(method, "__func__", None) is own and package_of(own) == "trl"
+def _is_of_trl(method: Any, known: Any) -> bool:
+    return getattr(method, "__func__", None) is known and package_of(known) == "trl"
 
 
 def _sums(values: Tensor, count: int) -> Tensor:
