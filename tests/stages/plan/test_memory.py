@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from ktc.foundation.host import Gpu
 from ktc.language import dsl
 from ktc.model.graph.typed import nodes_of
-from ktc.stages.capture import CapturedModel
 from ktc.stages.link.adapter import adapter_json
-from ktc.stages.match import match
+from ktc.stages.match import Matches, match
 from ktc.stages.plan import BatchShape, MemoryPlan, make_plan
 from ktc.stages.plan.memory import over_budget
 from ktc.stages.plan.types import DeviceMemory
@@ -41,9 +41,16 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 NAMES = [pytest.param(name, marks=marks(name)) for name in PUBLISHED]
 
 
-def memory(model: CapturedModel, program: str = "moe-lora", asked: BatchShape | None = None) -> MemoryPlan:
+@cache
+def matched(name: str, program: str) -> tuple[dsl.RuleSet, Matches]:
     found = dsl.load(program, {})
-    return make_plan(model, (), match(model, found, BIG), found, BIG, asked or BatchShape()).memory
+    return found, match(full_size(name), found, BIG)
+
+
+@cache
+def memory(name: str, program: str = "moe-lora", asked: BatchShape | None = None) -> MemoryPlan:
+    found, matches = matched(name, program)
+    return make_plan(full_size(name), (), matches, found, BIG, asked or BatchShape()).memory
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +65,7 @@ def test_a_full_depth_model_is_captured_in_few_graphs_and_little_memory(name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_those_that_were_published(name: str) -> None:
     total, active, _ = PUBLISHED[name]
-    found = memory(full_size(name))
+    found = memory(name)
     assert found.parameters == pytest.approx(total, rel=0.01)
     assert found.active == pytest.approx(active, rel=0.03)
 
@@ -67,17 +74,16 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
     ("name", "program"), [pytest.param(n, p, marks=marks(n)) for n, row in PUBLISHED.items() for p in row[2]]
 )
 def test_what_fits_fits_and_one_more_does_not(name: str, program: str) -> None:
-    model = full_size(name)
-    for number, use in enumerate(memory(model, program).workloads):
+    for number, use in enumerate(memory(name, program).workloads):
         if use.max_length:
-            at_most = memory(model, program, BatchShape(1, use.max_length)).workloads[number]
+            at_most = memory(name, program, BatchShape(1, use.max_length)).workloads[number]
             assert not at_most.shortfall
         if use.bound != "the model":
-            beyond = memory(model, program, BatchShape(1, use.max_length + 1)).workloads[number]
+            beyond = memory(name, program, BatchShape(1, use.max_length + 1)).workloads[number]
             assert use.bound in beyond.shortfall
         if use.max_batch:
-            assert not memory(model, program, BatchShape(use.max_batch, use.length)).workloads[number].shortfall
-        assert memory(model, program, BatchShape(use.max_batch + 1, use.length)).workloads[number].shortfall
+            assert not memory(name, program, BatchShape(use.max_batch, use.length)).workloads[number].shortfall
+        assert memory(name, program, BatchShape(use.max_batch + 1, use.length)).workloads[number].shortfall
 
 
 def test_caches_are_those_of_the_attention() -> None:
@@ -139,6 +145,6 @@ def test_a_device_has_to_hold_its_adapter_as_well_when_training() -> None:
 
 
 def test_training_on_long_sequences_counts_logits_in_tiles_of_tokens() -> None:
-    model = full_size("qwen3-235b-a22b")
-    short, long = (memory(model, asked=BatchShape(1, length)).workloads[1].needs["cpu"] for length in (4096, 32_768))
+    name = "qwen3-235b-a22b"
+    short, long = (memory(name, asked=BatchShape(1, length)).workloads[1].needs["cpu"] for length in (4096, 32_768))
     assert long["logits"] <= short["logits"] < 5 << 30  # all logits of 32,768 tokens take 80 GB in training
