@@ -107,12 +107,13 @@ def run(folder: Path, pretrain_steps: int, steps: int, *, seeds: int) -> tuple[C
     model = in_bf16(folder)
     tuning, held_out = (_rows(path, model) for path in files)
     ways = [way for way in WAYS if way.device == "cpu" or torch.cuda.is_available()]
-    outs = {name: _compiled(model, name, folder) for name in sorted({way.format for way in ways} - {""})}
+    places = dict.fromkeys(_place(way) for way in ways if way.format)
+    outs = {place: _compiled(model, *place, folder) for place in places}
     curves: list[Curve] = []
     for seed in range(seeds):
-        start = _first_factors(model, outs["bf16"], folder / f"factors-{seed}", seed)
+        start = _first_factors(model, next(iter(outs.values())), folder / f"factors-{seed}", seed)
         for way in ways:
-            base = ktc.load(outs[way.format]) if way.format else _stock(model)
+            base = ktc.load(outs[_place(way)]) if way.format else _stock(model)
             adapted = PeftModel.from_pretrained(_placed(base, way), start, is_trainable=True)
             curves.append(_trained(adapted, way, (tuning, held_out), steps, seed))
             print(
@@ -125,9 +126,15 @@ def _stock(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
 
 
-def _compiled(model: Path, name: str, folder: Path) -> Path:
-    out = folder / f"out_{name}"
-    command("compile", model, "moe-experts-lora", "--set", f"format={name}", "-o", out, "--force")
+def _place(way: Way) -> tuple[str, str]:
+    """Return the format of the experts and the device of everything else."""
+    return way.format, way.device
+
+
+def _compiled(model: Path, name: str, device: str, folder: Path) -> Path:
+    out = folder / f"out_{name}_{device.partition(':')[0]}"
+    settings = "--set", f"format={name}", "--set", f"device={device}"
+    command("compile", model, "moe-experts-lora", *settings, "-o", out, "--force")
     return out
 
 
