@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,41 @@ def test_on_a_gpu_they_train_there_and_losses_are_the_cpus(out: Path, tmp_path: 
     on_gpu, there = losses(Offload((torch.device("cuda:0"),), min_tokens=1))
     assert there == {"cuda"}
     assert on_gpu == pytest.approx(on_cpu, rel=5e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fits", [True, False], ids=["on the GPU", "in host memory"])
+def test_beside_a_gpu_a_resumed_run_is_the_uninterrupted_one(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    monkeypatch.setattr(Adapters, "fits", fits)
+
+    def run(folder: Path, seed: int, resume: bool | None = None) -> tuple[KTrainer, dict[str, torch.Tensor]]:
+        model = adapted(out)
+        with torch.no_grad():
+            for factor in factors(model).values():
+                factor += 1e-3 * seed  # which the checkpoint's replace
+        for module in model.modules():
+            if isinstance(module, FusedMoe):
+                module.offload = Offload((torch.device("cuda:0"),), min_tokens=1)
+        ids = torch.randint(3, model.config.vocab_size, (16, 12), generator=torch.Generator().manual_seed(1))
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=4, gradient_accumulation_steps=2, logging_steps=1, report_to=[],
+            save_strategy="steps", save_steps=2, use_cpu=True, disable_tqdm=True, learning_rate=5e-3,
+        )  # fmt: skip
+        rows: Any = [{"input_ids": row, "labels": row} for row in ids]
+        trainer = KTrainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        assert ("on cuda:0" in trainer.expert_adapters) is fits
+        return trainer, {name: factor.detach().clone() for name, factor in factors(model).items()}
+
+    whole, wanted = run(tmp_path / "whole", 0)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    resumed, found = run(tmp_path / "resumed", 1, resume=True)
+    assert [entry.get("loss") for entry in resumed.state.log_history] == [
+        entry.get("loss") for entry in whole.state.log_history
+    ]
+    assert all(torch.equal(found[name], factor) for name, factor in wanted.items())
 
 
 def test_frozen_factors_are_left_out(out: Path) -> None:
