@@ -80,6 +80,27 @@ def test_it_trains_as_the_stock_trainer_does(out: Path, tmp_path: Path) -> None:
     assert losses(ours)[-1] < losses(ours)[0]
 
 
+def test_gradients_are_cleared_without_a_walk_through_all_modules(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[int] = []
+    left: list[bool] = []
+
+    class Watched(KTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            left.append(any(parameter.grad is not None for parameter in self.model.parameters()))
+            walks.append(0)
+            return super().training_step(*args, **kwargs)
+
+    stock = nn.Module.zero_grad
+    monkeypatch.setattr(nn.Module, "zero_grad", lambda *given: walks.append(1) or stock(*given))
+    model = adapted(out)
+    Watched(model=model, args=settings(tmp_path), train_dataset=rows(model.config.vocab_size)).train()
+    assert left == [False] * 4
+    assert sum(walks[walks.index(0) :]) == 0
+    assert "zero_grad" not in vars(model)
+
+
 def test_nothing_moves_or_wraps_the_model(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = settings(tmp_path, max_steps=1)
     assert args.n_gpu <= 1
