@@ -47,6 +47,7 @@ class _Layer:
     blocks: dict[str, list[Footprint]] = field(default_factory=dict[str, list[Footprint]])
     slots: Slots | None = None
     product: ProductRows | None = None
+    experts_on: str = ""  # the GPU on which its experts stay
 
     def add(self, device: str, block: Footprint) -> None:
         self.blocks.setdefault(device, []).append(block)
@@ -170,7 +171,9 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
         inside = 2 * max((layer.live(device, length) for layer in model.layers), default=0.0)
         kept = sum(saved)
         if checkpointed:
-            kept = sum(layer.device == device for layer in model.layers) * model.per_hidden
+            here = [layer for layer in model.layers if layer.device == device]
+            outputs = sum(layer.experts_on == device for layer in here)  # they stay there until backward
+            kept = (len(here) + outputs) * model.per_hidden
             inside += max(saved, default=0.0)
         loss = tile_bytes(tokens, model.vocabulary, model.item, on_gpu=device != "cpu") if device == model.head else 0
         of_device["activations"] = round(tokens * (kept + inside))
@@ -238,6 +241,13 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
     known: dict[tuple[str, str], _Block] = {}
     layers: dict[int, _Layer] = {}
     cached = {number: layer.per_token for number, layer in enumerate(captured.cache or ())}
+    stay = {
+        block.fqn: prefill.devices[0]
+        for path, (prefill, _) in sent_experts(draft).items()
+        if prefill.resident and len(prefill.devices) == 1
+        for block in captured.sites
+        if path.startswith(f"{block.fqn}.")
+    }
     for site in captured.sites:
         rewrite = by_site.get(site.fqn)
         key = (site.block, rewrite.key if rewrite else "")
@@ -247,6 +257,7 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
         layer = layers.setdefault(site.layer, _Layer(device_of(site.fqn.rpartition(".")[0], placed)))
         layer.add(device_of(site.fqn, placed), block.footprint)
         layer.slots = block.slots or layer.slots
+        layer.experts_on = stay.get(site.fqn, layer.experts_on)
         layer.product = _widest(block.product, layer.product)
         if site.layer in cached:
             cached[site.layer] = _cached(draft, nodes.get(site.fqn, ()), cached[site.layer])

@@ -93,6 +93,21 @@ def streamed(plan: Plan) -> list[str]:
     return ["resident" if step.args["resident"] else "each pass" for step in steps if step.module == "fused_moe"]
 
 
+def test_outputs_of_experts_that_stay_on_the_gpu_of_their_layer_wait_there_for_backward(tmp_path: Path) -> None:
+    def activations(sent_to_gpu: str, place: str) -> tuple[int, int]:
+        everything = f'rule all {{ match module at "*" => place({place}) }}\n'
+        budget = "plan { mode = train  cuda:0 = 20GiB  stream_buffer = 1MiB }"
+        plan = plan_of(everything + TRAINED + sent_to_gpu + budget, tmp_path)
+        (training,) = (use for use in plan.memory.workloads if "checkpointing" in use.name)
+        return training.needs["cuda:0"]["activations"], training.batch * training.length
+
+    (on_cpu, tokens), (stay, _) = activations("", "cuda:0"), activations(MANY, "cuda:0")
+    model = captured("deepseek_v2")
+    layers = len(streamed(plan_of(EXPERTS + MANY, tmp_path)))
+    assert stay - on_cpu == layers * tokens * int(model.facts["hidden"]) * model.model.dtype.itemsize
+    assert activations(MANY, "cpu")[0] == 0, "a layer of another device gets them back at once"
+
+
 def test_automatic_prefill_is_shared_by_all_gpus(tmp_path: Path) -> None:
     two = replace(GPU, gpus=GPU.gpus * 2)
     plan = plan_of(EXPERTS + MANY.replace("cuda:0", "auto"), tmp_path, two)
