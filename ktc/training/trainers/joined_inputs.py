@@ -156,6 +156,13 @@ def _is_stock_step(step: Any) -> bool:
     return getattr(step, "__func__", None) is Trainer.training_step and package_of(step) == "transformers"
 
 
+def code_of_step(trainer: Any, stock_step: Any) -> tuple[Any, ...]:
+    """Return the functions of one trainer that `reason_for_each` looks at, to see whether one was replaced since."""
+    methods = trainer.compute_loss, trainer.compute_loss_context_manager, trainer.accelerator.backward, stock_step
+    code = (getattr(method, "__func__", method) for method in methods)
+    return (*code, trainer.compute_loss_func, trainer.label_smoother)
+
+
 def own_modules(model: nn.Module, layers: Sequence[SplitLayer]) -> dict[str, nn.Module]:
     """Return the modules by name whose calls a run for several micro-batches joins: all but those inside of layers."""
     within = {module for split in layers for module in split.layer.modules() if module is not split.layer}

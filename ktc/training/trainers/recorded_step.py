@@ -20,6 +20,7 @@ from ktc.training.trainers.joined_inputs import (
     Batch,
     Inputs,
     all_alike,
+    code_of_step,
     divided_rows,
     joined,
     observed,
@@ -43,6 +44,7 @@ class Recorder:
         self.rows_compared = False  # whether a micro-batch was compared with its rows
         self.against_rows = ""  # why no micro-batch is divided into its rows
         self.enters: ModelCall | None = None  # a micro-batch of any size, without its values
+        self._code: tuple[Any, ...] = ()  # that the reasons were found in
 
     def step(
         self, embed_and_head: EmbedAndHead, stock_step: TrainingStep, inputs: Sequence[Inputs], num_items: Any
@@ -52,6 +54,9 @@ class Recorder:
         Raises:
             CannotStack: the model cannot be run layer by layer.
         """
+        code = code_of_step(self._trainer, stock_step)
+        if code != self._code:  # also in the middle of a run
+            self._code, self.against, self.compared, self.rows_compared = code, None, False, False
         first = self.against is None
         if self.against is None:
             self.against = reason_for_each(self._trainer, stock_step)

@@ -151,22 +151,33 @@ def test_trainers_with_a_loss_of_their_own_see_each_micro_batch(package: Path, t
     assert "once per micro-batch: `Own` computes the loss itself" in str(ours.stacker.decision)
 
 
+@pytest.mark.parametrize("after", [0, 2], ids=["before the run", "after two steps"])
 @pytest.mark.parametrize(
     ("name", "told"),
     [("compute_loss", "computes the loss itself"), ("backward", "a `backward` of its own")],
 )
 def test_functions_that_are_set_on_a_trainer_see_each_micro_batch(
-    package: Path, tmp_path: Path, runs: list[int], name: str, told: str
+    package: Path, tmp_path: Path, runs: list[int], name: str, told: str, after: int
 ) -> None:
     class Changed(StackingTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            if not after:
+                self.change()
+
+        def change(self) -> None:
             of: Any = self if name == "compute_loss" else self.accelerator
             stock = getattr(of, name)
             setattr(of, name, lambda *args, **kwargs: stock(*args, **kwargs))
 
-    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, trainer=Changed, max_steps=1)
-    assert runs == [1] * 16
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == after > 0:
+                self.change()
+            return super().get_batch_samples(*args, **kwargs)
+
+    ours = trained(package, tmp_path, "on", lengths=(17,) * 8, trainer=Changed, max_steps=after + 1)
+    joined_before = ([1] * 8 + [2] * 4 * 2 + [2] * 4 * 2) if after else []
+    assert runs == joined_before + [1] * 16
     assert told in str(ours.stacker.decision)
 
 
