@@ -67,7 +67,9 @@ def _results(form: ExpertsForm, steps: ModuleType, device: torch.device, trained
     rows, size = slots.of_experts(range(_EXPERTS)), index.numel()
     bias = drawn(_EXPERTS, width) if form.biased else None
     y = drawn(size, _HIDDEN)
-    results: dict[str, Tensor | None] = {"sums of rows": sums_of_rows(y, slots.places, None, 0, torch.float32)}
+    results: dict[str, Tensor | None] = {"places of pairs": slots.places, "pairs of slots": slots.pairs}
+    results["ends of experts"] = slots.ends
+    results["sums of rows"] = sums_of_rows(y, slots.places, None, 0, torch.float32)
     results["activations"], _ = steps.activated(form, Inner(drawn(size, width), None, bias), (None, None), rows)
     if trained:
         first = RunFactors(drawn(_EXPERTS, _RANK, _HIDDEN), drawn(_EXPERTS, width, _RANK) / 8, None)

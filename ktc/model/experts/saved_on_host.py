@@ -33,6 +33,11 @@ def saved_in_place() -> Generator[None]:
         _in_place.pop()
 
 
+def saves_in_place() -> bool:
+    """Return whether tensors that are saved now stay where they are."""
+    return bool(_in_place)
+
+
 class SavedOnHost:
     """One tensor, which is not copied in `saved_in_place`. `back` may be called again, as for a retained graph."""
 
@@ -40,7 +45,7 @@ class SavedOnHost:
         self._device = saved.device
         self._is_due = True  # until it was taken
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
-        self._stays = saved.device.type != "cuda" or bool(_in_place)
+        self._stays = saved.device.type != "cuda" or saves_in_place()
         if self._stays:
             self._host, self._before = saved, None
             return

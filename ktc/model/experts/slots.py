@@ -60,6 +60,8 @@ class Slots:
         An expert that does not exist is an `IndexError` of a CPU, and of a GPU where bounds are read; otherwise it
         is an error of the GPU itself.
         """
+        if sums_by_kernel(index_TK.device) and index_TK.numel():
+            return cls._by_kernel(index_TK, num_experts)
         experts, pairs = torch.sort(index_TK.flatten(), stable=True)
         places = torch.empty_like(pairs)
         places[pairs] = torch.arange(len(pairs), device=pairs.device)
@@ -71,6 +73,16 @@ class Slots:
         else:
             experts = numbers[:num_experts].index_select(0, experts)  # an error for one that does not exist
         return cls(tokens, pairs, experts, places.view_as(index_TK), on_device[1:].to(torch.int32), edges)
+
+    @classmethod
+    def _by_kernel(cls, index_TK: Tensor, num_experts: int) -> Slots:
+        from ktc.model.experts.slot_kernels import sorted_pairs
+
+        index_TK = index_TK.contiguous()
+        numbers = torch.arange(num_experts, device=index_TK.device)
+        numbers.index_select(0, index_TK.view(-1))  # an error for one that does not exist
+        made = sorted_pairs(index_TK, num_experts)
+        return cls(made.tokens, made.pairs, made.experts, made.places, made.ends, Edges(made.edges, index_TK))
 
     def to(self, device: torch.device) -> Slots:
         """Return the slots on a device."""
@@ -172,7 +184,7 @@ def sums_of_rows(
 
 
 def sums_by_kernel(device: torch.device) -> bool:
-    """Return whether the kernel that sums rows runs on a device."""
+    """Return whether the kernels that sort pairs and sum rows run on a device."""
     return device.type == "cuda" and has_compiler() and not lacking(device)
 
 

@@ -30,7 +30,7 @@ from ktc.model.experts.lora_dropout import Drop
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.row_check import check_trained_rows
-from ktc.model.experts.saved_on_host import SavedOnHost
+from ktc.model.experts.saved_on_host import SavedOnHost, saves_in_place
 from ktc.model.experts.shared_experts import Exchange, Sharing
 from ktc.model.experts.slots import Rows, Slots
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
@@ -163,8 +163,10 @@ class _StreamedExperts(torch.autograd.Function):
         lora = call.lora(factors, x.device, in_backward=False)
         shares = [_Share(stream, slots, every, weights, lora, alone=call.is_of_one) for stream in call.streams]
         out = call.own(_sum([share.forward() for share in shares]))
-        ctx.call, ctx.slots = call, slots
+        ctx.call, ctx.slots, ctx.shares = call, slots, None
         if call.keeps and any(ctx.needs_input_grad):
+            stays = saves_in_place() and call.is_of_one and call.on_host is None
+            ctx.shares = shares if stays else None  # with the factors in the dtype of the rows
             ctx.x = SavedOnHost(x)
             ctx.save_for_backward(weights, *factors)
         return out.to(x.dtype)
@@ -175,8 +177,10 @@ class _StreamedExperts(torch.autograd.Function):
         weights, *factors = ctx.saved_tensors
         call = cast("_Call", ctx.call)
         x, grad = call.gathered(cast("SavedOnHost", ctx.x).back()), call.gathered(grads[0])
-        lora = call.lora(factors, x.device, in_backward=True)
-        shares = [_Share(stream, ctx.slots, x, weights, lora, alone=call.is_of_one) for stream in call.streams]
+        shares, ctx.shares = cast("list[_Share] | None", ctx.shares), None
+        if shares is None:
+            lora = call.lora(factors, x.device, in_backward=True)
+            shares = [_Share(stream, ctx.slots, x, weights, lora, alone=call.is_of_one) for stream in call.streams]
         gradients = [share.backward(grad) for share in shares]
         d_x, d_weights = (_sum(list(parts)) for parts in zip(*gradients, strict=True))
         d_factors = [_sum(list(parts)) for parts in zip(*(share.gradients for share in shares), strict=True)]

@@ -85,13 +85,15 @@ def through_layers(
     first = next((number for number, split in enumerate(layers) if _trains(split.layer)), len(layers))
     if sum(state.shape[0] * state.shape[1] for state in states) >= _MANY:
         offloaded = max(offloaded, Offloaded.ATTENTION)
-    for index, split in enumerate(layers):
-        states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
-        if index == first:  # its parts have gradients, those of its parameters
-            states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
-        calls = [chunk.layers[index] for chunk in chunks]
-        of_layer = kept.of_layer(index, len(layers))
-        states = _through(split, calls, states, compiled, Offloaded.NOTHING if of_layer.parts else offloaded, of_layer)
+    with chunks[0].layers[0].autocasting():  # once for all layers that are called alike
+        for index, split in enumerate(layers):
+            states = [state.to(chunk.devices[index]) for state, chunk in zip(states, chunks, strict=True)]
+            if index == first:  # its parts have gradients, those of its parameters
+                states = [x if x.requires_grad else x.detach().requires_grad_() for x in states]
+            calls = [chunk.layers[index] for chunk in chunks]
+            of_layer = kept.of_layer(index, len(layers))
+            level = Offloaded.NOTHING if of_layer.parts else offloaded
+            states = _through(split, calls, states, compiled, level, of_layer)
     return states
 
 

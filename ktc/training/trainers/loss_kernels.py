@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-TILE: Final = Tile(8192, 16)
+TILE: Final = Tile(8192, 8)
 
 
 def losses_with_gradient(

@@ -8,6 +8,7 @@ No other file of this room may use a private name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -99,12 +100,11 @@ def sum_as_logged(trainer: Trainer, losses: Sequence[Tensor]) -> Tensor:
     inner = cast("Any", trainer)
     before = torch.as_tensor(getattr(inner, "_tr_loss", 0.0)).to(losses[0])  # absent until `train` has begun
     steps = 1 + trainer.state.global_step - getattr(inner, "_globalstep_last_logged", 0)
-    total = before.clone()
-    finite = torch.stack([loss.isfinite() for loss in losses])
-    counts: list[bool] = cast("Any", finite).tolist()  # together: a GPU is waited for once
-    for loss, counted in zip(losses, counts, strict=True):
-        total = total + (loss if counted or not trainer.args.logging_nan_inf_filter else total / steps)
-    return total - before
+    first, *values = cast("list[float]", cast("Any", torch.stack([before, *losses])).tolist())  # one wait for a GPU
+    total = first
+    for value in values:
+        total += value if math.isfinite(value) or not trainer.args.logging_nan_inf_filter else total / steps
+    return before.new_tensor(total - first)
 
 
 def prepared_inputs(trainer: Trainer, inputs: Mapping[str, Any]) -> Any:

@@ -55,11 +55,15 @@ class LayerCall:
 
     @contextmanager
     def autocasting(self) -> Generator[None]:
-        """Enter the autocasting that was active around the call."""
+        """Enter the autocasting that was active around the call, where it is not the present one.
+
+        It keeps no casts: a part that is computed without gradients would give its own to one with them.
+        """
         with ExitStack() as stack:
             for device, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                present = torch.is_autocast_enabled(device)
+                if enabled != present or (enabled and torch.get_autocast_dtype(device) != dtype):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield
 
 

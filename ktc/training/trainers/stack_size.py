@@ -81,6 +81,18 @@ def kept_bytes_per_token(layers: Sequence[SplitLayer], call: ModelCall) -> dict[
     return kept
 
 
+def kept_factor_bytes(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str, int]:
+    """Count the bytes of factors on resident experts, in the dtype of the rows, that stay with inputs and outputs."""
+    kept: dict[str, int] = {}
+    for split, device in zip(layers, call.devices, strict=True):
+        if split.experts is not None and stays_on(split.experts, device):
+            fused = fused_in(split.experts)
+            widest = fused.hidden + fused.intermediate * (1 + fused.form.gated)
+            values = fused.num_experts * sum(_ranks(split.experts)) * widest
+            kept[str(device)] = kept.get(str(device), 0) + values * call.hidden.element_size()
+    return kept
+
+
 def kept_layers(layers: Sequence[SplitLayer], call: ModelCall, tokens: int, room: Mapping[str, int]) -> int:
     """Return how many of the last layers can keep all that their backward needs of `tokens` tokens, within `room`."""
     left, of_layer = dict(room), tokens * call.hidden.shape[-1] * _LAYER

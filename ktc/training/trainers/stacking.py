@@ -47,6 +47,7 @@ from ktc.training.trainers.stack_size import (
     fitting_tokens,
     free_bytes,
     kept_bytes_per_token,
+    kept_factor_bytes,
     kept_layers,
     prepare_experts,
     room,
@@ -392,7 +393,9 @@ class Stacker(TrainerCallback):
         scarce = min(fits, key=lambda device: fits[device])
         kept = kept_bytes_per_token(self._layers, call)
         with_kept = {device: size + kept.get(device, 0) for device, size in per_token.items()}
-        left = room(with_kept, working, free, sizes.whole)
+        factors = kept_factor_bytes(self._layers, call)
+        beside = {device: working.get(device, 0) + factors.get(device, 0) for device in {*working, *factors}}
+        left = room(with_kept, beside, free, sizes.whole)
         results = bool(kept) and fits[scarce] >= sizes.whole and min(left[device] for device in with_kept) >= 0
         parts = kept_layers(self._layers, call, sizes.whole, left) if results and not offloaded else 0
         reason = "a step's micro-batches fit the free memory"

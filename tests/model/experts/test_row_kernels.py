@@ -20,7 +20,7 @@ from ktc.diagnostics import HostLacks
 from ktc.model.experts import grouped_products, row_check, row_steps
 from ktc.model.experts.expert_stream import ExpertStream
 from ktc.model.experts.row_factors import GivenGradients, Inner, RunFactors
-from ktc.model.experts.slots import Slots, sum_rows
+from ktc.model.experts.slots import Edges, Slots, sum_rows
 from ktc.model.experts.streamed_backend import compute
 from ktc.model.hf.gpu_router import has_kernel
 from ktc.model.kernels.form import parse_form
@@ -135,16 +135,42 @@ def test_no_rows_are_no_launch() -> None:
     assert (x.shape, low.shape, h.shape) == ((0, HIDDEN), (0, 8), (0, INNER))
 
 
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (21, 2, 5), (300, 3, 128), (129, 1, 7)])
+def test_pairs_are_sorted_as_by_pytorch(tokens: int, choices: int, experts: int) -> None:
+    from ktc.model.experts.slot_kernels import sorted_pairs
+
+    drawn = torch.randint(0, experts, (tokens, choices), generator=torch.Generator().manual_seed(3))
+    wanted = Slots.of(drawn % max(1, experts - 1), experts)  # none for the last expert
+    made = sorted_pairs(drawn.to(DEVICE) % max(1, experts - 1), experts)
+    for name in ("tokens", "pairs", "experts", "places", "ends"):
+        computed, expected = getattr(made, name).cpu(), getattr(wanted, name)
+        assert computed.dtype == expected.dtype
+        assert torch.equal(computed, expected), name
+    assert tuple(made.edges.tolist()) == wanted.bounds
+
+
+def test_a_pair_of_an_expert_that_does_not_exist_has_no_slot() -> None:
+    from ktc.model.experts.slot_kernels import sorted_pairs
+
+    index = torch.tensor([[0, 2], [5, -1], [1, 2]], device=DEVICE)
+    made = sorted_pairs(index, 3)
+    assert made.edges.tolist() == [0, 1, 2, 4]
+    with pytest.raises(IndexError):
+        Edges(made.edges, index).bounds  # noqa: B018
+    assert made.pairs[:4].tolist() == [0, 4, 1, 5]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["whole", "dropout"])
 def test_factors_beside_codes_give_the_products_of_both(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of decoded codes and of LoRA in one sum, with every gradient, are those of the reference."""
     module, layer = stored_experts(spec_of(ISAS[0], codes=("int4", 32)), EXPERTS, tokens=TOKENS)
     packed = module.weights.packed
     assert packed is not None
-    stream = ExpertStream(packed, module.form, torch.device("cpu"), 1 << 20, range(EXPERTS), resident=False)
+    stream = ExpertStream(packed, module.form, DEVICE, 1 << 20, range(EXPERTS), resident=False)
+    row_check.check_trained_rows(module.form, DEVICE)  # with PyTorch's steps, which nothing reads below
     chunks = [matrices for _, matrices in stream.chunks(range(EXPERTS))]
     stock = {
-        name: torch.cat([getattr(of_chunk, name.removesuffix("_proj")).double() for of_chunk in chunks])
+        name: torch.cat([getattr(of_chunk, name.removesuffix("_proj")).double().cpu() for of_chunk in chunks])
         for name in layer.stock
     }
     adapted = adapt(replace(layer, stock=stock), (3, 8), dropout=dropout)
@@ -155,7 +181,7 @@ def test_factors_beside_codes_give_the_products_of_both(dropout: float, monkeypa
         monkeypatch.setattr(row_steps, name, None)
     x, weights, lora = trained(adapted, torch.bfloat16, torch.float32)
     torch.manual_seed(DRAWN)
-    out = compute((stream,), x, layer.index, weights, lora.drawn())
+    out = compute((stream,), x, layer.index, weights, lora.drawn()).cpu()
     results = with_gradients(out, layer.grad, (x, weights, *lora.factors))
     for computed, expected in zip(results, adapted.reference(), strict=True):
         assert error(computed, expected) <= 4e-2  # Triton's interpreter cuts bf16 off
