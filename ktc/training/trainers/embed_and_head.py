@@ -106,7 +106,7 @@ class EmbedAndHead:
         """
         parts: list[Tensor] = []
         if self._own is not None and self.in_parts:
-            with self._own.of(batch.count, parts):
+            with self._own.of(batch.count, parts, batch.lengths):
                 factor = self._run(stock_step, batch.inputs, num_items, call, final)
             return _multiplied(parts, factor)
         if batch.count > 1 and not self.whole_loss:
@@ -118,10 +118,12 @@ class EmbedAndHead:
             else:
                 return _multiplied(parts, factor)
         pieces = zip(rows_of(batch), call.hidden.chunk(batch.count), final.chunk(batch.count), strict=True)
-        return [
-            self.loss(stock_step, inputs, num_items, replace(call, hidden=hidden), rows)
-            for inputs, hidden, rows in pieces
-        ]
+        losses: list[Tensor] = []
+        for inputs, hidden, rows in pieces:
+            length = inputs["input_ids"].shape[1] if batch.lengths else None
+            of_one = replace(call, hidden=hidden[:, :length])
+            losses.append(self.loss(stock_step, inputs, num_items, of_one, rows[:, :length]))
+        return losses
 
     def loss(self, stock_step: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
         """Run the trainer's step of a micro-batch, from the last layer's output `final` on.

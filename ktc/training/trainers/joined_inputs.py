@@ -1,8 +1,9 @@
 """Micro-batches that run through the model's own code around its layers as one batch, where that changes nothing.
 
-In: a trainer's prepared micro-batches. Out: batches, each of neighbouring micro-batches with rows of one length, no
-padding and no inputs but tokens and labels. So masks and positions are those of each micro-batch, which `alike` checks
-on recorded calls. Refused, with the reason in words: code that is not known to treat every row on its own.
+In: a trainer's prepared micro-batches. Out: batches, each of neighbouring micro-batches with equally many rows, no
+padding of their own and no inputs but tokens and labels. So masks and positions are those of each micro-batch, which
+`alike` checks on recorded calls. Refused, with the reason in words: code that is not known to treat every row on its
+own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ktc.training.trainers.private_api import (
     pytree,
     wraps_forward_in_autocast,
 )
+from ktc.training.trainers.several_lengths import calls_of_each, has_room, padded
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 Inputs = Mapping[str, Any]
@@ -40,14 +42,28 @@ _ROWS = frozenset({"input_ids", "labels", "attention_mask"})  # of which each ro
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of `count` micro-batches, whose rows follow each other."""
+    """The inputs of `count` micro-batches, whose rows follow each other.
+
+    `lengths` are those of micro-batches that end in padding; none if all have one length.
+    """
 
     inputs: Inputs
     count: int = 1
+    lengths: tuple[int, ...] = ()
+
+    def calls(self, call: ModelCall) -> list[ModelCall]:
+        """Return the calls by which the batch, whose recorded call is given, goes through the layers."""
+        calls = calls_of_each(call, self.lengths) if self.lengths else [call]
+        assert calls is not None, "the first batch of several lengths was compared with its micro-batches"
+        return calls
 
 
-def joined(passes: Sequence[Sequence[Inputs]], tokens: int) -> tuple[list[list[Batch]], str]:
+def joined(
+    passes: Sequence[Sequence[Inputs]], tokens: int, *, of_several_lengths: bool = False
+) -> tuple[list[list[Batch]], str]:
     """Join neighbouring micro-batches of each pass, at most `tokens` tokens together. The device is read once.
+
+    They have one length, or, with `of_several_lengths`, may be padded at their ends.
 
     Returns:
         The batches of each pass in their order, and why a micro-batch was not joined with others of its size, "" if
@@ -55,14 +71,15 @@ def joined(passes: Sequence[Sequence[Inputs]], tokens: int) -> tuple[list[list[B
     """
     reasons = _reasons([*chain(*passes)])
     given = iter(reasons)
-    batches = [list(_batches([(inputs, next(given)) for inputs in of_pass], tokens)) for of_pass in passes]
+    several = of_several_lengths
+    batches = [list(_batches([(inputs, next(given)) for inputs in of_pass], tokens, several)) for of_pass in passes]
     return batches, next(filter(None, reasons), "")
 
 
-def _batches(inputs: Sequence[tuple[Inputs, str]], tokens: int) -> Iterator[Batch]:
+def _batches(inputs: Sequence[tuple[Inputs, str]], tokens: int, several: bool) -> Iterator[Batch]:
     run: list[Inputs] = []
     for micro_batch, reason in inputs:
-        if run and (reason or not _fits(run, micro_batch, tokens)):
+        if run and (reason or not _fits(run, micro_batch, tokens, several)):
             yield _joined(run)
             run = []
         if reason:
@@ -73,14 +90,17 @@ def _batches(inputs: Sequence[tuple[Inputs, str]], tokens: int) -> Iterator[Batc
         yield _joined(run)
 
 
-def _fits(run: Sequence[Inputs], inputs: Inputs, tokens: int) -> bool:
+def _fits(run: Sequence[Inputs], inputs: Inputs, tokens: int, several: bool) -> bool:
+    if several:
+        return _kinds(run[0]) == _kinds(inputs) and has_room(cast("Any", [*run, inputs]), tokens)
     return _shapes(run[0]) == _shapes(inputs) and (len(run) + 1) * inputs["input_ids"].numel() <= tokens
 
 
 def _joined(run: Sequence[Inputs]) -> Batch:
     if len(run) == 1:
         return Batch(run[0])
-    return Batch({name: torch.cat([inputs[name] for inputs in run]) for name in run[0]}, len(run))
+    lengths = tuple(inputs["input_ids"].shape[1] for inputs in run)
+    return Batch(padded(cast("Any", run)), len(run), lengths if len({*lengths}) > 1 else ())
 
 
 def _reasons(inputs: Sequence[Inputs]) -> list[str]:
@@ -132,6 +152,10 @@ def _reason(inputs: Inputs) -> str:
 def _shapes(inputs: Inputs) -> dict[str, tuple[torch.Size, torch.dtype, torch.device]]:
     tensors = cast("Mapping[str, Tensor]", inputs)
     return {name: (value.shape, value.dtype, value.device) for name, value in tensors.items()}
+
+
+def _kinds(inputs: Inputs) -> dict[str, tuple[int, torch.dtype, torch.device]]:
+    return {name: (shape[0], dtype, device) for name, (shape, dtype, device) in _shapes(inputs).items()}
 
 
 # Which code treats every row on its own -------------------------------------------------------------------------------
@@ -199,7 +223,13 @@ def all_alike(batches: Iterable[Batch], recorded: Iterable[ModelCall], calls: It
     for batch, call in zip(batches, recorded, strict=True):
         if batch.count > 1 and call.hidden.shape[:2] != batch.inputs["input_ids"].shape:
             return False
-        if not alike(call, list(islice(of_micro_batches, batch.count))):
+        separate = list(islice(of_micro_batches, batch.count))
+        if not batch.lengths:
+            if not alike(call, separate):
+                return False
+            continue
+        parts = calls_of_each(call, batch.lengths)
+        if parts is None or not all(alike(part, [of_one]) for part, of_one in zip(parts, separate, strict=True)):
             return False
     return True
 
@@ -262,4 +292,5 @@ def rows_of(batch: Batch) -> Iterator[Inputs]:
         return
     pieces = {name: value.chunk(batch.count) for name, value in cast("Mapping[str, Tensor]", batch.inputs).items()}
     for index in range(batch.count):
-        yield {name: piece[index] for name, piece in pieces.items()}
+        length = batch.lengths[index] if batch.lengths else None
+        yield {name: piece[index][:, :length] for name, piece in pieces.items()}

@@ -5,6 +5,7 @@ In: a trainer. Out: its `OwnLosses`, or None for the stock loss of transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -26,10 +27,11 @@ class OwnLosses(Protocol):
         """Begin a step: what an unfinished one has left is dropped."""
         ...
 
-    def of(self, count: int, parts: list[Tensor]) -> AbstractContextManager[None]:
+    def of(self, count: int, parts: list[Tensor], lengths: Sequence[int] = ()) -> AbstractContextManager[None]:
         """Let the trainer's step of a batch of `count` micro-batches add their losses (count,) to `parts`.
 
-        The step's loss is 1 with the gradient of their sum (`chunked_loss.unit_sum`).
+        `lengths` are those of micro-batches that are padded to the longest one. The step's loss is 1 with the gradient
+        of their sum (`chunked_loss.unit_sum`).
         """
         ...
 

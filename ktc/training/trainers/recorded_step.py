@@ -29,6 +29,7 @@ from ktc.training.trainers.joined_inputs import (
     reason_for_each,
 )
 from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.several_lengths import frequencies_depend_on_length
 from ktc.training.trainers.split_layer import SplitLayer
 
 OfPass = tuple[list[Batch], list[ModelCall]]
@@ -41,6 +42,9 @@ class Recorder:
         self._trainer, self._modules = trainer, own_modules(model, layers)
         self.against: str | None = None  # why it runs for each micro-batch, "" if for several; None before a step
         self.compared = False  # whether a batch of several micro-batches was compared with them
+        depends = frequencies_depend_on_length(self._modules.values())
+        self.lengths_compared = False  # whether a batch of several lengths was compared
+        self.joins_lengths = not depends  # whether micro-batches of several lengths are one batch
         self.rows_compared = False  # whether a micro-batch was compared with its rows
         self.against_rows = ""  # why no micro-batch is divided into its rows
         self.enters: ModelCall | None = None  # a micro-batch of any size, without its values
@@ -145,15 +149,23 @@ class RecordedStep:
         """
         runs = list(runs)
         if not self.one_by_one:
-            batches, self.one_by_one = joined([self._inputs[first:last] for first, last in runs], tokens)
+            recorder, inputs = self._recorder, [self._inputs[first:last] for first, last in runs]
+            batches, self.one_by_one = joined(inputs, tokens, of_several_lengths=recorder.joins_lengths)
             several = any(batch.count > 1 for batch in chain(*batches))
+            lengths = any(batch.lengths for batch in chain(*batches))
             self.joins_some = several and bool(self.one_by_one)
+            if lengths and not (recorder.lengths_compared or self._calls):
+                self.record_each()
             if several or not self._calls:
                 calls = [[self._record(batch.inputs) for batch in of_pass] for of_pass in batches]
                 if not self._calls or all_alike(chain(*batches), chain(*calls), self._calls):
-                    self._recorder.compared |= several
+                    recorder.compared |= several
+                    recorder.lengths_compared |= lengths
                     return list(zip(batches, calls, strict=True))
-                self.one_by_one = self._recorder.against = "several enter its layers otherwise than one"
+                if lengths:
+                    recorder.joins_lengths, self.one_by_one = False, ""
+                    return self.batches(runs, tokens)
+                self.one_by_one = recorder.against = "several enter its layers otherwise than one"
                 self.joins_some = False
         return [
             ([Batch(inputs) for inputs in self._inputs[first:last]], self._calls[first:last]) for first, last in runs

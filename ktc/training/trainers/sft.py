@@ -7,7 +7,7 @@ entropy and of the right guesses over its learned tokens, and the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, cast
@@ -75,13 +75,22 @@ class SftLosses:
         self._recorded = []
 
     @contextmanager
-    def of(self, count: int, parts: list[Tensor]) -> Generator[None]:
-        """Let the trainer compute the losses of a batch of `count` micro-batches with equally many rows each."""
-        with with_attributes(self._trainer, compute_loss=partial(self._losses, count, parts)):
+    def of(self, count: int, parts: list[Tensor], lengths: Sequence[int] = ()) -> Generator[None]:
+        """Let the trainer compute the losses of a batch of `count` micro-batches with equally many rows each.
+
+        `lengths` are those of micro-batches that are padded to the longest one.
+        """
+        with with_attributes(self._trainer, compute_loss=partial(self._losses, count, parts, lengths)):
             yield
 
     def _losses(
-        self, count: int, parts: list[Tensor], model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self,
+        count: int,
+        parts: list[Tensor],
+        lengths: Sequence[int],
+        model: Any,
+        inputs: dict[str, Any],
+        num_items_in_batch: Any = None,
     ) -> Tensor:
         """Compute what `SFTTrainer.compute_loss` does for each micro-batch, and return 1 with their gradients."""
         trainer = self._trainer
@@ -91,7 +100,7 @@ class SftLosses:
         losses = -_sums(out.log_probs, count) / items.to(out.log_probs.device).clamp(min=1)
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             losses = losses * trainer.accelerator.num_processes
-        numbers = [learned, _sums(out.entropy.detach(), count), guessed, _tokens(inputs, count)]
+        numbers = [learned, _sums(out.entropy.detach(), count), guessed, _tokens(inputs, count, lengths)]
         self._recorded.append(_gathered(trainer.accelerator, numbers))
         parts.append(losses.detach())
         return unit_sum(losses)
@@ -117,12 +126,17 @@ def _sums(values: Tensor, count: int) -> Tensor:
     return values.reshape(count, -1).sum(1)
 
 
-def _tokens(inputs: dict[str, Any], count: int) -> Tensor:
+def _tokens(inputs: dict[str, Any], count: int, lengths: Sequence[int]) -> Tensor:
     """Count the tokens of micro-batches as TRL does: those of masks, or all where sequences are packed.
+
+    Masks of micro-batches that are padded together say nothing.
 
     Raises:
         ValueError: as TRL's own loss, without either.
     """
+    if lengths and "attention_mask" in inputs:
+        rows = inputs["input_ids"].shape[0] // count
+        return torch.tensor(lengths, device=inputs["input_ids"].device) * rows
     if "attention_mask" in inputs:
         return _sums(inputs["attention_mask"], count)
     if "position_ids" not in inputs:

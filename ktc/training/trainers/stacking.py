@@ -35,6 +35,7 @@ from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.recorded_step import RecordedStep, Recorder
+from ktc.training.trainers.several_lengths import as_batch
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_layers
 from ktc.training.trainers.stack_size import (
     CHUNKS,
@@ -273,12 +274,14 @@ class Stacker(TrainerCallback):
     ) -> None:
         """Run forward and backward of batches that share each layer's experts. Add their losses to `losses`."""
         assert self.decision is not None
-        pieces = [divided(call, self.decision.chunk_tokens) for call in calls]
+        of_batches = [batch.calls(call) for batch, call in zip(batches, calls, strict=True)]
+        pieces = [divided(call, self.decision.chunk_tokens) for of_batch in of_batches for call in of_batch]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
         outs = through_layers(
             self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded, self.decision.kept
         )
-        finals = _by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces])
+        of_calls = iter(_by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces]))
+        finals = [as_batch([next(of_calls) for _ in of_batch]) for of_batch in of_batches]
         leaves = [final.detach().requires_grad_() for final in finals]
         for batch, call, leaf in zip(batches, calls, leaves, strict=True):
             with span("lm_head", leaf.device):
@@ -288,7 +291,7 @@ class Stacker(TrainerCallback):
         shown = {"whole_loss": embed_and_head.whole_loss, "not_compiled": str(self._compiled or "")}
         self._note(**{name: fact for name, fact in shown.items() if fact})
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
-        del outs, pieces, chunks, leaves, finals
+        del outs, pieces, chunks, leaves, finals, of_batches
         if self._shares:  # a process without a loss takes part in the backward of the others
             trained = [(final, torch.zeros_like(final) if grad is None else grad) for final, grad in trained]
         with_loss = [(final, grad) for final, grad in trained if grad is not None]

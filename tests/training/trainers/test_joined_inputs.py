@@ -289,7 +289,7 @@ def test_batches_are_compared_in_the_first_step_that_has_any(
     package: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ktc.training.trainers.recorded_step.all_alike", lambda *_: False)
-    of_several_lengths = tuple(range(9, 17))
+    of_several_lengths = tuple(range(21, 29))  # two of them are longer than a chunk
     ours = trained(package, tmp_path, "on", lengths=of_several_lengths + (17,) * 8, trainer=InOrder, max_steps=2)
     assert runs == [1] * 16 + [1] * 8 + [2] * 4 + [1] * 8
     assert "several enter its layers otherwise than one" in str(ours.stacker.decision)

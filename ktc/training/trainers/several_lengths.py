@@ -1,0 +1,109 @@
+"""Micro-batches of several lengths as one batch: rows end with padding, which no code around the layers mixes in.
+
+In: micro-batches of whole rows, and the recorded call of the batch that they form. Out: that batch, each micro-batch's
+call as a part of the recorded one, and the layers' outputs as a batch again. Layers run on rows of their own lengths.
+A causal model's states, masks and positions of a row do not depend on what follows it; the padding has no labels.
+Refused: rotary embeddings whose frequencies depend on the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.private_api import pytree
+from ktc.training.trainers.split_layer import LayerCall
+
+# By which frequencies do not depend on lengths.
+_ROTARY: Final = frozenset({"default", "linear", "llama3", "yarn"})
+# In the padding of a batch: any token, no label, and a mask that says nothing.
+_PADDING: Final[Mapping[str, int]] = {"input_ids": 0, "labels": -100, "attention_mask": 1}
+_MOST_ON_CPU: Final = 16  # tokens of padding for each micro-batch: its head takes longer for more than a run of its own
+
+
+def frequencies_depend_on_length(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a module's rotary frequencies depend on the length of the longest row, or are not known."""
+    kinds = [getattr(module, "rope_type", "default") for module in modules]
+    names = [name for kind in kinds for name in (cast("Any", kind).values() if isinstance(kind, Mapping) else [kind])]
+    return not {*names} <= _ROTARY
+
+
+def has_room(run: Sequence[Mapping[str, Tensor]], tokens: int) -> bool:
+    """Return whether micro-batches with equally many rows, padded, have at most `tokens` tokens and little padding."""
+    lengths = [inputs["input_ids"].shape[1] for inputs in run]
+    rows, padding = run[0]["input_ids"].shape[0], len(run) * max(lengths) - sum(lengths)
+    on_cpu = run[0]["input_ids"].device.type == "cpu"
+    return rows * len(run) * max(lengths) <= tokens and not (on_cpu and rows * padding > _MOST_ON_CPU * len(run))
+
+
+def padded(run: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the inputs of micro-batches with equally many rows as those of one batch, as long as the longest."""
+    longest = max(inputs["input_ids"].shape[1] for inputs in run)
+
+    def filled(name: str, value: Tensor) -> Tensor:
+        return functional.pad(value, (0, longest - value.shape[1]), value=_PADDING[name])
+
+    return {name: torch.cat([filled(name, inputs[name]) for inputs in run]) for name in run[0]}
+
+
+def calls_of_each(call: ModelCall, lengths: Sequence[int]) -> list[ModelCall] | None:
+    """Return the calls of micro-batches with equally many rows from that of their batch; None if none are known."""
+    rows = call.hidden.shape[0] // len(lengths)
+    calls = [_part(call, slice(index * rows, (index + 1) * rows), length) for index, length in enumerate(lengths)]
+    return None if any(part is None for part in calls) else cast("list[ModelCall]", calls)
+
+
+def _part(call: ModelCall, rows: slice, length: int) -> ModelCall | None:
+    batch, longest = call.hidden.shape[:2]
+    parts: dict[int, Tensor | None] = {}  # layers share their masks and positions
+    layers: dict[int, LayerCall] = {}
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in parts:
+            parts[id(leaf)] = _cut(leaf, rows, length, (batch, longest))
+        return parts[id(leaf)]
+
+    for layer in call.layers:
+        if id(layer) not in layers:
+            args, kwargs = pytree.tree_map(part, (layer.args, dict(layer.kwargs)))
+            layers[id(layer)] = replace(layer, args=args, kwargs=kwargs)
+    if any(leaf is None for leaf in parts.values()):
+        return None
+    hidden = call.hidden[rows, :length].contiguous()
+    return ModelCall(hidden, call.devices, tuple(layers[id(layer)] for layer in call.layers))
+
+
+def _cut(leaf: Tensor, rows: slice, length: int, sizes: tuple[int, int]) -> Tensor | None:
+    """Return some rows of a batch's argument, up to a length: positions (T,), (B, T) or (B, T, D), masks (B, 1, T, T).
+
+    `sizes` are B and T of the batch; arguments that its rows share have 1 in the place of B. None for others.
+    """
+    batch, longest = sizes
+    if leaf.ndim == 0:
+        return leaf
+    along = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}.get(leaf.ndim, ())
+    if not along or any(leaf.shape[dimension] != longest for dimension in along):
+        return None
+    if leaf.ndim > 1:
+        if leaf.shape[0] not in (1, batch):
+            return None
+        leaf = leaf if leaf.shape[0] == 1 else leaf[rows]
+    for dimension in along:
+        leaf = leaf.narrow(dimension, 0, length)
+    return leaf.contiguous()
+
+
+def as_batch(finals: Sequence[Tensor]) -> Tensor:
+    """Return the outputs of micro-batches (B, T, H) as those of their batch, with zeros in its padding."""
+    if len(finals) == 1:
+        return finals[0]
+    longest = max(final.shape[1] for final in finals)
+    return torch.cat([functional.pad(final, (0, 0, 0, longest - final.shape[1])) for final in finals])

@@ -1,0 +1,149 @@
+"""Micro-batches of several lengths run through the code around the layers as one batch, as they do one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from stacked_training import StackingTrainer, assert_alike, padded, trained
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+
+from ktc.model import twin
+from ktc.stages.link import link
+from ktc.training.trainers import chunked_loss
+from ktc.training.trainers.embed_and_head import EmbedAndHead
+from ktc.training.trainers.joined_inputs import joined, rows_of
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.several_lengths import calls_of_each, frequencies_depend_on_length
+from ktc.training.trainers.split_layer import LayerCall
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = twin.write("qwen3_moe", tmp_path_factory.mktemp("models"))
+    return link(hand_made.package(source), tmp_path_factory.mktemp("build") / "qwen3_moe")
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The shape of each batch that is recorded."""
+    seen: list[tuple[int, int]] = []
+    stock = EmbedAndHead.record
+
+    def counted(self: Any, inputs: Any, num_items: Any) -> ModelCall:
+        seen.append(tuple(inputs["input_ids"].shape))
+        return stock(self, inputs, num_items)
+
+    monkeypatch.setattr(EmbedAndHead, "record", counted)
+    return seen
+
+
+class InOrder(StackingTrainer):
+    def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+LENGTHS = (17, 17, 17, 17, 20, 12, 9, 5)
+JOINED = [(2, 17), (2, 17), (2, 20), (2, 9)]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["chunks", "whole logits"])
+def test_losses_and_gradients_are_those_of_separate_micro_batches(
+    package: Path, tmp_path: Path, shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, *, whole: bool
+) -> None:
+    settings: dict[str, Any] = {"lengths": LENGTHS, "trainer": InOrder, "max_steps": 2}
+    if whole:  # found before the first backward
+
+        def refusing(*_: Any, **__: Any) -> Any:
+            raise chunked_loss.WholeLogits("for a test")
+
+        monkeypatch.setattr(chunked_loss, "chunked_losses", refusing)
+    ours = trained(package, tmp_path, "on", **settings)
+    separate = [(1, length) for length in LENGTHS]
+    assert shapes == separate + JOINED + (separate if whole else JOINED)
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_they_are_compared_in_the_first_step_that_has_any(
+    package: Path, tmp_path: Path, shapes: list[tuple[int, int]]
+) -> None:
+    settings: dict[str, Any] = {"lengths": (17,) * 8 + LENGTHS * 2, "trainer": InOrder, "max_steps": 3}
+    ours = trained(package, tmp_path, "on", **settings)
+    first = [(1, 17)] * 8 + [(2, 17)] * 4
+    assert shapes == first + [(1, length) for length in LENGTHS] + JOINED * 2
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_other_calls_end_them_and_not_those_of_one_length(
+    package: Path, tmp_path: Path, shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktc.training.trainers.joined_inputs.calls_of_each", lambda *_: None)
+    settings: dict[str, Any] = {"lengths": LENGTHS, "trainer": InOrder, "max_steps": 2}
+    ours = trained(package, tmp_path, "on", **settings)
+    of_one_length = [(2, 17), (2, 17), (1, 20), (1, 12), (1, 9), (1, 5)]
+    assert shapes[-12:] == of_one_length * 2
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_rotary_frequencies_of_a_length_are_found() -> None:
+    plain, of_length, of_kinds = nn.Identity(), nn.Identity(), nn.Identity()
+    plain.rope_type, of_length.rope_type = "yarn", "longrope"  # type: ignore[assignment]
+    of_kinds.rope_type = {"sliding_attention": "default", "full_attention": "dynamic"}  # type: ignore[assignment]
+    assert not frequencies_depend_on_length([plain, nn.Identity()])
+    assert frequencies_depend_on_length([plain, of_length])
+    assert frequencies_depend_on_length([of_kinds])
+
+
+def inputs(rows: int, length: int) -> dict[str, Tensor]:
+    ids = torch.arange(1, rows * length + 1).view(rows, length)
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_padding_is_little_on_a_cpu() -> None:
+    near, far = [inputs(1, 20), inputs(1, 30)], [inputs(1, 20), inputs(1, 53)]
+    assert [batch.count for batch in joined([near], 100, of_several_lengths=True)[0][0]] == [2]
+    assert [batch.count for batch in joined([far], 200, of_several_lengths=True)[0][0]] == [1, 1]
+    assert [batch.count for batch in joined([near], 59, of_several_lengths=True)[0][0]] == [1, 1]
+
+
+def test_rows_of_a_padded_batch_are_those_before() -> None:
+    given = [inputs(2, 5), inputs(2, 3)]
+    ((batch,),), _ = joined([given], 100, of_several_lengths=True)
+    assert batch.lengths == (5, 3)
+    assert batch.inputs["labels"][2:, 3:].eq(-100).all()
+    for one, row in zip(given, rows_of(batch), strict=True):
+        assert all(torch.equal(one[name], row[name]) for name in one)
+
+
+def test_calls_are_cut_where_it_is_known_how() -> None:
+    hidden, turned = torch.randn(4, 5, 2), torch.randn(1, 5, 3)
+    mask = torch.ones(4, 1, 5, 5).tril()
+    of_layer = LayerCall(None, (mask,), {"positions": torch.arange(5), "embedded": (turned, turned), "flag": None}, ())
+    call = ModelCall(hidden, (torch.device("cpu"),) * 2, (of_layer, of_layer))
+    parts = calls_of_each(call, (5, 3))
+    assert parts is not None
+    second = parts[1]
+    assert torch.equal(second.hidden, hidden[2:, :3])
+    assert second.layers[0] is second.layers[1]
+    assert torch.equal(second.layers[0].args[0], mask[2:, :, :3, :3])
+    embedded = second.layers[0].kwargs["embedded"]
+    assert torch.equal(embedded[0], turned[:, :3])
+    assert embedded[0] is embedded[1]
+    assert second.layers[0].kwargs["positions"].tolist() == [0, 1, 2]
+    for other in (torch.ones(4, 1, 5, 6), torch.ones(2, 5), torch.ones(7), torch.ones(4, 1, 1, 5, 5)):
+        assert calls_of_each(ModelCall(hidden, call.devices[:1], (LayerCall(None, (other,), {}, ()),)), (5, 3)) is None
+
+
+def test_padding_inside_of_a_micro_batch_stays_one_by_one(
+    package: Path, tmp_path: Path, shapes: list[tuple[int, int]]
+) -> None:
+    settings: dict[str, Any] = {"lengths": (17, 9) * 4, "batch": 2, "collate": padded, "trainer": InOrder}
+    ours = trained(package, tmp_path, "on", max_steps=1, **settings)
+    assert shapes == [(2, 17)] * 4
+    assert "rows have padding" in str(ours.stacker.decision)
