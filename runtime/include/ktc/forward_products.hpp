@@ -67,14 +67,16 @@ class ElementProducts {
     down_slots_.convert(groups, activated_S, converted_.data());
   }
 
-  // The panels that this worker takes from the queue, for all slots.
-  template <class Epilogue>
-  void first(int, PanelQueue& queue, const Element* hidden_S, Scratch scratch, const Epilogue& epilogue) const {
-    multiply(queue, layer_.first_panels(packed_, scratch.panel), first_slots_, hidden_S, scratch, epilogue);
+  // The panels that this worker takes from the queue, for all slots. `ready` as `Sweep::run` has it.
+  template <class Epilogue, class Ready>
+  void first(int, PanelQueue& queue, const Element* hidden_S, Scratch scratch, const Epilogue& epilogue,
+             const Ready& ready) const {
+    multiply(queue, layer_.first_panels(packed_, scratch.panel), first_slots_, hidden_S, scratch, epilogue, ready);
   }
-  template <class Epilogue>
-  void down(int, PanelQueue& queue, const Element* activated_S, Scratch scratch, const Epilogue& epilogue) const {
-    multiply(queue, layer_.down_panels(packed_, scratch.panel), down_slots_, activated_S, scratch, epilogue);
+  template <class Epilogue, class Ready>
+  void down(int, PanelQueue& queue, const Element* activated_S, Scratch scratch, const Epilogue& epilogue,
+            const Ready& ready) const {
+    multiply(queue, layer_.down_panels(packed_, scratch.panel), down_slots_, activated_S, scratch, epilogue, ready);
   }
 
  private:
@@ -82,11 +84,11 @@ class ElementProducts {
     set.run_rows = run_rows;
     return {routing_, set, threads_, layer_.nodes};
   }
-  template <class Panels, class Epilogue>
+  template <class Panels, class Epilogue, class Ready>
   void multiply(PanelQueue& queue, Panels panels, [[maybe_unused]] const ConvertedSlots<Panels>& slots,
-                const Element* rows_S, Scratch scratch, const Epilogue& epilogue) const {
+                const Element* rows_S, Scratch scratch, const Epilogue& epilogue, const Ready& ready) const {
     if constexpr (Panels::kConvertedRows > 0) panels.read(slots, converted_.data());
-    sweep<Isa>(routing_, queue, panels, rows_S, scratch.sums, epilogue);
+    sweep<Isa>(routing_, queue, panels, rows_S, scratch.sums, epilogue, ready);
   }
 
   const Layer& layer_;

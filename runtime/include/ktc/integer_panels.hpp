@@ -30,6 +30,8 @@ class IntegerPanels {
   // The size of a packed row, with the padding of the codes.
   std::int64_t contraction() const { return contraction_; }
 
+  const PanelPlaces& places() const { return places_; }
+
   const float* scales(PanelPart part) const { return reinterpret_cast<const float*>(panel(part)); }
   const std::int32_t* offsets(PanelPart part) const {
     return reinterpret_cast<const std::int32_t*>(panel(part) + Panel::kOffsetsAt);

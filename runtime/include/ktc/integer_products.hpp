@@ -140,13 +140,15 @@ class IntegerProducts {
     }
   }
 
-  template <class Epilogue>
-  void first(int worker, PanelQueue& queue, const Element*, Scratch scratch, const Epilogue& epilogue) const {
-    multiply(worker, queue, first_, scratch, epilogue);
+  template <class Epilogue, class Ready>
+  void first(int worker, PanelQueue& queue, const Element*, Scratch scratch, const Epilogue& epilogue,
+             const Ready& ready) const {
+    multiply(worker, queue, first_, scratch, epilogue, ready);
   }
-  template <class Epilogue>
-  void down(int worker, PanelQueue& queue, const Element*, Scratch scratch, const Epilogue& epilogue) const {
-    multiply(worker, queue, down_, scratch, epilogue);
+  template <class Epilogue, class Ready>
+  void down(int worker, PanelQueue& queue, const Element*, Scratch scratch, const Epilogue& epilogue,
+            const Ready& ready) const {
+    multiply(worker, queue, down_, scratch, epilogue, ready);
   }
 
  private:
@@ -173,11 +175,12 @@ class IntegerProducts {
     }
   }
 
-  template <class Epilogue>
-  void multiply(int worker, PanelQueue& queue, const Panels& panels, Scratch scratch, const Epilogue& epilogue) const {
+  template <class Epilogue, class Ready>
+  void multiply(int worker, PanelQueue& queue, const Panels& panels, Scratch scratch, const Epilogue& epilogue,
+                const Ready& ready) const {
     auto* sums = reinterpret_cast<std::int32_t*>(scratch.sums);
     sweep<Isa>(routing_, queue, panels, codes_S_.data(), sums,
-               ScaledSums<Layer, Epilogue>(panels, scale_S_.data(), tile_W_.data() + worker * kTile, epilogue));
+               ScaledSums<Layer, Epilogue>(panels, scale_S_.data(), tile_W_.data() + worker * kTile, epilogue), ready);
   }
 
   const Layer& layer_;

@@ -234,13 +234,13 @@ void moe_backward(const Layer& layer, Engine& engine, const BackwardArguments& a
         const bool reads_elements = !ForwardProducts<Layer>::kPacksRows || lora.first();
         products->read_hidden(worker, share(num_groups), hidden_TH, reads_elements ? packed_S : nullptr);
         if (lora.first()) lora.recompute_first(worker.index, share(num_groups), hidden_TH, packed_S);
-        worker.barrier.arrive_and_wait();
         auto* activated_S = lora.down() ? d_first_S : nullptr;  // there is space: gradients come later
         const KeptInputs* kept = lora.kept_of_down();
         const FirstEpilogue<Layer> epilogue(layer, arguments.packed, kept == nullptr ? activated_S : nullptr,
                                             recomputed_S, {kept == nullptr ? nullptr : activated_S, kept});
         products->first(worker.index, first_queues->of(worker.index), packed_S, {at_hand, own_scratch},
-                        lora.around_first(worker.index, epilogue));
+                        lora.around_first(worker.index, epilogue),
+                        [&](Upcoming panels) { worker.barrier.arrive_and_wait(panels); });
         worker.barrier.arrive_and_wait();
         if (lora.down()) lora.recompute_down(worker.index, share(num_groups), activated_S);
       }

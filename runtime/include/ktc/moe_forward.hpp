@@ -104,23 +104,25 @@ void moe_forward(const Layer& layer, Engine& engine, const ForwardArguments& arg
         to_low_rank(lora_first, routing, share(num_groups), lora_first.drops() ? kept_S : hidden_S,
                     shape.padded_hidden(), Panels::ranks_of_a, lora_scratch.low_rank(worker.index), first_values);
       }
-      worker.barrier.arrive_and_wait();
-
       products.first(worker.index, first_queues.of(worker.index), hidden_S, scratch,
                      WithLora(lora_first, first_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
-                              Epilogue(layer, arguments.packed, activated_S, saved_S, kept_activated)));
-      worker.barrier.arrive_and_wait();
-      products.read_activated(worker, share(num_groups), activated_S, repacked_S);
-      if (lora_down.active()) {
-        const Element* rows_S = lora_down.drops() ? kept_S : Products::kPacksRows ? repacked_S : activated_S;
-        to_low_rank(lora_down, routing, share(num_groups), rows_S, shape.padded_intermediate(), Panels::ranks_of_a,
-                    lora_scratch.low_rank(worker.index), down_values);
-      }
-      if (products.reads_activated() || lora_down.active()) worker.barrier.arrive_and_wait();
-
+                              Epilogue(layer, arguments.packed, activated_S, saved_S, kept_activated)),
+                     [&](Upcoming panels) { worker.barrier.arrive_and_wait(panels); });
+      // A worker that is done with gate and up takes panels of down, and fetches them while it waits for the others.
+      const auto complete_activated = [&](Upcoming panels) {
+        worker.barrier.arrive_and_wait(panels);
+        products.read_activated(worker, share(num_groups), activated_S, repacked_S);
+        if (lora_down.active()) {
+          const Element* rows_S = lora_down.drops() ? kept_S : Products::kPacksRows ? repacked_S : activated_S;
+          to_low_rank(lora_down, routing, share(num_groups), rows_S, shape.padded_intermediate(), Panels::ranks_of_a,
+                      lora_scratch.low_rank(worker.index), down_values);
+        }
+        if (products.reads_activated() || lora_down.active()) worker.barrier.arrive_and_wait();
+      };
       products.down(worker.index, down_queues.of(worker.index), activated_S, scratch,
                     WithLora(lora_down, down_values, Panels::outputs_of_b, lora_scratch.factors(worker.index),
-                             AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr)));
+                             AddToTokens(layer, routing, sums, weight_S, Layer::kBiased ? arguments.packed : nullptr)),
+                    complete_activated);
       worker.barrier.arrive_and_wait();
       sums.write(share(arguments.tokens), out_TH);
     });

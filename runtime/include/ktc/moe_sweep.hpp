@@ -53,7 +53,10 @@ class Sweep {
         epilogue_(epilogue),
         window_(SweepOrder<Kernel>(routing, queue, panels.contraction())) {}
 
-  void run() {
+  // `ready` is called with what the first panels of this worker are, and returns when `rows` are complete.
+  template <class Ready>
+  void run(const Ready& ready) {
+    ready(upcoming());
     if (!here().done()) panels_.start(here().part());
     for (; !here().done(); window_.advance()) {
       if constexpr (Panels::kStreamRows > 0) {
@@ -67,10 +70,23 @@ class Sweep {
   }
 
  private:
+  static constexpr std::int64_t kMostUpcoming = 1 << 16;  // a small part of an L2
   static constexpr std::int64_t kTile = Kernel::kMaxRows * kPanelWidth;
   static constexpr int kDepth = ElementTraits<Element>::kDepth;
 
   const SweepOrder<Kernel>& here() const { return window_.here(); }
+
+  // The first panels, where they are read as they are stored.
+  Upcoming upcoming() const {
+    if constexpr (Panels::kStreamRows > 0) {
+      if (!here().done() && num_rows() <= Panels::kStreamRows) {
+        const PanelPart part = here().part();
+        const std::int64_t bytes = here().num_panels_of_take() * panels_.places().panel_bytes();
+        return {panels_.places().panel(part.expert, part.panel), std::min(bytes, kMostUpcoming)};
+      }
+    }
+    return {};
+  }
   // Rows of the current groups.
   std::int64_t num_rows() const {
     const SlotGroup& last = *(here().end() - 1);
@@ -177,10 +193,14 @@ class Sweep {
   SweepWindow<Kernel> window_;
 };
 
-template <MicroKernel Kernel, PanelSource<Kernel> Panels, SweepEpilogue<Kernel> Epilogue>
+struct AlreadyComplete {
+  void operator()(Upcoming) const {}
+};
+
+template <MicroKernel Kernel, PanelSource<Kernel> Panels, SweepEpilogue<Kernel> Epilogue, class Ready = AlreadyComplete>
 void sweep(const Routing& routing, PanelQueue& queue, Panels panels, const typename Kernel::Element* rows,
-           typename Kernel::Accumulator* sums, const Epilogue& epilogue) {
-  Sweep<Kernel, Panels, Epilogue>(routing, queue, panels, rows, sums, epilogue).run();
+           typename Kernel::Accumulator* sums, const Epilogue& epilogue, const Ready& ready = {}) {
+  Sweep<Kernel, Panels, Epilogue>(routing, queue, panels, rows, sums, epilogue).run(ready);
 }
 
 }  // namespace ktc::inline KTC_UNIT

@@ -55,13 +55,13 @@ class SpinningBarrier final : public Barrier {
   // Not while a thread waits.
   void reset(int count) { count_ = count; }
 
-  void arrive_and_wait() override {
+  void arrive_and_wait(Upcoming upcoming = {}) override {
     if (phase_observer != nullptr) phase_observer->finished();
-    wait_for_all();
+    wait_for_all(upcoming);
     if (phase_observer != nullptr) phase_observer->started();
   }
 
-  void wait_for_all() {
+  void wait_for_all(Upcoming upcoming = {}) {
     const int count = count_;  // once all have arrived it may be reset
     if (count == 1) return;
     const auto round = round_.load(std::memory_order_acquire);
@@ -71,10 +71,20 @@ class SpinningBarrier final : public Barrier {
       round_.notify_all();
       return;
     }
+    fetch(upcoming, round);
     wait_while_equal(round_, round);
   }
 
  private:
+  // Until all have arrived.
+  void fetch(Upcoming upcoming, std::uint32_t round) const {
+    constexpr std::int64_t kLine = 64;
+    for (std::int64_t at = 0; at < upcoming.bytes; at += kLine) {
+      if (round_.load(std::memory_order_relaxed) != round) return;
+      __builtin_prefetch(upcoming.begin + at, 0, 2);
+    }
+  }
+
   int count_ = 1;
   std::atomic<int> arrived_{0};
   std::atomic<std::uint32_t> round_{0};

@@ -20,10 +20,16 @@ struct OpenMp {
   int (*max_threads)() = nullptr;
 };
 
-// Where the threads of a call wait for each other.
+// Memory that a thread reads next.
+struct Upcoming {
+  const std::byte* begin = nullptr;
+  std::int64_t bytes = 0;
+};
+
+// Where the threads of a call wait for each other. A thread that waits fetches `upcoming` into its L2 meanwhile.
 class Barrier {
  public:
-  virtual void arrive_and_wait() = 0;
+  virtual void arrive_and_wait(Upcoming upcoming = {}) = 0;
 
  protected:
   ~Barrier() = default;
