@@ -23,7 +23,7 @@ from ktc.model.experts.lora import NO_LORA, ExpertsLora
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.reference import check_routing
 from ktc.model.experts.resident_weights import ResidentMatrices
-from ktc.model.experts.slots import Rows, sums_of_rows
+from ktc.model.experts.slots import Rows, Slots, sums_of_rows
 from ktc.model.kernels.form import ExpertsForm
 
 
@@ -60,8 +60,9 @@ class GpuResident:
         """Sort the rows by expert, and multiply all experts in one product, or copies of the chosen ones."""
         products, resident = ChunkProducts(self.form, NO_LORA, self.packed.dtype), self._stream.resident
         if isinstance(resident, ResidentMatrices) or resident.is_multiplied:
-            rows, places = _sorted(index, self.packed.sizes.num_experts)
-            matrices, experts = resident.whole(), range(self.packed.sizes.num_experts)
+            experts = range(self.packed.sizes.num_experts)
+            slots, matrices = Slots.of(index, len(experts)), resident.whole()
+            rows, places = slots.of_experts(experts), slots.places
         else:
             rows, places = _in_order(index)
             matrices, experts = resident.copies(index.flatten()), range(index.numel())
@@ -87,15 +88,3 @@ def _in_order(index: Tensor) -> tuple[Rows, Tensor]:
     T, K = index.shape
     pairs = torch.arange(T * K, device=index.device)
     return Rows(pairs // K, pairs, pairs, (pairs + 1).to(torch.int32), 0, T * K), pairs.view(T, K)
-
-
-def _sorted(index: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
-    """Return the rows of all experts, sorted by expert, and where the rows of a token are."""
-    T, K = index.shape
-    experts, pairs = torch.sort(index.flatten(), stable=True)
-    numbers = torch.arange(num_experts, device=index.device)
-    places = torch.empty_like(pairs)
-    places[pairs] = torch.arange(T * K, device=index.device)
-    ends = torch.searchsorted(experts, numbers, right=True)
-    experts = numbers.index_select(0, experts)  # an error of the device for one that does not exist
-    return Rows(pairs // K, pairs, experts, ends.to(torch.int32), 0, T * K), places.view(T, K)
