@@ -167,7 +167,7 @@ def _serves(kind: Kind, query: Tensor, key: Tensor, *angles: Tensor) -> bool:
     columns = D if kind in ("halves", "interleaved") else D // 2
     shapes = {(1, T, columns), (query.shape[0], T, columns)}
     dtype = torch.complex64 if kind == "pairs" else query.dtype
-    fit = all(tuple(a.shape) in shapes and a.dtype == dtype and a.stride(-1) == 1 for a in angles)
+    fit = all(tuple(a.shape) in shapes and a.dtype == dtype for a in angles)
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     plain = query.stride(-1) == key.stride(-1) == 1 and query.numel() > 0 and D % 2 == 0
     return (

@@ -39,12 +39,13 @@ def rotate_pairs(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Ten
 def _rotated(
     query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], *, pairs: bool, interleaved: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cos, sin = angles
+    # those of several tokens may be columns on a GPU, as its products of positions are
+    cos, sin = (angle if angle.stride(-1) == 1 else angle.contiguous() for angle in angles)
     B, H, T, D = query.shape
     K = key.shape[1]
     queries, keys = query.new_empty(query.shape), key.new_empty(key.shape)
     groups = triton.cdiv(H, _HEADS)
-    by_row, by_other = (angle.stride(0) if angle.shape[0] > 1 else 0 for angle in angles)
+    by_row, by_other = (angle.stride(0) if angle.shape[0] > 1 else 0 for angle in (cos, sin))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _rotate[(B * T, groups + triton.cdiv(K, _HEADS))](
             query, key, cos, sin, queries, keys, H, K, T, groups, *query.stride()[:3], *key.stride()[:3],

@@ -85,6 +85,15 @@ def test_angles_of_one_row_serve_all_sequences() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("kind", gpu_rotary._KINDS)
+def test_angles_may_be_columns(kind: Any) -> None:
+    query, key, *angles = gpu_rotary._random(kind, DEVICE, torch.float32)
+    columns = [angle.mT.contiguous().mT for angle in angles]
+    assert gpu_rotary._serves(kind, query, key, *columns)
+    found, wanted = (gpu_rotary._kernel(kind)(query, key, *given) for given in (columns, angles))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_calls_that_the_kernel_does_not_compute_are_those_of_stock_code() -> None:
     query, key, cos, sin = gpu_rotary._random("halves", DEVICE, torch.float32)
     assert gpu_rotary._serves("halves", query, key, cos, sin)
