@@ -22,18 +22,21 @@ from ktc.training.trainers.gradient_norm import total_norm
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def require_finite(model: nn.Module, named: Named, step: int, run: Path) -> None:
-    """Check the gradients of a step. One norm is read for all of them: the host waits for the backward.
+def require_finite(model: nn.Module, named: Named, step: int, run: Path) -> Tensor | None:
+    """Check the gradients of a step, and return their norm, None without any.
+
+    One norm is read for all of them: the host waits for the backward.
 
     Raises:
         KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
     """
     gradients = [parameter.grad for _, parameter in named if parameter.grad is not None]
-    if not gradients or bool(total_norm(gradients).isfinite()):
-        return
+    norm = total_norm(gradients) if gradients else None
+    if norm is None or bool(norm.isfinite()):
+        return norm
     name, gradient = next(_not_finite(named), ("", None))
     if gradient is None:  # their squares are too large for a sum
-        return
+        return norm
     place = _expert(model, name, gradient)
     value = "NaN" if bool(gradient.isnan().any()) else "infinite"
     message = f"step {step}: the gradient of `{name}`{place} is {value}; the step was not taken, {last_kept(run)}"

@@ -7,13 +7,18 @@ memory with one thread, 160 ms for 315 million values; norms of its rows are com
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Final, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ktc.foundation.temporary_values import context_value
+
 _LARGE: Final = 1 << 16  # values
+_known: Final[ContextVar[Tensor | None]] = ContextVar("_known", default=None)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -21,11 +26,18 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return get_total_norm([_with_same_norm(gradient) for gradient in gradients])
 
 
+def known(norm: Tensor | None) -> AbstractContextManager[Tensor | None]:
+    """Let `clip` take this norm inside the context; None: it computes the norm."""
+    return context_value(_known, norm)
+
+
 def clip(parameters: Tensor | Iterable[Tensor], most: float) -> Tensor:
     """Scale the gradients of parameters in place so that their norm is `most` at most; return what it was."""
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+    norm = _known.get()
+    if norm is None:
+        norm = total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
     clip_grads_with_norm_(trained, most, norm)
     return norm
 

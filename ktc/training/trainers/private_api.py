@@ -192,9 +192,14 @@ class TrainerHooks(_Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients of what trains: a walk through all modules takes longer than the norm."""
-        trained = self.trained_parameters()
-        with with_attributes(model, parameters=lambda: iter(trained)) if trained else nullcontext():
+        trained, norm = self.trained_parameters(), self.norm_of_gradients()
+        alone = with_attributes(model, parameters=lambda: iter(trained)) if trained else nullcontext()
+        with alone, gradient_norm.known(norm if trained else None):
             return cast("Any", super())._clip_grad_norm(model)
+
+    def norm_of_gradients(self) -> Tensor | None:
+        """Return the norm of the gradients of what trains where it is known."""
+        return None
 
     def trained_parameters(self) -> Sequence[nn.Parameter]:
         """Return all parameters that can have a gradient, or none if they are not known."""

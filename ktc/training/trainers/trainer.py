@@ -25,6 +25,7 @@ from ktc.foundation.files import files_into
 from ktc.foundation.temporary_values import attributes
 from ktc.model.attention.sinks import fused_sinks
 from ktc.model.experts.shared_experts import Sharing
+from ktc.model.experts.weight_training import State, state_of
 from ktc.model.hf.patching import with_attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
@@ -69,6 +70,7 @@ class KTrainerMixin(TrainerHooks):
     phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
     _flops_of_token: int = 0
     _named: tuple[tuple[str, Parameter], ...] = ()  # what trains
+    _norm_of_step: tuple[Tensor, State] | None = None  # with the state of the gradients that it was read of
     expert_adapters: str = ""  # where the factors on routed experts are
     _sharing: Sharing | None = None  # of streamed experts, with the other processes of the machine
     _rank_liveness: RankLiveness | None = None
@@ -183,6 +185,15 @@ class KTrainerMixin(TrainerHooks):
         gradients.check_alike(self._named, self._groups)
         gradients.broadcast(self._trained, self._groups)
 
+    def norm_of_gradients(self) -> Tensor | None:
+        """Return the norm that `training_step` has read, None if gradients may have changed since."""
+        norm, state = self._norm_of_step or (None, ())
+        is_last = type(self).training_step is KTrainerMixin.training_step and "training_step" not in vars(self)
+        return norm if is_last and state == self._state_of_gradients() else None
+
+    def _state_of_gradients(self) -> State:
+        return state_of((parameter.grad for _, parameter in self._named if parameter.grad is not None), ())
+
     def trained_parameters(self) -> Sequence[Parameter]:
         """Return the parameters that the optimizer has: a compiled base has no gradients."""
         return [parameter for _, parameter in self._named]
@@ -233,12 +244,16 @@ class KTrainerMixin(TrainerHooks):
         with in_step(self._sharing):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
+        self._norm_of_step = None
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             run = Path(cast("str", self.args.output_dir))
-            require_finite(cast("nn.Module", self.model), self._named, self.state.global_step + 1, run)
+            model, step = cast("nn.Module", self.model), self.state.global_step + 1
+            norm = require_finite(model, self._named, step, run)
+            self._norm_of_step = None if norm is None else (norm, self._state_of_gradients())
         if self._rank_liveness is not None and ends_step:
             self._rank_liveness.arrive()
             gradients.average_gradients(self._trained, self._groups)
+            self._norm_of_step = None  # it was that of this process
         return loss.to(self.args.device)
 
 

@@ -19,6 +19,7 @@ import ktc
 from ktc.diagnostics import InputRefused
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer, KTrainerMixin, KTSFTTrainer
+from ktc.training.trainers import finite_gradients, gradient_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,6 +100,31 @@ def test_gradients_are_cleared_without_a_walk_through_all_modules(
     assert left == [False] * 4
     assert sum(walks[walks.index(0) :]) == 0
     assert "zero_grad" not in vars(model)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_norm_of_a_step_is_computed_once_unless_gradients_may_have_changed(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    class Doubling(KTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            for parameter in self.trained_parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(2)
+            return loss
+
+    norms: list[float] = []
+    stock = gradient_norm.total_norm
+    for module in (gradient_norm, finite_gradients):
+        monkeypatch.setattr(module, "total_norm", lambda given: norms.append(float(stock(given))) or stock(given))
+    model = adapted(out)
+    run = (Doubling if changed else KTrainer)(
+        model=model, args=settings(tmp_path, max_steps=1), train_dataset=rows(model.config.vocab_size)
+    )
+    run.train()
+    logged = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+    assert norms == pytest.approx([logged[0] / 2, logged[0]] if changed else logged)
 
 
 def test_nothing_moves_or_wraps_the_model(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
