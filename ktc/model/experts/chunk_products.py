@@ -41,10 +41,15 @@ _LINE: Final = 64  # values of bf16 in a line of a GPU's cache: what is behind a
 
 
 class ChunkProducts:
-    """The experts' products in one dtype, chunk after chunk. Backward of the last chunk completes `gradients`."""
+    """The experts' products in one dtype, chunk after chunk. Backward of the last chunk completes `gradients`.
 
-    def __init__(self, form: ExpertsForm, lora: ExpertsLora, dtype: torch.dtype) -> None:
+    With `keeps_first`, backward of these products does not compute gate and up again.
+    """
+
+    def __init__(self, form: ExpertsForm, lora: ExpertsLora, dtype: torch.dtype, *, keeps_first: bool = False) -> None:
         self.dtype = dtype
+        self._keeps_first = keeps_first
+        self._first: dict[range, Tensor] = {}  # the products of gate and up, by chunk
         self._form = form
         self._gate_up, self._down = (
             None if factors is None else _Factors.of(factors, dtype, lora.drop, product)
@@ -63,6 +68,8 @@ class ChunkProducts:
         first, down = factors
         x, low = steps.gathered(x_TH, rows, first)
         inner = Inner(times_rows(x, matrices.gate_up, rows.ends), low, matrices.gate_up_bias)
+        if self._keeps_first:
+            self._first[run] = inner.product
         joined = None
         if steps is not row_steps and down is not None and is_decoded(matrices.down, rows.tokens, rows.ends):
             joined = decoded_beside(matrices.down, down.b, rows.ends, _padding(down))
@@ -87,7 +94,9 @@ class ChunkProducts:
         joins = steps is not row_steps and first is not None and first.bits is None
         below = first.a if joins and first is not None else None
         gate_up, joined = decoded_below(matrices.gate_up, below, rows.ends)
-        inner = Inner(times_rows(x, gate_up, rows.ends), low, matrices.gate_up_bias)
+        product = self._first.pop(run, None)
+        product = times_rows(x, gate_up, rows.ends) if product is None else product
+        inner = Inner(product, low, matrices.gate_up_bias)
         given = GivenGradients(times_columns(grad, matrices.down, rows.ends), d_down_low, weights)
         more = {"padding": _padding(first)} if joined is not None else {}
         made = cast("ActivationGradients", steps.activated_backward(self._form, inner, factors, rows, given, **more))

@@ -20,13 +20,16 @@ from torch import Tensor
 _AHEAD, _MOST, _BYTES_AHEAD = 5, 32, 160 << 20
 
 
-_in_place: Final[list[None]] = []  # one entry for each context that is open
+_in_place: Final[list[bool]] = []  # for each context that is open, whether products stay too
 
 
 @contextmanager
-def saved_in_place() -> Generator[None]:
-    """Leave tensors that are saved inside the context where they are: their GPU has room for them."""
-    _in_place.append(None)
+def saved_in_place(*, products: bool = False) -> Generator[None]:
+    """Leave tensors that are saved inside the context where they are: their GPU has room for them.
+
+    With `products`, it has room for gate and up of experts too, which backward would compute again.
+    """
+    _in_place.append(products)
     try:
         yield
     finally:
@@ -36,6 +39,11 @@ def saved_in_place() -> Generator[None]:
 def saves_in_place() -> bool:
     """Return whether tensors that are saved now stay where they are."""
     return bool(_in_place)
+
+
+def saves_products() -> bool:
+    """Return whether gate and up that are computed now stay for backward."""
+    return bool(_in_place) and _in_place[-1]
 
 
 class SavedOnHost:

@@ -30,7 +30,7 @@ from ktc.model.experts.lora_dropout import Drop
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices
 from ktc.model.experts.row_check import check_trained_rows
-from ktc.model.experts.saved_on_host import SavedOnHost, saves_in_place
+from ktc.model.experts.saved_on_host import SavedOnHost, saves_in_place, saves_products
 from ktc.model.experts.shared_experts import Exchange, Sharing
 from ktc.model.experts.slots import Rows, Slots
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER
@@ -161,11 +161,14 @@ class _StreamedExperts(torch.autograd.Function):
         every, weights = call.gathered(x), call.gathered(weights)
         slots = Slots.of(call.gathered(index), call.streams[0].num_experts)
         lora = call.lora(factors, x.device, in_backward=False)
-        shares = [_Share(stream, slots, every, weights, lora, alone=call.is_of_one) for stream in call.streams]
+        stays = call.keeps and saves_in_place() and call.is_of_one and call.on_host is None
+        shares = [
+            _Share(stream, slots, every, weights, lora, alone=call.is_of_one, keeps_first=stays and saves_products())
+            for stream in call.streams
+        ]
         out = call.own(_sum([share.forward() for share in shares]))
         ctx.call, ctx.slots, ctx.shares = call, slots, None
         if call.keeps and any(ctx.needs_input_grad):
-            stays = saves_in_place() and call.is_of_one and call.on_host is None
             ctx.shares = shares if stays else None  # with the factors in the dtype of the rows
             ctx.x = SavedOnHost(x)
             ctx.save_for_backward(weights, *factors)
@@ -195,14 +198,15 @@ class _Share:
     """The experts of one stream in one call, on their device."""
 
     def __init__(
-        self, stream: ExpertStream, slots: Slots, x: Tensor, weights: Tensor, lora: ExpertsLora, *, alone: bool
-    ) -> None:
+        self, stream: ExpertStream, slots: Slots, x: Tensor, weights: Tensor, lora: ExpertsLora, *, alone: bool,
+        keeps_first: bool = False,
+    ) -> None:  # fmt: skip
         self._stream, self._run, self._alone = stream, stream.share, alone
         self._slots = slots.to(stream.device)
         self._x = x.to(stream.device, non_blocking=True)
         self._sums = torch.float64 if x.dtype == torch.float64 else torch.float32
         self._weights = weights.to(stream.device, self._sums, non_blocking=True)
-        self._products = ChunkProducts(stream.form, lora.on(stream.device), x.dtype)
+        self._products = ChunkProducts(stream.form, lora.on(stream.device), x.dtype, keeps_first=keeps_first)
 
     def forward(self) -> Tensor:
         """Return the share's part of the output, (T, H)."""

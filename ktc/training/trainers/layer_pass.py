@@ -128,7 +128,7 @@ def _through(
             cast("Routes", part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)
         ]
         with calls[0].autocasting():
-            routed = _of_experts(split.experts, routes, keeps_results=kept.results)
+            routed = _of_experts(split.experts, routes, kept)
     inputs = [given + carried for given, carried in zip(inputs, routed, strict=True)]
     return [part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
@@ -164,11 +164,11 @@ def stays_on(experts: nn.Module, device: torch.device) -> bool:
     return offload is not None and offload.resident and device.type != "cpu" and [*offload.devices] == [device]
 
 
-def _of_experts(experts: nn.Module, routes: Sequence[Routes], *, keeps_results: bool) -> Sequence[Carried]:
+def _of_experts(experts: nn.Module, routes: Sequence[Routes], kept: Kept) -> Sequence[Carried]:
     """Compute the tokens of all chunks in one call of the experts, and return each chunk's output.
 
     Experts on the CPU leave it in host memory. From a GPU it is offloaded there until backward, which recomputes each
-    chunk's last part, or with `keeps_results` it stays.
+    chunk's last part, or with `kept.results` it stays.
     """
     rows = [route[0].shape[0] for route in routes]
     device = fused_in(experts).backend(sum(rows)).device
@@ -178,8 +178,8 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes], *, keeps_results: 
         on_host = all(route[0].device.type == "cpu" for route in routes)
         pieces = torch.split(out, rows) if on_host else parts(out, rows, pin=True)
         return [(piece, None) for piece in pieces]
-    stays = keeps_results and all(stays_on(experts, route[0].device) for route in routes)
-    with saved_in_place() if stays else nullcontext():
+    stays = kept.results and all(stays_on(experts, route[0].device) for route in routes)
+    with saved_in_place(products=bool(kept.parts)) if stays else nullcontext():
         out = in_span("experts", experts, *(_joined(tensors, device) for tensors in gathered))
     if stays:
         return [(out, None)] if len(rows) == 1 else [(piece.clone(), None) for piece in torch.split(out, rows)]

@@ -95,9 +95,14 @@ def kept_factor_bytes(layers: Sequence[SplitLayer], call: ModelCall) -> dict[str
 
 def kept_layers(layers: Sequence[SplitLayer], call: ModelCall, tokens: int, room: Mapping[str, int]) -> int:
     """Return how many of the last layers can keep all that their backward needs of `tokens` tokens, within `room`."""
-    left, of_layer = dict(room), tokens * call.hidden.shape[-1] * _LAYER
+    left, of_parts = dict(room), call.hidden.shape[-1] * _LAYER
     for number, (split, device) in enumerate(zip(reversed(layers), reversed(call.devices), strict=True)):
-        left[str(device)] = left.get(str(device), 0) - of_layer
+        of_layer = of_parts
+        if split.experts is not None:
+            fused = fused_in(split.experts)
+            gate_up = fused.intermediate * (1 + fused.form.gated)
+            of_layer += fused.top_k * gate_up * call.hidden.element_size()
+        left[str(device)] = left.get(str(device), 0) - tokens * of_layer
         stays = split.experts is None or stays_on(split.experts, device)
         if device.type == "cpu" or not stays or left[str(device)] < 0:
             return number

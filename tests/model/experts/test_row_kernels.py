@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels on the CPU.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -17,9 +18,10 @@ from stored_experts import stored_experts
 from torch import Tensor
 
 from ktc.diagnostics import HostLacks
-from ktc.model.experts import grouped_products, row_check, row_steps
+from ktc.model.experts import chunk_products, grouped_products, row_check, row_steps
 from ktc.model.experts.expert_stream import ExpertStream
 from ktc.model.experts.row_factors import GivenGradients, Inner, RunFactors
+from ktc.model.experts.saved_on_host import saved_in_place
 from ktc.model.experts.slots import Edges, Slots, sum_rows
 from ktc.model.experts.streamed_backend import compute
 from ktc.model.hf.gpu_router import has_kernel
@@ -160,8 +162,12 @@ def test_a_pair_of_an_expert_that_does_not_exist_has_no_slot() -> None:
     assert made.pairs[:4].tolist() == [0, 4, 1, 5]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["whole", "dropout"])
-def test_factors_beside_codes_give_the_products_of_both(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dropout", "kept"), [(0.0, False), (0.5, False), (0.5, True)], ids=["whole", "dropout", "gate and up kept"]
+)
+def test_factors_beside_codes_give_the_products_of_both(
+    dropout: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Products of decoded codes and of LoRA in one sum, with every gradient, are those of the reference."""
     module, layer = stored_experts(spec_of(ISAS[0], codes=("int4", 32)), EXPERTS, tokens=TOKENS)
     packed = module.weights.packed
@@ -181,10 +187,16 @@ def test_factors_beside_codes_give_the_products_of_both(dropout: float, monkeypa
         monkeypatch.setattr(row_steps, name, None)
     x, weights, lora = trained(adapted, torch.bfloat16, torch.float32)
     torch.manual_seed(DRAWN)
-    out = compute((stream,), x, layer.index, weights, lora.drawn()).cpu()
+    counted: list[int] = []
+    product = chunk_products.times_rows
+    monkeypatch.setattr(chunk_products, "times_rows", lambda *given: counted.append(1) or product(*given))
+    with saved_in_place(products=True) if kept else nullcontext():
+        out = compute((stream,), x, layer.index, weights, lora.drawn()).cpu()
+    before = len(counted)
     results = with_gradients(out, layer.grad, (x, weights, *lora.factors))
     for computed, expected in zip(results, adapted.reference(), strict=True):
         assert error(computed, expected) <= 4e-2  # Triton's interpreter cuts bf16 off
+    assert len(counted) - before == (0 if kept else len(chunks))
 
 
 def test_the_kernels_are_checked_before_the_first_use_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,7 +400,8 @@ def test_states_of_a_gpu_wait_on_the_host_where_a_pass_would_not_fit(package: Ca
         assert kept_layers(layers, on_gpu, 10, {"cuda:0": 1 << 40}) == (len(layers) if resident else 0)
         assert kept_bytes_per_token(layers, call) == {}, "on another device than its layer"
         assert kept_layers(layers, call, 10, {"cuda:0": 1 << 40, "cpu": 1 << 40}) == 0
-    of_layer = 10 * 34 * call.hidden.shape[-1]
+    gate_up = fused[-1].top_k * 2 * fused[-1].intermediate * call.hidden.element_size()
+    of_layer = 10 * (34 * call.hidden.shape[-1] + gate_up)
     assert [kept_layers(layers, on_gpu, 10, {"cuda:0": size}) for size in (of_layer - 1, of_layer)] == [0, 1]
 
 
