@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files with what the code gives now")
     parser.addoption("--software-tiles", action="store_true", help="test the kernels for AMX without AMX, slowly")
-    parser.addoption("--optimised", action="store_true", help="build kernels with the flags of the product, not at -O1")
+    parser.addoption("--optimised", action="store_true", help="build kernels with the flags of the product, not at -Og")
 
 
 def pytest_configure() -> None:
@@ -211,7 +211,7 @@ def own_captures(shared_captures: SharedCaptures, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="session")
 def compilers(run_folder: Path) -> dict[str, str]:
-    """The stand-ins for the C++ compiler, `quick` at -O1 and `optimised` as the product builds; none without one."""
+    """The stand-ins for the C++ compiler, `quick` at -Og and `optimised` as the product builds; none without one."""
     from ktc.foundation.host import find_compiler
 
     real = find_compiler()

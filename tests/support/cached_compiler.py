@@ -3,7 +3,7 @@
 `installed` writes a stand-in that has the real compiler's name; `$CXX` names it. A compilation (`-c`) is looked up by
 everything that shapes its object: compiler, version, flags, the source without its lines of comment (a unit names the
 rule that it was made for), and every file of its include folders. All else, as linking, goes to the real compiler as it
-is. The quick tests compile at -O1, and never two of them the same object.
+is. The quick tests compile at -Og, and never two of them the same object.
 They parse the headers of the language once per set of flags, which takes a third of a compilation.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 UNUSED_DAYS = 14
-QUICK = "-O1"  # of the quick tests
+QUICK = "-Og"  # of the quick tests
 LANGUAGE = (
     "algorithm", "array", "atomic", "bit", "chrono", "cmath", "complex", "concepts", "cstddef", "cstdint", "cstring",
     "functional", "immintrin.h", "limits", "memory", "mutex", "optional", "stdexcept", "string", "string_view",
