@@ -48,10 +48,10 @@ class Offloaded(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What waits for backward on the GPU of a pass, beside the states of layers.
+    """Values that wait for backward on the GPU of a pass, beside the states of layers.
 
-    With `results` inputs and outputs of resident experts do, and of the last layers, as many as `parts`, everything
-    that backward needs: these layers are not computed again.
+    With `results` inputs and outputs of resident experts do, and of the last `parts` layers everything that backward
+    needs: these layers are not computed again.
     """
 
     results: bool = False

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOWEST: Final = tl.constexpr(-3.0e38)  # finite: the difference of two infinities is no number
+_LOWEST: Final = tl.constexpr(-3.0e38)  # finite: the difference of two infinities is NaN
 
 
 class Tile(NamedTuple):

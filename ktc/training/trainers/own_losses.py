@@ -1,4 +1,4 @@
-"""What a trainer that computes its losses itself gives, so that the losses of several micro-batches come from one run.
+"""The parts of a trainer that computes its losses itself, so that those of several micro-batches come from one run.
 
 In: a trainer. Out: its `OwnLosses`, or None for the stock loss of transformers.
 """

@@ -2,7 +2,7 @@
 
 In: micro-batches of whole rows, and the recorded call of the batch that they form. Out: that batch, each micro-batch's
 call as a part of the recorded one, and the layers' outputs as a batch again. Layers run on rows of their own lengths.
-A causal model's states, masks and positions of a row do not depend on what follows it; the padding has no labels.
+A causal model's states, masks and positions of a row do not depend on later tokens; the padding has no labels.
 Refused: rotary embeddings whose frequencies depend on the longest row.
 """
 

@@ -1,8 +1,8 @@
 """TRL's supervised fine-tuning for a compiled model. Only this module imports TRL.
 
 In: the arguments of `trl.SFTTrainer`. Out: that trainer, whose losses of several micro-batches may come from one run of
-the model's code around its layers. What TRL records of a micro-batch, it records of each of them: the means of the
-entropy and of the right guesses over its learned tokens, and the tokens.
+the model's code around its layers. TRL's records are those of each micro-batch: the means of the entropy and of the
+right guesses over its learned tokens, and the tokens.
 """
 
 from __future__ import annotations
