@@ -32,6 +32,7 @@ from ktc.model import twin
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.tools.bench.stack import stack_of
 from ktc.training import KTrainer
+from ktc.training.trainers.report import report_of
 
 CONFIGS: Final = Path(__file__).parent.parent / "tests" / "configs"
 LAYERS: Final[Mapping[str, int]] = {"v2-lite": 3, "qwen3.5": 2}  # one dense of three; one of two is recurrent
@@ -124,6 +125,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "shape": options.shape, "rule": options.rule, "format": options.format, "layers": layers,
         "vocabulary": tuned.config.vocab_size, "tokens": options.accumulation * options.length,
         "threads": torch.get_num_threads(), "rounds": options.rounds,
+        "stacking": report_of(trainer).report(finished=True).stacking,
         "seconds": {name: _median(times) for name, times in turns.wall.items()},
         "processor_seconds": {name: _median(times) for name, times in turns.processor.items()},
         "ratios": {name: _ratio(times, turns.wall["ktc"]) for name, times in turns.wall.items() if name != "ktc"},
