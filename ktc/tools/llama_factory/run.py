@@ -84,14 +84,14 @@ def _kt_trainer(stock: type, begun: Event) -> type:
     """Return LLaMA-Factory's trainer class with the KTrainer mixin. Its first step sets `begun`."""
     from ktc.training.trainers.trainer import KTrainerMixin
 
-    names = {"__module__": __name__, "passes_loss_on": property(partial(_passes_loss_on, stock))}
+    names = {"__module__": __name__, "passes_loss_on": property(partial(passes_loss_on, stock))}
     made: Any = type(f"KT{stock.__name__}", (KTrainerMixin, stock), names)
     for name in ("training_step", "prediction_step"):
         setattr(made, name, telling(begun, getattr(made, name)))
     return made
 
 
-def _passes_loss_on(stock: type, trainer: Any) -> bool:
+def passes_loss_on(stock: type, trainer: Any) -> bool:
     """Return whether a trainer's loss is that of transformers: `compute_loss` of the known release only calls it.
 
     One of its kinds of loss is computed there, for which the model runs twice.

@@ -37,6 +37,7 @@ from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 Inputs = Mapping[str, Any]
 _KNOWN = frozenset({"torch", "transformers", "peft", "ktc"})  # packages whose modules treat every row on its own
+_IGNORED = -100  # the label of tokens that are not learned
 _ROWS = frozenset({"input_ids", "labels", "attention_mask"})  # of which each row is independent of the others
 
 
@@ -113,6 +114,32 @@ def _reasons(inputs: Sequence[Inputs]) -> list[str]:
         for index, flag in zip(whole, flags, strict=True):
             reasons[index] = "" if flag else "rows have padding"
     return reasons
+
+
+def without_padding(inputs: Sequence[Inputs]) -> list[Inputs]:
+    """Return micro-batches without the columns at their ends that no mask and no label names. The device is read once.
+
+    A causal model's rows do not depend on them; collators pad to a multiple.
+    """
+    masked = [index for index, given in enumerate(inputs) if "attention_mask" in given and not _reason(given)]
+    if not masked:
+        return list(inputs)
+    ends = torch.stack([_end(inputs[index]) for index in masked])
+    lengths: dict[int, int] = dict(zip(masked, cast("Any", ends).tolist(), strict=True))
+    return [_up_to(given, lengths[index]) if index in lengths else given for index, given in enumerate(inputs)]
+
+
+def _end(inputs: Inputs) -> Tensor:
+    """Return the number of columns up to the last one with a token or a label."""
+    named = (inputs["attention_mask"] != 0) | (inputs["labels"] != _IGNORED)
+    columns = named.any(0)
+    return (columns * torch.arange(1, len(columns) + 1, device=columns.device)).max()
+
+
+def _up_to(inputs: Inputs, length: int) -> Inputs:
+    if length in (0, inputs["input_ids"].shape[1]):
+        return inputs
+    return {name: value[:, :length].contiguous() for name, value in inputs.items()}
 
 
 def divided_rows(inputs: Inputs, tokens: int) -> list[Inputs]:

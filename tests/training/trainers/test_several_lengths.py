@@ -10,13 +10,14 @@ import pytest
 import torch
 from stacked_training import StackingTrainer, assert_alike, padded, trained
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import SequentialSampler
 
 from ktc.model import twin
 from ktc.stages.link import link
 from ktc.training.trainers import chunked_loss
 from ktc.training.trainers.embed_and_head import EmbedAndHead
-from ktc.training.trainers.joined_inputs import joined, rows_of
+from ktc.training.trainers.joined_inputs import joined, rows_of, without_padding
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.several_lengths import calls_of_each, frequencies_depend_on_length
 from ktc.training.trainers.split_layer import LayerCall
@@ -138,6 +139,35 @@ def test_calls_are_cut_where_it_is_known_how() -> None:
     assert second.layers[0].kwargs["positions"].tolist() == [0, 1, 2]
     for other in (torch.ones(4, 1, 5, 6), torch.ones(2, 5), torch.ones(7), torch.ones(4, 1, 1, 5, 5)):
         assert calls_of_each(ModelCall(hidden, call.devices[:1], (LayerCall(None, (other,), {}, ()),)), (5, 3)) is None
+
+
+def test_padding_to_a_multiple_is_left_out(package: Path, tmp_path: Path, shapes: list[tuple[int, int]]) -> None:
+    def to_multiple(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        made, fill = padded(batch), {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        missing = -len(batch[0]["input_ids"]) % 8
+        return {name: functional.pad(value, (0, missing), value=fill[name]) for name, value in made.items()}
+
+    settings: dict[str, Any] = {"lengths": LENGTHS, "trainer": InOrder, "max_steps": 2, "collate": to_multiple}
+    ours = trained(package, tmp_path, "on", **settings)
+    assert shapes == [(1, length) for length in LENGTHS] + JOINED * 2
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_columns_with_a_token_or_a_label_stay() -> None:
+    ids = torch.arange(1, 11).view(2, 5)
+    none = torch.full_like(ids, -100)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]])
+    label = none.clone()
+    label[0, 3] = 7
+    given = [
+        {"input_ids": ids, "labels": none, "attention_mask": mask},
+        {"input_ids": ids, "labels": label, "attention_mask": mask},
+        {"input_ids": ids, "labels": none, "attention_mask": torch.zeros_like(mask)},
+        {"input_ids": ids, "labels": none},
+        {"input_ids": ids, "labels": none, "attention_mask": mask, "position_ids": ids},
+    ]
+    assert [made["input_ids"].shape[1] for made in without_padding(given)] == [3, 4, 5, 5, 5]
+    assert without_padding(given[3:]) == given[3:]
 
 
 def test_padding_inside_of_a_micro_batch_stays_one_by_one(
