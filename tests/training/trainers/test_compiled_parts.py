@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,22 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import Sampler, SequentialSampler
 
-from ktc.model import twin
-from ktc.stages.link import link
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.stacking import Stacker, StackMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @functools.cache
-    def made(family: str) -> Path:
-        source = twin.write(family, tmp_path_factory.mktemp("models"))
-        return link(hand_made.package(source), tmp_path_factory.mktemp("build") / family)
-
-    return made
 
 
 class Compiling(StackingTrainer):
