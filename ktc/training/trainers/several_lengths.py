@@ -77,7 +77,7 @@ def _part(call: ModelCall, rows: slice, length: int) -> ModelCall | None:
             layers[id(layer)] = replace(layer, args=args, kwargs=kwargs)
     if any(leaf is None for leaf in parts.values()):
         return None
-    hidden = call.hidden[rows, :length].contiguous()
+    hidden = _of_its_own(call.hidden[rows, :length])
     return ModelCall(hidden, call.devices, tuple(layers[id(layer)] for layer in call.layers))
 
 
@@ -98,7 +98,12 @@ def _cut(leaf: Tensor, rows: slice, length: int, sizes: tuple[int, int]) -> Tens
         leaf = leaf if leaf.shape[0] == 1 else leaf[rows]
     for dimension in along:
         leaf = leaf.narrow(dimension, 0, length)
-    return leaf.contiguous()
+    return _of_its_own(leaf)
+
+
+def _of_its_own(part: Tensor) -> Tensor:
+    """Copy a part of a tensor, even a contiguous one: parts are compiled for strides, along single rows too."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def as_batch(finals: Sequence[Tensor]) -> Tensor:
