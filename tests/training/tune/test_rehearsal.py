@@ -204,13 +204,18 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "method": ("dpo", "rl"),
     "beta": (0.1, -1.0),
     "report_to": (("nowhere",), ("tensorboard",)),
+    "column": (("",), ("nowhere",), ("prompt=nowhere",)),
+    "processes": (0, -1, 1, 1000),
 }
+
+
+def test_every_setting_has_values_at_its_borders() -> None:
+    assert VALUES.keys() == {each.name for each in fields(TrainSettings)}
 
 
 @pytest.mark.slow
 def test_no_setting_is_a_bug_of_ktc(out: Path, data: Path, tmp_path: Path) -> None:
     """Every setting at its borders and beyond: the run ends, or is refused and leaves nothing (`-s` prints which)."""
-    assert VALUES.keys() == {each.name for each in fields(TrainSettings)}
     plain: dict[str, Any] = {"max_steps": 1, "accumulation": 1, "length": 64}
     for number, (name, value) in enumerate((name, value) for name, values in VALUES.items() for value in values):
         run, settings = tmp_path / str(number), {**plain, name: value}
