@@ -75,7 +75,7 @@ class Mentions:
             try:
                 yield
             finally:
-                sys.setprofile(before)
+                _profile_again(before)
 
     def _event(self, frame: FrameType, kind: str, called: Any) -> None:
         code, of_a_model = frame.f_code, self._of_a_model
@@ -103,6 +103,15 @@ class Mentions:
         for name, attribute in _loaded(code):
             if name in frame.f_globals and _changes(frame.f_globals, code.co_filename, name, attribute):
                 self.outside[name] = None
+
+
+def _profile_again(profiler: Any) -> None:
+    """Go on with the profiler that `sys.getprofile` returned: a function, or before Python 3.12 cProfile's object."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        sys.setprofile(None)
+        profiler.enable()
 
 
 class TorchCallsIgnored(TorchFunctionMode):

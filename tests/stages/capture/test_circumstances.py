@@ -7,6 +7,7 @@ gate, with a router that rules know and with one that they do not.
 
 from __future__ import annotations
 
+import cProfile
 import functools
 import os
 import random
@@ -19,6 +20,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ from ktc.stages.capture.circumstances import CIRCUMSTANCES, dependence
 from ktc.stages.capture.export import BATCH, SEQUENCE
 from ktc.stages.capture.forms import form_of, gate_dependence
 from ktc.stages.capture.loop import capture_loop
-from ktc.stages.capture.mentioned import is_of_a_model
+from ktc.stages.capture.mentioned import Mentions, is_of_a_model
 from ktc.stages.capture.own_experts import more_than_interface, own_experts
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 3, 8, 6, 5
@@ -410,3 +412,19 @@ def test_packages_beside_torch_are_code_of_models() -> None:
     packages = Path(torch.__file__).parents[1]
     assert is_of_a_model(str(packages / "torchtitan" / "experts.py"))
     assert not is_of_a_model(str(packages / "torch" / "nn" / "functional.py"))
+
+
+@pytest.mark.parametrize(
+    "profiler", [lambda frame, kind, called: None, cProfile.Profile()], ids=["function", "cProfile"]
+)
+def test_a_profiler_of_the_user_goes_on_after_the_capture(profiler: Any) -> None:
+    """Before Python 3.12 cProfile is what `sys.getprofile` returns, and not a function."""
+    outer = sys.getprofile()
+    sys.setprofile(profiler) if callable(profiler) else profiler.enable()
+    try:
+        active = sys.getprofile()
+        with Mentions().collected():
+            abs(1)
+        assert sys.getprofile() is active
+    finally:
+        sys.setprofile(outer)
