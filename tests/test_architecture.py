@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,3 +151,42 @@ def _bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
+
+
+# An import of a name of ktc, also in a string of code that a test runs in another process, or in a document.
+_IMPORT = re.compile(
+    r"\bfrom (ktc(?:\.\w+)*) import (\([^)]*\)|[\w, ]+)|\bimport (ktc(?:\.\w+)+)|-m\W{1,5}(ktc(?:\.\w+)+)"
+)
+
+
+def test_imports_in_tests_benchmarks_and_documents_name_what_exists() -> None:
+    """By the text of the files: also of slow tests, and of code for other environments."""
+    trees = ("tests", "benchmarks", "docs", "Makefile", "README.md", "CONTRIBUTING.md")
+    paths = (path for tree in trees for path in (ROOT / tree, *(ROOT / tree).rglob("*")))
+    files = [path for path in paths if path.is_file() and path.suffix in (".py", ".md", ".sh", "")]
+    imported = {(name, file) for file in files for name in _imported(file.read_text(encoding="utf-8"))}
+    assert len(imported) > 1000
+    assert not [f"{file.relative_to(ROOT)}: {name}" for name, file in sorted(imported) if not _exists(name)]
+
+
+def _imported(text: str) -> Iterator[str]:
+    """Yield the dotted names that a text imports."""
+    for module, names, *whole in _IMPORT.findall(text):
+        listed = (name.split()[0] for name in re.sub(r"#.*|[()]", "", names).split(",") if name.strip())
+        yield from (f"{module}.{name}" for name in listed)
+        yield from filter(None, whole)
+
+
+@functools.cache
+def _exists(name: str) -> bool:
+    """Return whether a dotted name is a module, or a word in the file of its parent."""
+    parent, _, last = name.rpartition(".")
+    return _source(name) != "" or re.search(rf"\b{last}\b", _source(parent)) is not None
+
+
+@functools.cache
+def _source(module: str) -> str:
+    """Return the text of a module or of a package's `__init__.py`; "" where there is none."""
+    place = ROOT.joinpath(*module.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

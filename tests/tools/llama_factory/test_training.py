@@ -129,7 +129,8 @@ def deepseek(desk: Desk) -> str:
 
 _WRITE_DEEPSEEK = """
 import json, pathlib, shutil, sys
-from ktc import environment, twin
+from ktc.foundation import environment
+from ktc.model import twin
 folder, changes = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 shutil.copytree(twin.write("deepseek_v2", environment.cache_dir() / "models"), folder)
 config = json.loads((folder / "config.json").read_text())
