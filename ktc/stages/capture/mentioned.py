@@ -106,7 +106,7 @@ class Mentions:
 
 
 def _profile_again(profiler: Any) -> None:
-    """Continue with the profiler that `sys.getprofile` returned: a function, or before Python 3.12 cProfile's object."""
+    """Continue with the profiler that `sys.getprofile` returned: a function, or before 3.12 an object of cProfile."""
     if profiler is None or callable(profiler):
         sys.setprofile(profiler)
     else:
