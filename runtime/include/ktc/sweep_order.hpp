@@ -77,9 +77,6 @@ class PanelQueues {
         workers == 1 ? num_panels : std::min(of_expert, num_active * num_panels / (kTakes / 2 * workers));
     const auto at_a_time = [&](const ActiveExpert& active) -> std::int64_t {
       if (is_multiplied_by_runs(routing, active, set.run_rows)) {
-        // Where panels have turns, a worker's part of an expert is one run: its prefetches continue along it.
-        if (set.turns == PanelTurns::kByExpert && workers > 1)
-          return std::clamp<std::int64_t>(num_panels / workers, 1, kMostOfRun);
         const std::int64_t of_run = std::min(most_of_run, kMostOfRun) / set.together * set.together;
         return of_run < kLeastOfRun ? set.together : of_run;
       }
