@@ -7,6 +7,7 @@ of the command, into the user's cache (`ktc.stages.link.cached`). Refused (U006)
 from __future__ import annotations
 
 import gc
+import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,6 +204,8 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
             session.tell(f"compiled before, in {relative(out)}; `--recompile` compiles it again")
             _take_packed(session, out, wish.trust)
             return out
+        if not exists:
+            _tell_other_builds(session, cached.of_other_builds(out))
         report = StageReport(session)
         with report.progress():
             compiler.compile(
@@ -213,6 +216,17 @@ def compiled(session: Session, given: str, wish: Wish, host: Host | None = None)
         session.tell(f"compiled into {relative(out)}, again with `--recompile`")
         _take_packed(session, out, wish.trust)
     return out
+
+
+def _tell_other_builds(session: Session, others: Sequence[Path]) -> None:
+    """Report that another version compiled this model before, which is not used, and how to free its space."""
+    if others:
+        total = sum(file.lstat().st_size for other in others for file in other.rglob("*") if file.is_file())
+        command = shlex.join(["rm", "-r", *map(str, others)])
+        session.tell(
+            "compiled before by another version of ktc or of a library: it is compiled again; "
+            f"when no program uses the old one, `{command}` frees up to {size(total)}"
+        )
 
 
 def _take_packed(session: Session, out: Path, trusted: bool) -> None:

@@ -27,6 +27,7 @@ from ktc.cli.given_model import (
 )
 from ktc.cli.session import Session
 from ktc.diagnostics import HostLacks, InputRefused
+from ktc.foundation import resources
 from ktc.foundation.host import Gpu, detect
 from ktc.model.twin import default_config, shrink
 from ktc.stages.plan.placement import BUDGET_SHARE
@@ -63,6 +64,21 @@ def test_a_model_is_compiled_once_and_again_when_asked(compilations: list[dict[s
     adapted = Wish.of("train", recompile=False, trust=False, weights=None, experts=True)
     assert compiled(Session(quiet=True), "tiny:qwen3_moe", adapted) != first
     assert compilations[2]["settings"] == {"use": "train", "experts": "true"}
+
+
+def test_a_model_is_compiled_again_by_a_later_build_of_ktc_which_says_so(
+    compilations: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = compiled(Session(), "tiny:qwen3_moe", WISH)
+    assert "another version" not in capfd.readouterr().err
+    monkeypatch.setattr(resources, "compiler_digest", lambda: "that of a later version")
+    second = compiled(Session(), "tiny:qwen3_moe", WISH)
+    assert second != first and len(compilations) == 2 and not compilations[1]["force"]
+    told = capfd.readouterr().err
+    assert "compiled before by another version of ktc" in told and f"`rm -r {first}` frees up to 2 B" in told
+    assert compiled(Session(), "tiny:qwen3_moe", WISH) == second
+    assert compiled(Session(), str(first), WISH) == first and len(compilations) == 2  # named by the user
+    assert "another version" not in capfd.readouterr().err
 
 
 def test_the_text_alone_of_a_model_is_compiled_into_another_folder(

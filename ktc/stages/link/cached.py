@@ -1,8 +1,8 @@
-"""Compiled models in the user's cache, for commands that were given a MODEL: `CACHE/compiled/NAME_DIGEST`.
+"""Compiled models in the user's cache, for commands that were given a MODEL: `CACHE/compiled/NAME_DIGEST_BUILD`.
 
 In: a model, a checked program with its settings, and a host. Out: the folder OUT for exactly these, and a lock. Two
-models, programs, hosts or versions never share a folder. Refused (I160): a cache that others may write to, since OUT is
-code.
+models, programs, hosts, versions or builds of ktc never share a folder. Refused (I160): a cache that others may write
+to, since OUT is code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final
 from filelock import FileLock
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import resources
 from ktc.foundation.environment import cache_dir
 from ktc.foundation.files import file_digest
 from ktc.foundation.host import Host
@@ -32,7 +33,8 @@ from ktc.model.packed_store.packed_store import checkpoint_digest
 from ktc.stages.capture import ModelSource
 
 FOLDER: Final = "compiled"
-_DIGITS: Final = 16  # of the digest in a folder's name
+_DIGITS: Final = 16  # of a folder's name, for what is compiled
+_BUILD_DIGITS: Final = 8  # for what compiles it
 _OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -40,7 +42,14 @@ def cached_out(source: ModelSource, rules: RuleSet, settings: Mapping[str, str],
     """Return the folder for a compiled model; nothing may be there yet. Raises InputRefused (I160, L405)."""
     stem = re.sub(r"\W+", "_", Path(source.name).name.removeprefix("tiny:")).strip("_").lower() or "model"
     stem = stem if stem[0].isalpha() else f"model_{stem}"
-    return _private_folder() / f"{stem}_{_digest(source, rules, settings, host)[:_DIGITS]}"
+    compiled = _digest(_facts(source, rules, settings, host))[:_DIGITS]
+    return _private_folder() / f"{stem}_{compiled}_{_digest(_build())[:_BUILD_DIGITS]}"
+
+
+def of_other_builds(out: Path) -> tuple[Path, ...]:
+    """Return the compiled models of the cache that differ from `out` only in the versions that compiled them."""
+    alike = out.name[:-_BUILD_DIGITS] + "?" * _BUILD_DIGITS
+    return tuple(sorted(path.parent for path in out.parent.glob(f"{alike}/{manifest.FILE}") if path.parent != out))
 
 
 def with_packed_store(out: Path) -> tuple[Path, ...]:
@@ -56,11 +65,9 @@ def locked_out(out: Path) -> Generator[bool]:
         yield (out / manifest.FILE).is_file()
 
 
-def _digest(source: ModelSource, rules: RuleSet, settings: Mapping[str, str], host: Host) -> str:
-    """Identify everything that a compilation depends on; a checkpoint by its shards' names, sizes and times."""
-    facts = {
-        "versions": asdict(manifest.Versions.installed()),
-        "schema": manifest.SCHEMA,
+def _facts(source: ModelSource, rules: RuleSet, settings: Mapping[str, str], host: Host) -> Mapping[str, object]:
+    """Identify what is compiled, and for which machine; a checkpoint by its shards' names, sizes and times."""
+    return {
         "model": source.name,
         "config": None if source.folder is None else file_digest(source.folder / "config.json"),
         "checkpoint": None if source.index is None else checkpoint_digest(source.index),
@@ -70,6 +77,18 @@ def _digest(source: ModelSource, rules: RuleSet, settings: Mapping[str, str], ho
         "settings": dict(settings),
         "host": asdict(host),
     }
+
+
+def _build() -> Mapping[str, object]:
+    """Identify what compiles it: ktc by its text, since a version has many builds in development."""
+    return {
+        "versions": asdict(manifest.Versions.installed()),
+        "schema": manifest.SCHEMA,
+        "ktc": resources.compiler_digest(),
+    }
+
+
+def _digest(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=sorted).encode()).hexdigest()
 
 

@@ -11,9 +11,10 @@ import pytest
 from families import CPU
 
 from ktc.diagnostics import InputRefused
+from ktc.foundation import resources
 from ktc.language import dsl
 from ktc.stages.capture import open_model
-from ktc.stages.link.cached import cached_out, locked_out
+from ktc.stages.link.cached import cached_out, locked_out, of_other_builds
 
 
 @pytest.fixture
@@ -40,6 +41,37 @@ def test_a_compilation_has_its_folder_and_another_one_a_different_one(cache: Pat
     os.utime(shard, ns=(0, 0))
     others.add(cached_out(source, rules, settings, CPU))
     assert len(others - {first}) == 4
+
+
+def test_another_build_of_ktc_has_its_own_folder_and_finds_the_earlier_one(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, rules = open_model("tiny:qwen3_moe"), dsl.load("auto")
+    first, other = (cached_out(source, rules, {"use": use}, CPU) for use in ("train", "serve"))
+    for folder in (first, other):
+        folder.mkdir()
+        (folder / "ktc.json").write_text("{}")
+    assert not of_other_builds(first)
+    monkeypatch.setattr(resources, "compiler_digest", lambda: "that of a later version")
+    later = cached_out(source, rules, {"use": "train"}, CPU)
+    assert later != first
+    assert of_other_builds(later) == (first,)
+
+
+@pytest.mark.parametrize("changed", ["include/ktc/interface/linear.hpp", "python/ktc_python/module.cpp"])
+def test_a_build_of_ktc_is_known_by_its_text(changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    for name in ("grammar", "templates"):
+        (tmp_path / name).mkdir()
+    (runtime / changed).parent.mkdir(parents=True)
+    (runtime / changed).write_text("struct Arguments { int rows; };")
+    monkeypatch.setattr(resources, "_folder", lambda name: tmp_path / name)
+    before = resources.compiler_digest.__wrapped__()
+    assert resources.compiler_digest.__wrapped__() == before
+    (runtime / "notes.txt").write_text("not compiled")
+    assert resources.compiler_digest.__wrapped__() == before
+    (runtime / changed).write_text("struct Arguments { long rows; };")
+    assert resources.compiler_digest.__wrapped__() != before
 
 
 def test_a_lock_says_whether_the_model_is_there(cache: Path) -> None:
