@@ -9,41 +9,39 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
+from ktc.foundation.temporary_values import context_value
+
 # Tensors that are fetched before they are due: those of a layer in one chunk, and of several chunks up to these bytes.
 _AHEAD, _MOST, _BYTES_AHEAD = 5, 32, 160 << 20
 
 
-_in_place: Final[list[bool]] = []  # for each context that is open, whether products stay too
+# Whether products stay too; None outside of contexts. Forward alone reads it, in the thread that called it.
+_in_place: Final[ContextVar[bool | None]] = ContextVar("_in_place", default=None)
 
 
-@contextmanager
-def saved_in_place(*, products: bool = False) -> Generator[None]:
+def saved_in_place(*, products: bool = False) -> AbstractContextManager[bool | None]:
     """Leave tensors that are saved inside the context where they are: their GPU has room for them.
 
     With `products`, it has room for gate and up of experts too, which backward would compute again.
     """
-    _in_place.append(products)
-    try:
-        yield
-    finally:
-        _in_place.pop()
+    return context_value(_in_place, products)
 
 
 def saves_in_place() -> bool:
     """Return whether tensors that are saved now stay where they are."""
-    return bool(_in_place)
+    return _in_place.get() is not None
 
 
 def saves_products() -> bool:
     """Return whether gate and up that are computed now stay for backward."""
-    return bool(_in_place) and _in_place[-1]
+    return bool(_in_place.get())
 
 
 class SavedOnHost:

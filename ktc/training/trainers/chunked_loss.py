@@ -41,7 +41,7 @@ def reason_for_whole_logits(trainer: Any) -> str:
     """Return why this trainer's losses cannot be computed in chunks, "" if they can."""
     model = causal_model(trainer)
     if not (is_stock(trainer, "compute_loss") or getattr(trainer, "passes_loss_on", False)):
-        return f"`{type(trainer).__name__}` computes the loss itself{', in tiles' if _in_tiles(trainer) else ''}"
+        return f"`{type(trainer).__name__}` computes the loss itself{', in tiles' if in_tiles(trainer) else ''}"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         return "the loss is not the model's own"
     if loss_function_of(model) is not cast("Any", loss_utils).ForCausalLMLoss:
@@ -55,7 +55,7 @@ def is_stock(trainer: Any, name: str) -> bool:
     return getattr(method, "__func__", None) is stock and package_of(stock) == "transformers"
 
 
-def _in_tiles(trainer: Any) -> bool:
+def in_tiles(trainer: Any) -> bool:
     """Return whether the trainer's own loss has some logits at a time (`logit_tiles`)."""
     return bool(getattr(trainer, "has_loss_in_tiles", False))
 
@@ -65,7 +65,7 @@ def tokens_of_losses(trainer: Any, tokens: int, vocabulary: int) -> int:
 
     TRL's tiles take much memory on the CPU, where a run of few tokens takes no longer than its part of one of many.
     """
-    if not _in_tiles(trainer) or causal_model(trainer).get_output_embeddings().weight.is_cuda:
+    if not in_tiles(trainer) or causal_model(trainer).get_output_embeddings().weight.is_cuda:
         return tokens
     return min(tokens, max(1, _MOST_TILE_BYTES // tile_bytes(1, vocabulary, 0, on_gpu=False)))
 
@@ -73,7 +73,7 @@ def tokens_of_losses(trainer: Any, tokens: int, vocabulary: int) -> int:
 def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> int:
     """Return the bytes that the loss of `tokens` tokens needs on the device of the head, with `whole` logits or not."""
     head, logits = causal_model(trainer).get_output_embeddings(), tokens * vocabulary
-    if _in_tiles(trainer):
+    if in_tiles(trainer):
         return tile_bytes(tokens, vocabulary, head.weight.element_size(), on_gpu=head.weight.is_cuda)
     if whole:
         return _BYTES * logits

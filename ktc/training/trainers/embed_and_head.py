@@ -32,15 +32,15 @@ TrainingStep = Callable[..., Tensor]
 class EmbedAndHead:
     """The code of one trainer's model before and after its layers.
 
-    `whole_loss` says why the loss needs all logits of a micro-batch at once, "" if it does not. It may change once,
-    at the first loss. `in_parts` is whether a batch of several micro-batches has the losses that the trainer computes
+    `causal` is the model without its adapter's wrapper. `whole_loss` says why the loss needs all logits of a micro-batch
+    at once, "" if it does not. It changes where another loss is set, and at the first loss. `in_parts` is whether a batch of several micro-batches has the losses that the trainer computes
     itself. `checks_at_once` is whether the first input that is not the recorded one is found before the
     backward of its loss, for which the host waits for the GPU.
     """
 
     def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer], whole_loss: str = "") -> None:
         self._trainer, self._model, self._layers = trainer, model, layers
-        self._causal = causal_model(trainer)
+        self.causal = causal_model(trainer)
         self._modes: list[dict[str, Any]] = []  # the attributes of all modules, after they were set to training
         self._changed: list[Tensor] = []  # per micro-batch of a step, whether its input differed from the recorded one
         self._own = own_losses_of(trainer)
@@ -49,8 +49,8 @@ class EmbedAndHead:
 
     @property
     def against_parts(self) -> str:
-        """Why the losses of several micro-batches cannot come from one run, "" if they can."""
-        return "" if self._own is not None else self.whole_loss
+        """Why the losses of several micro-batches cannot come from one run, "" if they can. Asked in each step."""
+        return self.whole_loss if self._own is None else self._own.reason_against()
 
     def prepared(self, waiting: Sequence[Inputs]) -> list[Inputs]:
         """Return the micro-batches on the device of the inputs, where preparing them again changes nothing."""
@@ -64,8 +64,8 @@ class EmbedAndHead:
         if not self._modes or not all(attributes["training"] for attributes in self._modes):
             model.train()
             self._modes = [vars(module) for module in model.modules()]
-        elif isinstance(self._causal, CompiledModel) and self._causal.decode_graphs is not None:
-            self._causal.decode_graphs.clear()  # as its `train()` does
+        elif isinstance(self.causal, CompiledModel) and self.causal.decode_graphs is not None:
+            self.causal.decode_graphs.clear()  # as its `train()` does
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # optimizers without schedules keep other weights for evaluation
         walk = model.train
@@ -111,7 +111,7 @@ class EmbedAndHead:
             return _multiplied(parts, factor)
         if batch.count > 1 and not self.whole_loss:
             try:
-                with in_chunks_of_tokens(self._causal, parts, batch.count) as check, self._before_backward(check):
+                with in_chunks_of_tokens(self.causal, parts, batch.count) as check, self._before_backward(check):
                     factor = self._run(stock_step, batch.inputs, num_items, call, final)
             except WholeLogits as why:  # found before its backward began
                 self.whole_loss = str(why)
@@ -133,7 +133,7 @@ class EmbedAndHead:
         """
         if not self.whole_loss:
             try:
-                with in_chunks_of_tokens(self._causal) as check, self._before_backward(check):
+                with in_chunks_of_tokens(self.causal) as check, self._before_backward(check):
                     return self._run(stock_step, inputs, num_items, call, final)
             except WholeLogits as why:  # found before its backward began
                 self.whole_loss = str(why)

@@ -20,8 +20,8 @@ from transformers import Trainer
 from ktc.model.experts.private_api import HOOKS
 from ktc.model.hf.patching import stock_class
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
-from ktc.model.packed_store.placement import hooks_move_alone
-from ktc.training.trainers.chunked_loss import causal_model, is_stock, reason_for_whole_logits
+from ktc.model.packed_store.placement import hooks_move_alone, loss_function_of
+from ktc.training.trainers.chunked_loss import causal_model, in_tiles, is_stock, reason_for_whole_logits
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.private_api import (
@@ -207,11 +207,15 @@ def _is_stock_step(step: Any) -> bool:
     return getattr(step, "__func__", None) is Trainer.training_step and package_of(step) == "transformers"
 
 
-def code_of_step(trainer: Any, stock_step: Any) -> tuple[Any, ...]:
-    """Return the functions of one trainer that `reason_for_each` looks at, to see whether one was replaced since."""
+def code_of_step(trainer: Any, stock_step: Any, causal: Any) -> tuple[Any, ...]:
+    """Return what `reason_for_each` and `reason_for_whole_logits` look at, to see whether it was replaced since.
+
+    `causal` is the trainer's `causal_model`.
+    """
     methods = trainer.compute_loss, trainer.compute_loss_context_manager, trainer.accelerator.backward, stock_step
     code = (getattr(method, "__func__", method) for method in methods)
-    return (*code, trainer.compute_loss_func, trainer.label_smoother)
+    of_loss = trainer.compute_loss_func, trainer.label_smoother, loss_function_of(causal)
+    return (*code, *of_loss, in_tiles(trainer))
 
 
 def own_modules(model: nn.Module, layers: Sequence[SplitLayer]) -> dict[str, nn.Module]:

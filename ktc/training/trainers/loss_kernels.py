@@ -1,6 +1,6 @@
 """The cross entropies of rows of logits with their gradient by Triton: rows are read twice and written once.
 
-In: logits of tokens, their labels. Out: what `frozen_head.losses_and_gradient` computes. A program has a row: it sums
+In: logits of tokens, their labels. Out: what `frozen_head.losses_with_gradient` computes. A program has a row: it sums
 the exponentials in one pass, beside a running maximum, and writes the gradient in place in the next one, from the end,
 which a GPU's cache then has. Importing this needs Triton.
 """

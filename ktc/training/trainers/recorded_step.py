@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ktc.training.trainers.chunked_loss import reason_for_whole_logits
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
 from ktc.training.trainers.joined_inputs import (
     Batch,
@@ -50,6 +51,7 @@ class Recorder:
         self.against_rows = ""  # why no micro-batch is divided into its rows
         self.enters: ModelCall | None = None  # a micro-batch of any size, without its values
         self._code: tuple[Any, ...] = ()  # that the reasons were found in
+        self.changes = 0  # how often it was found to be other code, in the first step too
 
     def step(
         self, embed_and_head: EmbedAndHead, stock_step: TrainingStep, inputs: Sequence[Inputs], num_items: Any
@@ -59,9 +61,11 @@ class Recorder:
         Raises:
             CannotStack: the model cannot be run layer by layer.
         """
-        code = code_of_step(self._trainer, stock_step)
+        code = code_of_step(self._trainer, stock_step, embed_and_head.causal)
         if code != self._code:  # also in the middle of a run
             self._code, self.against, self.compared, self.rows_compared = code, None, False, False
+            self.changes += 1
+            embed_and_head.whole_loss = reason_for_whole_logits(self._trainer)
         first = self.against is None
         if self.against is None:
             self.against = reason_for_each(self._trainer, stock_step)

@@ -70,6 +70,7 @@ class StepSizes:
     tokens: tuple[int, ...]
     length: int
     undivided: int = 0  # the tokens of the largest micro-batch, where it cannot be divided into its sequences
+    changes: int = 0  # how often the trainer's code was replaced before the step
 
     @property
     def largest(self) -> int:
@@ -80,6 +81,11 @@ class StepSizes:
     def whole(self) -> int:
         """The tokens of the step."""
         return sum(self.tokens)
+
+    @property
+    def padded(self) -> int:
+        """The most tokens of the step where its micro-batches are padded to one length."""
+        return self.largest * len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +259,8 @@ class Stacker(TrainerCallback):
         assert self._recorder is not None, "it is made with the layers"
         recorded = self._recorder.step(embed_and_head, stock_step, inputs, num_items)
         sizes = self._sizes(recorded)
+        if self.decision is not None:  # the loss may be another one since the step before
+            self._note(whole_loss=embed_and_head.whole_loss)
         if sizes != self._decided_for:
             self._settle(self._sized(sizes, recorded.enters, model))
             self._decided_for = sizes
@@ -302,8 +310,9 @@ class Stacker(TrainerCallback):
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
         lengths = [length for _, length in step.sizes]
-        *tokens, length = self._most([*(rows * length for rows, length in step.sizes), max(lengths)])
-        return StepSizes(tuple(tokens), length)
+        changes = self._recorder.changes - 1 if self._recorder is not None else 0
+        *tokens, length, changes = self._most([*(rows * of_one for rows, of_one in step.sizes), max(lengths), changes])
+        return StepSizes(tuple(tokens), length, changes=changes)
 
     def _most(self, values: Sequence[int]) -> list[int]:
         agree: Callable[[Sequence[int]], list[int]] = getattr(self._trainer, "most_of_processes", list)
@@ -329,11 +338,11 @@ class Stacker(TrainerCallback):
         prepare_experts(self._layers)  # their memory is not free any more
         whole = reason_for_whole_logits(self._trainer) if self.decision is None else self.decision.whole_loss
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
-        # The loss has logits of neighbouring micro-batches together, at most those of a chunk.
+        # The loss has logits of neighbouring micro-batches together, at most those of a chunk, padded to one length.
         chunk = self._chunk_tokens or (CHUNKS[0] if any(at.type == "cpu" for at in call.devices) else CHUNKS[-1])
         self._in_one_run = tokens_of_losses(self._trainer, chunk, vocabulary)
         joins = not whole or own_losses_of(self._trainer) is not None
-        together = min(sizes.whole, max(self._in_one_run, sizes.largest)) if joins else sizes.largest
+        together = min(sizes.padded, max(self._in_one_run, sizes.largest)) if joins else sizes.largest
         loss = loss_bytes(self._trainer, together, vocabulary, whole=bool(whole))
         coming = coming_bytes(model, self._trainer.optimizer)
         devices = {"cpu", *map(str, call.devices), *expert_bytes(self._layers)}

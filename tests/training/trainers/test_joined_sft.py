@@ -218,3 +218,15 @@ def test_losses_without_learned_tokens_are_zero(package: Path, tmp_path: Path) -
 
     ours, theirs = (trained(package, tmp_path, mode, made=Uncounted) for mode in ("on", "off"))
     assert_alike(ours, theirs)
+
+
+def test_a_kind_of_loss_that_is_set_after_a_step_is_computed(package: Path, tmp_path: Path, runs: list[int]) -> None:
+    class Changed(Sft):
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            self.args.loss_type = "dft" if self.state.global_step == 1 else "nll"
+            return super().get_batch_samples(*args, **kwargs)
+
+    settings: dict[str, Any] = {"made": Changed, "lengths": (17,) * 24, "max_steps": 3}
+    ours = trained(package, tmp_path, "on", **settings)
+    assert runs == [2] * 4 + [1] * 8 + [2] * 4
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))

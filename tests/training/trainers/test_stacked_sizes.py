@@ -239,3 +239,20 @@ def test_experts_of_a_gpu_are_passed_by_single_micro_batches_where_memory_is_sca
     monkeypatch.setattr(stacking, "_multiplied_on_a_gpu", lambda model: True)
     found = stacker._sized(StepSizes((8,) * 8, 8), call, model)
     assert (found.on, found.tokens) == (True, 8)
+
+
+def test_the_padding_of_joined_micro_batches_counts_for_their_loss(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacker, call, model = _recorded(package, tmp_path)
+    together: list[int] = []
+    stock = stacking.loss_bytes
+
+    def counted(trainer: Any, tokens: int, *args: Any, **kwargs: Any) -> int:
+        together.append(tokens)
+        return stock(trainer, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(stacking, "loss_bytes", counted)
+    stacker._chunk_tokens = 80
+    stacker._sized(StepSizes((40, *(1,) * 15), 40), call, model)
+    assert together == [80]  # a pair of 40 tokens each, where the step has 55
