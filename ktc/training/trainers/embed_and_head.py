@@ -32,10 +32,11 @@ TrainingStep = Callable[..., Tensor]
 class EmbedAndHead:
     """The code of one trainer's model before and after its layers.
 
-    `causal` is the model without its adapter's wrapper. `whole_loss` says why the loss needs all logits of a micro-batch
-    at once, "" if it does not. It changes where another loss is set, and at the first loss. `in_parts` is whether a batch of several micro-batches has the losses that the trainer computes
-    itself. `checks_at_once` is whether the first input that is not the recorded one is found before the
-    backward of its loss, for which the host waits for the GPU.
+    `causal` is the model without its adapter's wrapper. `whole_loss` says why the loss needs all logits of a
+    micro-batch at once, "" if it does not. It changes where another loss is set, and at the first loss. `in_parts` is
+    whether a batch of several micro-batches has the losses that the trainer computes itself. `checks_at_once` is
+    whether the first input that is not the recorded one is found before the backward of its loss, for which the host
+    waits for the GPU.
     """
 
     def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer], whole_loss: str = "") -> None:
