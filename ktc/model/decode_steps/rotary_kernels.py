@@ -32,24 +32,23 @@ def rotate_halves(
 
 def rotate_pairs(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate neighbours together: they are the parts of numbers that complex `turns` (B or 1, T, D / 2) multiply."""
-    numbers = torch.view_as_real(turns).flatten(-2)
-    return _rotated(query, key, (numbers, numbers), pairs=True, interleaved=True)
+    numbers = torch.view_as_real(turns)
+    return _rotated(query, key, (numbers[..., 0], numbers[..., 1]), pairs=True, interleaved=True)
 
 
 def _rotated(
     query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], *, pairs: bool, interleaved: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # those of several tokens may be columns on a GPU, as its products of positions are
-    cos, sin = (angle if angle.stride(-1) == 1 else angle.contiguous() for angle in angles)
+    cos, sin = angles  # of several tokens they may be columns on a GPU, as its products of positions are
     B, H, T, D = query.shape
     K = key.shape[1]
     queries, keys = query.new_empty(query.shape), key.new_empty(key.shape)
     groups = triton.cdiv(H, _HEADS)
-    by_row, by_other = (angle.stride(0) if angle.shape[0] > 1 else 0 for angle in (cos, sin))
+    of_cos, of_sin = ((angle.stride(0) if len(angle) > 1 else 0, *angle.stride()[1:]) for angle in angles)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _rotate[(B * T, groups + triton.cdiv(K, _HEADS))](
             query, key, cos, sin, queries, keys, H, K, T, groups, *query.stride()[:3], *key.stride()[:3],
-            by_row, cos.stride(1), by_other, sin.stride(1), HALF=D // 2, BLOCK=triton.next_power_of_2(D // 2),
+            *of_cos, *of_sin, HALF=D // 2, BLOCK=triton.next_power_of_2(D // 2),
             HEADS=_HEADS, TWICE=cos.shape[-1] == D, PAIRS=pairs, INTERLEAVED=interleaved, num_warps=1,
             enable_fp_fusion=pairs,  # PyTorch rounds each product of real numbers, and no product of complex ones
         )  # fmt: skip
@@ -58,7 +57,7 @@ def _rotated(
 
 @triton.jit
 def _turned(
-    x, out, cos, sin, head, heads, of_head, to_head,
+    x, out, cos, sin, cos_column, sin_column, head, heads, of_head, to_head,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TWICE: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -75,16 +74,15 @@ def _turned(
         x2 = tl.load(of_pair + d[None, :] + HALF, mask=there, other=0).to(tl.float32)
     first = d * 2 if PAIRS else d
     second = first + 1 if PAIRS else d + HALF
-    c1 = tl.load(cos + first, mask=d < HALF, other=0).to(tl.float32)[None, :]
+    c1 = tl.load(cos + d * cos_column, mask=d < HALF, other=0).to(tl.float32)[None, :]
+    s1 = tl.load(sin + d * sin_column, mask=d < HALF, other=0).to(tl.float32)[None, :]
     if PAIRS:
-        s1 = tl.load(sin + second, mask=d < HALF, other=0)[None, :]
         y1, y2 = x1 * c1 - x2 * s1, x1 * s1 + x2 * c1
     else:
-        s1 = tl.load(sin + first, mask=d < HALF, other=0).to(tl.float32)[None, :]
         c2, s2 = c1, s1
         if TWICE:
-            c2 = tl.load(cos + second, mask=d < HALF, other=0).to(tl.float32)[None, :]
-            s2 = tl.load(sin + second, mask=d < HALF, other=0).to(tl.float32)[None, :]
+            c2 = tl.load(cos + second * cos_column, mask=d < HALF, other=0).to(tl.float32)[None, :]
+            s2 = tl.load(sin + second * sin_column, mask=d < HALF, other=0).to(tl.float32)[None, :]
         y1 = (x1 * c1).to(kind).to(tl.float32) - (x2 * s1).to(kind).to(tl.float32)
         y2 = (x2 * c2).to(kind).to(tl.float32) + (x1 * s2).to(kind).to(tl.float32)
     tl.store(out + head[:, None] * to_head + first[None, :], y1.to(kind), mask=there)
@@ -94,8 +92,8 @@ def _turned(
 @triton.jit
 def _rotate(
     query, key, cos, sin, queries, keys, heads, key_heads, tokens, groups,
-    query_row, query_head, query_token, key_row, key_head, key_token, cos_row, cos_token, sin_row, sin_token,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TWICE: tl.constexpr, PAIRS: tl.constexpr,
+    query_row, query_head, query_token, key_row, key_head, key_token, cos_row, cos_token, cos_column, sin_row,
+    sin_token, sin_column, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TWICE: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Rotate some heads of a token in a program: of the queries, or behind those of the keys."""
@@ -107,13 +105,13 @@ def _rotate(
         of_token = query + row * query_row + token * query_token
         to_token = queries + (row * heads * tokens + token) * (2 * HALF)
         _turned(
-            of_token, to_token, cos, sin, group * HEADS + head, heads, query_head, tokens * 2 * HALF,
-            HALF, BLOCK, TWICE, PAIRS, INTERLEAVED,
+            of_token, to_token, cos, sin, cos_column, sin_column, group * HEADS + head, heads, query_head,
+            tokens * 2 * HALF, HALF, BLOCK, TWICE, PAIRS, INTERLEAVED,
         )  # fmt: skip
     else:
         of_token = key + row * key_row + token * key_token
         to_token = keys + (row * key_heads * tokens + token) * (2 * HALF)
         _turned(
-            of_token, to_token, cos, sin, (group - groups) * HEADS + head, key_heads, key_head, tokens * 2 * HALF,
-            HALF, BLOCK, TWICE, PAIRS, INTERLEAVED,
+            of_token, to_token, cos, sin, cos_column, sin_column, (group - groups) * HEADS + head, key_heads, key_head,
+            tokens * 2 * HALF, HALF, BLOCK, TWICE, PAIRS, INTERLEAVED,
         )  # fmt: skip

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from kernel_layers import error
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ktc.model import twin
 from ktc.model.decode_steps import gpu_rotary
@@ -85,12 +87,31 @@ def test_angles_of_one_row_serve_all_sequences() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+class Operators(TorchDispatchMode):
+    """The names of PyTorch's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("kind", gpu_rotary._KINDS)
-def test_angles_may_be_columns(kind: Any) -> None:
+def test_angles_may_be_columns_and_are_not_copied(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktc.model.decode_steps import rotary_kernels
+
     query, key, *angles = gpu_rotary._random(kind, DEVICE, torch.float32)
     columns = [angle.mT.contiguous().mT for angle in angles]
     assert gpu_rotary._serves(kind, query, key, *columns)
     found, wanted = (gpu_rotary._kernel(kind)(query, key, *given) for given in (columns, angles))
+    monkeypatch.setattr(rotary_kernels, "_rotate", MagicMock())  # the interpreter copies
+    with Operators() as operators:
+        gpu_rotary._kernel(kind)(query, key, *columns)
+    views = {"aten.view_as_real.default", "aten.select.int"}
+    assert [name for name in operators.names if name not in views] == ["aten.new_empty.default"] * 2
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
