@@ -39,7 +39,7 @@ def test_results_and_gradients_are_those_of_the_function(as_in_backward: bool, k
             y.grad = None
         for one, other in zip(ours, gradients(y, again=False), strict=True):
             assert torch.equal(one, other)
-    assert calls == [True] * 4 if keeps_graph else [as_in_backward, True, True] * 2
+    assert calls == ([True] * 4 if keeps_graph else [as_in_backward, True, True] * 2)
 
 
 def test_backward_draws_the_numbers_of_forward_and_no_others() -> None:
