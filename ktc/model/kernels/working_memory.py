@@ -73,10 +73,12 @@ def slots_of(
 
     `ranks` are those of LoRA on the first product and on down (0: none). Its gradients read the input too, and the
     low-rank values of each slot. `weights_train`: backward makes gradients of weights, or of factors merged into them.
-    With `dropout` each pass has a bit for each input of LoRA, and rows without what is dropped.
+    With `dropout` each pass has a bit for each input of LoRA, and rows without what is dropped. The bound of forward
+    holds in evaluation too, where nothing is dropped.
     """
     sizes = _Sizes.of(spec)
     bits, rows = _dropped(sizes, ranks) if dropout else (0, 0)
+    drops = _forward(spec, sizes, ranks, drops=True) + bits + rows if dropout else 0
     again = 0 if keep or not ranks[0] else sizes.top_k * sizes.hidden * sizes.item
     factors = _factors(spec, ranks)
     return Slots(
@@ -84,7 +86,7 @@ def slots_of(
         _around=2 * sizes.hidden * sizes.item,  # input and output
         _gradients=weights_train * sizes.top_k * (sizes.outputs + sizes.inter) * sizes.item,
         _per_token=(
-            _forward(spec, sizes, ranks, dropout=dropout) + bits + rows,
+            max(_forward(spec, sizes, ranks, drops=False), drops),
             _backward(spec, sizes, ranks, keep=keep) + bits + again * dropout,
         ),
         _scratch=(
@@ -141,12 +143,12 @@ def _saved(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, keep: b
     return kept + needs_input * (spec.hidden or 0) * sizes.item + sizes.top_k * (_INDEX + sizes.total)
 
 
-def _forward(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, dropout: bool) -> int:
+def _forward(spec: FusedMoeSpec, sizes: _Sizes, ranks: tuple[int, int], *, drops: bool) -> int:
     """Workspace per token: rows that each product reads, and the sums over experts.
 
-    Beside integers LoRA reads elements, but with dropout rows of its own (`_dropped`).
+    Beside integers LoRA reads elements, but in a call that drops inputs it has rows of its own (`_dropped`).
     """
-    beside = tuple(spec.integer_products and rank > 0 and not dropout for rank in ranks)
+    beside = tuple(spec.integer_products and rank > 0 and not drops for rank in ranks)
     hidden = (not spec.integer_products or beside[0]) * sizes.hidden * sizes.item
     inter = (1 + beside[1]) * sizes.inter * sizes.item
     integers = _quantised(spec, sizes) + _words(spec, sizes)

@@ -112,11 +112,14 @@ def compare(
     def forward() -> None:
         experts.forward(x, index, weights, save=keep, lora=lora)
 
+    def evaluation() -> None:
+        experts.forward(x, index, weights, save=False, lora=lora_of(ranks, layer, 0.0))
+
     def backward() -> None:
         experts.backward(layer.grad.bfloat16(), (index, weights), saved=saved, x_TH=x, lora=lora)
 
-    for call, is_backward in ((forward, False), (backward, True)):
-        found = reserved_by(call, lambda: experts._engine.workspace_bytes)
+    for calls, is_backward in (((forward, evaluation) if dropout else (forward,), False), ((backward,), True)):
+        found = max(reserved_by(call, lambda: experts._engine.workspace_bytes) for call in calls)
         many = replace(slots, _few=(0, 0))  # no expert has few rows
         assert found <= many.workspace(TOKENS, backward=is_backward) <= 1.25 * found
     assert packed_bytes(sized) == experts.nbytes
