@@ -92,8 +92,9 @@ def _turned(
 @triton.jit
 def _rotate(
     query, key, cos, sin, queries, keys, heads, key_heads, tokens, groups,
-    query_row, query_head, query_token, key_row, key_head, key_token, cos_row, cos_token, cos_column, sin_row,
-    sin_token, sin_column, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TWICE: tl.constexpr, PAIRS: tl.constexpr,
+    query_row, query_head, query_token, key_row, key_head, key_token,
+    cos_row, cos_token, cos_column, sin_row, sin_token, sin_column,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TWICE: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Rotate some heads of a token in a program: of the queries, or behind those of the keys."""
