@@ -1,6 +1,7 @@
 """The kernels beside grouped products, compared with PyTorch before their first use, once for each form and device.
 
-In: the form of experts, and a device. Out: nothing. Refused (H247): results that are not those of `row_steps.py`.
+In: the form of experts, and a device. Out: nothing. Refused (H247): results that are not those of `row_steps.py`, or
+pairs that are not sorted as PyTorch sorts them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from types import ModuleType
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,25 +18,51 @@ from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.experts import row_steps
 from ktc.model.experts.grouped_products import multiplies_codes
 from ktc.model.experts.row_factors import GivenGradients, Inner, RunFactors
-from ktc.model.experts.slots import Slots, sums_of_rows
+from ktc.model.experts.slots import Slots, sum_rows, sums_by_kernel
 from ktc.model.kernels.form import ExpertsForm
 
 _BACKWARD: Final = ("h", "d_inner", "d_low", "d_weights", "weighted", "d_weighted")  # of `ActivationGradients`
 _TOKENS, _CHOICES, _EXPERTS, _HIDDEN, _INNER, _RANK = 40, 2, 3, 72, 136, 8
+_SORTED: Final = 200, 2, 6  # tokens, choices and experts of the check of the sort: several blocks of pairs
 _CPU: Final = torch.device("cpu")
 _BOUND: Final = 0.02  # of the relative error of results that are rounded to bf16
 
 
 def check_rows(form: ExpertsForm, device: torch.device) -> None:
     """Compare the kernels of calls without adapters, where a device has them. Raises HostLacks."""
-    if multiplies_codes(device):
-        _check(replace(form, transposed=False), device, False)
+    _check_all(form, device, trained=False)
 
 
 def check_trained_rows(form: ExpertsForm, device: torch.device) -> None:
     """Compare those of adapters and of backward too. Raises HostLacks."""
+    _check_all(form, device, trained=True)
+
+
+def _check_all(form: ExpertsForm, device: torch.device, *, trained: bool) -> None:
+    if sums_by_kernel(device):
+        _check_slots(device)
     if multiplies_codes(device):
-        _check(replace(form, transposed=False), device, True)
+        _check(replace(form, transposed=False), device, trained)
+
+
+@functools.cache
+def _check_slots(device: torch.device) -> None:
+    """Compare the sort of pairs, to the bit, and the sums of their rows."""
+    from ktc.model.experts.slot_kernels import sorted_pairs
+    from ktc.model.experts.sum_kernels import summed
+
+    tokens, choices, experts = _SORTED
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(0, experts - 1, (tokens, choices), generator=generator)  # none for the last expert
+    wanted, computed = Slots.of(index, experts), sorted_pairs(index.to(device), experts)
+    for name in ("tokens", "pairs", "experts", "places", "ends"):
+        if not torch.equal(getattr(computed, name).cpu(), getattr(wanted, name)):
+            _refuse(f"{name} of sorted pairs are wrong on {device}")
+    if tuple(computed.edges.tolist()) != wanted.bounds:
+        _refuse(f"edges of sorted pairs are wrong on {device}")
+    y = torch.randn(index.numel(), _HIDDEN, generator=generator).bfloat16()
+    sums = summed(y.to(device), computed.places, None, 0, torch.float32)
+    _compare("sums of rows", device, sums.cpu(), sum_rows(y, wanted.places, None, torch.float32))
 
 
 @functools.cache
@@ -46,11 +73,18 @@ def _check(form: ExpertsForm, device: torch.device, trained: bool) -> None:
         _results(form, steps, where, trained) for steps, where in ((row_steps, _CPU), (row_kernels, device))
     )
     for name, right in wanted.items():
-        error = float(((computed[name] - right).square().sum() / right.square().sum()).sqrt())
-        if not error <= _BOUND:
-            message = f"{name} of experts of the form `{form}` are wrong on {device}: a relative error of {error:.2g}"
-            hint = "use the tested versions of torch and Triton (constraints.txt), or keep experts on the CPU"
-            raise HostLacks(Diagnostic("H247", message, hint=hint))
+        _compare(f"{name} of experts of the form `{form}`", device, computed[name], right)
+
+
+def _compare(name: str, device: torch.device, computed: Tensor, right: Tensor) -> None:
+    error = float(((computed - right).square().sum() / right.square().sum()).sqrt())
+    if not error <= _BOUND:
+        _refuse(f"{name} are wrong on {device}: a relative error of {error:.2g}")
+
+
+def _refuse(message: str) -> NoReturn:
+    hint = "use the tested versions of torch and Triton (constraints.txt), or keep experts on the CPU"
+    raise HostLacks(Diagnostic("H247", message, hint=hint))
 
 
 def _results(form: ExpertsForm, steps: ModuleType, device: torch.device, trained: bool) -> dict[str, Tensor]:
@@ -66,10 +100,7 @@ def _results(form: ExpertsForm, steps: ModuleType, device: torch.device, trained
     slots = Slots.of(index, _EXPERTS)
     rows, size = slots.of_experts(range(_EXPERTS)), index.numel()
     bias = drawn(_EXPERTS, width) if form.biased else None
-    y = drawn(size, _HIDDEN)
-    results: dict[str, Tensor | None] = {"places of pairs": slots.places, "pairs of slots": slots.pairs}
-    results["ends of experts"] = slots.ends
-    results["sums of rows"] = sums_of_rows(y, slots.places, None, 0, torch.float32)
+    results = dict[str, Tensor | None]()
     results["activations"], _ = steps.activated(form, Inner(drawn(size, width), None, bias), (None, None), rows)
     if trained:
         first = RunFactors(drawn(_EXPERTS, _RANK, _HIDDEN), drawn(_EXPERTS, width, _RANK) / 8, None)

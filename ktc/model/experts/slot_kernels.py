@@ -33,14 +33,17 @@ class SortedPairs(NamedTuple):
 
 
 def sorted_pairs(index_TK: Tensor, num_experts: int) -> SortedPairs:
-    """Sort the pairs by expert. Slots beyond the last edge are undefined: of pairs whose expert does not exist."""
+    """Sort the pairs by expert, as many as `sorts_by_kernel` allows: their numbers have 32 bits.
+
+    Slots beyond the last edge are undefined: of pairs whose expert does not exist.
+    """
     index, choices = index_TK.contiguous(), index_TK.shape[1]
     size = index.numel()
     blocks = max(1, triton.cdiv(size, _BLOCK))
     tokens, pairs, experts = (torch.empty(size, dtype=torch.int64, device=index.device) for _ in range(3))
     counts = torch.empty(num_experts * blocks, dtype=torch.int32, device=index.device)
     ends, edges = counts.new_empty(num_experts), counts.new_empty(num_experts + 1)
-    places = torch.empty_like(index)
+    places = torch.empty_like(index, dtype=torch.int64)
     sizes = {"LANES": triton.next_power_of_2(num_experts + 1), "BLOCK": _BLOCK, "num_warps": 4}
     with torch.cuda.device_of(index):  # Triton launches on the current device
         _counted[(blocks,)](index, counts, size, num_experts, **sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from ktc.model.experts.compiled_functions import compiled_on, has_compiler
 from ktc.model.experts.reference import check_routing
 from ktc.model.kernels.triton_support import lacking
+
+_MOST_PAIRS: Final = 1 << 30  # that are sorted by the kernel, whose numbers have 32 bits
+_BLOCK: Final = 128  # of these pairs; each has a number for each expert
 
 
 class Edges:
@@ -60,7 +63,7 @@ class Slots:
         An expert that does not exist is an `IndexError` of a CPU, and of a GPU where bounds are read; otherwise it
         is an error of the GPU itself.
         """
-        if sums_by_kernel(index_TK.device) and index_TK.numel():
+        if sorts_by_kernel(index_TK.device, index_TK.numel(), num_experts):
             return cls._by_kernel(index_TK, num_experts)
         experts, pairs = torch.sort(index_TK.flatten(), stable=True)
         places = torch.empty_like(pairs)
@@ -186,6 +189,11 @@ def sums_of_rows(
 def sums_by_kernel(device: torch.device) -> bool:
     """Return whether the kernels that sort pairs and sum rows run on a device."""
     return device.type == "cuda" and has_compiler() and not lacking(device)
+
+
+def sorts_by_kernel(device: torch.device, pairs: int, num_experts: int) -> bool:
+    """Return whether the kernel sorts the pairs of a call: none and very many are sorted by PyTorch."""
+    return 0 < pairs * max(num_experts, _BLOCK) <= _MOST_PAIRS * _BLOCK and sums_by_kernel(device)
 
 
 def sum_rows(rows: Tensor, places_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels on the CPU.
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.model.experts import chunk_products, grouped_products, row_check, row_steps
+from ktc.model.experts import slots as slots_module
 from ktc.model.experts.expert_stream import ExpertStream
 from ktc.model.experts.row_factors import GivenGradients, Inner, RunFactors
 from ktc.model.experts.saved_on_host import saved_in_place
@@ -151,6 +153,22 @@ def test_pairs_are_sorted_as_by_pytorch(tokens: int, choices: int, experts: int)
     assert tuple(made.edges.tolist()) == wanted.bounds
 
 
+def test_places_are_int64_whatever_the_choice_is() -> None:
+    from ktc.model.experts.slot_kernels import sorted_pairs
+
+    index = torch.tensor([[1, 0], [0, 1]], device=DEVICE, dtype=torch.int32)
+    assert sorted_pairs(index, 2).places.dtype == Slots.of(index.cpu(), 2).places.dtype == torch.int64
+
+
+def test_pairs_whose_numbers_have_more_than_32_bits_are_sorted_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots_module, "sums_by_kernel", lambda device: True)
+    sorts = functools.partial(slots_module.sorts_by_kernel, DEVICE)
+    assert sorts(1 << 30, 128)
+    assert not sorts(1 << 31, 8)
+    assert not sorts(1 << 30, 256), "each block of pairs has a number for each expert"
+    assert not sorts(0, 8)
+
+
 def test_a_pair_of_an_expert_that_does_not_exist_has_no_slot() -> None:
     from ktc.model.experts.slot_kernels import sorted_pairs
 
@@ -213,3 +231,23 @@ def test_the_kernels_are_checked_before_the_first_use_of_a_form(monkeypatch: pyt
     row_check.check_rows(parse_form("silu"), DEVICE)
     with pytest.raises(HostLacks, match="H247"):
         row_check.check_trained_rows(parse_form("silu"), DEVICE)
+
+
+def test_the_sort_is_checked_to_the_bit_wherever_its_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktc.model.experts import slot_kernels
+
+    right = slot_kernels.sorted_pairs
+
+    def wrong(index: Tensor, experts: int) -> Any:
+        made = right(index, experts)
+        pairs = made.pairs.clone()
+        pairs[[200, 201]] = pairs[[201, 200]]  # behind the first block
+        return made._replace(pairs=pairs)
+
+    monkeypatch.setattr(row_check, "sums_by_kernel", lambda device: True)
+    row_check._check_slots.cache_clear()
+    row_check.check_rows(parse_form("silu"), DEVICE)
+    row_check._check_slots.cache_clear()
+    monkeypatch.setattr(slot_kernels, "sorted_pairs", wrong)
+    with pytest.raises(HostLacks, match="pairs of sorted pairs"):
+        row_check.check_rows(parse_form("silu"), DEVICE)
