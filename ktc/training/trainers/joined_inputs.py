@@ -55,7 +55,7 @@ class Batch:
     def calls(self, call: ModelCall) -> list[ModelCall]:
         """Return the calls by which the batch, whose recorded call is given, goes through the layers."""
         calls = calls_of_each(call, self.lengths) if self.lengths else [call]
-        assert calls is not None, "the first batch of several lengths was compared with its micro-batches"
+        assert calls is not None, "a batch of several lengths was compared with its micro-batches, or `has_parts`"
         return calls
 
 

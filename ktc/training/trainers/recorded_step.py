@@ -31,7 +31,7 @@ from ktc.training.trainers.joined_inputs import (
     without_padding,
 )
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.several_lengths import frequencies_depend_on_length
+from ktc.training.trainers.several_lengths import frequencies_depend_on_length, has_parts
 from ktc.training.trainers.split_layer import SplitLayer
 
 OfPass = tuple[list[Batch], list[ModelCall]]
@@ -47,6 +47,7 @@ class Recorder:
         depends = frequencies_depend_on_length(self._modules.values())
         self.lengths_compared = False  # whether a batch of several lengths was compared
         self.joins_lengths = not depends  # whether micro-batches of several lengths are one batch
+        self.against_lengths = ""  # why those of several lengths are not, where a batch has shown it
         self.rows_compared = False  # whether a micro-batch was compared with its rows
         self.against_rows = ""  # why no micro-batch is divided into its rows
         self.enters: ModelCall | None = None  # a micro-batch of any size, without its values
@@ -160,20 +161,29 @@ class RecordedStep:
             batches, self.one_by_one = joined(inputs, tokens, of_several_lengths=recorder.joins_lengths)
             several = any(batch.count > 1 for batch in chain(*batches))
             lengths = any(batch.lengths for batch in chain(*batches))
+            if len({length for _, length in self.sizes}) > 1:
+                self.one_by_one = self.one_by_one or recorder.against_lengths
             self.joins_some = several and bool(self.one_by_one)
             if lengths and not (recorder.lengths_compared or self._calls):
                 self.record_each()
             if several or not self._calls:
                 calls = [[self._record(batch.inputs) for batch in of_pass] for of_pass in batches]
-                if not self._calls or all_alike(chain(*batches), chain(*calls), self._calls):
+                if self._enter_alike([*chain(*batches)], [*chain(*calls)]):
                     recorder.compared |= several
                     recorder.lengths_compared |= lengths
                     return list(zip(batches, calls, strict=True))
                 if lengths:
                     recorder.joins_lengths, self.one_by_one = False, ""
+                    recorder.against_lengths = "those of several lengths enter its layers otherwise together"
                     return self.batches(runs, tokens)
                 self.one_by_one = recorder.against = "several enter its layers otherwise than one"
                 self.joins_some = False
         return [
             ([Batch(inputs) for inputs in self._inputs[first:last]], self._calls[first:last]) for first, last in runs
         ]
+
+    def _enter_alike(self, batches: Sequence[Batch], calls: Sequence[ModelCall]) -> bool:
+        """Return whether batches enter the layers as their micro-batches do, as far as those were recorded."""
+        if self._calls:
+            return all_alike(batches, calls, self._calls)
+        return all(has_parts(call) for batch, call in zip(batches, calls, strict=True) if batch.lengths)

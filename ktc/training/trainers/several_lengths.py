@@ -59,6 +59,14 @@ def calls_of_each(call: ModelCall, lengths: Sequence[int]) -> list[ModelCall] | 
     return None if any(part is None for part in calls) else cast("list[ModelCall]", calls)
 
 
+def has_parts(call: ModelCall) -> bool:
+    """Return whether `calls_of_each` knows the parts of a batch's call. Nothing is copied."""
+    batch, longest = call.hidden.shape[:2]
+    layers = {id(layer): (layer.args, dict(layer.kwargs)) for layer in call.layers}
+    leaves = (leaf for leaf in pytree.tree_leaves([*layers.values()]) if isinstance(leaf, Tensor))
+    return all(_dimensions(leaf, (batch, longest)) is not None for leaf in leaves)
+
+
 def _part(call: ModelCall, rows: slice, length: int) -> ModelCall | None:
     batch, longest = call.hidden.shape[:2]
     parts: dict[int, Tensor | None] = {}  # layers share their masks and positions
@@ -82,23 +90,27 @@ def _part(call: ModelCall, rows: slice, length: int) -> ModelCall | None:
 
 
 def _cut(leaf: Tensor, rows: slice, length: int, sizes: tuple[int, int]) -> Tensor | None:
-    """Return some rows of a batch's argument, up to a length: positions (T,), (B, T) or (B, T, D), masks (B, 1, T, T).
+    """Return some rows of a batch's argument, up to a length; None where `_dimensions` knows none."""
+    along = _dimensions(leaf, sizes)
+    if not along:
+        return None if along is None else leaf
+    if leaf.ndim > 1 and leaf.shape[0] != 1:
+        leaf = leaf[rows]
+    for dimension in along:
+        leaf = leaf.narrow(dimension, 0, length)
+    return _of_its_own(leaf)
+
+
+def _dimensions(leaf: Tensor, sizes: tuple[int, int]) -> tuple[int, ...] | None:
+    """Return the dimensions of tokens: of positions (T,), (B, T) or (B, T, D), of masks (B, 1, T, T), of scalars none.
 
     `sizes` are B and T of the batch; arguments that its rows share have 1 in the place of B. None for others.
     """
     batch, longest = sizes
-    if leaf.ndim == 0:
-        return leaf
-    along = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}.get(leaf.ndim, ())
-    if not along or any(leaf.shape[dimension] != longest for dimension in along):
+    along = {0: (), 1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}.get(leaf.ndim)
+    if along is None or any(leaf.shape[dimension] != longest for dimension in along):
         return None
-    if leaf.ndim > 1:
-        if leaf.shape[0] not in (1, batch):
-            return None
-        leaf = leaf if leaf.shape[0] == 1 else leaf[rows]
-    for dimension in along:
-        leaf = leaf.narrow(dimension, 0, length)
-    return _of_its_own(leaf)
+    return along if leaf.ndim <= 1 or leaf.shape[0] in (1, batch) else None
 
 
 def _of_its_own(part: Tensor) -> Tensor:

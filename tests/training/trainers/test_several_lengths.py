@@ -19,7 +19,7 @@ from ktc.training.trainers import chunked_loss
 from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.joined_inputs import joined, rows_of, without_padding
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.several_lengths import calls_of_each, frequencies_depend_on_length
+from ktc.training.trainers.several_lengths import calls_of_each, frequencies_depend_on_length, has_parts
 from ktc.training.trainers.split_layer import LayerCall
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +89,23 @@ def test_other_calls_end_them_and_not_those_of_one_length(
     ours = trained(package, tmp_path, "on", **settings)
     of_one_length = [(2, 17), (2, 17), (1, 20), (1, 12), (1, 9), (1, 5)]
     assert shapes[-12:] == of_one_length * 2
+    assert "for some micro-batches: those of several lengths" in str(ours.stacker.decision)
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_arguments_of_another_kind_end_them_after_a_step(
+    package: Path, tmp_path: Path, shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changed(InOrder):
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 1:
+                monkeypatch.setattr("ktc.training.trainers.several_lengths._dimensions", lambda *_: None)
+            return super().get_batch_samples(*args, **kwargs)
+
+    settings: dict[str, Any] = {"lengths": LENGTHS, "trainer": Changed, "max_steps": 2}
+    ours = trained(package, tmp_path, "on", **settings)
+    assert shapes[-10:] == [*JOINED, (2, 17), (2, 17), (1, 20), (1, 12), (1, 9), (1, 5)]
+    assert "for some micro-batches: those of several lengths" in str(ours.stacker.decision)
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
@@ -129,6 +146,7 @@ def test_calls_are_cut_where_it_is_known_how() -> None:
     call = ModelCall(hidden, (torch.device("cpu"),) * 2, (of_layer, of_layer))
     parts = calls_of_each(call, (5, 3))
     assert parts is not None
+    assert has_parts(call)
     second = parts[1]
     assert torch.equal(second.hidden, hidden[2:, :3])
     assert second.layers[0] is second.layers[1]
@@ -138,7 +156,9 @@ def test_calls_are_cut_where_it_is_known_how() -> None:
     assert embedded[0] is embedded[1]
     assert second.layers[0].kwargs["positions"].tolist() == [0, 1, 2]
     for other in (torch.ones(4, 1, 5, 6), torch.ones(2, 5), torch.ones(7), torch.ones(4, 1, 1, 5, 5)):
-        assert calls_of_each(ModelCall(hidden, call.devices[:1], (LayerCall(None, (other,), {}, ()),)), (5, 3)) is None
+        unknown = ModelCall(hidden, call.devices[:1], (LayerCall(None, (other,), {}, ()),))
+        assert not has_parts(unknown)
+        assert calls_of_each(unknown, (5, 3)) is None
 
 
 def test_padding_to_a_multiple_is_left_out(package: Path, tmp_path: Path, shapes: list[tuple[int, int]]) -> None:
