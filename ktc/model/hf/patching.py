@@ -68,7 +68,7 @@ def _patched_class(stock: type[Any], patches: tuple[type[Patch], ...]) -> type[A
 
 
 def _empty(stock: type[Any], patches: tuple[type[Patch], ...]) -> Any:
-    return object.__new__(_patched_class(stock, patches))
+    return object.__new__(_patched_class(stock, patches) if patches else stock)
 
 
 @contextmanager

@@ -88,6 +88,7 @@ def _kt_trainer(stock: type, begun: Event) -> type:
     made: Any = type(f"KT{stock.__name__}", (KTrainerMixin, stock), names)
     for name in ("training_step", "prediction_step"):
         setattr(made, name, telling(begun, getattr(made, name)))
+    made.only_calls_step = made.training_step
     return made
 
 

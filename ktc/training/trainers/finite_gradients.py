@@ -7,7 +7,7 @@ In: the trained parameters, after the last backward of a step. Refused (T548): a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,10 +19,8 @@ from ktc.model.experts.peft_wrapper import ExpertsParamWrapper
 from ktc.training.trainers.checkpoints import last_kept
 from ktc.training.trainers.gradient_norm import total_norm
 
-Named = Sequence[tuple[str, nn.Parameter]]
 
-
-def require_finite(model: nn.Module, named: Named, step: int, run: Path) -> Tensor | None:
+def require_finite(model: nn.Module, parameters: Sequence[nn.Parameter], step: int, run: Path) -> Tensor | None:
     """Check the gradients of a step, and return their norm, None without any.
 
     One norm is read for all of them: the host waits for the backward.
@@ -30,24 +28,19 @@ def require_finite(model: nn.Module, named: Named, step: int, run: Path) -> Tens
     Raises:
         KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
     """
-    gradients = [parameter.grad for _, parameter in named if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(gradients) if gradients else None
     if norm is None or bool(norm.isfinite()):
         return norm
-    name, gradient = next(_not_finite(named), ("", None))
+    gradient = next((gradient for gradient in gradients if not bool(gradient.isfinite().all())), None)
     if gradient is None:  # their squares are too large for a sum
         return norm
+    name = next((name for name, parameter in model.named_parameters() if parameter.grad is gradient), "")
     place = _expert(model, name, gradient)
     value = "NaN" if bool(gradient.isnan().any()) else "infinite"
     message = f"step {step}: the gradient of `{name}`{place} is {value}; the step was not taken, {last_kept(run)}"
     hint = "read the rows of this step, or start again with a lower learning rate"
     raise KtcError(Diagnostic("T548", message, hint=hint))
-
-
-def _not_finite(named: Named) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in named:
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            yield name, parameter.grad
 
 
 def _expert(model: nn.Module, name: str, gradient: Tensor) -> str:

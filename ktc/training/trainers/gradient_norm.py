@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ktc.foundation.temporary_values import context_value
+from ktc.model.experts.weight_training import State, state_of
 
 _LARGE: Final = 1 << 16  # values
-_known: Final[ContextVar[Tensor | None]] = ContextVar("_known", default=None)
+ReadNorm = tuple[Tensor, State]  # a norm, with the state of the gradients that it was read of
+_known: Final[ContextVar[ReadNorm | None]] = ContextVar("_known", default=None)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -26,8 +28,13 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return get_total_norm([_with_same_norm(gradient) for gradient in gradients])
 
 
-def known(norm: Tensor | None) -> AbstractContextManager[Tensor | None]:
-    """Let `clip` take this norm inside the context; None: it computes the norm."""
+def read_norm(norm: Tensor, parameters: Iterable[Tensor]) -> ReadNorm:
+    """Return a norm with the state of the gradients that it was read of; they must outlive it."""
+    return norm, state_of(parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def known(norm: ReadNorm | None) -> AbstractContextManager[ReadNorm | None]:
+    """Let `clip` take this norm inside the context, for the same gradients as they were; None: it computes the norm."""
     return context_value(_known, norm)
 
 
@@ -35,9 +42,10 @@ def clip(parameters: Tensor | Iterable[Tensor], most: float) -> Tensor:
     """Scale the gradients of parameters in place so that their norm is `most` at most; return what it was."""
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = _known.get()
-    if norm is None:
-        norm = total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    norm, state = _known.get() or (None, ())
+    if norm is None or state != state_of(gradients):
+        norm = total_norm(gradients)
     clip_grads_with_norm_(trained, most, norm)
     return norm
 

@@ -9,7 +9,7 @@ No other file of this room may use a private name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -192,13 +192,22 @@ class TrainerHooks(_Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients of what trains: a walk through all modules takes longer than the norm."""
-        trained, norm = self.trained_parameters(), self.norm_of_gradients()
-        alone = with_attributes(model, parameters=lambda: iter(trained)) if trained else nullcontext()
-        with alone, gradient_norm.known(norm if trained else None):
-            return cast("Any", super())._clip_grad_norm(model)
+        trained, stock = self.trained_parameters(), cast("Any", super())._clip_grad_norm
 
-    def norm_of_gradients(self) -> Tensor | None:
-        """Return the norm of the gradients of what trains where it is known."""
+        def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+            return iter(trained) if recurse else type(model).parameters(model, recurse=False)
+
+        alone = with_attributes(model, parameters=parameters) if trained else nullcontext()
+        with alone, gradient_norm.known(self.norm_of_gradients() if self._clips_as_stock(stock) else None):
+            return stock(model)
+
+    def _clips_as_stock(self, stock: Any) -> bool:
+        """Return whether no class clips by code of its own, which may change gradients unseen (`.data`)."""
+        is_whole = type(self)._clip_grad_norm is TrainerHooks._clip_grad_norm and "_clip_grad_norm" not in vars(self)
+        return is_whole and getattr(stock, "__func__", None) is cast("Any", Trainer)._clip_grad_norm
+
+    def norm_of_gradients(self) -> gradient_norm.ReadNorm | None:
+        """Return the norm of the gradients of what trains, if it was read."""
         return None
 
     def trained_parameters(self) -> Sequence[nn.Parameter]:

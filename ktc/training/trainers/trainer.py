@@ -6,10 +6,9 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +24,6 @@ from ktc.foundation.files import files_into
 from ktc.foundation.temporary_values import attributes
 from ktc.model.attention.sinks import fused_sinks
 from ktc.model.experts.shared_experts import Sharing
-from ktc.model.experts.weight_training import State, state_of
-from ktc.model.hf.patching import with_attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state, gradients
@@ -34,12 +31,14 @@ from ktc.training.trainers.checkpoints import checkpoints, write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.expert_adapters import beside_experts
 from ktc.training.trainers.finite_gradients import require_finite
+from ktc.training.trainers.gradient_norm import ReadNorm, read_norm
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, prepares_inputs_itself, use_as_one_device
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.shared_experts import in_step, largest, shared_experts
 from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
+from ktc.training.trainers.trained_parameters import TrainedParameters, cleared_by, parameters_of
 
 TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # TRL's that tests run
 _KNOWN_REASONS = {"RewardTrainer": "a reward model has its own head, and a compiled model is a causal LM"}
@@ -69,8 +68,9 @@ class KTrainerMixin(TrainerHooks):
 
     phase_clock: PhaseClock | None = None  # of a report, which counts the backward passes of stacked steps too
     _flops_of_token: int = 0
-    _named: tuple[tuple[str, Parameter], ...] = ()  # what trains
-    _norm_of_step: tuple[Tensor, State] | None = None  # with the state of the gradients that it was read of
+    only_calls_step: Callable[..., Tensor] | None = None  # a class's `training_step` that leaves gradients as they are
+    _parameters: TrainedParameters | None = None  # while it trains
+    _norm_of_step: ReadNorm | None = None
     expert_adapters: str = ""  # where the factors on routed experts are
     _sharing: Sharing | None = None  # of streamed experts, with the other processes of the machine
     _rank_liveness: RankLiveness | None = None
@@ -120,8 +120,8 @@ class KTrainerMixin(TrainerHooks):
         model = _checked_adapter(cast("nn.Module", self.model))
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
-        zero_grad = partial(_zero_grad, model.zero_grad, self)
-        with fused_sinks(model), beside as self.expert_adapters, with_attributes(model, zero_grad=zero_grad):
+        noted = attributes(self, _parameters=None, _norm_of_step=None)
+        with fused_sinks(model), beside as self.expert_adapters, noted, cleared_by(model, self._clear_gradients):
             alone = prepares_inputs_itself(self) or self.model_init is not None
             with nullcontext() if alone else shared_experts(model) as self._sharing:
                 return self._train(model, resume_from_checkpoint, *args, **kwargs)
@@ -171,32 +171,36 @@ class KTrainerMixin(TrainerHooks):
         return cast("Any", super()).get_batch_samples(*args, **kwargs)
 
     def on_model_prepared(self) -> None:
-        """Note what trains, and start every process from rank 0's adapter.
+        """Note the parameters, and start every process from rank 0's adapter, what the optimizer has frozen included.
 
         Raises:
             InputRefused: T533.
         """
-        everything: Iterator[tuple[str, Parameter]] = cast("nn.Module", self.model).named_parameters()
-        self._named = tuple((name, parameter) for name, parameter in everything if parameter.requires_grad)
+        model = cast("PeftModel", self.model)
+        self._parameters = TrainedParameters(model)
         if not gradients.distributed():
             return
-        self._trained = [parameter for _, parameter in self._named]
-        self._groups = gradients.open_groups(self._trained, timedelta(seconds=self.args.ddp_timeout))
-        gradients.check_alike(self._named, self._groups)
-        gradients.broadcast(self._trained, self._groups)
+        of_optimizer = parameters_of(self.optimizer)
+        named = [pair for pair in model.named_parameters() if pair[1].requires_grad or id(pair[1]) in of_optimizer]
+        parameters = [parameter for _, parameter in named]
+        self._groups = gradients.open_groups(parameters, timedelta(seconds=self.args.ddp_timeout))
+        gradients.check_alike(named, self._groups)
+        gradients.broadcast(parameters, self._groups)
 
-    def norm_of_gradients(self) -> Tensor | None:
-        """Return the norm that `training_step` has read, None if gradients may have changed since."""
-        norm, state = self._norm_of_step or (None, ())
-        is_last = type(self).training_step is KTrainerMixin.training_step and "training_step" not in vars(self)
-        return norm if is_last and state == self._state_of_gradients() else None
-
-    def _state_of_gradients(self) -> State:
-        return state_of((parameter.grad for _, parameter in self._named if parameter.grad is not None), ())
+    def norm_of_gradients(self) -> ReadNorm | None:
+        """Return the norm that `training_step` has read, None if a subclass's may have changed gradients since."""
+        known = (KTrainerMixin.training_step, type(self).only_calls_step)
+        is_last = type(self).training_step in known and "training_step" not in vars(self)
+        return self._norm_of_step if is_last else None
 
     def trained_parameters(self) -> Sequence[Parameter]:
-        """Return the parameters that the optimizer has: a compiled base has no gradients."""
-        return [parameter for _, parameter in self._named]
+        """Return the parameters that train in this step: a callback may freeze some, or add an adapter."""
+        return [] if self._parameters is None else self._parameters.trained(self.optimizer)
+
+    def _clear_gradients(self) -> bool:
+        if self._parameters is not None:
+            self._parameters.clear(self.optimizer)
+        return self._parameters is not None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter, with a record of the experts that it was trained with (`ktc.model.loading.trained_beside`).
@@ -248,26 +252,18 @@ class KTrainerMixin(TrainerHooks):
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             run = Path(cast("str", self.args.output_dir))
             model, step = cast("nn.Module", self.model), self.state.global_step + 1
-            norm = require_finite(model, self._named, step, run)
-            self._norm_of_step = None if norm is None else (norm, self._state_of_gradients())
+            trained = self.trained_parameters()
+            norm = require_finite(model, trained, step, run)
+            self._norm_of_step = None if norm is None else read_norm(norm, trained)
         if self._rank_liveness is not None and ends_step:
             self._rank_liveness.arrive()
-            gradients.average_gradients(self._trained, self._groups)
+            gradients.average_gradients(self.trained_parameters(), self._groups)
             self._norm_of_step = None  # it was that of this process
         return loss.to(self.args.device)
 
 
 class KTrainer(KTrainerMixin, Trainer):
     """`transformers.Trainer` for a compiled model."""
-
-
-def _zero_grad(stock: Callable[[bool], None], trainer: KTrainerMixin, set_to_none: bool = True) -> None:
-    """Do what `nn.Module.zero_grad` does to the parameters that train: a walk through all modules takes longer."""
-    trained = trainer.trained_parameters() if set_to_none else ()
-    for parameter in trained:
-        parameter.grad = None
-    if not trained:  # they are not known yet
-        stock(set_to_none)
 
 
 def _check_compiled(model: nn.Module) -> None:
