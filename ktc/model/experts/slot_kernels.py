@@ -33,7 +33,7 @@ class SortedPairs(NamedTuple):
 
 
 def sorted_pairs(index_TK: Tensor, num_experts: int) -> SortedPairs:
-    """Sort the pairs by expert, as many as `sorts_by_kernel` allows: their numbers have 32 bits.
+    """Sort the pairs by expert, up to the number that `sorts_by_kernel` allows: their numbers have 32 bits.
 
     Slots beyond the last edge are undefined: of pairs whose expert does not exist.
     """
