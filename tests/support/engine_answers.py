@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ktc.inference.serving.request import End, Event
+from ktc.inference.serving.engine import Engine
+from ktc.inference.serving.model_runner import ModelRunner
+from ktc.inference.serving.request import End, Event, Limits, Request
+
+PROMPTS = [(5, 9, 33), tuple(range(20, 43)), (7,), (50, 4, 4, 61, 8, 90, 12), (5, 9, 34), tuple(range(30, 41))]
+# Full attention; latent; sliding windows of 16 tokens and sinks.
+FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
 
 
 class Answers:
@@ -36,6 +42,24 @@ class Answers:
         with self._changed:
             assert self._changed.wait_for(lambda: name in self._ends, 60), f"{name} has no end"
             return self._tokens[name], self._ends[name]
+
+
+class Served:
+    """An engine, and what it answers."""
+
+    def __init__(self, model: Any, limits: Limits, **more: Any) -> None:
+        self.answers = Answers()
+        self.engine = Engine(ModelRunner(model), limits, self.answers, **more)
+
+    def __enter__(self) -> Served:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+
+    def ask(self, name: str, prompt: Sequence[int], num_tokens: int, config: Any, **more: Any) -> None:
+        self.engine.submit(Request(name, tuple(prompt), num_tokens, config, **more))
 
 
 def config_of(model: PreTrainedModel, **settings: Any) -> GenerationConfig:

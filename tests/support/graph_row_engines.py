@@ -12,20 +12,15 @@ from typing import Any
 import pytest
 import torch
 from decoding_models import stock_model
-from engine_answers import Answers, alone
+from engine_answers import alone
 from recorded_steps import eager_graphs
 
 from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.graph_rows import GraphRows
-from ktc.inference.serving.model_runner import ModelRunner
-from ktc.inference.serving.request import Limits, Request
 from ktc.inference.serving.row_memory import RowMemory
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-PROMPTS = [(5, 9, 33), tuple(range(20, 43)), (7,), (50, 4, 4, 61, 8, 90, 12), (5, 9, 34), tuple(range(30, 41))]
-# Full attention; latent; sliding windows of 16 tokens and sinks.
-FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
 
 
 def graphs_here() -> DecodeGraphs:
@@ -51,24 +46,6 @@ def counted_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(GraphRows, "begin", counted)
     return found
-
-
-class Served:
-    """An engine, and what it answers."""
-
-    def __init__(self, model: Any, limits: Limits) -> None:
-        self.answers = Answers()
-        self.engine = Engine(ModelRunner(model), limits, self.answers)
-
-    def __enter__(self) -> Served:
-        self.engine.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.stop()
-
-    def ask(self, name: str, prompt: Sequence[int], num_tokens: int, config: Any, **more: Any) -> None:
-        self.engine.submit(Request(name, tuple(prompt), num_tokens, config, **more))
 
 
 def by_itself(model: Any, prompt: Sequence[int], config: Any, count: int) -> list[int]:

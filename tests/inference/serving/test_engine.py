@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from decoding_models import latent_modules, stock_model
-from engine_answers import Answers, alone, config_of
+from engine_answers import FAMILIES, PROMPTS, Served, alone, config_of
 from transformers import GenerationConfig, PreTrainedModel
 
 from ktc.inference.serving import worker
 from ktc.inference.serving.batch import RowBatch
-from ktc.inference.serving.engine import Engine
 from ktc.inference.serving.model_runner import ModelRunner
-from ktc.inference.serving.request import End, Event, Limits, Refused, Request
+from ktc.inference.serving.request import End, Event, Limits, Refused
 from ktc.model import twin
 from ktc.model.attention.absorbed import Absorption, absorb
 from ktc.model.attention.decoding import decoding
@@ -27,10 +25,6 @@ from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparsity import Sparsity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PROMPTS = [(5, 9, 33), tuple(range(20, 43)), (7,), (50, 4, 4, 61, 8, 90, 12), (5, 9, 34), tuple(range(30, 41))]
-# Full attention; latent; sliding windows of 16 tokens and sinks.
-FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -41,24 +35,6 @@ def family(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return stock_model("qwen3_moe", torch.float32)
-
-
-class Served:
-    """An engine and what it answers."""
-
-    def __init__(self, model: PreTrainedModel, limits: Limits, **more: Any) -> None:
-        self.answers = Answers()
-        self.engine = Engine(ModelRunner(model), limits, self.answers, **more)
-
-    def __enter__(self) -> Served:
-        self.engine.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.stop()
-
-    def ask(self, name: str, prompt: Sequence[int], num_tokens: int, config: Any, **more: Any) -> None:
-        self.engine.submit(Request(name, tuple(prompt), num_tokens, config, **more))
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(batch=3, prefill_chunk=8)], ids=["together", "three in chunks"])

@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_answers import config_of
+from engine_answers import FAMILIES, PROMPTS, Served, config_of
 from graph_row_engines import (
     DEVICE,
-    FAMILIES,
-    PROMPTS,
-    Served,
     by_itself,
     counted_steps,
     failing,

@@ -14,11 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_answers import config_of
+from engine_answers import FAMILIES, PROMPTS, Served, config_of
 from graph_row_engines import (
-    FAMILIES,
-    PROMPTS,
-    Served,
     by_itself,
     counted_steps,
     failing,

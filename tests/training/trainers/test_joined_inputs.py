@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import Qwen3MoeForCausalLM, Trainer
 
-from ktc.model import twin
-from ktc.stages.link import link
 from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.joined_inputs import Batch, alike, all_alike, joined, rows_of
 from ktc.training.trainers.layer_calls import ModelCall
@@ -28,9 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = twin.write("qwen3_moe", tmp_path_factory.mktemp("models"))
-    return link(hand_made.package(source), tmp_path_factory.mktemp("build") / "qwen3_moe")
+def package(package: Callable[[str], Path]) -> Path:
+    return package("qwen3_moe")
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 
-from ktc.model import twin
-from ktc.stages.link import link
 from ktc.training import KTSFTTrainer
 from ktc.training.trainers import sft
 from ktc.training.trainers.embed_and_head import EmbedAndHead
@@ -27,9 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = twin.write("qwen3_moe", tmp_path_factory.mktemp("models"))
-    return link(hand_made.package(source), tmp_path_factory.mktemp("build") / "qwen3_moe")
+def package(package: Callable[[str], Path]) -> Path:
+    return package("qwen3_moe")
 
 
 class Sft(KTSFTTrainer):

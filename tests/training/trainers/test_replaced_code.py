@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,16 +13,13 @@ from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ktc.diagnostics import InputRefused
-from ktc.model import twin
-from ktc.stages.link import link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = twin.write("qwen3_moe", tmp_path_factory.mktemp("models"))
-    return link(hand_made.package(source), tmp_path_factory.mktemp("build") / "qwen3_moe")
+def package(package: Callable[[str], Path]) -> Path:
+    return package("qwen3_moe")
 
 
 def read_logits(trainer: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
 
-from ktc.model import twin
-from ktc.stages.link import link
 from ktc.training.trainers import chunked_loss
 from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.joined_inputs import joined, rows_of, without_padding
@@ -26,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def package(hand_made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = twin.write("qwen3_moe", tmp_path_factory.mktemp("models"))
-    return link(hand_made.package(source), tmp_path_factory.mktemp("build") / "qwen3_moe")
+def package(package: Callable[[str], Path]) -> Path:
+    return package("qwen3_moe")
 
 
 @pytest.fixture
