@@ -35,6 +35,7 @@ from ktc.training import KTrainer
 from ktc.training.trainers.report import report_of
 
 CONTEXT: Final = 500_000_000  # bytes that CUDA's context and its kernels have beside the allocator's
+_START: Final = time.perf_counter()
 WARM: Final = 3  # steps that compile, and are not counted
 CONFIGS: Final = Path(__file__).resolve().parents[1] / "tests/configs"
 
@@ -65,6 +66,7 @@ def config_of(name: str, folder: Path) -> str:
     else:
         return str(CONFIGS / name if (CONFIGS / name).is_dir() else name)
     config.architectures = [{"gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}[config.model_type]]
+    config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     return str(folder)
 
@@ -134,7 +136,10 @@ def compiled(options: argparse.Namespace, folder: Path, lengths: list[int]) -> t
 def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[int], end: float) -> dict[str, Any]:
     """Train, and return the measurements."""
     model = load(out, random_weights=0)
-    print(f"  loaded, {psutil.Process().memory_info().rss / 1e9:.1f} GB of the host", flush=True)
+    print(
+        f"  loaded after {time.perf_counter() - _START:.1f} s, {psutil.Process().memory_info().rss / 1e9:.1f} GB of the host",
+        flush=True,
+    )
     torch.manual_seed(0)
     lora = peft_glue.read_lora_config(out)
     tuned: Any = get_peft_model(model, lora)
@@ -154,7 +159,7 @@ def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[
     ended = "finished"
     try:
         trainer.train()
-    except Exception as error:  # the row tells it
+    except Exception as error:  # noqa: BLE001 - the row tells it
         ended = f"{type(error).__name__}: {str(error)[:1500]}"
     report = report_of(trainer).report(finished=ended == "finished")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
