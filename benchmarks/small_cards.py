@@ -17,6 +17,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,10 +137,8 @@ def compiled(options: argparse.Namespace, folder: Path, lengths: list[int]) -> t
 def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[int], end: float) -> dict[str, Any]:
     """Train, and return the measurements."""
     model = load(out, random_weights=0)
-    print(
-        f"  loaded after {time.perf_counter() - _START:.1f} s, {psutil.Process().memory_info().rss / 1e9:.1f} GB of the host",
-        flush=True,
-    )
+    host = psutil.Process().memory_info().rss / 1e9
+    print(f"  loaded after {time.perf_counter() - _START:.1f} s, {host:.1f} GB of the host", flush=True)
     torch.manual_seed(0)
     lora = peft_glue.read_lora_config(out)
     tuned: Any = get_peft_model(model, lora)
@@ -160,6 +159,7 @@ def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[
     try:
         trainer.train()
     except Exception as error:  # noqa: BLE001 - the row tells it
+        traceback.print_exc()
         ended = f"{type(error).__name__}: {str(error)[:1500]}"
     report = report_of(trainer).report(finished=ended == "finished")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
