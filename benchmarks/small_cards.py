@@ -13,6 +13,7 @@ Printed: token/s of the steps behind the third, the peak of the allocator, host 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import tempfile
@@ -47,6 +48,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a folder, a name of tests/configs, gpt-oss-20b, glm-4.5-air")
     parser.add_argument("--card", type=float, default=0, help="GB; 0: no cap")
     parser.add_argument("--format", default="int4")
+    parser.add_argument("--rule", default="auto")
+    parser.add_argument("--alone", type=Path, help="a lock: its holder measures, and other runs wait between two steps")
+    parser.add_argument("--measures", action="store_true", help="hold the lock from step 4 on, and profile the last")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--layer-bytes", type=int)
     parser.add_argument("--steps", type=int, default=50)
@@ -92,43 +96,70 @@ def bytes_beside_experts(model: Any) -> int:
 
 
 class Watch(TrainerCallback):
-    """Times steps, and ends the run where its time is over."""
+    """Times steps, ends the run where its time is over, and profiles the last step where asked."""
 
-    def __init__(self, end: float) -> None:
-        self.end, self.times, self.last = end, list[float](), 0.0
+    def __init__(self, options: argparse.Namespace, end: float) -> None:
+        self.end, self.times, self.began = end, list[float](), 0.0
+        self.measures, self.last = options.measures, options.steps - 1
+        self.lock = options.alone and options.alone.open("w")
+        self.profile: Any = None
+        self.kernels: dict[str, float] = {}
 
-    def on_train_begin(self, *args: Any, **_: Any) -> None:
-        """Start the clock."""
-        self.last = time.perf_counter()
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock, when no other run measures."""
+        counted = len(self.times) >= WARM
+        if self.lock and counted:
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            if not self.measures:
+                fcntl.flock(self.lock, fcntl.LOCK_UN)
+        if self.measures and len(self.times) == self.last and torch.cuda.is_available():
+            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profile.start()
+        self.began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note the step's seconds."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.times.append(now - self.last)
-        self.last = now
-        if len(self.times) in (1, 2, WARM):
+        self.times.append(now - self.began)
+        if self.profile is not None:
+            self.profile.stop()
+            self.kernels = busy(self.profile)
+        if len(self.times) <= WARM or self.times[-1] > 5 * self.times[WARM - 2]:
             print(f"  step {len(self.times)}: {self.times[-1]:.2f} s", flush=True)
         control.should_training_stop = control.should_training_stop or now > self.end
+
+
+def busy(profile: Any) -> dict[str, float]:
+    """Return the seconds of copies and of kernels of a profiled step, as sums."""
+    sums: dict[str, float] = {}
+    for entry in profile.key_averages():
+        name = " ".join(entry.key.split()[:2]) if entry.key.startswith("Mem") else "kernels"
+        sums[name] = sums.get(name, 0.0) + entry.self_device_time_total / 1e6
+    largest = sorted(profile.key_averages(), key=lambda entry: -entry.self_device_time_total)[:6]
+    return sums | {f"{entry.key[:50]} x {entry.count}": entry.self_device_time_total / 1e6 for entry in largest}
 
 
 def compiled(options: argparse.Namespace, folder: Path, lengths: list[int]) -> tuple[Path, Any]:
     """Return the compiled model's folder and its plan."""
     stack = stack_of(config_of(options.model, folder / "config"), options.layers, folder / "layers")
-    settings = {"use": "train", "experts": "true", "format": options.format}
+    of_auto = {"use": "train", "experts": "true"} if options.rule == "auto" else {}
+    settings = of_auto | {"format": options.format}
     settings |= dict(entry.split("=", 1) for entry in options.set)
     reading = compiler.Reading(random_weights=True, to_compile=True)
     card = int(options.card * 1e9)
     if card and stack.layers < stack.depth:
         if options.layer_bytes is None:
-            _, captured, _ = compiler.read(stack.model, "auto", settings, reading=reading)
+            _, captured, _ = compiler.read(stack.model, options.rule, settings, reading=reading)
             options.layer_bytes = bytes_beside_experts(captured.model)
         card -= (stack.depth - stack.layers) * options.layer_bytes
     if card and torch.cuda.is_available():
         cap(card)
     print(f"{options.model}: {stack.layers} of {stack.depth} layers, card {card / 1e9:.2f} GB", flush=True)
-    analysis = compiler.analyse(stack.model, "auto", settings, must_fit=BatchShape(1, max(lengths)), reading=reading)
+    analysis = compiler.analyse(
+        stack.model, options.rule, settings, must_fit=BatchShape(1, max(lengths)), reading=reading
+    )
     for usage in analysis.plan.devices:
         print(f"  plan {usage}"[:400])
     return compiler.complete(analysis, folder / "tuned_by_bench"), analysis
@@ -151,7 +182,7 @@ def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[
         gradient_accumulation_steps=options.accumulation, bf16=True, use_cpu=not torch.cuda.is_available(),
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_num_workers=0, seed=0,
     )  # fmt: skip
-    watch = Watch(end)
+    watch = Watch(options, end)
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
     trainer = KTrainer(model=tuned, args=args, train_dataset=data, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)
@@ -161,9 +192,11 @@ def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[
     except Exception as error:  # noqa: BLE001 - the row tells it
         traceback.print_exc()
         ended = f"{type(error).__name__}: {str(error)[:1500]}"
+    if watch.lock:
+        fcntl.flock(watch.lock, fcntl.LOCK_UN)
     report = report_of(trainer).report(finished=ended == "finished")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    counted = watch.times[WARM:]
+    counted = watch.times[WARM : len(watch.times) - bool(watch.kernels)]
     tokens = sum(map(len, rows)) / options.steps  # on average: rows are drawn alike
     median = sorted(counted)[len(counted) // 2] if counted else None
     return {
@@ -172,6 +205,7 @@ def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[
         "losses": [losses[0], losses[-1]] if losses else [], "stacking": str(report.stacking),
         "offload": str(report.offload), "adapters": str(report.expert_adapters), "phases": str(report.phases)[:600],
         "streams": str(report.streams)[:500], "worst_step": max(counted, default=None),
+        "busy": watch.kernels,
     }  # fmt: skip
 
 
