@@ -257,3 +257,33 @@ def test_rows_are_read_as_arrays_and_give_the_same_batches(package: Path, tmp_pa
     assert sorted(lists, key=str) == sorted(arrays, key=str)
     assert next(iter(loaders[1]))["labels"].dtype == torch.int64
     assert ours.train_dataset.format["type"] is None, "the user's rows stay as they are"
+
+
+class TurnsOn(Sft):
+    """Turns the auxiliary loss of its routers on after a step."""
+
+    by: str
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self.state.global_step > 0:
+            config = self.accelerator.unwrap_model(model).config
+            config.router_aux_loss_coef = self.router_aux_loss_coef = 0.5
+            if self.by == "config":
+                config.output_router_logits = True
+            else:
+                self.aux_loss_enabled = True
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("by", ["config", "trainer"])
+def test_an_auxiliary_loss_that_begins_in_mid_run_is_computed(
+    package: Path, tmp_path: Path, runs: list[int], by: str
+) -> None:
+    made = type("TurnsOn", (TurnsOn,), {"by": by})
+    ours = trained(package, tmp_path, "auto", made=made, lengths=(17,) * 16)
+    assert max(runs) > 1
+    theirs = trained(package, tmp_path, "off", made=made, lengths=(17,) * 16)
+    assert ours.stacker.decision is not None
+    assert "auxiliary loss" in ours.stacker.decision.reason
+    for mine, stock in zip(logged(ours), logged(theirs), strict=True):
+        assert mine == pytest.approx(stock, rel=1e-4)
