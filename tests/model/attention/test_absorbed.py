@@ -88,6 +88,41 @@ def test_a_phase_chooses_the_calls_that_are_absorbed(
     assert calls == [chunk for chunk in chunks for _ in range(layers)]
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_a_kernel_puts_the_keys_of_prompts_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    model = stock_model(name, torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    never = absorbed(model, absorb="never").to(device)
+    ids = inputs(model)[0].to(device)
+    with torch.no_grad():
+        wanted = never(input_ids=ids).logits
+    monkeypatch.setattr("ktc.model.attention.absorbed._DEVICE", device)
+    from ktc.model.attention import joined_kernels
+
+    calls, join = list[int](), joined_kernels.joined
+    monkeypatch.setattr(joined_kernels, "joined", lambda *given: calls.append(1) or join(*given))
+    never(input_ids=ids)
+    assert not calls, "gradients go through stock code"
+    with torch.no_grad():
+        found = never(input_ids=ids).logits
+    assert len(calls) == len(list(latent_modules(never)))
+    assert difference(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(16, 128, 64, 128), (3, 24, 8, 16)])
+def test_joined_keys_are_copies(heads: int, nope: int, rope: int, value: int) -> None:
+    pytest.importorskip("triton")
+    from ktc.model.attention.joined_kernels import joined
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    expanded = torch.randn(2, 5, heads * (nope + value), device=device).bfloat16()
+    k_rope = torch.randn(2, 5, 1, rope + 4, device=device).bfloat16()[..., :rope].transpose(1, 2)
+    keys = expanded.view(2, 5, heads, -1)[..., :nope].transpose(1, 2)
+    wanted = torch.cat([keys, k_rope.expand(-1, heads, -1, -1)], -1)
+    assert torch.equal(joined(expanded, k_rope, heads, nope), wanted)
+
+
 def test_a_static_cache_serves(deepseek: PreTrainedModel) -> None:
     found = [
         decoded(model, StaticCache(config=model.config, max_cache_len=LENGTH + 4))
