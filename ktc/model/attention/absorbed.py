@@ -21,7 +21,7 @@ from ktc.model.attention.interface import chosen, implementation_of, stock_funct
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.latent_sizes import LatentSizes
 from ktc.model.attention.sparse import Sparse, log_once
-from ktc.model.attention.split_decode import Decode, has_kernels
+from ktc.model.attention.split_decode import Decode, SplitDecode, has_kernels
 from ktc.model.attention.up_projection import up_projection
 from ktc.model.hf.latent_cache import EXPAND, caches_latents
 from ktc.model.hf.patching import stock_class
@@ -29,7 +29,6 @@ from ktc.model.linears.gemv import is_plain, is_traced
 
 Absorb = Literal["never", "decode", "prefill", "always"]
 NAME: Final = "ktc_latent"  # of the attention function in transformers' register
-_DEVICE: Final = "cuda"  # where a kernel puts keys together
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,10 @@ def latent_attention(
 
 
 def _expanded(module: Any, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all positions: on a GPU without gradients by one kernel, else by stock code."""
+    """Return keys and values of all positions, put together by a kernel where `_joins` says so."""
     sizes: LatentSizes = module.absorption.sizes
     up: nn.Module = module.get_submodule(module.absorption.kv_b)
-    if not _joins(latent, k_rope):
+    if not _joins(module.decode, latent, k_rope):
         return getattr(stock_class(module), EXPAND)(module, latent, k_rope)
     from ktc.model.attention.joined_kernels import joined
 
@@ -138,10 +137,11 @@ def _expanded(module: Any, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tens
     return joined(expanded, k_rope, sizes.heads, sizes.nope), values
 
 
-def _joins(latent: Tensor, k_rope: Tensor) -> bool:
-    """Return whether a kernel puts keys together: few copies of many positions, which nothing differentiates."""
-    if latent.device.type != _DEVICE or torch.is_grad_enabled() or is_traced() or k_rope.stride(-1) != 1:
+def _joins(decode: Decode | None, latent: Tensor, k_rope: Tensor) -> bool:
+    """Return whether a kernel puts keys together: those on a GPU that nothing differentiates."""
+    device = latent.device
+    if not isinstance(decode, SplitDecode) or device.type != decode.device or torch.is_grad_enabled() or is_traced():
         return False
-    if torch.is_autocast_enabled(latent.device.type) or not (is_plain(latent) and is_plain(k_rope)):
+    if torch.is_autocast_enabled(device.type) or not (is_plain(latent) and is_plain(k_rope)):
         return False
-    return has_kernels(latent.device)
+    return k_rope.stride(-1) == 1 and has_kernels(device)
