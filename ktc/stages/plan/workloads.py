@@ -15,7 +15,7 @@ from torch import fx
 from ktc.model.experts.stream_sizes import ChunkBytes, chunk_bytes, result_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
-from ktc.model.hf.logit_tiles import tile_bytes
+from ktc.model.hf.logit_tiles import step_bytes
 from ktc.model.hf.private_api import attention_of
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.working_memory import ProductRows, Slots
@@ -164,7 +164,10 @@ def _shortfall(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
 
 # What each use needs -------------------------------------------------------------------------------------------------
 def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> Needs:
-    """Return the needs at the peak of a step: what forward saved, and the larger of loss and a layer's backward."""
+    """Return the needs at the peak of a step: what forward saved, and the larger of loss and a layer's backward.
+
+    A step may have any number of micro-batches of this batch and length, whose losses share a run.
+    """
     tokens, needs = batch * length, _resident(model, adapter=True)
     for device, of_device in needs.items():
         saved = [layer.saved(device, length) for layer in model.layers]
@@ -175,7 +178,7 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
             outputs = sum(layer.experts_on == device for layer in here)  # they stay there until backward
             kept = (len(here) + outputs) * model.per_hidden
             inside += max(saved, default=0.0)
-        loss = tile_bytes(tokens, model.vocabulary, model.item, on_gpu=device != "cpu") if device == model.head else 0
+        loss = step_bytes(tokens, model.vocabulary, model.item, on_gpu=device != "cpu") if device == model.head else 0
         of_device["activations"] = round(tokens * (kept + inside))
         of_device["logits"] = max(0, round(loss - tokens * inside))  # they are gone when the first layer goes back
     experts = [layer.slots for layer in model.layers if layer.slots is not None]

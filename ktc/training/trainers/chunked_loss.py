@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.loss import loss_utils
 
 from ktc.foundation.temporary_values import attributes
-from ktc.model.hf.logit_tiles import tile_bytes
+from ktc.model.hf.logit_tiles import tile_bytes, tokens_of_run
 from ktc.model.hf.patching import call_stock, called_as
 from ktc.model.packed_store.placement import loss_function_of
 from ktc.training.trainers import frozen_head
@@ -29,7 +29,6 @@ from ktc.training.trainers.frozen_head import is_frozen_linear, token_losses
 from ktc.training.trainers.private_api import package_of
 
 MOST_LOGITS = 1 << 24  # of a chunk; with their gradients some 240 MB
-_MOST_TILE_BYTES = 1 << 30  # of TRL's loss on the CPU for several micro-batches
 _BYTES = 14  # per logit: itself, fp32 log-probabilities, and the gradients of both
 
 
@@ -61,13 +60,10 @@ def in_tiles(trainer: Any) -> bool:
 
 
 def tokens_of_losses(trainer: Any, tokens: int, vocabulary: int) -> int:
-    """Return how many of `tokens` tokens have their losses in one run.
-
-    TRL's tiles take much memory on the CPU, where a run of few tokens takes no longer than its part of one of many.
-    """
-    if not in_tiles(trainer) or causal_model(trainer).get_output_embeddings().weight.is_cuda:
+    """Return how many of `tokens` tokens have their losses in one run."""
+    if not in_tiles(trainer):
         return tokens
-    return min(tokens, max(1, _MOST_TILE_BYTES // tile_bytes(1, vocabulary, 0, on_gpu=False)))
+    return tokens_of_run(tokens, vocabulary, on_gpu=causal_model(trainer).get_output_embeddings().weight.is_cuda)
 
 
 def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> int:
@@ -78,7 +74,8 @@ def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> in
     if whole:
         return _BYTES * logits
     if is_frozen_linear(cast("nn.Module", head)):
-        return frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
+        cast_head = head.weight.numel() * frozen_head.cast_item(head.weight.dtype, trainer.args)
+        return cast_head + frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
     return _BYTES * min(logits, MOST_LOGITS)
 
 

@@ -6,9 +6,11 @@ In: marks set during a run (`PhaseClock`). Out: `StepTimes` of each step, whose 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+
+from torch.utils.hooks import RemovableHandle
 
 from ktc.model.experts.module import FusedMoe
 from ktc.model.kernels.kernel_clock import KernelCall, listening
@@ -34,6 +36,28 @@ class StepTimes:
     seconds: float
     phases: Mapping[str, float]
     calls: tuple[tuple[str, KernelCall], ...]
+
+
+class ExpertsHooks:
+    """The hooks around the forward of a module of experts, which give its times to `record`.
+
+    A callback may copy or pickle the model in mid-run. The hooks of that copy record nothing.
+    """
+
+    def __init__(self, record: Callable[[float, float], None] | None = None) -> None:
+        self._record, self._began = record, 0.0
+
+    def before(self, *_: object) -> None:
+        """Run before the forward."""
+        self._began = time.perf_counter()
+
+    def after(self, *_: object) -> None:
+        """Run after the forward."""
+        if self._record is not None:
+            self._record(self._began, time.perf_counter())
+
+    def __reduce__(self) -> tuple[type[ExpertsHooks], tuple[()]]:
+        return ExpertsHooks, ()
 
 
 class PhaseClock:
@@ -79,6 +103,11 @@ class PhaseClock:
     def experts(self, began: float, ended: float) -> None:
         """Record the times of a forward of a module of experts, its kernel included."""
         self._experts.append((began, ended))
+
+    def around(self, experts: FusedMoe) -> Sequence[RemovableHandle]:
+        """Record the times of the module's forward until the hooks are removed."""
+        hooks = ExpertsHooks(self.experts)
+        return experts.register_forward_pre_hook(hooks.before), experts.register_forward_hook(hooks.after)
 
     def end(self) -> StepTimes:
         """End the step. The next step's data may be fetched from now on."""

@@ -69,22 +69,9 @@ class KTReport(TrainerCallback):
         self._open.close()
         experts = [module for module in cast("nn.Module", kwargs["model"]).modules() if isinstance(module, FusedMoe)]
         self._open.enter_context(self._clock.running(experts))
-        for module in experts:
-            self._time(module)
-        self._began = time.perf_counter()
-
-    def _time(self, module: FusedMoe) -> None:
-        began = 0.0
-
-        def before(*_: object) -> None:
-            nonlocal began
-            began = time.perf_counter()
-
-        def after(*_: object) -> None:
-            self._clock.experts(began, time.perf_counter())
-
-        for hook in (module.register_forward_pre_hook(before), module.register_forward_hook(after)):
+        for hook in (hook for module in experts for hook in self._clock.around(module)):
             self._open.callback(hook.remove)
+        self._began = time.perf_counter()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._clock.begin()

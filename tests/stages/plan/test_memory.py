@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from ktc.foundation.host import Gpu
 from ktc.language import dsl
 from ktc.model.graph.typed import nodes_of
+from ktc.model.hf.logit_tiles import step_bytes, tile_bytes, tokens_of_run
 from ktc.stages.link.adapter import adapter_json
 from ktc.stages.match import Matches, match
 from ktc.stages.plan import BatchShape, MemoryPlan, make_plan
@@ -148,3 +149,16 @@ def test_training_on_long_sequences_counts_logits_in_tiles_of_tokens() -> None:
     name = "qwen3-235b-a22b"
     short, long = (memory(name, asked=BatchShape(1, length)).workloads[1].needs["cpu"] for length in (4096, 32_768))
     assert long["logits"] <= short["logits"] < 5 << 30  # all logits of 32,768 tokens take 80 GB in training
+
+
+def test_training_on_short_sequences_counts_the_loss_of_micro_batches_that_share_a_run() -> None:
+    needs = memory("qwen3-235b-a22b", asked=BatchShape(1, 64)).workloads[1].needs["cuda:0"]
+    assert needs["logits"] + needs["activations"] >= tile_bytes(64 * 64, 151_936, 2, on_gpu=True)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_no_number_of_micro_batches_has_a_larger_loss(on_gpu: bool, tokens: int) -> None:
+    runs = (max(tokens, tokens_of_run(tokens * count, 151_936, on_gpu=on_gpu)) for count in (1, 2, 64, 4096))
+    sizes = [tile_bytes(run, 151_936, 2, on_gpu=on_gpu) for run in runs]
+    assert step_bytes(tokens, 151_936, 2, on_gpu=on_gpu) == max(sizes)

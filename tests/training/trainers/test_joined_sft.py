@@ -228,3 +228,62 @@ def test_a_kind_of_loss_that_is_set_after_a_step_is_computed(package: Path, tmp_
     ours = trained(package, tmp_path, "on", **settings)
     assert runs == [2] * 4 + [1] * 8 + [2] * 4
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["most", "few"])
+def test_the_head_computes_all_positions_where_most_are_learned(
+    package: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch, learned: bool
+) -> None:
+    asked: list[str] = []
+
+    def told(device: torch.device) -> bool:
+        asked.append(device.type)
+        return False
+
+    few = [{**row, "labels": [-100] * 14 + row["labels"][14:]} for row in rows((17,) * 12)]
+    monkeypatch.setattr(sft.utilities, "_use_triton", told)
+    if not learned:
+        monkeypatch.setitem(trained.__globals__, "rows", lambda lengths: few if lengths else [])
+    trained(package, tmp_path, "on", max_steps=1)
+    assert max(runs) > 1
+    assert bool(asked) != learned
+
+
+def test_rows_are_read_as_arrays_and_give_the_same_batches(package: Path, tmp_path: Path) -> None:
+    ours = trained(package, tmp_path, "on", max_steps=1)
+    loaders = super(KTSFTTrainer, ours).get_train_dataloader(), ours.get_train_dataloader()
+    assert [loader.dataset.format["type"] for loader in loaders] == [None, "numpy"]
+    lists, arrays = ([{name: value.tolist() for name, value in batch.items()} for batch in made] for made in loaders)
+    assert sorted(lists, key=str) == sorted(arrays, key=str)
+    assert next(iter(loaders[1]))["labels"].dtype == torch.int64
+    assert ours.train_dataset.format["type"] is None, "the user's rows stay as they are"
+
+
+class TurnsOn(Sft):
+    """Turns the auxiliary loss of its routers on after a step."""
+
+    by: str
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self.state.global_step > 0:
+            config = self.accelerator.unwrap_model(model).config
+            config.router_aux_loss_coef = self.router_aux_loss_coef = 0.5
+            if self.by == "config":
+                config.output_router_logits = True
+            else:
+                self.aux_loss_enabled = True
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("by", ["config", "trainer"])
+def test_an_auxiliary_loss_that_begins_in_mid_run_is_computed(
+    package: Path, tmp_path: Path, runs: list[int], by: str
+) -> None:
+    made = type("TurnsOn", (TurnsOn,), {"by": by})
+    ours = trained(package, tmp_path, "auto", made=made, lengths=(17,) * 16)
+    assert max(runs) > 1
+    theirs = trained(package, tmp_path, "off", made=made, lengths=(17,) * 16)
+    assert ours.stacker.decision is not None
+    assert "auxiliary loss" in ours.stacker.decision.reason
+    for mine, stock in zip(logged(ours), logged(theirs), strict=True):
+        assert mine == pytest.approx(stock, rel=1e-4)

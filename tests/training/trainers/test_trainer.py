@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -142,6 +143,38 @@ def test_a_parameter_that_starts_to_train_in_a_run_is_cleared_clipped_and_logged
     assert norms == pytest.approx(stock_norms)
     assert logged == pytest.approx(stock_logged)
     assert norms[0] == 0 < norms[1]
+
+
+class Copies(TrainerCallback):
+    """Copies and pickles the model after a step."""
+
+    def __init__(self, kinds: Sequence[Callable[[Any], Any]]) -> None:
+        self.kinds, self.copies = kinds, list[Any]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.copies = [kind(given["model"]) for kind in self.kinds]
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_a_callback_may_copy_and_pickle_the_model(out: Path, tmp_path: Path, reference: bool) -> None:
+    def pickled(model: nn.Module) -> Any:
+        file = io.BytesIO()
+        torch.save(model, file)
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+    model = adapted(out, reference=reference)
+    copies = Copies([copy.deepcopy, pickled] if reference else [copy.deepcopy])  # packed weights have no pickle (L435)
+    run = KTrainer(
+        model=model, args=settings(tmp_path, max_steps=1), train_dataset=rows(model.config.vocab_size),
+        callbacks=[copies],
+    )  # fmt: skip
+    run.train()
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        for copied in copies.copies:
+            assert torch.equal(copied.eval()(ids).logits, model.eval()(ids).logits)
+    assert len(copies.copies) == 1 + reference
+    assert not any(copied is model for copied in copies.copies)
 
 
 def test_not_finite_gradients_of_a_parameter_that_starts_to_train_in_a_run_end_it(out: Path, tmp_path: Path) -> None:
