@@ -12,12 +12,13 @@ compute on the CPU, for a check of this file.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import math
+import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from ktc.tools.measure.limits import Limits, build_library
 RULES: Final = Path(__file__).parents[1] / "rules" / "moe-inference.ktr"
 _BUFFERS: Final = 1_000_000_000  # of llama.cpp's cache, its graphs and CUDA's context
 _ALL: Final = "all"
-_QUIET: Final = ProgressSink(lambda *_: None, lambda *_: None, lambda *_: None)
+_QUIET: Final = ProgressSink(lambda stage, facts: None, lambda part, done, total: None, lambda part: None)
 _ROOM: Final = "100GB"  # a budget that keeps every expert
 
 
@@ -52,7 +53,7 @@ class Peak:
 
 
 @contextmanager
-def watched() -> Iterator[Peak]:
+def watched() -> Generator[Peak]:
     """Watch the memory of the GPU during the block."""
     peak, ended = Peak(), threading.Event()
     if not torch.cuda.is_available():
@@ -96,7 +97,9 @@ def llama_rates(options: argparse.Namespace, file: Path, on_cpu: int) -> tuple[d
         raise SystemExit(f"llama-bench ended with {done.returncode}: {done.stderr[-800:]}")
     rows = json.loads(done.stdout)
     print(f"  llama.cpp {rows[0]['build_commit']}, {rows[0]['gpu_info'] or 'no GPU'}, -ncmoe {on_cpu}", flush=True)
-    return {row["n_depth"]: max(row["samples_ts"]) for row in rows}, peak.used
+    rates = {row["n_depth"]: statistics.median(row["samples_ts"]) for row in rows}
+    print(f"  {rates} token/s in {peak.used / 1e9:.1f} GB", flush=True)
+    return rates, peak.used
 
 
 def ktc_rates(options: argparse.Namespace, folder: Path, work: Path, budget: str) -> tuple[dict[int, float], int]:
@@ -114,7 +117,9 @@ def ktc_rates(options: argparse.Namespace, folder: Path, work: Path, budget: str
         compiler.compile(folder, rule, out, settings=settings)
         compiled = time.perf_counter()
         model: Any = load(out)
-        print(f"  ktc: compiled in {compiled - began:.0f} s, loaded in {time.perf_counter() - compiled:.0f} s", flush=True)
+        print(
+            f"  ktc: compiled in {compiled - began:.0f} s, loaded in {time.perf_counter() - compiled:.0f} s", flush=True
+        )
         request = Generate(contexts=tuple(options.context), steps=options.steps, settings=settings)
         limits = Limits(build_library(host.detect().isas[0], work), options.threads)
         rates = dict[int, float]()
@@ -123,6 +128,9 @@ def ktc_rates(options: argparse.Namespace, folder: Path, work: Path, budget: str
             if isinstance(row, generate.Row):
                 rates[row.context] = row.tokens_per_second
     del model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return rates, peak.used
 
 
@@ -130,15 +138,16 @@ def measure(options: argparse.Namespace, folder: Path, work: Path) -> None:
     """Print a line for each budget and context."""
     config = config_of(SIZES[options.model], options.layers)
     tensors = tensors_of(config, SIZES[options.model].architecture, options.format)
+    peers = dict[str, tuple[dict[int, float], int]]()
     for budget in options.budget:
         on_cpu = 0 if budget == _ALL else layers_on_cpu(tensors, parse_bytes(budget) or 0)
-        theirs, their_bytes = llama_rates(options, folder / FILE, on_cpu)
+        peers[budget] = llama_rates(options, folder / FILE, on_cpu)
+    for budget, (theirs, their_bytes) in peers.items():
         ours, our_bytes = ktc_rates(options, folder, work, budget)
-        for context in options.context:
-            ratio = ours.get(context, math.nan) / theirs[context]
+        for context, rate in ours.items():
             print(
-                f"{budget}, context {context}: ktc {ours.get(context, math.nan):.1f} token/s in {our_bytes / 1e9:.1f} GB,"
-                f" llama.cpp {theirs[context]:.1f} in {their_bytes / 1e9:.1f} GB, ktc is {ratio:.2f}x as fast",
+                f"{budget}, context {context}: ktc {rate:.1f} token/s in {our_bytes / 1e9:.1f} GB, llama.cpp"
+                f" {theirs[context]:.1f} in {their_bytes / 1e9:.1f} GB, ktc is {rate / theirs[context]:.2f}x as fast",
                 flush=True,
             )
 
@@ -162,7 +171,9 @@ def main() -> None:
         began = time.perf_counter()
         folder = write_model(options.model, options.layers, options.format, options.folder or work / "model")
         size = (folder / FILE).stat().st_size
-        print(f"{options.model}, {options.format}: {size / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s", flush=True)
+        print(
+            f"{options.model}, {options.format}: {size / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s", flush=True
+        )
         measure(options, folder, work)
 
 

@@ -57,7 +57,9 @@ class Decode(Request):
     module: ClassVar[str] = "ktc.tools.bench.decode.run"
     model: str = option("olmoe", "The sizes of the model: olmoe, qwen3_30b or gpt_oss_20b.")
     layers: int | None = option(4, "Only the first N layers, and the head.", least=1)
-    file_format: str = option("q8_0", "The format of the file's matrices: q4_0, q8_0, bf16, q4_k or mxfp4.", flag="--format")
+    file_format: str = option(
+        "q8_0", "The format of the file's matrices: q4_0, q8_0, bf16, q4_k or mxfp4.", flag="--format"
+    )
     batches: tuple[int, ...] = numbers(
         (1, 8), "Numbers of sequences of a decode step.", "--batch", least=1, most=1 << 17, empty=True
     )
@@ -87,10 +89,15 @@ class Decode(Request):
 
     def checked(self) -> Self:
         """Check words, threads, and that anything is left to be measured."""
+        from ktc.foundation.formats import STORED
         from ktc.tools.bench.sizes import SIZES
 
         one_of("--model", self.model, SIZES)
         one_of("--format", self.file_format, FILE_FORMATS)
+        hidden, block = SIZES[self.model].config["hidden_size"], STORED[self.file_format].whole
+        if hidden % block:
+            blocks = f"`{self.file_format}` stores blocks of {block} weights"
+            raise self.refused(f"{blocks}, {self.model} has rows of {hidden}")
         if self.peer_python is not None and not self.peers:
             raise self.refused("`--peer-python` is for a `--peer`, and none is named")
         require_threads(self.threads)

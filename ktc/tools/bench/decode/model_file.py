@@ -1,9 +1,9 @@
 """A checkpoint folder of a real model's sizes with random weights: config.json and one GGUF file.
 
-In: sizes, a number of layers and a format. Out: the folder, written tensor by tensor. Matrices have the format, routers,
-norms and biases fp32; with `q4_k` the head is `q6_k`, as in llama.cpp's Q4_K_S, and with `mxfp4` everything but the
-experts is `q8_0`, as in the published files of gpt-oss. All experts of a matrix have the same rows in
-another order: no two are equal, and a file takes the time of writing it.
+In: sizes, a number of layers and a format. Out: the folder, written tensor by tensor. Matrices have the format,
+routers, norms and biases fp32. With `q4_k` the head is `q6_k`, as in llama.cpp's Q4_K_S; with `mxfp4` everything but
+the experts is `q8_0`, as in published files of gpt-oss. All experts of a matrix have the same rows in another order: no
+two are equal, and a file takes the time of writing it.
 """
 
 from __future__ import annotations
