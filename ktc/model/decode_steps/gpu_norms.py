@@ -4,8 +4,8 @@ In: a model whose decoding steps become CUDA graphs. Out: the same model, in whi
 
     weight * (x / sqrt(mean(x^2) + eps))
 
-(RMSNorm, arXiv 1910.07467) calls a kernel of ktc (Triton), or PyTorch's for the fraction. Both round as the stock code
-does: once after the fraction, once after the product. The order of the sums may differ.
+(RMSNorm, arXiv 1910.07467) calls a kernel of ktc (Triton), or PyTorch's. Both round as the stock code does: after the
+fraction and after the product, or after the product alone (gpt-oss). The order of the sums may differ.
 A module is recognised by its graph, and the first of its kind is compared with its stock code. Others stay as they are.
 Where Triton fails on a device, or its kernel computes otherwise, a warning says so, and PyTorch's kernels remain.
 """
@@ -54,6 +54,7 @@ class _Code(NamedTuple):
     """How norms of a kind are computed."""
 
     epsilon_name: str  # of the attribute
+    rounds_once: bool  # after the product alone
     by_kernel: bool  # of Triton, where there are no gradients
 
 
@@ -69,8 +70,8 @@ class FusedNorm(Patch):
             return cast("Tensor", cast("Any", super()).forward(hidden_states))
         epsilon = getattr(self, self.code.epsilon_name)
         if self.code.by_kernel and _takes(hidden_states, self.weight):
-            return _kernels().normed(hidden_states, self.weight.detach(), epsilon)
-        return _normed(hidden_states, self.weight, epsilon)
+            return _kernels().normed(hidden_states, self.weight.detach(), epsilon, once=self.code.rounds_once)
+        return _normed(hidden_states, self.weight, epsilon, once=self.code.rounds_once)
 
 
 def fuse_norms(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
@@ -118,19 +119,22 @@ def _code(norm: nn.Module) -> _Code | None:
         except Exception:  # noqa: BLE001 - code of any kind on an input that it may not take
             return None
         name = next((key for key, value in vars(norm).items() if type(value) is float and value == epsilon), None)
-        if epsilon is None or name is None or not _same(_normed(x, random, epsilon), expected):
+        if epsilon is None or name is None:
             return None
-        return _Code(name, _kernel_computes(expected, x, random, epsilon))
+        for once in (False, True):
+            if _same(_normed(x, random, epsilon, once=once), expected):
+                return _Code(name, once, _kernel_computes(expected, x, random, epsilon, once=once))
+        return None
 
 
-def _kernel_computes(expected: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> bool:
+def _kernel_computes(expected: Tensor, x: Tensor, weight: Tensor, epsilon: float, *, once: bool) -> bool:
     """Return whether Triton's kernel computes what is expected. A warning says why it does not on a GPU."""
     if not _has_triton(x.device):
         return False
     try:
         if x.shape[-1] > _kernels().WIDEST:
             return False
-        computed = _kernels().normed(x, weight, epsilon)
+        computed = _kernels().normed(x, weight, epsilon, once=once)
     except Exception as error:  # noqa: BLE001 - Triton's compiler raises anything
         fault = first_line(error)
     else:
@@ -158,8 +162,10 @@ def _kernels() -> Any:
     return norm_kernels
 
 
-def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalise the last dimension by PyTorch's kernels: one for the fraction, one for the product."""
+def _normed(x: Tensor, weight: Tensor, epsilon: float, *, once: bool) -> Tensor:
+    """Normalise the last dimension by PyTorch's kernels: one for the fraction, one for the product; or one for both."""
+    if once:
+        return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
     return weight * functional.rms_norm(x, x.shape[-1:], eps=epsilon)
 
 

@@ -52,7 +52,7 @@ def to_host(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def to_device(rows: Tensor, device: torch.device) -> Tensor:
-    """Copy rows in host memory to `device`."""
+    """Copy rows to `device`, as a rule from host memory. Their gradient comes back to where they were."""
     if rows.device == device:
         return rows
     return cast("Tensor", _ToDevice.apply(rows, device))
@@ -74,11 +74,12 @@ class _ToHost(torch.autograd.Function):
 class _ToDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, device: torch.device) -> Tensor:
-        return rows.to(device, non_blocking=True)
+        ctx.source = rows.device
+        return rows.to(device, non_blocking=device.type != "cpu")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gathered((grad,)), None
+        return (_gathered((grad,)) if ctx.source.type == "cpu" else grad.to(ctx.source)), None
 
 
 def _gathered(pieces: Sequence[Tensor]) -> Tensor:

@@ -129,6 +129,21 @@ def add_sft_metrics(trainer: Any, entropies: Sequence[float], accuracies: Sequen
     metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
+def with_all_positions(utilities: Any) -> AbstractContextManager[None]:
+    """Make the head of TRL, whose module these are, compute all positions and not the learned alone.
+
+    Their number is known on the GPU, and the host waits for it in forward and in backward. `_use_triton` decides that
+    by the device and has no argument; the kernels read a name of their own.
+    """
+
+    def computes_the_learned(device: torch.device) -> bool:
+        return False
+
+    if not hasattr(utilities, "_use_triton"):
+        return nullcontext()
+    return attributes(utilities, _use_triton=computes_the_learned)
+
+
 def has_head_of_trl(module: nn.Module) -> bool:
     """Return whether the `forward` of this one object is the one that TRL's `add_fused_lm_head` puts there.
 

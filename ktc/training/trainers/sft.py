@@ -7,23 +7,27 @@ right guesses over its learned tokens, and the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, cast
 
 import torch
 import trl
+from datasets import Dataset
 from torch import Tensor
-from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer import utils as utilities
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
+from ktc.foundation.temporary_values import attributes
 from ktc.foundation.versions import dotted, release
 from ktc.model.hf.patching import with_attributes
 from ktc.training.trainers.chunked_loss import unit_sum
-from ktc.training.trainers.private_api import add_sft_metrics, package_of
+from ktc.training.trainers.private_api import add_sft_metrics, package_of, with_all_positions
 from ktc.training.trainers.trainer import KTrainerMixin
 
 _KNOWN: Final = (1, 16)  # the release of TRL whose `compute_loss` is computed here for several micro-batches
+_MOST_LEARNED: Final = 0.5  # of a step's tokens, from which all positions take less time than a wait for the learned
 
 
 class KTSFTTrainer(KTrainerMixin, SFTTrainer):
@@ -38,17 +42,35 @@ class KTSFTTrainer(KTrainerMixin, SFTTrainer):
         """Whether the loss has some logits at a time (`ktc/model/hf/logit_tiles.py`), and never those of all tokens."""
         return not self.compute_loss_func and not self.args.label_smoothing_factor
 
+    def get_train_dataloader(self) -> Any:
+        """Return the stock loader. Rows of lists are read as arrays, of which TRL's collator makes tensors sooner."""
+        rows = cast("Any", self.train_dataset)
+        are_lists = isinstance(rows, Dataset) and rows.format["type"] is None
+        if not are_lists or type(self.data_collator) is not DataCollatorForLanguageModeling:
+            return cast("Any", super()).get_train_dataloader()
+        with attributes(self, train_dataset=rows.with_format("numpy")):
+            return cast("Any", super()).get_train_dataloader()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the micro-batches of an optimizer step, and note how many of their tokens are learned."""
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        self.own_losses.note_learned(batches, items)
+        return batches, items
+
 
 class SftLosses:
     """The losses of TRL's `SFTTrainer` for batches of several micro-batches (`own_losses.OwnLosses`).
 
     One run of a batch records numbers on the GPU, which are read once at the end of the step: TRL reads four numbers
-    after each run, for which the host waits. Several processes gather them as TRL does, micro-batch by micro-batch.
+    after each run, for which the host waits. TRL's head takes the learned positions alone, whose number the host waits
+    for in backward; where most tokens are learned it takes all. Several processes gather the numbers as TRL does,
+    micro-batch by micro-batch.
     """
 
     def __init__(self, trainer: KTSFTTrainer) -> None:
         self._trainer = trainer
         self._recorded: list[Tensor] = []  # (4, count) of each run: learned tokens, entropy, right guesses, all tokens
+        self._most_are_learned = False
 
     def reason_against(self) -> str:
         """Return why losses have to be computed once for every micro-batch, "" if one run for several is the same."""
@@ -69,6 +91,17 @@ class SftLosses:
     def has_step(self, step: Any) -> bool:
         """Return whether a training step is the one of `SFTTrainer`."""
         return _is_of_trl(step, SFTTrainer.training_step)
+
+    def note_learned(self, batches: Sequence[Any], items: Any) -> None:
+        """Note whether most tokens of a step are learned, `items` in all processes. A GPU is waited for.
+
+        It has nothing to do between two steps.
+        """
+        shares = self._trainer.args.average_tokens_across_devices
+        processes = cast("int", self._trainer.accelerator.num_processes) if shares else 1
+        labels = (cast("Any", batch).get("labels") for batch in batches if isinstance(batch, Mapping))
+        tokens = sum(value.numel() for value in labels if isinstance(value, Tensor)) * processes
+        self._most_are_learned = items is not None and bool(float(items) >= _MOST_LEARNED * tokens > 0)
 
     def begin(self) -> None:
         """Drop the numbers of a step that did not end."""
@@ -94,7 +127,8 @@ class SftLosses:
     ) -> Tensor:
         """Compute what `SFTTrainer.compute_loss` does for each micro-batch, and return 1 with their gradients."""
         trainer = self._trainer
-        out = model(**inputs, use_cache=False, fused_lm_head=True)
+        with with_all_positions(utilities) if self._most_are_learned else nullcontext():
+            out = model(**inputs, use_cache=False, fused_lm_head=True)
         learned, guessed = _sums(out.label_mask, count), _sums(out.is_top1, count)
         items = learned if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         losses = -_sums(out.log_probs, count) / items.to(out.log_probs.device).clamp(min=1)

@@ -26,6 +26,7 @@ from ktc.model.hf.stock_model import finds_positions
 from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits, tokens_of_losses
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
+from ktc.training.trainers.finite_filter import FiniteFilter
 from ktc.training.trainers.joined_inputs import Batch, Inputs, sums_over_rows
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_divisible
 from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded, through_layers
@@ -158,6 +159,7 @@ class Stacker(TrainerCallback):
         self._decided_for: StepSizes | None = None
         self._in_one_run = 0  # the tokens of several micro-batches that may have their losses together
         self._told: set[Stacking] = set()
+        self._finite = FiniteFilter(trainer.args)
         trainer.add_callback(self)
 
     def compiles(self, model: nn.Module) -> bool:
@@ -169,6 +171,11 @@ class Stacker(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
+        self._finite.restore()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Set the trainer's arguments back."""
+        self._finite.restore()
 
     def training_step(
         self, stock_step: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None
@@ -180,7 +187,9 @@ class Stacker(TrainerCallback):
             return stock_step(model, inputs, num_items)
         self._waiting.append(inputs)
         if not self._trainer.accelerator.sync_gradients:
+            self._finite.leave_out()
             return torch.zeros((), device=self._trainer.args.device)
+        self._finite.restore()
         waiting, self._waiting = self._waiting, []
         return self._step(stock_step, model, waiting, num_items)
 

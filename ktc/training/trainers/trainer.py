@@ -121,9 +121,11 @@ class KTrainerMixin(TrainerHooks):
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
         noted = attributes(self, _parameters=None, _norm_of_step=None)
-        with fused_sinks(model), beside as self.expert_adapters, noted, cleared_by(model, self._clear_gradients):
+        filtered = attributes(self.args, logging_nan_inf_filter=self.args.logging_nan_inf_filter)  # in any end
+        with filtered, fused_sinks(model), beside as self.expert_adapters, noted:
             alone = prepares_inputs_itself(self) or self.model_init is not None
-            with nullcontext() if alone else shared_experts(model) as self._sharing:
+            shared = nullcontext() if alone else shared_experts(model)
+            with cleared_by(model, self._clear_gradients), shared as self._sharing:
                 return self._train(model, resume_from_checkpoint, *args, **kwargs)
 
     @property

@@ -23,7 +23,7 @@ HEADS, HEAD_DIM, EXPERTS, CHOSEN = 4, 16, 16, 4
 
 class InventedConfig(PreTrainedConfig):
     model_type = "invented"
-    vocab_size: int = 128
+    vocab_size: int = 256  # of twins too, so that a model is its own
     hidden_size: int = 64
     num_hidden_layers: int = 2
     num_attention_heads: int = HEADS

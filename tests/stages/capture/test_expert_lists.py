@@ -72,16 +72,16 @@ def test_every_spelling_of_the_loop_is_the_same_graph(loop: str, by_range: fx.Gr
 
 
 class Compared(nn.Module):
-    """A loop over `where(chosen == number)`, with as many experts as a number of tokens might be."""
+    """A loop over `where(chosen == number)`, of which there may be as many experts as a call has tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__()
-        self.gate = nn.Linear(HIDDEN, 16, bias=False)
+        self.gate = nn.Linear(HIDDEN, experts, bias=False)
         modeling = importlib.import_module("orchard.modeling_orchard")
         config = importlib.import_module("orchard.configuration_orchard").OrchardConfig(
             hidden_size=HIDDEN, picker_width=INNER
         )
-        self.pickers = nn.ModuleList(modeling.OrchardPicker(config) for _ in range(16))
+        self.pickers = nn.ModuleList(modeling.OrchardPicker(config) for _ in range(experts))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         flat = hidden_states.reshape(-1, HIDDEN)
@@ -95,7 +95,7 @@ class Compared(nn.Module):
 
 def test_a_call_with_as_many_tokens_as_experts_is_no_special_case() -> None:
     with torch.device("meta"):
-        block = Compared().eval()
+        block = Compared(16).eval()
     assert captured(block)[1].count == 16
 
 
@@ -112,19 +112,24 @@ class One(Compared):
         return out.view_as(hidden_states)
 
 
-def test_one_expert_for_each_token_may_be_a_vector() -> None:
+@pytest.fixture(scope="module")
+def by_vector(_orchard_can_be_imported: None) -> tuple[fx.GraphModule, ExpertList]:
     with torch.device("meta"):
         block = One().eval()
-    graph, experts = captured(block)
-    assert experts.count == 16
+    return captured(block)
+
+
+def test_one_expert_for_each_token_may_be_a_vector(by_vector: tuple[fx.GraphModule, ExpertList]) -> None:
+    graph, experts = by_vector
+    assert experts.count == EXPERTS
     (node,) = (node for node in graph.graph.nodes if node.target is ops.experts)
     assert [ops.shape_of(value)[1] for value in node.args[1:3]] == [1, 1]
 
 
-def test_a_layer_whose_weight_is_used_without_a_call_is_not_called() -> None:
-    with torch.device("meta"):
-        blocks = Compared().eval(), One().eval()
-    routers = [next(n for n in captured(block)[0].graph.nodes if n.name == "linear") for block in blocks]
+def test_a_layer_whose_weight_is_used_without_a_call_is_not_called(
+    by_range: fx.GraphModule, by_vector: tuple[fx.GraphModule, ExpertList]
+) -> None:
+    routers = [next(n for n in graph.graph.nodes if n.name == "linear") for graph in (by_range, by_vector[0])]
     assert [router.meta["called"] for router in routers] == ["gate", ""]
 
 
@@ -152,7 +157,7 @@ def test_a_loop_may_skip_experts_without_tokens_and_no_others(limit: int) -> Non
     with torch.device("meta"):
         block = Limited(limit).eval()
     if limit == 0:
-        assert captured(block)[1].count == 16
+        assert captured(block)[1].count == EXPERTS
     else:
         with pytest.raises(DependsOnData):
             captured(block)

@@ -6,6 +6,7 @@ own code, so rewriting the experts behind it is right. The proof says whether th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from invented.registered.near_twins import (
     with_experts,
 )
 from invented.registered.skeleton import Bank, InventedConfig
+from shared_captures import SharedCaptures
 
 from ktc.diagnostics import InputRefused
 from ktc.language import dsl
@@ -52,9 +54,19 @@ rule fused_qkv { match attn.fused_qkv expect >= 0  => keep(kernel) }
 """
 
 
+CAPTURES = SharedCaptures(capture)  # these models are small already: most are the twin on which they are proven
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _twins_share_captures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ktc.stages.proof.twins.capture", CAPTURES)
+        yield
+
+
 def _captured(config: InventedConfig) -> CapturedModel:
     config.dtype = torch.float32
-    return capture(ModelSource(config.model_type, None, config, None))
+    return CAPTURES(ModelSource(config.model_type, None, config, None))
 
 
 @cache

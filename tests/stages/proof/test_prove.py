@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -32,6 +33,14 @@ from ktc.stages.proof.types import TOLERANCE, Constant
 from ktc.stages.rewrite import rewrite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _every_twin_is_kept() -> Iterator[None]:
+    """The product keeps two; here tests of several families take turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twins, "_cached_twin", cache(twins._cached_twin.__wrapped__))
+        yield
 
 
 def proofs_of(model: CapturedModel) -> tuple[Proof, ...]:

@@ -276,3 +276,37 @@ def test_a_head_whose_logits_are_changed_gets_them_whole(package: Callable[[str]
     assert ours.stacker.decision is not None
     assert "changes the output of its head" in ours.stacker.decision.whole_loss
     assert "not computed in ktc's chunks" in str(ours.stacker.decision)
+
+
+def test_losses_are_checked_once_in_a_step(package: Callable[[str], Path], tmp_path: Path) -> None:
+    """The zeros of waiting micro-batches are not: a trainer reads two flags of each loss from the GPU."""
+    checks: list[bool] = []
+
+    class Watched(StackingTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            checks.append(self.args.logging_nan_inf_filter)
+            return loss
+
+    out = package("qwen3_moe")
+    run = trained(out, tmp_path, "on", trainer=Watched)
+    assert checks == ([False] * 7 + [True]) * 2
+    assert run.args.logging_nan_inf_filter
+    checks.clear()
+    assert not trained(out, tmp_path, "on", trainer=Watched, logging_nan_inf_filter=False).args.logging_nan_inf_filter
+    assert not any(checks)
+
+
+def test_a_run_that_fails_in_a_step_leaves_its_arguments(package: Callable[[str], Path], tmp_path: Path) -> None:
+    made: list[StackingTrainer] = []
+
+    class Failing(StackingTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            made.append(self)
+            if len(made) == 3:
+                raise RuntimeError("lost")
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(RuntimeError, match="lost"):
+        trained(package("qwen3_moe"), tmp_path, "on", trainer=Failing)
+    assert made[0].args.logging_nan_inf_filter
