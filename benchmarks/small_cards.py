@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import psutil
 import torch
@@ -78,7 +78,8 @@ def config_of(name: str, folder: Path) -> str:
 
 def cap(card: int) -> None:
     """Let PyTorch allocate `card` bytes less a context, and tell every reader of free memory so."""
-    total, room = torch.cuda.get_device_properties(0).total_memory, card - CONTEXT
+    properties = cast("Any", torch.cuda).get_device_properties(0)
+    total, room = int(properties.total_memory), card - CONTEXT
     torch.cuda.set_per_process_memory_fraction(room / total, 0)
 
     def mem_get_info(_device: Any = None) -> tuple[int, int]:
@@ -175,7 +176,7 @@ def trained(options: argparse.Namespace, folder: Path, out: Path, lengths: list[
     tuned: Any = get_peft_model(model, lora)
     generator = torch.Generator().manual_seed(0)
     count = options.steps * options.accumulation
-    drawn = torch.randint(len(lengths), (count,), generator=generator).tolist()
+    drawn = cast("list[int]", torch.randint(len(lengths), (count,), generator=generator).tolist())
     rows = [torch.randint(tuned.config.vocab_size, (lengths[at],), generator=generator) for at in drawn]
     args = TrainingArguments(
         output_dir=str(folder / "run"), max_steps=options.steps, per_device_train_batch_size=1, learning_rate=1e-4,

@@ -1,10 +1,10 @@
-"""Rotary positions on a GPU as one kernel instead of up to twelve, where few new tokens need no gradients.
+"""Rotary positions on a GPU as one kernel instead of up to twelve, where new tokens need no gradients.
 
 In: a model whose decoding steps become CUDA graphs. Out: the same model. In its attention modules' own code, a global
 function that rotates queries and keys (RoPE, arXiv 2104.09864), by cosines and sines or by complex numbers, is replaced
-by one that calls the kernel for few tokens, and the function itself for all others. A function is recognised by its
-results on random numbers; a dtype in which the kernel rounds otherwise has the function itself. Other code stays as it
-is: another patch's, and that of models which rotate a part of each head.
+by one that calls the kernel where nothing needs gradients, and the function itself elsewhere. A function is recognised
+by its results on random numbers; a dtype in which the kernel rounds otherwise has the function itself. Other code stays
+as it is: another patch's, and that of models which rotate a part of each head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ktc.model.linears.plain import has_hooks
 
 log = logging.getLogger(__name__)
 
-_MOST_TOKENS: Final = 16
+_MOST_NUMBERS: Final = 1 << 31  # of a tensor, so that the kernel's 32-bit integers have all its places
 _NAMES: Final = "apply_rotary"  # with which names of such functions begin
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _EQUAL: Final = 0.99  # of 16-bit values: code that rounds elsewhere has other values in a tenth of the places and more
@@ -162,7 +162,7 @@ def _serves(kind: Kind, query: Tensor, key: Tensor, *angles: Tensor) -> bool:
     if torch.compiler.is_compiling() or any(type(tensor) is not Tensor or tensor.dim() < 3 for tensor in tensors):
         return False
     (*of_query, D), (*of_key, width), T = query.shape, key.shape, query.shape[-2]
-    if len(of_query) != 3 or len(of_key) != 3 or (of_query[::2], D) != (of_key[::2], width) or T > _MOST_TOKENS:
+    if len(of_query) != 3 or len(of_key) != 3 or (of_query[::2], D) != (of_key[::2], width):
         return False
     columns = D if kind in ("halves", "interleaved") else D // 2
     shapes = {(1, T, columns), (query.shape[0], T, columns)}
@@ -170,10 +170,17 @@ def _serves(kind: Kind, query: Tensor, key: Tensor, *angles: Tensor) -> bool:
     fit = all(tuple(a.shape) in shapes and a.dtype == dtype for a in angles)
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     plain = query.stride(-1) == key.stride(-1) == 1 and query.numel() > 0 and D % 2 == 0
+    plain = plain and max(_extent(tensor) for tensor in (query, key)) < _MOST_NUMBERS
     return (
         fit and plain and not trains and query.dtype == key.dtype and query.dtype in _DTYPES
         and len({tensor.device for tensor in tensors}) == 1 and not torch.is_autocast_enabled(query.device.type)
     )  # fmt: skip
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the numbers from the first of a tensor to its last in memory, or of a copy if that is more."""
+    places = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return max(places + 1, tensor.numel())
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Queries and keys of few tokens rotated by one Triton kernel, with the roundings of stock code.
+"""Queries and keys rotated by one Triton kernel, with the roundings of stock code.
 
 In: queries (B, H, T, D) and keys (B, K, T, D), and cosines and sines of positions, or unit complex numbers. Out: both
 rotated. Stock code takes up to twelve kernels. Importing this needs Triton.

@@ -47,7 +47,9 @@ def random_blocks(rows: int, columns: int, name: str, scale: float, generator: t
     if row.scales is None:
         return half_bytes(torch.randn(rows, columns, generator=generator) * scale)
     count = rows * columns // row.weights
-    blocks = torch.randint(256, (count, row.block_bytes), dtype=torch.uint8, generator=generator)
+    nbytes = count * row.block_bytes
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-nbytes // 8),), generator=generator)  # a draw for eight bytes
+    blocks = words.view(torch.uint8)[:nbytes].view(count, row.block_bytes)
     put_random_scales(blocks, row, scale, generator)
     return blocks.view(rows, -1)
 

@@ -26,9 +26,10 @@ from ktc.foundation import environment, host
 from ktc.foundation.files import file_digest
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
+from ktc.model.attention.absorbed import AbsorbedAttention
 from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparse_check import check_sparse_steps
-from ktc.model.attention.split_decode import SplitDecode, check_split_decode
+from ktc.model.attention.split_decode import SplitDecode, check_joined_keys, check_split_decode
 from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 from ktc.model.decode_steps.gpu_norms import fuse_norms
@@ -180,6 +181,8 @@ def check_split_attention(model: nn.Module) -> None:
     for device in sorted(devices, key=str):
         if device.type == "cuda":
             check_split_decode(device)
+            if any(isinstance(module, AbsorbedAttention) for module in answering):
+                check_joined_keys(device)
             check_sparse_steps(sparse, device)
 
 

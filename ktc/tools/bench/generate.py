@@ -28,6 +28,7 @@ from ktc.model.experts.kept_experts import ENGINES, KeptExperts
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.kept import kept_stores
 from ktc.model.loading.load import load
+from ktc.tools.bench.floor import COUNTED, Floor, Kernels, Read, cache_bytes, floor_of, rates_of, weights_read
 from ktc.tools.bench.machine import peaks, reset_peaks
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.progress import ProgressSink
@@ -71,6 +72,7 @@ class Row:
     read_by: Mapping[str, float] | None = column("by GPU, bus, CPU", lambda row: shares_text(row.read_by), default=None)
     bus_share: float | None = None
     gpu_allocated: int = column("GPU GB", lambda row: f"{row.gpu_allocated / 1e9:.2f}")
+    floor: Floor | None = column("floor", lambda row: f"{row.floor.ms:.1f} ({row.floor.ms / row.ms:.2f})", default=None)
     prompt_seconds: float
     told: str = ""
 
@@ -84,6 +86,7 @@ class GenerateReport(StackReport):
         yield self.headline(f"{self.request['steps']} new tokens")
         if self.rows:
             yield table_of(self.rows)
+        yield from (floor_text(row) for row in self.rows if row.floor is not None)
         yield from (f"{_NAMES[row.impl]}, context {row.context}: {row.told}" for row in self.rows if row.told)
         yield from (f"not measured: {_NAMES[entry.impl]}: {entry.reason}" for entry in self.left_out)
 
@@ -158,28 +161,39 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
     if (graphs := getattr(model, "decode_graphs", None)) is not None:
         graphs.clear()  # each row has its own memory, and its own warnings
     stores = () if impl == "hf" else kept_stores(model)
-    before = bytes_by(stores)
+    more = COUNTED if impl == "ktc" and graphs is not None and ids.is_cuda else 0  # steps behind those that are timed
+    before, kernels = bytes_by(stores), Kernels(new_tokens) if more else None
     reset_peaks()
     logging.getLogger(cuda_graph.__name__).addHandler(warnings)
     try:
         clock.start()
-        model.generate(
+        answer = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens + more,
+            min_new_tokens=new_tokens + more,
             do_sample=False,
             pad_token_id=0,
             disable_compile=impl != "ktc",
-            stopping_criteria=StoppingCriteriaList([Tokens(clock)]),
+            return_dict_in_generate=True,
+            stopping_criteria=StoppingCriteriaList([Tokens(clock, kernels)]),
         )
     finally:
         logging.getLogger(cuda_graph.__name__).removeHandler(warnings)
     limits.measure(samples)
-    steps, read = clock.seconds[_UNCOUNTED:], samples.median()[1]
-    median = statistics.median(steps)
-    shares = shares_of(before, bytes_by(stores))
+    steps, read = clock.seconds[_UNCOUNTED:new_tokens], samples.median()[1]
+    median, after = statistics.median(steps), bytes_by(stores)
+    shares = shares_of(before, after)
     on_cpu = 0.0 if impl == "hf" else experts_bytes(model, batch) * (shares["cpu"] if shares else 1.0)
+    floor = None
+    if kernels is not None:
+        weights, nodes = weights_read(model, batch)
+        of_step = {name: (after[name] - before[name]) / (len(clock.seconds) - 1) for name in ENGINES}
+        what = Read(
+            gpu=weights + cache_bytes(answer.past_key_values) + of_step["gpu"], bus=of_step["bus"],
+            cpu=of_step["cpu"] if shares else on_cpu, kernels=kernels.of_step, host_nodes=nodes,
+        )  # fmt: skip
+        floor = floor_of(what, rates_of(ids.device, limits, 1e9 * read))
     return Row(
         impl=impl,
         batch=batch,
@@ -189,6 +203,7 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         best_ms=1e3 * min(steps),
         tokens_per_second=batch / median,
         prompt_seconds=clock.seconds[0],
+        floor=floor,
         read_gbps=read,
         experts_ms=1e-6 * on_cpu / read if on_cpu else None,
         kept=sum(store.num_places for store in stores) if stores else None,
@@ -216,6 +231,21 @@ def shares_text(shares: Mapping[str, float] | None) -> str:
     return "-" if shares is None else ", ".join(f"{shares[engine]:.2f}" for engine in ENGINES)
 
 
+def floor_text(row: Row) -> str:
+    """Return what the floor of a row was computed from."""
+    floor = row.floor
+    assert floor is not None, "a row on a GPU"
+    read, rates = floor.read, floor.rates
+    return (
+        f"floor at context {row.context}: {floor.ms:.2f} ms, {floor.ms / row.ms:.2f} of the step: "
+        f"GPU {read.gpu / 1e9:.2f} GB at {rates.gpu / 1e9:.0f} GB/s {floor.gpu_ms:.2f} ms; bus {read.bus / 1e9:.2f} GB "
+        f"and CPU {read.cpu / 1e9:.2f} GB {floor.experts_ms:.2f} ms (at once {rates.bus / 1e9:.0f} and "
+        f"{rates.cpu / 1e9:.0f} GB/s, CPU alone {rates.cpu_alone / 1e9:.0f}); {read.kernels:.0f} kernels of "
+        f"{1e6 * rates.kernel:.2f} us and {read.host_nodes} host functions of {1e6 * rates.host_node:.0f} us "
+        f"{floor.launches_ms:.2f} ms"
+    )
+
+
 def experts_bytes(model: nn.Module, tokens: int) -> float:
     """Return the bytes of experts that a step of this many tokens reads on the CPU, if choices are even.
 
@@ -232,11 +262,13 @@ def experts_bytes(model: nn.Module, tokens: int) -> float:
 class Tokens(StoppingCriteria):
     """Ends a step of the clock at each token and stops nothing; the first step is that of the prompt."""
 
-    def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
+    def __init__(self, clock: StepClock, kernels: Kernels | None = None) -> None:
+        self._clock, self._kernels = clock, kernels
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         self._clock.step()
+        if self._kernels is not None:
+            self._kernels.token()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

@@ -20,7 +20,7 @@ from ktc.tools.bench.options import MOST_TOKENS, THREADS, Request, numbers, one_
 
 STREAMED_TO: Final = "prefill"  # the parameter of the bundled programs that names the device which experts stream to
 LLAMA_PYTHON: Final = Path("build/llama/bin/python")
-FILE_FORMATS: Final = ("q4_0", "q8_0", "bf16", "q4_k")
+FILE_FORMATS: Final = ("q4_0", "q8_0", "bf16", "q4_k", "mxfp4")
 _TRACED_STEP: Final = 3  # `ktc.training.trainers.step_trace.TRACED_STEP`
 
 
@@ -55,9 +55,9 @@ class Decode(Request):
 
     command: ClassVar[str] = "decode"
     module: ClassVar[str] = "ktc.tools.bench.decode.run"
-    model: str = option("olmoe", "The sizes of the model: olmoe or qwen3_30b.")
+    model: str = option("olmoe", "The sizes of the model: olmoe, qwen3_30b or gpt_oss_20b.")
     layers: int | None = option(4, "Only the first N layers, and the head.", least=1)
-    file_format: str = option("q8_0", "The format of the file's matrices: q4_0, q8_0, bf16 or q4_k.", flag="--format")
+    file_format: str = option("q8_0", "The format of the file's matrices: q4_0, q8_0, bf16, q4_k or mxfp4.", flag="--format")
     batches: tuple[int, ...] = numbers(
         (1, 8), "Numbers of sequences of a decode step.", "--batch", least=1, most=1 << 17, empty=True
     )

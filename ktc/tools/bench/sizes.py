@@ -36,6 +36,15 @@ SIZES: Final[Mapping[str, Sizes]] = {
             "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
         },
     ),
+    "gpt_oss_20b": Sizes(  # gpt-oss-20b
+        "gpt_oss",
+        "gpt-oss",
+        {
+            "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+            "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128, "rms_norm_eps": 1e-5,
+        },
+    ),
     "tiny": Sizes(  # for tests: seconds, and no figure of any use
         "olmoe",
         "olmoe",

@@ -74,7 +74,8 @@ def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> in
     if whole:
         return _BYTES * logits
     if is_frozen_linear(cast("nn.Module", head)):
-        return frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
+        cast_head = head.weight.numel() * frozen_head.cast_item(head.weight.dtype, trainer.args)
+        return cast_head + frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
     return _BYTES * min(logits, MOST_LOGITS)
 
 

@@ -104,7 +104,7 @@ class CompiledParts:
 
     def __init__(self, backend: Any = "inductor", device_type: str = "cuda") -> None:
         self._backend, self._device_type = backend, device_type
-        self._functions: dict[tuple[type[nn.Module], bool, Part], Callable[..., Any]] = {}
+        self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._layers: dict[nn.Module, CompiledLayer] = {}
         self.refused: dict[str, str] = {}
 
@@ -134,9 +134,12 @@ class CompiledParts:
         """Return the reasons, "" if every layer so far is compiled."""
         return "; ".join(f"`{name}` is not compiled: {reason}" for name, reason in self.refused.items())
 
-    def function(self, split: SplitLayer, part: Part) -> Callable[..., Any]:
-        """Return the compiled function of a part of this class of layer."""
-        key = type(split.layer), split.experts is None, part
+    def function(self, split: SplitLayer, part: Part, variant: tuple[Any, ...] = ()) -> Callable[..., Any]:
+        """Return the compiled function of a part of this class of layer.
+
+        `variant` is what makes torch compile it again: one variant cannot use up the compilations of another.
+        """
+        key = type(split.layer), split.experts is None, part, variant
         if key not in self._functions:
             # torch counts recompilations by code object
             copy = FunctionType(_run_part.__code__.replace(), _run_part.__globals__, _run_part.__name__)
@@ -179,7 +182,8 @@ class CompiledLayer:
             if tensor is not None:
                 with_fixed_width(tensor)
         self._exchange.clear()
-        function = self._parts.function(self._split, part)
+        given = tuple(value is None for value in (*args, *kwargs.values(), attended, routed))
+        function = self._parts.function(self._split, part, (torch.is_grad_enabled(), x.shape[0] == 1, given))
         with call.autocasting(), self._cut(), sizes_of_their_own(), floats_as_constants():
             try:
                 return function(part, self._split.layer, args, kwargs, self._exchange, attended, routed)

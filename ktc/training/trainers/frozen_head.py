@@ -39,6 +39,12 @@ def is_frozen_linear(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not changed and not any(weight.requires_grad for weight in head.parameters())
 
 
+def cast_item(weight: torch.dtype, args: Any) -> int:
+    """Return the bytes per value of the head's copy in the dtype that training casts to, 0 where it needs none."""
+    wanted = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weight
+    return 0 if wanted == weight else wanted.itemsize
+
+
 def token_losses(head: nn.Linear, hidden_TH: Tensor, labels_T: Tensor, rows: int, ignore_index: int) -> Tensor:
     """Return the cross entropies (T,) of `head(hidden)` in fp32; autocasting gives the dtype of the product."""
     place = head.weight.device

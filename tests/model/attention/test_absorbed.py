@@ -15,15 +15,17 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import HostLacks, InputRefused
 from ktc.model.attention import latent
 from ktc.model.attention.absorbed import AbsorbedAttention, Absorption, absorb
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.latent_sizes import LatentSizes
+from ktc.model.attention.split_decode import SplitDecode, check_joined_keys
 from ktc.model.attention.up_projection import UpProjection
 from ktc.model.compare.double import InDouble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QUICK = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 FAMILIES = [
     *QUICK,
@@ -86,6 +88,50 @@ def test_a_phase_chooses_the_calls_that_are_absorbed(
         assert difference(decoded(model), decoded(deepseek)) <= 1e-12
     layers = len(list(latent_modules(model)))
     assert calls == [chunk for chunk in chunks for _ in range(layers)]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_kernel_puts_the_keys_of_prompts_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from ktc.model.attention import joined_kernels
+
+    model = absorbed(stock_model(name, torch.float32), absorb="never").to(DEVICE)
+    ids = inputs(model)[0].to(DEVICE)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    calls, join = list[int](), joined_kernels.joined
+    monkeypatch.setattr(joined_kernels, "joined", lambda *given: calls.append(1) or join(*given))
+    for module in latent_modules(model):
+        module.decode = SplitDecode(DEVICE)
+    model(input_ids=ids)
+    assert not calls, "gradients go through stock code"
+    with torch.no_grad():
+        found = model(input_ids=ids).logits
+    assert len(calls) == len(list(latent_modules(model)))
+    assert difference(found, wanted) <= 1e-6
+
+
+def test_a_gpu_that_joins_keys_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from ktc.model.attention import joined_kernels
+
+    check_joined_keys.__wrapped__(torch.device(DEVICE))
+    join = joined_kernels.joined
+    monkeypatch.setattr(joined_kernels, "joined", lambda *given: join(*given).flip(-1))
+    with pytest.raises(HostLacks, match="H248"):
+        check_joined_keys.__wrapped__(torch.device(DEVICE))
+
+
+@pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(16, 128, 64, 128), (3, 24, 8, 16)])
+def test_joined_keys_are_copies(heads: int, nope: int, rope: int, value: int) -> None:
+    pytest.importorskip("triton")
+    from ktc.model.attention.joined_kernels import joined
+
+    expanded = torch.randn(2, 5, heads * (nope + value), device=DEVICE).bfloat16()
+    k_rope = torch.randn(2, 5, 1, rope + 4, device=DEVICE).bfloat16()[..., :rope].transpose(1, 2)
+    keys = expanded.view(2, 5, heads, -1)[..., :nope].transpose(1, 2)
+    wanted = torch.cat([keys, k_rope.expand(-1, heads, -1, -1)], -1)
+    assert torch.equal(joined(expanded, k_rope, heads, nope), wanted)
 
 
 def test_a_static_cache_serves(deepseek: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Rotary positions by one kernel: recognised in stock code, equal to it, and for few tokens alone.
+"""Rotary positions by one kernel: recognised in stock code, equal to it, for steps and prompts.
 
 Without a GPU, Triton's interpreter runs the kernel on the CPU.
 """
@@ -123,8 +123,16 @@ def test_calls_that_the_kernel_does_not_compute_are_those_of_stock_code() -> Non
     assert not gpu_rotary._serves("halves", query.double(), key.double(), cos.double(), sin.double())
     assert not gpu_rotary._serves("halves", query, key[..., :32], cos, sin)
     assert not gpu_rotary._serves("halves", query, key, cos.half(), sin.half())
-    long = [tensor.repeat_interleave(9, 2 if tensor.dim() == 4 else 1) for tensor in (query, key, cos, sin)]
-    assert not gpu_rotary._serves("halves", *long)
+    long = torch.empty(2, 6, 1 << 22, 64, dtype=query.dtype, device="meta")
+    assert not gpu_rotary._serves("halves", long, long[:, :2], *(long[:, 0] for _ in range(2)))
+
+
+def test_a_prompt_is_rotated_as_by_stock_code() -> None:
+    given = [*gpu_rotary._random("pairs", DEVICE, torch.float32)]
+    long = [tensor.repeat_interleave(9, 2 if tensor.dim() == 4 else 1) for tensor in given]
+    assert gpu_rotary._serves("pairs", *long)
+    for found, wanted in zip(gpu_rotary._kernel("pairs")(*long), gpu_rotary._reference("pairs", *long), strict=True):
+        assert error(found, wanted) <= 1e-6
 
 
 def test_other_code_and_wrong_kernels_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

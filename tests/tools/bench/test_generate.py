@@ -17,7 +17,8 @@ from ktc.cli import app as cli
 from ktc.model.experts.backend import Offload
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.tools.bench import generate
-from ktc.tools.bench.generate import Row, experts_bytes, shares_of, shares_text
+from ktc.tools.bench.floor import MinuteRates, Read, floor_of, weights_read
+from ktc.tools.bench.generate import Row, experts_bytes, floor_text, shares_of, shares_text
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import LeftOut
 
@@ -111,3 +112,21 @@ def test_a_row_without_memory_says_so_and_the_others_are_measured(monkeypatch: p
     stock.stock_model = full
     (left_out,) = generate.peer_rows(stock, nothing, asked, nothing, sink)
     assert left_out == LeftOut("hf", "the GPU has no memory for its weights")
+
+
+def test_a_floor_has_the_bytes_of_each_engine_and_the_launches() -> None:
+    rates = MinuteRates(gpu=4e12, bus=50e9, cpu=75e9, cpu_alone=100e9, kernel=1e-6, host_node=50e-6)
+    split = floor_of(Read(gpu=4e9, bus=1e9, cpu=1.5e9, kernels=500, host_nodes=20), rates)
+    assert (split.gpu_ms, split.experts_ms, split.launches_ms) == pytest.approx((1.0, 20.0, 1.5))
+    assert split.ms == pytest.approx(22.5)
+    alone = floor_of(Read(gpu=4e9, bus=0.0, cpu=2.5e9, kernels=500, host_nodes=20), rates)
+    assert alone.experts_ms == pytest.approx(25.0)
+    row = Row(
+        impl="ktc", batch=1, context=5, steps=5, ms=30.0, best_ms=1.0, tokens_per_second=1.0, prompt_seconds=1.0,
+        read_gbps=1.0, experts_ms=None, gpu_allocated=0, floor=split,
+    )  # fmt: skip
+    assert "22.50 ms, 0.75 of the step" in floor_text(row) and "500 kernels of 1.00 us" in floor_text(row)
+
+
+def test_a_step_of_the_cpu_reads_nothing_on_a_gpu(kernels: KernelLibrary) -> None:
+    assert weights_read(experts_of(8, 64, 32, 2, kernel=kernels.kernel(SPECS[0].entry)), 1) == (0.0, 1)

@@ -76,6 +76,16 @@ def test_gradients_are_those_of_layers_as_they_are_and_later_steps_compile_nothi
 
 
 @pytest.mark.slow
+def test_one_variant_does_not_use_up_the_compilations_of_another(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # chunks of one sequence and of two, forward without gradients and backward with them
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 1, "lengths": (6, 6, 9, 4)}
+    ours = trained(package("qwen3_moe"), tmp_path, "on", trainer=Compiling, **settings)
+    assert ours.parts.refused == {}
+
+
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_lowered_code_has_the_same_gradients(package: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     alike(package(family), tmp_path, Lowered, 1e-5)

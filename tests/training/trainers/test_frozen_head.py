@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,13 @@ def test_fp32_states_are_multiplied_as_autocasting_says() -> None:
     assert ours[1].dtype == theirs[1].dtype == torch.float32
     assert float((ours[1] - theirs[1]).norm() / theirs[1].norm()) < 0.01
     assert not torch.equal(ours[1], both(head, labels, 4)[0][1]), "in bf16"
+
+
+def test_the_copy_of_fp32_weights_in_the_dtype_of_training_is_counted() -> None:
+    for bf16, bytes_per_value in ((True, 2), (False, 0)):
+        args = SimpleNamespace(bf16=bf16, fp16=False)
+        assert frozen_head.cast_item(torch.float32, args) == bytes_per_value
+        assert frozen_head.cast_item(torch.bfloat16, args) == 0
 
 
 def test_a_compiled_loss_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

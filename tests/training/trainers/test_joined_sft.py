@@ -230,6 +230,35 @@ def test_a_kind_of_loss_that_is_set_after_a_step_is_computed(package: Path, tmp_
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
+@pytest.mark.parametrize("learned", [True, False], ids=["most", "few"])
+def test_the_head_computes_all_positions_where_most_are_learned(
+    package: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch, learned: bool
+) -> None:
+    asked: list[str] = []
+
+    def told(device: torch.device) -> bool:
+        asked.append(device.type)
+        return False
+
+    few = [{**row, "labels": [-100] * 14 + row["labels"][14:]} for row in rows((17,) * 12)]
+    monkeypatch.setattr(sft.utilities, "_use_triton", told)
+    if not learned:
+        monkeypatch.setitem(trained.__globals__, "rows", lambda lengths: few if lengths else [])
+    trained(package, tmp_path, "on", max_steps=1)
+    assert max(runs) > 1
+    assert bool(asked) != learned
+
+
+def test_rows_are_read_as_arrays_and_give_the_same_batches(package: Path, tmp_path: Path) -> None:
+    ours = trained(package, tmp_path, "on", max_steps=1)
+    loaders = super(KTSFTTrainer, ours).get_train_dataloader(), ours.get_train_dataloader()
+    assert [loader.dataset.format["type"] for loader in loaders] == [None, "numpy"]
+    lists, arrays = ([{name: value.tolist() for name, value in batch.items()} for batch in made] for made in loaders)
+    assert sorted(lists, key=str) == sorted(arrays, key=str)
+    assert next(iter(loaders[1]))["labels"].dtype == torch.int64
+    assert ours.train_dataset.format["type"] is None, "the user's rows stay as they are"
+
+
 class TurnsOn(Sft):
     """Turns the auxiliary loss of its routers on after a step."""
 
@@ -258,32 +287,3 @@ def test_an_auxiliary_loss_that_begins_in_mid_run_is_computed(
     assert "auxiliary loss" in ours.stacker.decision.reason
     for mine, stock in zip(logged(ours), logged(theirs), strict=True):
         assert mine == pytest.approx(stock, rel=1e-4)
-
-
-@pytest.mark.parametrize("learned", [True, False], ids=["most", "few"])
-def test_the_head_computes_all_positions_where_most_are_learned(
-    package: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch, learned: bool
-) -> None:
-    asked: list[str] = []
-
-    def told(device: torch.device) -> bool:
-        asked.append(device.type)
-        return False
-
-    few = [{**row, "labels": [-100] * 14 + row["labels"][14:]} for row in rows((17,) * 12)]
-    monkeypatch.setattr(sft.utilities, "_use_triton", told)
-    if not learned:
-        monkeypatch.setitem(trained.__globals__, "rows", lambda lengths: few if lengths else [])
-    trained(package, tmp_path, "on", max_steps=1)
-    assert max(runs) > 1
-    assert bool(asked) != learned
-
-
-def test_rows_are_read_as_arrays_and_give_the_same_batches(package: Path, tmp_path: Path) -> None:
-    ours = trained(package, tmp_path, "on", max_steps=1)
-    loaders = super(KTSFTTrainer, ours).get_train_dataloader(), ours.get_train_dataloader()
-    assert [loader.dataset.format["type"] for loader in loaders] == [None, "numpy"]
-    lists, arrays = ([{name: value.tolist() for name, value in batch.items()} for batch in made] for made in loaders)
-    assert sorted(lists, key=str) == sorted(arrays, key=str)
-    assert next(iter(loaders[1]))["labels"].dtype == torch.int64
-    assert ours.train_dataset.format["type"] is None, "the user's rows stay as they are"

@@ -24,7 +24,7 @@ TABLE = "\nrule table { match embedding => place(cpu) }\n"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def losses(out: Path, folder: Path) -> list[float]:
+def losses(out: Path, folder: Path, device: str) -> list[float]:
     torch.manual_seed(0)
     model: Any = get_peft_model(ktc.load(out), read_lora_config(out))
     for module in model.modules():
@@ -35,7 +35,7 @@ def losses(out: Path, folder: Path) -> list[float]:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=4,
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=5e-3, bf16=True,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=device == "cpu",
     )  # fmt: skip
     rows: Any = [{"input_ids": row, "labels": row} for row in ids]
     trainer = KTrainer(model=model, args=arguments, train_dataset=rows)
@@ -51,9 +51,9 @@ def test_losses_are_those_of_a_table_beside_the_layers(
     program = tmp_path / "table.ktr"
     program.write_text((ROOT / "rules" / "moe-experts-lora.ktr").read_text(encoding="utf-8") + TABLE, encoding="utf-8")
     settings = {"device": device, "prefill": device}
-    found = losses(ktc.compile("tiny:gpt_oss", program, tmp_path / "away", settings=settings), tmp_path / "a")
+    found = losses(ktc.compile("tiny:gpt_oss", program, tmp_path / "away", settings=settings), tmp_path / "a", device)
     wanted = losses(
-        ktc.compile("tiny:gpt_oss", "moe-experts-lora", tmp_path / "beside", settings=settings), tmp_path / "b"
+        ktc.compile("tiny:gpt_oss", "moe-experts-lora", tmp_path / "beside", settings=settings), tmp_path / "b", device
     )
     assert len(found) == 3
     assert found == pytest.approx(wanted, rel=5e-3)

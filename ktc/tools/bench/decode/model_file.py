@@ -1,7 +1,8 @@
 """A checkpoint folder of a real model's sizes with random weights: config.json and one GGUF file.
 
-In: sizes, a number of layers and a format. Out: the folder, written tensor by tensor. Matrices have the format, routers
-and norms fp32; with `q4_k` the head is `q6_k`, as in llama.cpp's Q4_K_S. All experts of a matrix have the same rows in
+In: sizes, a number of layers and a format. Out: the folder, written tensor by tensor. Matrices have the format, routers,
+norms and biases fp32; with `q4_k` the head is `q6_k`, as in llama.cpp's Q4_K_S, and with `mxfp4` everything but the
+experts is `q8_0`, as in the published files of gpt-oss. All experts of a matrix have the same rows in
 another order: no two are equal, and a file takes the time of writing it.
 """
 
@@ -33,6 +34,7 @@ FILE: Final = "model.gguf"
 _SIZE: Final = 0.02  # of a weight
 _CACHED_BYTES: Final = 2  # of a key or a value: bf16 here, fp16 in llama.cpp
 _HEADS: Final = {"q4_k": "q6_k"}  # the format of the head, where it is another one
+_OTHERS: Final = {"mxfp4": "q8_0"}  # the format of all matrices but those of experts, where it is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,9 @@ class FileTensor:
 
 def config_of(sizes: Sizes, layers: int | None) -> PreTrainedConfig:
     """Return the config of the first `layers` layers, in bf16."""
-    config = AutoConfig.for_model(sizes.model_type, **sizes.config, eos_token_id=None, pad_token_id=None)
-    config.num_hidden_layers = min(layers or config.num_hidden_layers, config.num_hidden_layers)
+    depth = int(sizes.config["num_hidden_layers"])
+    values = {**sizes.config, "num_hidden_layers": min(layers or depth, depth)}
+    config = AutoConfig.for_model(sizes.model_type, **values, eos_token_id=None, pad_token_id=None)
     config.tie_word_embeddings = False
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None  # the file has no tokenizer
     config.dtype = torch.bfloat16
@@ -99,8 +102,10 @@ def _shape(place: GgufPlace, target: Tensor) -> tuple[int, ...]:
 
 
 def _format(name: str, target: Tensor, file_format: str) -> str:
-    if target.dim() == 1 or "ffn_gate_inp" in name:
+    if target.dim() == 1 or "ffn_gate_inp" in name or name.endswith(".bias"):
         return "fp32"
+    if "_exps." not in name and file_format in _OTHERS:
+        return _OTHERS[file_format]
     return _HEADS.get(file_format, file_format) if name == "output.weight" else file_format
 
 
@@ -129,7 +134,8 @@ def _values(tensor: FileTensor, generator: torch.Generator) -> Iterator[np.ndarr
     """Yield the tensor as flat pieces: one, or one per expert."""
     *experts, rows, columns = (1, *tensor.shape) if len(tensor.shape) < 3 else tensor.shape
     if len(tensor.shape) == 1:
-        yield (1 + 0.1 * torch.randn(columns, generator=generator)).numpy()
+        values = torch.randn(columns, generator=generator)
+        yield (_SIZE * values if tensor.name.endswith(".bias") else 1 + 0.1 * values).numpy()
         return
     if tensor.format in BLOCKS:
         one = random_blocks(rows, columns, tensor.format, _SIZE, generator)

@@ -1,0 +1,139 @@
+"""The floor of a decoding step on a GPU: what its bytes and its launches take by the rates of the same minute.
+
+In: a loaded model, what its steps read, and its GPU. Out: milliseconds by part. The GPU reads the weights of the step
+and the cache once; bus and CPU read the experts that it does not keep, at once and with nothing left over; each kernel
+and each host function takes its place in the graph. Nothing of this overlaps but bus and CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from ktc.model.experts.cpu_backend import CpuKernel
+from ktc.model.experts.module import FusedMoe
+from ktc.tools.measure import gpu, links
+from ktc.tools.measure.bus import Bus
+from ktc.tools.measure.limits import Limits
+
+COUNTED: Final = 4  # steps whose kernels are counted
+_COPIED: Final = 256 << 20  # bytes of one copy over the bus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """The bytes that a step reads by engine, its kernels and its host functions."""
+
+    gpu: float
+    bus: float
+    cpu: float
+    kernels: float
+    host_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinuteRates:
+    """Bytes/s of the GPU's memory, and of bus and CPU at once; seconds of a kernel and of a host function in a graph.
+
+    `cpu_alone` is bytes/s of the CPU's reads while the bus is idle.
+    """
+
+    gpu: float
+    bus: float
+    cpu: float
+    cpu_alone: float
+    kernel: float
+    host_node: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """The floor of a step in milliseconds, its parts, and what they were computed from."""
+
+    ms: float
+    gpu_ms: float
+    experts_ms: float
+    launches_ms: float
+    read: Read
+    rates: MinuteRates
+
+
+def rates_of(device: torch.device, limits: Limits, cpu_alone: float) -> MinuteRates:
+    """Measure a GPU, its bus beside the CPU, and the nodes of a graph, about two seconds."""
+    bus, cpu = links.beside(Bus(_COPIED, device), limits)
+    node, host_node = gpu.graph_node(device).median, gpu.host_node(device).median
+    return MinuteRates(
+        gpu=gpu.bandwidth(device, _COPIED).median, bus=bus.median, cpu=cpu.median, cpu_alone=cpu_alone, kernel=node,
+        host_node=host_node,
+    )  # fmt: skip
+
+
+def floor_of(read: Read, rates: MinuteRates) -> Floor:
+    """Return the floor. Where a step reads nothing over the bus, the CPU reads alone."""
+    gpu_ms = 1e3 * read.gpu / rates.gpu
+    both = rates.bus + rates.cpu if read.bus else rates.cpu_alone
+    experts_ms = 1e3 * (read.bus + read.cpu) / both
+    launches_ms = 1e3 * (max(0.0, read.kernels) * rates.kernel + read.host_nodes * rates.host_node)
+    ms = gpu_ms + experts_ms + launches_ms
+    return Floor(ms=ms, gpu_ms=gpu_ms, experts_ms=experts_ms, launches_ms=launches_ms, read=read, rates=rates)
+
+
+def weights_read(model: nn.Module, tokens: int) -> tuple[float, int]:
+    """Return the bytes of weights that a step reads on GPUs, without experts that steps split, and its host functions.
+
+    A table of embeddings is not read as a whole, unless it is the head too.
+    """
+    total, nodes = 0.0, 0
+    of_experts, seen = set[int](), set[int]()
+    for module in model.modules():
+        if isinstance(module, FusedMoe):
+            of_experts |= {id(parameter) for parameter in module.parameters()}
+            if isinstance(module.backend(tokens, plain=True), CpuKernel) or module.kept is not None:
+                nodes += 1
+            else:
+                total += module.packed_bytes * (1 - (1 - module.top_k / module.num_experts) ** tokens)
+    for parameter in _weights(model):
+        if parameter.device.type == "cuda" and id(parameter) not in of_experts | seen:
+            seen.add(id(parameter))
+            total += parameter.nbytes
+    return total, nodes
+
+
+def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in cast("Iterator[nn.Module]", model.modules()):
+        if not isinstance(module, nn.Embedding):
+            yield from cast("Iterator[torch.Tensor]", module.parameters(recurse=False))
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of keys and values in a cache, 0 for caches of another kind."""
+    layers = getattr(cache, "layers", ())
+    parts = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+
+
+class Kernels:
+    """Counts the kernels of `COUNTED` steps of one `generate`, after `first` tokens."""
+
+    def __init__(self, first: int) -> None:
+        self._first, self._tokens = first, 0
+        self._profile: Any = None
+        self.of_step = 0.0
+
+    def token(self) -> None:
+        """Take note of a token, whose step is done."""
+        self._tokens += 1
+        if self._tokens == self._first:
+            self._profile = profile(activities=[ProfilerActivity.CUDA])
+            self._profile.start()
+        elif self._tokens == self._first + COUNTED and self._profile is not None:
+            torch.cuda.synchronize()
+            self._profile.stop()
+            events = self._profile.events()
+            on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+            self.of_step, self._profile = len(on_gpu) / COUNTED, None
