@@ -34,7 +34,7 @@ from ktc.model.loading.load import load
 from ktc.tools.bench import generate
 from ktc.tools.bench.decode.model_file import FILE, FileTensor, config_of, tensors_of, write_model
 from ktc.tools.bench.progress import ProgressSink
-from ktc.tools.bench.requests import Generate
+from ktc.tools.bench.requests import FILE_FORMATS, Generate
 from ktc.tools.bench.sizes import SIZES
 from ktc.tools.measure.limits import Limits, build_library
 
@@ -82,6 +82,9 @@ def layers_on_cpu(tensors: Sequence[FileTensor], budget: int) -> int:
         if on_gpu <= budget:
             return count
         on_gpu -= sum(t.nbytes for t in tensors if t.name.startswith(f"blk.{count}.") and "_exps." in t.name)
+    print(
+        f"  llama.cpp does not fit {budget / 1e9:.1f} GB: {on_gpu / 1e9:.1f} GB with all experts on the CPU", flush=True
+    )
     return layers
 
 
@@ -152,14 +155,23 @@ def measure(options: argparse.Namespace, folder: Path, work: Path) -> None:
             )
 
 
+def budgets(text: str) -> list[str]:
+    """Return the budgets of an option. Raises ArgumentTypeError for one that is no size."""
+    words = text.split(",")
+    for word in words:
+        if word != _ALL and parse_bytes(word) is None:
+            raise argparse.ArgumentTypeError(f"`{word}` is no size as 8GB or 12GiB, and not `{_ALL}`")
+    return words
+
+
 def main() -> None:
     """Write the model, and measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--model", choices=SIZES, default="gpt_oss_20b")
-    parser.add_argument("--format", default="mxfp4")
+    parser.add_argument("--format", choices=FILE_FORMATS, default="mxfp4")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--budget", type=lambda text: text.split(","), default=["8GB", _ALL])
+    parser.add_argument("--budget", type=budgets, default=["8GB", _ALL])
     parser.add_argument("--context", type=lambda text: [int(word) for word in text.split(",")], default=[64, 4096])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--threads", type=int, default=host.usable_threads())

@@ -14,7 +14,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 folder=${1:-build/llama${CUDA:+-cuda}}
-cmp -s benchmarks/llama_environment.sh "$folder/made-with" && exit 0
+made_with() { cat benchmarks/llama_environment.sh; echo "ISA=${ISA:-native} CUDA=${CUDA:-}"; }
+made_with | cmp -s - "$folder/made-with" && exit 0
 echo "making $folder: llama.cpp is built from its source, which takes some minutes"
 "${PYTHON:-python3}" -m venv --clear "$folder"
 pip="$folder/bin/python -m pip install --quiet --no-compile --disable-pip-version-check"
@@ -41,7 +42,7 @@ if [ -n "${CUDA:-}" ]; then
     PATH="$PWD/$folder/bin:$PATH" ninja -C "$folder/made" -j "${JOBS:-2}" llama-bench
     cp "$folder/made/bin/llama-bench" "$folder/bin/"
     "$folder/bin/llama-bench" --list-devices
-    cp benchmarks/llama_environment.sh "$folder/made-with"
+    made_with > "$folder/made-with"
     exit 0
 fi
 options="$instructions -DGGML_BLAS=OFF -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF -DGGML_OPENMP=ON"
@@ -49,4 +50,4 @@ PATH="$PWD/$folder/bin:$PATH" CMAKE_ARGS="$options" CMAKE_GENERATOR=Ninja CMAKE_
     $pip --no-cache-dir --no-deps --no-build-isolation --no-binary llama-cpp-python llama-cpp-python==0.3.36
 "$folder/bin/python" -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__)
 print(llama_cpp.llama_print_system_info().decode())'
-cp benchmarks/llama_environment.sh "$folder/made-with"
+made_with > "$folder/made-with"

@@ -67,7 +67,7 @@ def config_of(name: str, folder: Path) -> str:
     if name == "gpt-oss-20b":
         config: Any = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
     elif name == "glm-4.5-air":
-        config = Glm4MoeConfig()  # transformers' defaults are its sizes
+        config = Glm4MoeConfig(head_dim=128, attention_bias=True)  # else transformers' defaults are its sizes
     else:
         return str(CONFIGS / name if (CONFIGS / name).is_dir() else name)
     config.architectures = [{"gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}[config.model_type]]

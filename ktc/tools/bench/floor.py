@@ -17,12 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from ktc.model.experts.cpu_backend import CpuKernel
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.streamed_backend import Streamed
 from ktc.tools.measure import gpu, links
 from ktc.tools.measure.bus import Bus
 from ktc.tools.measure.limits import Limits
 
 COUNTED: Final = 4  # steps whose kernels are counted
 _COPIED: Final = 256 << 20  # bytes of one copy over the bus
+_STACKED: Final = 3  # dimensions of the weights of experts in one tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,18 @@ def floor_of(read: Read, rates: MinuteRates) -> Floor:
     return Floor(ms=ms, gpu_ms=gpu_ms, experts_ms=experts_ms, launches_ms=launches_ms, read=read, rates=rates)
 
 
+def reason_against(model: nn.Module, tokens: int) -> str:
+    """Return why a step of a model has no floor here, "" if it has one."""
+    fused = [module for module in model.modules() if isinstance(module, FusedMoe)]
+    if any(isinstance(module.backend(tokens, plain=True), Streamed) for module in fused):
+        return f"{tokens} tokens are sent all experts of a layer"
+    packed = {id(parameter) for module in fused for parameter in module.parameters()}
+    for path, parameter in cast("Iterator[tuple[str, torch.Tensor]]", model.named_parameters()):
+        if id(parameter) not in packed and parameter.ndim == _STACKED and min(parameter.shape) > 1:
+            return f"PyTorch computes with `{path}`, whose reads are not counted"
+    return ""
+
+
 def weights_read(model: nn.Module, tokens: int) -> tuple[float, int]:
     """Return the bytes of weights that a step reads on GPUs, without experts that steps split, and its host functions.
 
@@ -118,7 +132,10 @@ def cache_bytes(cache: Any) -> int:
 
 
 class Kernels:
-    """Counts the kernels of `COUNTED` steps of one `generate`, after `first` tokens."""
+    """Counts the kernels of `COUNTED` steps of one `generate`, after `first` tokens.
+
+    `of_step` is 0 where the steps were not counted: a graph captured among them runs a step eagerly.
+    """
 
     def __init__(self, first: int) -> None:
         self._first, self._tokens = first, 0
@@ -137,3 +154,9 @@ class Kernels:
             events = self._profile.events()
             on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
             self.of_step, self._profile = len(on_gpu) / COUNTED, None
+
+    def close(self) -> None:
+        """End the count of a `generate` that failed."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None

@@ -28,7 +28,17 @@ from ktc.model.experts.kept_experts import ENGINES, KeptExperts
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.kept import kept_stores
 from ktc.model.loading.load import load
-from ktc.tools.bench.floor import COUNTED, Floor, Kernels, Read, cache_bytes, floor_of, rates_of, weights_read
+from ktc.tools.bench.floor import (
+    COUNTED,
+    Floor,
+    Kernels,
+    Read,
+    cache_bytes,
+    floor_of,
+    rates_of,
+    reason_against,
+    weights_read,
+)
 from ktc.tools.bench.machine import peaks, reset_peaks
 from ktc.tools.bench.peers import peer
 from ktc.tools.bench.progress import ProgressSink
@@ -162,7 +172,8 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         graphs.clear()  # each row has its own memory, and its own warnings
     stores = () if impl == "hf" else kept_stores(model)
     more = COUNTED if impl == "ktc" and graphs is not None and ids.is_cuda else 0  # steps behind those that are timed
-    before, kernels = bytes_by(stores), Kernels(new_tokens) if more else None
+    kernels = Kernels(new_tokens) if more else None
+    tokens = Tokens(clock, kernels, stores, new_tokens)
     reset_peaks()
     logging.getLogger(cuda_graph.__name__).addHandler(warnings)
     try:
@@ -176,24 +187,30 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
             pad_token_id=0,
             disable_compile=impl != "ktc",
             return_dict_in_generate=True,
-            stopping_criteria=StoppingCriteriaList([Tokens(clock, kernels)]),
+            stopping_criteria=StoppingCriteriaList([tokens]),
         )
     finally:
         logging.getLogger(cuda_graph.__name__).removeHandler(warnings)
+        if kernels is not None:
+            kernels.close()
+    allocated, cached = peaks()[0], cache_bytes(answer.past_key_values)
+    del answer
     limits.measure(samples)
     steps, read = clock.seconds[_UNCOUNTED:new_tokens], samples.median()[1]
-    median, after = statistics.median(steps), bytes_by(stores)
-    shares = shares_of(before, after)
+    median, of_step = statistics.median(steps), tokens.read_of_step()
+    shares = shares_of(of_step)
     on_cpu = 0.0 if impl == "hf" else experts_bytes(model, batch) * (shares["cpu"] if shares else 1.0)
-    floor = None
-    if kernels is not None:
+    floor, told = None, ""
+    if kernels is not None and not (told := reason_against(model, batch)):
         weights, nodes = weights_read(model, batch)
-        of_step = {name: (after[name] - before[name]) / (len(clock.seconds) - 1) for name in ENGINES}
         what = Read(
-            gpu=weights + cache_bytes(answer.past_key_values) + of_step["gpu"], bus=of_step["bus"],
-            cpu=of_step["cpu"] if shares else on_cpu, kernels=kernels.of_step, host_nodes=nodes,
+            gpu=weights + cached + of_step["gpu"], bus=of_step["bus"], cpu=of_step["cpu"] if shares else on_cpu,
+            kernels=kernels.of_step, host_nodes=nodes,
         )  # fmt: skip
-        floor = floor_of(what, rates_of(ids.device, limits, 1e9 * read))
+        try:
+            floor = floor_of(what, rates_of(ids.device, limits, 1e9 * read))
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            told = str(error).partition("\n")[0]
     return Row(
         impl=impl,
         batch=batch,
@@ -209,8 +226,8 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         kept=sum(store.num_places for store in stores) if stores else None,
         read_by=shares,
         bus_share=next((store.bus_share for store in stores if shares), None),
-        gpu_allocated=peaks()[0],
-        told=warnings.text,
+        gpu_allocated=allocated,
+        told=warnings.text or (f"no floor: {told}" if told else ""),
     )
 
 
@@ -220,10 +237,10 @@ def bytes_by(stores: Sequence[KeptExperts]) -> Mapping[str, int]:
     return {engine: sum(of_store[engine] for of_store in figures) for engine in ENGINES}
 
 
-def shares_of(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, float] | None:
-    """Return the share of each engine in the bytes read between two counts, None if nothing was."""
-    total = sum(after.values()) - sum(before.values())
-    return {engine: (after[engine] - before[engine]) / total for engine in after} if total else None
+def shares_of(read: Mapping[str, float]) -> Mapping[str, float] | None:
+    """Return the share of each engine in the bytes of a step, None if nothing was read."""
+    total = sum(read.values())
+    return {engine: nbytes / total for engine, nbytes in read.items()} if total else None
 
 
 def shares_text(shares: Mapping[str, float] | None) -> str:
@@ -262,11 +279,20 @@ def experts_bytes(model: nn.Module, tokens: int) -> float:
 class Tokens(StoppingCriteria):
     """Ends a step of the clock at each token and stops nothing; the first step is that of the prompt."""
 
-    def __init__(self, clock: StepClock, kernels: Kernels | None = None) -> None:
-        self._clock, self._kernels = clock, kernels
+    def __init__(self, clock: StepClock, kernels: Kernels | None, stores: Sequence[KeptExperts], last: int) -> None:
+        """Count what `stores` read from the first step that counts to the `last` token."""
+        self._clock, self._kernels, self._stores = clock, kernels, stores
+        self._last, self._counts = last, list[Mapping[str, int]]()
+
+    def read_of_step(self) -> Mapping[str, float]:
+        """Return the bytes of experts that each engine read in a step, without the captures of the first steps."""
+        before, after = self._counts
+        return {engine: (after[engine] - before[engine]) / (self._last - _UNCOUNTED) for engine in ENGINES}
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         self._clock.step()
+        if len(self._clock.seconds) in (_UNCOUNTED, self._last):
+            self._counts.append(bytes_by(self._stores))
         if self._kernels is not None:
             self._kernels.token()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

@@ -71,12 +71,12 @@ def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> in
     head, logits = causal_model(trainer).get_output_embeddings(), tokens * vocabulary
     if in_tiles(trainer):
         return tile_bytes(tokens, vocabulary, head.weight.element_size(), on_gpu=head.weight.is_cuda)
+    cast_head = head.weight.numel() * frozen_head.cast_item(head.weight.dtype, trainer.args)
     if whole:
-        return _BYTES * logits
+        return cast_head + _BYTES * logits
     if is_frozen_linear(cast("nn.Module", head)):
-        cast_head = head.weight.numel() * frozen_head.cast_item(head.weight.dtype, trainer.args)
         return cast_head + frozen_head.BYTES_PER_LOGIT * min(logits, frozen_head.MOST_LOGITS)
-    return _BYTES * min(logits, MOST_LOGITS)
+    return cast_head + _BYTES * min(logits, MOST_LOGITS)
 
 
 @contextmanager

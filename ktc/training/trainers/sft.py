@@ -59,7 +59,7 @@ class SftLosses:
     def __init__(self, trainer: KTSFTTrainer) -> None:
         self._trainer = trainer
         self._recorded: list[Tensor] = []  # (4, count) of each run: learned tokens, entropy, right guesses, all tokens
-        self._most_are_learned = False
+        self._learned = 0.0  # of the tokens of a step
 
     def reason_against(self) -> str:
         """Return why losses have to be computed once for every micro-batch, "" if one run for several is the same."""
@@ -82,7 +82,7 @@ class SftLosses:
         return _is_of_trl(step, SFTTrainer.training_step)
 
     def note_learned(self, batches: Sequence[Any], items: Any) -> None:
-        """Note whether most tokens of a step are learned, `items` in all processes. A GPU is waited for.
+        """Note which part of a step's tokens is learned, `items` in all processes. A GPU is waited for.
 
         It has nothing to do between two steps.
         """
@@ -90,7 +90,7 @@ class SftLosses:
         processes = cast("int", self._trainer.accelerator.num_processes) if shares else 1
         labels = (cast("Any", batch).get("labels") for batch in batches if isinstance(batch, Mapping))
         tokens = sum(value.numel() for value in labels if isinstance(value, Tensor)) * processes
-        self._most_are_learned = items is not None and bool(float(items) >= _MOST_LEARNED * tokens > 0)
+        self._learned = float(items) / tokens if items is not None and tokens else 0.0
 
     def begin(self) -> None:
         """Drop the numbers of a step that did not end."""
@@ -116,7 +116,8 @@ class SftLosses:
     ) -> Tensor:
         """Compute what `SFTTrainer.compute_loss` does for each micro-batch, and return 1 with their gradients."""
         trainer = self._trainer
-        with with_all_positions(utilities) if self._most_are_learned else nullcontext():
+        filled = sum(lengths) / (count * max(lengths)) if lengths else 1.0  # of the positions of this run
+        with with_all_positions(utilities) if self._learned * filled >= _MOST_LEARNED else nullcontext():
             out = model(**inputs, use_cache=False, fused_lm_head=True)
         learned, guessed = _sums(out.label_mask, count), _sums(out.is_top1, count)
         items = learned if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)

@@ -173,6 +173,10 @@ class Stacker(TrainerCallback):
         self._waiting = []
         self._finite.restore()
 
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        """Set the trainer's arguments back: the loss of a waiting micro-batch has been passed over."""
+        self._finite.restore()
+
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer's arguments back."""
         self._finite.restore()

@@ -6,21 +6,23 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from kernel_layers import SPECS, experts_of
 from places import CONFIGS
+from torch import nn
 
 from ktc.cli import app as cli
 from ktc.model.experts.backend import Offload
 from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.tools.bench import generate
-from ktc.tools.bench.floor import MinuteRates, Read, floor_of, weights_read
-from ktc.tools.bench.generate import Row, experts_bytes, floor_text, shares_of, shares_text
+from ktc.tools.bench.floor import MinuteRates, Read, floor_of, reason_against, weights_read
+from ktc.tools.bench.generate import Row, Tokens, experts_bytes, floor_text, shares_of, shares_text
 from ktc.tools.bench.progress import ProgressSink
 from ktc.tools.bench.report import LeftOut
+from ktc.tools.bench.rounds import StepClock
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -84,9 +86,32 @@ def test_experts_that_stay_on_a_gpu_are_not_read_on_the_cpu(kernels: KernelLibra
 
 
 def test_a_row_has_the_shares_of_the_engines_in_what_its_steps_read() -> None:
-    before, after = {"gpu": 5, "bus": 1, "cpu": 10}, {"gpu": 6, "bus": 2, "cpu": 12}
-    assert shares_of(before, before) is None and shares_text(None) == "-"
-    assert shares_text(shares_of(before, after)) == "0.25, 0.25, 0.50"
+    assert shares_of({"gpu": 0, "bus": 0, "cpu": 0}) is None and shares_text(None) == "-"
+    assert shares_text(shares_of({"gpu": 1, "bus": 1, "cpu": 2})) == "0.25, 0.25, 0.50"
+
+
+def test_the_bytes_of_a_step_leave_out_those_of_the_first_steps() -> None:
+    class Store:
+        counted = 0
+
+        def figures(self) -> SimpleNamespace:
+            return SimpleNamespace(nbytes={"gpu": self.counted, "bus": 0, "cpu": 2 * self.counted})
+
+    store, clock = Store(), StepClock()
+    clock.start()
+    tokens = Tokens(clock, None, cast("Any", [store]), 8)
+    for token in range(12):
+        store.counted += 1000 if token < 3 else 10  # graphs are captured in the first steps
+        tokens(torch.zeros(1, 1), None)
+    assert tokens.read_of_step() == {"gpu": 10.0, "bus": 0.0, "cpu": 20.0}
+
+
+def test_no_floor_is_printed_where_reads_are_not_counted(kernels: KernelLibrary) -> None:
+    packed = experts_of(8, 64, 32, 2, kernel=kernels.kernel(SPECS[0].entry))
+    assert not reason_against(nn.ModuleList([packed, nn.Conv1d(8, 8, 4, groups=8)]), 1)
+    stock = nn.Module()
+    stock.experts = nn.ParameterDict({"gate_up_proj": nn.Parameter(torch.zeros(8, 64, 32))})
+    assert "experts.gate_up_proj" in reason_against(stock, 1)
 
 
 def test_a_row_without_memory_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

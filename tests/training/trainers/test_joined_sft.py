@@ -230,9 +230,9 @@ def test_a_kind_of_loss_that_is_set_after_a_step_is_computed(package: Path, tmp_
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
-@pytest.mark.parametrize("learned", [True, False], ids=["most", "few"])
+@pytest.mark.parametrize("rows_are", ["learned", "few", "padded"])
 def test_the_head_computes_all_positions_where_most_are_learned(
-    package: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch, learned: bool
+    package: Path, tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch, rows_are: str
 ) -> None:
     asked: list[str] = []
 
@@ -242,11 +242,11 @@ def test_the_head_computes_all_positions_where_most_are_learned(
 
     few = [{**row, "labels": [-100] * 14 + row["labels"][14:]} for row in rows((17,) * 12)]
     monkeypatch.setattr(sft.utilities, "_use_triton", told)
-    if not learned:
+    if rows_are == "few":
         monkeypatch.setitem(trained.__globals__, "rows", lambda lengths: few if lengths else [])
-    trained(package, tmp_path, "on", max_steps=1)
+    trained(package, tmp_path, "on", max_steps=1, lengths=(2, 2, 18, 2) * 3 if rows_are == "padded" else (17,) * 12)
     assert max(runs) > 1
-    assert bool(asked) != learned
+    assert bool(asked) == (rows_are != "learned")
 
 
 class TurnsOn(Sft):

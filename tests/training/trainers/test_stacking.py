@@ -13,7 +13,7 @@ from stacked_training import LENGTHS, StackingTrainer, assert_alike, logged, pad
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
 from ktc.diagnostics import InputRefused
@@ -295,6 +295,27 @@ def test_losses_are_checked_once_in_a_step(package: Callable[[str], Path], tmp_p
     checks.clear()
     assert not trained(out, tmp_path, "on", trainer=Watched, logging_nan_inf_filter=False).args.logging_nan_inf_filter
     assert not any(checks)
+
+
+def test_an_epoch_that_ends_within_a_step_is_evaluated_with_the_users_check(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checks: list[bool] = []
+
+    class AtTheEnd(TrainerCallback):
+        def on_epoch_end(self, args: Any, *given: Any, **kwargs: Any) -> None:
+            checks.append(args.logging_nan_inf_filter)
+
+    class Stopping(StackingTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            if not checks and not self.control.should_epoch_stop:
+                self.add_callback(AtTheEnd)
+            self.control.should_epoch_stop = True
+            return loss
+
+    trained(package("qwen3_moe"), tmp_path, "on", trainer=Stopping)
+    assert checks and all(checks)
 
 
 def test_a_run_that_fails_in_a_step_leaves_its_arguments(package: Callable[[str], Path], tmp_path: Path) -> None:

@@ -169,9 +169,11 @@ def weight_bytes(tensors: Sequence[FileTensor], config: Any, batch: int) -> floa
 
 
 def cache_bytes(config: Any, case: Case) -> int:
-    """Return the bytes of keys and values of a decode step."""
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * _CACHED_BYTES
-    return case.batch * case.tokens * per_token
+    """Return the bytes of keys and values of a decode step; a layer with a window reads that."""
+    window, every = getattr(config, "sliding_window", None), ["full_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or every
+    seen = sum(min(case.tokens, window) if window and kind == "sliding_attention" else case.tokens for kind in kinds)
+    return case.batch * seen * 2 * config.num_key_value_heads * head_dim(config) * _CACHED_BYTES
 
 
 def floor_bytes(tensors: Sequence[FileTensor], config: Any, case: Case) -> float:
