@@ -14,12 +14,10 @@ from typing import Any, Final, cast
 
 import torch
 import trl
-from datasets import Dataset
 from torch import Tensor
 from trl.trainer import utils as utilities
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
-from ktc.foundation.temporary_values import attributes
 from ktc.foundation.versions import dotted, release
 from ktc.model.hf.patching import with_attributes
 from ktc.training.trainers.chunked_loss import unit_sum
@@ -41,15 +39,6 @@ class KTSFTTrainer(KTrainerMixin, SFTTrainer):
     def has_loss_in_tiles(self) -> bool:
         """Whether the loss has some logits at a time (`ktc/model/hf/logit_tiles.py`), and never those of all tokens."""
         return not self.compute_loss_func and not self.args.label_smoothing_factor
-
-    def get_train_dataloader(self) -> Any:
-        """Return the stock loader. Rows of lists are read as arrays, of which TRL's collator makes tensors sooner."""
-        rows = cast("Any", self.train_dataset)
-        are_lists = isinstance(rows, Dataset) and rows.format["type"] is None
-        if not are_lists or type(self.data_collator) is not DataCollatorForLanguageModeling:
-            return cast("Any", super()).get_train_dataloader()
-        with attributes(self, train_dataset=rows.with_format("numpy")):
-            return cast("Any", super()).get_train_dataloader()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of an optimizer step, and note how many of their tokens are learned."""

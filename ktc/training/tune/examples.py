@@ -194,7 +194,8 @@ class _Reader:
             if keep:
                 self.examples.append(example)
         if not rows and len(self.faults) == faults:
-            raise InputRefused(Diagnostic("T511", f"`{source.named}` has no data"))
+            hint = "add a row to it, or name another file"
+            raise InputRefused(Diagnostic("T511", f"`{source.named}` has no data", hint=hint))
         digests = {} if self._head else {str(path): digest(path) for path in source.files}
         return ReadSource(source.named, source.weight, tuple(self._formats), rows, digests)
 

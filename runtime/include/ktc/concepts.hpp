@@ -240,7 +240,7 @@ concept IntegerKernel =
 // How a file's blocks of one row store weights: a weight is scale x number(code), less a minimum where there are
 // minima.
 //
-//   kName            of the format, as `ktc.formats` and the rule language have it.
+//   kName            of the format, as `ktc.foundation.formats` and the rule language have it.
 //   kBits            of a code: 4, 5, 6, 8 or 16.
 //   kWeights, kStoredBytes   of a block in the file.
 //   kScales          of 32 weights in a panel: 0, 1 or 2.

@@ -180,6 +180,15 @@ def test_a_pair_of_an_expert_that_does_not_exist_has_no_slot() -> None:
     assert made.pairs[:4].tolist() == [0, 4, 1, 5]
 
 
+def decoded(matrices: Any) -> Tensor:
+    """Return matrices that a CPU has as numbers and a GPU as codes."""
+    if isinstance(matrices, Tensor):
+        return matrices
+    from ktc.model.experts import coded_kernels
+
+    return coded_kernels.decoded(matrices)
+
+
 @pytest.mark.parametrize(
     ("dropout", "kept"), [(0.0, False), (0.5, False), (0.5, True)], ids=["whole", "dropout", "gate and up kept"]
 )
@@ -192,11 +201,11 @@ def test_factors_beside_codes_give_the_products_of_both(
     assert packed is not None
     stream = ExpertStream(packed, module.form, DEVICE, 1 << 20, range(EXPERTS), resident=False)
     row_check.check_trained_rows(module.form, DEVICE)  # with PyTorch's steps, which nothing reads below
-    chunks = [matrices for _, matrices in stream.chunks(range(EXPERTS))]
-    stock = {
-        name: torch.cat([getattr(of_chunk, name.removesuffix("_proj")).double().cpu() for of_chunk in chunks])
-        for name in layer.stock
-    }
+    chunks = [  # decoded at once, since a later chunk takes the same memory
+        [decoded(getattr(matrices, name.removesuffix("_proj"))).double().cpu() for name in layer.stock]
+        for _, matrices in stream.chunks(range(EXPERTS))
+    ]
+    stock = {name: torch.cat(of_chunks) for name, of_chunks in zip(layer.stock, zip(*chunks, strict=True), strict=True)}
     adapted = adapt(replace(layer, stock=stock), (3, 8), dropout=dropout)
     for name in ("packed_layout", "chunk_products"):
         monkeypatch.setattr(f"ktc.model.experts.{name}.multiplies_codes", lambda device: True)
@@ -228,9 +237,11 @@ def test_the_kernels_are_checked_before_the_first_use_of_a_form(monkeypatch: pyt
 
     monkeypatch.setattr(kernels(), "activated_backward", wrong)
     monkeypatch.setattr(row_check, "multiplies_codes", lambda device: True)
+    row_check._check.cache_clear()  # of tests before this one, on a GPU
     row_check.check_rows(parse_form("silu"), DEVICE)
     with pytest.raises(HostLacks, match="H247"):
         row_check.check_trained_rows(parse_form("silu"), DEVICE)
+    row_check._check.cache_clear()
 
 
 def test_the_sort_is_checked_to_the_bit_wherever_its_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from ktc.training import KTrainer
 from ktc.training.trainers import gradients
 
 RANK = int(os.environ.get("RANK", "0"))
+THAWED = "layers.1.self_attn.q_proj.lora_B"
 
 
 class Killed(TrainerCallback):
@@ -42,6 +43,16 @@ class Killed(TrainerCallback):
             raise OSError("the disk is full")
         if state.global_step == self._step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Thaws(TrainerCallback):
+    """Lets one factor train from the second step on."""
+
+    def __init__(self, factor: Parameter) -> None:
+        self._factor = factor.requires_grad_(False)
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._factor.requires_grad_(state.global_step > 0)
 
 
 def rows(vocab_size: int, count: int = 32) -> list[dict[str, Tensor]]:
@@ -115,11 +126,14 @@ def main() -> None:
         ddp_timeout=60,
     )
     fate = [Killed(job["until"], job["fate"])] if job.get("fate") and job["world"] - 1 == RANK else []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate)
+    thaws = Thaws(next(p for name, p in model.named_parameters() if THAWED in name))
     trainer = KTrainer(
         model=model,
         args=args,
         train_dataset=rows(model.config.vocab_size),
-        callbacks=fate,
+        callbacks=[thaws, *fate],
+        optimizers=(optimizer, None),
         stack_micro_batches=job.get("stack", "auto"),
         compile_layers=False,
     )

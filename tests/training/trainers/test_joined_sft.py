@@ -249,16 +249,6 @@ def test_the_head_computes_all_positions_where_most_are_learned(
     assert bool(asked) != learned
 
 
-def test_rows_are_read_as_arrays_and_give_the_same_batches(package: Path, tmp_path: Path) -> None:
-    ours = trained(package, tmp_path, "on", max_steps=1)
-    loaders = super(KTSFTTrainer, ours).get_train_dataloader(), ours.get_train_dataloader()
-    assert [loader.dataset.format["type"] for loader in loaders] == [None, "numpy"]
-    lists, arrays = ([{name: value.tolist() for name, value in batch.items()} for batch in made] for made in loaders)
-    assert sorted(lists, key=str) == sorted(arrays, key=str)
-    assert next(iter(loaders[1]))["labels"].dtype == torch.int64
-    assert ours.train_dataset.format["type"] is None, "the user's rows stay as they are"
-
-
 class TurnsOn(Sft):
     """Turns the auxiliary loss of its routers on after a step."""
 
