@@ -64,7 +64,11 @@ def is_compiled(given: str) -> bool:
     """Return whether the argument names a compiled model: neither a model's folder nor a name."""
     folder = Path(given)
     if folder.is_dir():
-        return (folder / _MANIFEST).is_file() or (folder / _ROWS).is_file() or not (folder / "config.json").is_file()
+        if (folder / _MANIFEST).is_file() or (folder / _ROWS).is_file():
+            return True
+        return not (folder / "config.json").is_file() and not any(folder.glob("*.gguf"))
+    if folder.suffix == ".gguf" and folder.is_file():
+        return False
     looks_like_id = given.count("/") == 1 and not given.startswith((".", "/", "~"))
     return not given.startswith("tiny:") and not (looks_like_id and not folder.parent.exists())
 

@@ -30,6 +30,7 @@ from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation import resources
 from ktc.foundation.host import Gpu, detect
 from ktc.model.twin import default_config, shrink
+from ktc.stages.capture import open_model
 from ktc.stages.plan.placement import BUDGET_SHARE
 
 WISH = Wish.of("generate", recompile=False, trust=False, weights=None)
@@ -89,6 +90,18 @@ def test_the_text_alone_of_a_model_is_compiled_into_another_folder(
     folders = [compiled(Session(quiet=True), str(tmp_path / "m"), wish) for wish in (WISH, alone, alone)]
     assert folders[0] != folders[1] == folders[2]
     assert [one["text_only"] for one in compilations] == [False, True]
+
+
+def test_a_gguf_file_without_its_config_is_told_what_is_missing(
+    tmp_path: Path, compilations: list[dict[str, Any]]
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert not is_compiled(str(file)) and not is_compiled(str(tmp_path))
+    for given, hint in ((file, "next to the file"), (tmp_path, "next to the GGUF file")):
+        with pytest.raises(InputRefused) as refused:
+            open_model(str(given))
+        assert f"config.json and the tokenizer of the original {hint}" in refused.value.diagnostics[0].hint
 
 
 def test_a_compiled_model_is_taken_as_it_is(tmp_path: Path, compilations: list[dict[str, Any]]) -> None:

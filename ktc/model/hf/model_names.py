@@ -55,6 +55,8 @@ def require_config(folder: Path) -> None:
     """Raise InputRefused (I102) for a folder without config.json."""
     if not (folder / "config.json").is_file():
         hint = "a model folder is the output of `save_pretrained`"
+        if any(folder.glob("*.gguf")):
+            hint = "put config.json and the tokenizer of the original next to the GGUF file"
         raise InputRefused(Diagnostic("I102", f"`{folder}` has no config.json", hint=hint))
 
 

@@ -23,7 +23,9 @@ from ktc.model.graph.typed import owner_of
 from ktc.model.kernels.form import ExpertPart, ExpertsForm
 from ktc.model.packed_store.finite_weights import are_numbers, is_finite, not_finite
 
-Loader = Callable[[TensorReader, CheckpointIndex, int | None], None]
+Pack = Callable[[], None]
+Loader = Callable[[TensorReader, CheckpointIndex, int | None], Pack]
+"""It reads and checks an expert of a row, and returns the function that packs it, on any thread."""
 
 
 def misfit_of_experts(experts: FusedMoe, source: WeightSource, leaf: str) -> str:
@@ -59,7 +61,7 @@ def by_part(
 
 
 def stored_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool) -> Loader | None:
-    """Return a function that loads an expert of a row without rounding; `None` where the experts take values only."""
+    """Return the loader of a row that packs without rounding; `None` where the experts take values only."""
     experts, leaf = owner_of(model, source.target)
     if not isinstance(experts, FusedMoe):
         return None
@@ -89,19 +91,27 @@ class _StoredRow:
             return ("gate", "up")
         return (cast("ExpertPart", self.source.part),)
 
-    def load_codes(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> None:
+    def load_codes(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
         codes, scales = read_codes(reader, index, self.source, expert)
         number = self._checked(is_finite(scales) and are_numbers(codes), expert)
-        pieces = (by_part(self.source, self.experts.form, self.leaf, tensor) for tensor in (codes, scales))
-        for (part, piece), (_, scale) in zip(*pieces, strict=True):
-            self.experts.weights.load_codes(number, part, piece, scale)
 
-    def load_blocks(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> None:
+        def pack() -> None:
+            pieces = (by_part(self.source, self.experts.form, self.leaf, tensor) for tensor in (codes, scales))
+            for (part, piece), (_, scale) in zip(*pieces, strict=True):
+                self.experts.weights.load_codes(number, part, piece, scale)
+
+        return pack
+
+    def load_blocks(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
         blocks = read_blocks(reader, index, self.source, expert)
         number = self._checked(gguf_values.are_finite(blocks, self.source.plain_blocks or ""), expert)
         as_rows = replace(self.experts.form, transposed=False)  # blocks are read as rows of outputs
-        for part, piece in by_part(self.source, as_rows, self.leaf, blocks):
-            self.experts.weights.load_blocks(number, part, piece)
+
+        def pack() -> None:
+            for part, piece in by_part(self.source, as_rows, self.leaf, blocks):
+                self.experts.weights.load_blocks(number, part, piece)
+
+        return pack
 
     def _checked(self, finite: bool, expert: int | None) -> int:
         assert expert is not None, f"the row of `{self.source.target}` names no expert"

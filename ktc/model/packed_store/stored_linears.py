@@ -6,6 +6,8 @@ In: the model and a row. Out: whether the row fits, and its bytes in the layer. 
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from ktc.diagnostics import InputRefused
@@ -15,7 +17,7 @@ from ktc.model.checkpoint.values import read_blocks
 from ktc.model.graph.typed import owner_of
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.packed_store.finite_weights import not_finite
-from ktc.model.packed_store.stored_experts import Loader
+from ktc.model.packed_store.stored_experts import Loader, Pack
 
 
 def misfit_of_blocks(layer: StoredLinear, source: WeightSource) -> str:
@@ -24,15 +26,15 @@ def misfit_of_blocks(layer: StoredLinear, source: WeightSource) -> str:
 
 
 def rows_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool) -> Loader | None:
-    """Return a function that loads a row into a layer that keeps blocks; `None` for all other modules."""
+    """Return the loader of a row of a layer that keeps blocks; `None` for all other modules."""
     layer, leaf = owner_of(model, source.target)
     if not isinstance(layer, StoredLinear) or leaf != "weight":
         return None
 
-    def load(reader: TensorReader, index: CheckpointIndex, expert: int | None) -> None:
+    def load(reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
         blocks = read_blocks(reader, index, source, None)
         if not (allow_nonfinite or gguf_values.are_finite(blocks, layer.format)):
             raise InputRefused(not_finite(source, expert))
-        layer.load_blocks(blocks)
+        return partial(layer.load_blocks, blocks)
 
     return load

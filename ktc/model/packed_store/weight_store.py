@@ -1,8 +1,9 @@
 """Weights from a checkpoint into a model, one tensor at a time, each directly to its module and device.
 
 In: a model on meta tensors with its modules realised, and the rows of `weights.json`. Out: the same model, filled.
-Memory grows only by the final weights: experts are packed one matrix at a time, a fused tensor is read one expert at a
-time, and codes are dequantised a band of rows at a time. Refused: a value that is not finite, a parameter without a
+Memory grows by the final weights and little more: experts are packed one matrix at a time, or a matrix per thread where
+their codes or blocks are kept, a fused tensor is read one expert at a time, and codes are dequantised a band of rows at
+a time. Refused: a value that is not finite, a parameter without a
 value.
 """
 
@@ -27,6 +28,7 @@ from ktc.model.graph.typed import named_modules, owner_of
 from ktc.model.hf.expert_layout import has_columns
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.packed_store.finite_weights import is_finite, not_finite
+from ktc.model.packed_store.packing import Packing
 from ktc.model.packed_store.placement import device_of
 from ktc.model.packed_store.stored_experts import by_part, is_half, misfit_of_experts, stored_loader
 from ktc.model.packed_store.stored_linears import misfit_of_blocks, rows_loader
@@ -50,19 +52,20 @@ def fill(
     check_unchanged(sources, index)
     sizes = [stored_bytes(source, index) for source in sources]
     done, total = 0, sum(sizes)
-    with TensorReader(index.folder) as reader, torch.no_grad():
+    with TensorReader(index.folder) as reader, Packing() as packing, torch.no_grad():
         for source, size in zip(sources, sizes, strict=True):
             dtype = cast("Tensor", getattr(*owner_of(model, source.target))).dtype  # of values restored from codes
             put_stored = stored_loader(model, source, allow_nonfinite) or rows_loader(model, source, allow_nonfinite)
             for expert in experts_of(source):
                 if put_stored is not None:
-                    put_stored(reader, index, expert)
+                    packing.add(put_stored(reader, index, expert))
                     continue
                 tensor = read_weight(reader, index, source, expert, dtype)
                 if not allow_nonfinite and not is_finite(tensor):
                     raise InputRefused(not_finite(source, expert))
                 _put(model, source, expert, tensor, placement)
                 del tensor  # before the next read: one piece is in memory at a time
+            packing.finish()  # gate and up of an expert share panels, and may be two rows
             done += size
             if progress is not None:
                 progress(done, total)

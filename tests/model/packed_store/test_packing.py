@@ -1,0 +1,43 @@
+"""Experts are packed on threads: all before `finish` returns, few at a time, errors in their order."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from ktc.foundation import host
+from ktc.model.packed_store.packing import Packing
+
+
+def test_all_are_packed_before_it_finishes_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_threads", lambda: 3)
+    packed, graded, names = set[int](), set[bool](), set[str]()
+
+    def pack(number: int) -> None:
+        packed.add(number)
+        graded.add(torch.is_grad_enabled())
+        names.add(threading.current_thread().name)
+
+    with Packing() as packing:
+        for number in range(20):
+            packing.add(lambda number=number: pack(number))
+        packing.finish()
+        assert packed == set(range(20)) and graded == {False}
+        assert threading.main_thread().name not in names
+
+
+def test_the_first_error_is_raised_and_nothing_more_is_packed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_threads", lambda: 1)
+    packed = list[int]()
+
+    def fail(number: int) -> None:
+        raise ValueError(f"expert {number}")
+
+    with pytest.raises(ValueError, match="expert 0"), Packing() as packing:
+        packing.add(lambda: fail(0))
+        packing.add(lambda: fail(1))
+        packing.add(lambda: packed.append(2))
+        packing.finish()
+    assert packed == []
