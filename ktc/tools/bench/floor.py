@@ -119,7 +119,7 @@ def weights_read(model: nn.Module, tokens: int) -> tuple[float, int]:
 
 
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in cast("Iterator[nn.Module]", model.modules()):
+    for module in model.modules():
         if not isinstance(module, nn.Embedding):
             yield from cast("Iterator[torch.Tensor]", module.parameters(recurse=False))
 
@@ -152,7 +152,7 @@ class Kernels:
             torch.cuda.synchronize()
             self._profile.stop()
             events = self._profile.events()
-            on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+            on_gpu = [event for event in events if event.device_type.name == "CUDA"]
             self.of_step, self._profile = len(on_gpu) / COUNTED, None
 
     def close(self) -> None:

@@ -279,8 +279,10 @@ def experts_bytes(model: nn.Module, tokens: int) -> float:
 class Tokens(StoppingCriteria):
     """Ends a step of the clock at each token and stops nothing; the first step is that of the prompt."""
 
-    def __init__(self, clock: StepClock, kernels: Kernels | None, stores: Sequence[KeptExperts], last: int) -> None:
-        """Count what `stores` read from the first step that counts to the `last` token."""
+    def __init__(
+        self, clock: StepClock, kernels: Kernels | None = None, stores: Sequence[KeptExperts] = (), last: int = 0
+    ) -> None:
+        """Count what `stores` read from the first step that counts to the `last` token, if there are any."""
         self._clock, self._kernels, self._stores = clock, kernels, stores
         self._last, self._counts = last, list[Mapping[str, int]]()
 
