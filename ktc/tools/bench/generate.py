@@ -12,7 +12,7 @@ import gc
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -201,16 +201,10 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
     shares = shares_of(of_step)
     on_cpu = 0.0 if impl == "hf" else experts_bytes(model, batch) * (shares["cpu"] if shares else 1.0)
     floor, told = None, ""
-    if kernels is not None and not (told := reason_against(model, batch)):
-        weights, nodes = weights_read(model, batch)
-        what = Read(
-            gpu=weights + cached + of_step["gpu"], bus=of_step["bus"], cpu=of_step["cpu"] if shares else on_cpu,
-            kernels=kernels.of_step, host_nodes=nodes,
-        )  # fmt: skip
-        try:
-            floor = floor_of(what, rates_of(ids.device, limits, 1e9 * read))
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            told = str(error).partition("\n")[0]
+    if kernels is not None:
+        cpu, on_gpu = of_step["cpu"] if shares else on_cpu, cached + of_step["gpu"]
+        counted = Read(gpu=on_gpu, bus=of_step["bus"], cpu=cpu, kernels=kernels.of_step, host_nodes=0)
+        floor, told = _floor(model, batch, counted, limits, 1e9 * read)
     return Row(
         impl=impl,
         batch=batch,
@@ -229,6 +223,19 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
         gpu_allocated=allocated,
         told=warnings.text or (f"no floor: {told}" if told else ""),
     )
+
+
+def _floor(model: Any, tokens: int, counted: Read, limits: Limits, cpu_alone: float) -> tuple[Floor | None, str]:
+    """Return the floor of a step that read `counted` beside its weights, or why there is none."""
+    if reason := reason_against(model, tokens):
+        return None, reason
+    weights, nodes = weights_read(model, tokens)
+    device = model.get_input_embeddings().weight.device
+    try:
+        rates = rates_of(device, limits, cpu_alone)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        return None, str(error).partition("\n")[0]
+    return floor_of(replace(counted, gpu=counted.gpu + weights, host_nodes=nodes), rates), ""
 
 
 def bytes_by(stores: Sequence[KeptExperts]) -> Mapping[str, int]:
