@@ -171,14 +171,9 @@ class Stacker(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
-        self._finite.restore()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer's arguments back: the loss of a waiting micro-batch has been passed over."""
-        self._finite.restore()
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Set the trainer's arguments back."""
         self._finite.restore()
 
     def training_step(
@@ -193,7 +188,6 @@ class Stacker(TrainerCallback):
         if not self._trainer.accelerator.sync_gradients:
             self._finite.leave_out()
             return torch.zeros((), device=self._trainer.args.device)
-        self._finite.restore()
         waiting, self._waiting = self._waiting, []
         return self._step(stock_step, model, waiting, num_items)
 
