@@ -1,4 +1,4 @@
-"""LLaMA-Factory's trainer has the stock loss where the tested release only calls it."""
+"""LLaMA-Factory's trainer has the stock loss where the tested release only calls it; its own classes: test_training.py."""
 
 from __future__ import annotations
 
