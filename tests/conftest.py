@@ -16,6 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not [*Path("/dev").glob("nvidi
 
 import cached_compiler
 import pytest
+import quick_interpreter
 import software_tiles
 from filelock import FileLock
 from places import GOLDEN, OBJECTS, TESTS
@@ -51,6 +52,11 @@ def pytest_collection_finish() -> None:
     """Torch and transformers, which live as long as the process, are not searched for garbage again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Kernels that Triton interprets do not patch its language once more at each call (`quick_interpreter.py`)."""
+    quick_interpreter.use()
 
 
 @pytest.hookimpl(trylast=True)
