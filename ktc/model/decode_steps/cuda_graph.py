@@ -397,9 +397,28 @@ def record_step(
     def advanced() -> Wait:
         for store in stores:
             store.advance()
-        return replay()
+        return replay() if nodes is None else _with_calls(replay, nodes)
 
-    return inputs, output, advanced if stores else replay, nodes
+    return inputs, output, advanced, nodes
+
+
+def _with_calls(replay: Replay, nodes: HostNodes) -> Wait:
+    """Begin a replay whose calls of experts are expected. After an error of the GPU none is any more."""
+    nodes.begin()
+    try:
+        wait = replay()
+    except RuntimeError:
+        nodes.dismiss()
+        raise
+
+    def waited() -> None:
+        try:
+            wait()
+        except RuntimeError:  # an interrupt leaves the step as it is: the GPU goes on
+            nodes.dismiss()
+            raise
+
+    return waited
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:

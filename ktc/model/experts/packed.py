@@ -37,6 +37,7 @@ from ktc.model.kernels.kernel_library import (
     Engine,
     Kernel,
     KernelLibrary,
+    NativeHostThread,
     nodes_for,
     permitted_threads,
 )
@@ -310,6 +311,16 @@ class PackedExperts:
             return {**whole(*tensors), "partial": True}
 
         return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
+
+    @property
+    def library(self) -> KernelLibrary:
+        """The library of the kernel."""
+        return self._kernel.library
+
+    @property
+    def host_thread(self) -> NativeHostThread:
+        """The class of threads that make calls of the kernel's library."""
+        return self._kernel.host_thread
 
     def _arguments(
         self, lora: ExpertsLora, saved: Tensor | None, *, interleaved: bool
