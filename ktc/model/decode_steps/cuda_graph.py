@@ -414,7 +414,7 @@ def _with_calls(replay: Replay, nodes: HostNodes) -> Wait:
     def waited() -> None:
         try:
             wait()
-        except RuntimeError:  # an interrupt leaves the step as it is: the GPU goes on
+        except RuntimeError:  # an interrupt leaves the step under way
             nodes.dismiss()
             raise
 

@@ -49,7 +49,7 @@ class Mailbox:
         self._captured = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of a step has mailboxes of its own."""
+        """Copies of a step make mailboxes of their own."""
 
     def post(self, memory: CallMemory, inputs: tuple[Tensor, Tensor, Tensor], call: HostCall) -> None:
         """Enqueue the transfer of a call's inputs, and the request to make the call."""
@@ -105,7 +105,7 @@ def mailbox_for(
 ) -> Mailbox | None:
     """Return a mailbox after a first call has been answered with its values, None where none serves.
 
-    That is a device without Triton or whose inputs are copied, and one that gets no answers, which the log tells
+    None serves a device without Triton, one whose inputs are copied, and one that gets no answers, with a warning
     (L466).
     """
     device = inputs[0].device
@@ -120,7 +120,7 @@ def mailbox_for(
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether values have the same bits: a result may not be a number."""
+    """Return whether values have the same bits: a result can be NaN."""
     return torch.equal(one.cpu().view(torch.int16), other.view(torch.int16))
 
 

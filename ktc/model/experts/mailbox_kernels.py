@@ -1,8 +1,8 @@
 """Requests to a thread of the host and its answers, by Triton: a GPU writes to a mailbox and waits at it.
 
 In and out: memory that host and GPU share, see `Mailbox` in `mailbox.py`. A wait is one small program per piece of the
-result, which reads the mailbox until the answer is there, so the rest of the GPU computes meanwhile. What the host has
-written is read past all caches. Importing this needs Triton.
+result, which reads the mailbox until the answer is there, so the rest of the GPU computes meanwhile. Loads of words
+that the host writes pass all caches. Importing this needs Triton.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false

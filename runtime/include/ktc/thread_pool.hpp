@@ -35,7 +35,7 @@ inline void relax() {
 // Waits for `value` to differ from `seen`: a brief spin, then sleep. A layer's next call comes within microseconds, a
 // training step's next phase within milliseconds: the first is worth a spin, the second is not. The spin yields between
 // its reads: a thread that was just woken may be on the same core, and the wait is often for its work.
-// `stays_awake` says that the next call is near, however long it takes.
+// While `stays_awake` returns true it does not sleep.
 template <class StaysAwake>
 void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t seen, const StaysAwake& stays_awake) {
   using Clock = std::chrono::steady_clock;

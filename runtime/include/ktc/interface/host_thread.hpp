@@ -26,7 +26,7 @@ class HostThread {
   // Waits for a call that is being made; later requests are not answered.
   ~HostThread();
 
-  // So many more requests will come.
+  // That number of requests will come, beside those that are expected already.
   void expect(std::uint32_t calls);
   // None of those that are expected will come, since the GPU has failed.
   void dismiss();
