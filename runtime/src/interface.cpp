@@ -154,6 +154,11 @@ void HostThread::dismiss() {
   loop_->requests.dismiss();
 }
 
+bool HostThread::wait(double seconds) {
+  return loop_->requests.wait(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
+}
+
 std::uint32_t HostThread::expected() const {
   return loop_->requests.expected();
 }

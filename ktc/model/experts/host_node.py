@@ -102,6 +102,16 @@ class HostNodes:
         for mailbox in self._used():
             mailbox.begin()
 
+    @property
+    def launched(self) -> bool:
+        """Whether CUDA calls some experts."""
+        return bool(self._calls) and (not self._by_thread or None in self._mailboxes.values())
+
+    def until_answered(self, is_over: Callable[[], bool]) -> None:
+        """Sleep until a thread has made all calls of a replay: see `Mailbox.until_answered`."""
+        for mailbox in self._used():
+            mailbox.until_answered(is_over)
+
     def dismiss(self) -> None:
         """Take note that calls which have begun do not come: the GPU has failed."""
         for mailbox in self._used():

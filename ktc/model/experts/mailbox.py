@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Final
 
@@ -26,6 +27,7 @@ from ktc.model.kernels.kernel_calls import HostCall
 log = logging.getLogger(__name__)
 
 PATIENCE: Final = 1 << 30  # looks of the GPU, each of at least half a microsecond
+_LOOK: Final = 0.25  # seconds
 _LINE: Final = 128  # bytes between words of which one is written while the other one is read
 _OF_TRIAL: Final = 1 << 21
 
@@ -86,6 +88,11 @@ class Mailbox:
         """Expect the requests of a replay of what was captured."""
         if self._captured:
             self._thread.expect(self._captured)
+
+    def until_answered(self, is_over: Callable[[], bool]) -> None:
+        """Sleep until all expected requests are answered. `is_over` is asked now and then whether none will come."""
+        while not self._thread.wait(_LOOK) and not is_over():
+            pass
 
     def dismiss(self) -> None:
         """Expect no requests any more: the GPU has failed."""

@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 
 #include "ktc/interface/host_call.hpp"
@@ -25,6 +27,11 @@ class MailboxLoop {
   void dismiss() {
     expected_.store(0, std::memory_order_release);
     call().store(0, std::memory_order_relaxed);
+    tell();
+  }
+  bool wait(std::chrono::nanoseconds most) {
+    std::unique_lock lock(busy_);
+    return none_left_.wait_for(lock, most, [this] { return expected() == 0; });
   }
   void end() {
     ended_.store(true, std::memory_order_release);
@@ -76,11 +83,22 @@ class MailboxLoop {
   void answered() {
     std::uint32_t left = expected();
     while (left > 0 && !expected_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
+    if (left <= 1) tell();
+  }
+
+  // Wakes those that wait until no request is expected.
+  void tell() {
+    {
+      const std::lock_guard lock(busy_);
+    }  // who has seen the number before waits now
+    none_left_.notify_all();
   }
 
   Mailbox& mailbox_;
   std::atomic<std::uint32_t> expected_{0};
   std::atomic<bool> ended_{false};
+  std::mutex busy_;
+  std::condition_variable none_left_;
 };
 
 }  // namespace ktc::inline KTC_UNIT

@@ -23,6 +23,7 @@ inline void add_host_thread(py::module_& library) {
       .def_property_readonly_static("mailbox_bytes", [](const py::object&) { return sizeof(ktc::Mailbox); })
       .def_property_readonly_static("done_at", [](const py::object&) { return offsetof(ktc::Mailbox, done); })
       .def_property_readonly("expected", &ktc::HostThread::expected)
+      .def("wait", &ktc::HostThread::wait, py::call_guard<py::gil_scoped_release>())
       .def("expect", &ktc::HostThread::expect)
       .def("dismiss", &ktc::HostThread::dismiss);
 }

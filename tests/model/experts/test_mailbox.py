@@ -129,6 +129,32 @@ def test_a_replay_expects_what_was_captured_until_it_is_dismissed(load: Load, mo
     assert mailbox._captured == 0, "recorded again"
 
 
+def test_a_wait_ends_with_the_last_answer_or_when_the_gpu_has_failed(load: Load) -> None:
+    module, given, nodes = load(LAYER, spec_of(ISAS[0])), inputs_of(LAYER), served()
+    computed(nodes, module, *given)
+    mailbox, asked = only(nodes), list[bool]()
+    assert not nodes.launched
+    nodes.until_answered(lambda: pytest.fail("nothing is expected"))
+    mailbox._captured = 2
+    nodes.begin()
+
+    def is_over() -> bool:
+        asked.append(mailbox._thread.expected == 2)
+        return len(asked) == 2
+
+    nodes.until_answered(is_over)
+    assert asked == [True, True]
+    memory = nodes._free(*given)
+    for _ in range(2):  # requests of a replay
+        call = nodes._calls[0][1]
+        mailbox_module._kernels().post(
+            memory.words(*given), memory.seen_inputs, mailbox._call, mailbox._done, mailbox._ordered, call.address
+        )
+        until(lambda: int(mailbox._done[0]) == 1)
+    nodes.until_answered(lambda: pytest.fail("all are answered"))
+    assert mailbox._thread.expected == 0
+
+
 def test_the_thread_ends_with_its_mailbox(load: Load) -> None:
     module, given, before = load(LAYER, spec_of(ISAS[0])), inputs_of(LAYER), threads()
     nodes = [served() for _ in range(3)]

@@ -31,6 +31,8 @@ class HostThread {
   // None of those that are expected will come, since the GPU has failed.
   void dismiss();
   std::uint32_t expected() const;
+  // Waits until no request is expected, and returns false after `seconds`.
+  bool wait(double seconds);
 
  private:
   class Loop;
