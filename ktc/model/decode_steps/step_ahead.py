@@ -2,8 +2,8 @@
 
 In: a step that a device has begun. Out: the step is done, and its errors are raised, where `generate` asks its stopping
 criteria whether to continue, before it reads a token. The thread sleeps until then: the cores belong to the experts.
-The scores, the choice of a token, longer ids and stock criteria are enqueued behind the step. A token that is drawn at random is chosen
-when the step is done.
+The scores, the choice of a token, longer ids and stock criteria are enqueued behind the step. A token that is drawn at
+random is chosen when the step is done.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class MailboxLoop {
   void tell() {
     {
       const std::lock_guard lock(busy_);
-    }  // who has seen the number before waits now
+    }  // a thread that has read the number before this waits now
     none_left_.notify_all();
   }
 
