@@ -27,6 +27,7 @@ from ktc.foundation.files import file_digest
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
 from ktc.model.attention.absorbed import AbsorbedAttention
+from ktc.model.attention.decoding import fuse_sink_prompts
 from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparse_check import check_sparse_steps
 from ktc.model.attention.split_decode import SplitDecode, check_joined_keys, check_split_decode
@@ -153,6 +154,8 @@ def completed(
     guard(model, manifest.rewrites, remembered, folder)
     check_split_attention(model)
     check_gpu_routers(model)
+    if not reference:
+        fuse_sink_prompts(model, model.dtype)
     if manifest.cuda_graph and not reference:
         keep_experts(model)
         fuse_norms(model)

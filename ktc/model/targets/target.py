@@ -150,6 +150,10 @@ class Target:
         """Return the bytes of a position in the layer's cache, which takes `per_position` in the stock model."""
         return per_position
 
+    def reads_prompts_in_blocks(self, seen: CapturedNode) -> bool:
+        """Return whether prompts of its attention, which has sinks, keep no scores of all their tokens."""
+        return False
+
     @classmethod
     def apply(cls, graph: fx.GraphModule, block: Block) -> None:
         """Run the target's pass over a copy of a block's graph."""
