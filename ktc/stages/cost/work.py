@@ -16,7 +16,7 @@ from ktc.foundation.formats import FORMATS, Dense
 from ktc.model.attention.sink_prompts import computes_prompts
 from ktc.model.experts.kept_division import Division
 from ktc.model.experts.panel_codes import codes_of
-from ktc.model.experts.stream_sizes import Chunks, chunk_bytes
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.private_api import attention_of
@@ -240,7 +240,8 @@ class _Works:
         gpus, count = self._plan.host.gpus, spec.num_experts or 1
         memory = gpus[int(prefill.devices[0].partition(":")[2] or 0)].free if gpus else 0
         buffer = 0 if prefill.resident else prefill.buffer
-        cut = Chunks(decoded, packed_bytes(spec) // count, chunk_bytes(memory).matrices, buffer, plain)
+        chunk = chunk_bytes(memory, buffer or DEFAULT_BUFFER).matrices
+        cut = Chunks(decoded, packed_bytes(spec) // count, chunk, buffer, plain)
         return len(cut.cut(range(-(-count // len(prefill.devices)))))
 
     def _opaque(self, site: BlockSite, device: str) -> Work:

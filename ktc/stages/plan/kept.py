@@ -15,6 +15,7 @@ from typing import Final
 from ktc.diagnostics import Diagnostic
 from ktc.foundation.formats import FORMATS
 from ktc.model.experts.panel_codes import addressed_codes_of
+from ktc.model.experts.stream_sizes import TIGHT_BUFFER
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets.target import Prefill
 from ktc.stages.plan.decode_steps import gpu_of_graphs
@@ -50,14 +51,17 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     devices, choices = {device for prefill, _ in sent.values() for device in prefill.devices}, draft.request.choices
     budgets = {device: size for device in devices if isinstance(size := draft.rules.plan.get(device), int)}
     if choices is not None or budgets.keys() != devices:
-        places = _room(draft, devices) // _place_bytes(sent) if choices is not None and choices.keeps else 0
-        return _keeping(draft, sent, places) if single else draft
+        if choices is None or not choices.keeps or not single:
+            return _keeping(draft, sent, 0) if single else draft
+        draft, sent = _with_small_ring(draft, sent, devices)
+        return _keeping(draft, sent, _room(draft, devices) // _place_bytes(sent))
     use, room = _least(draft), {device: _room(draft, (device,)) for device in budgets}
     largest = {d: max(share_bytes(spec, p) for p, spec in sent.values() if d in p.devices) for d in devices}
     paths = list(sent)
     count = min(len(paths), *(room[device] // largest[device] for device in devices))
     if single and count < len(paths) and (not count or draft.rules.plan.get("mode") != "serve"):
-        places = sum(room.values()) // _place_bytes(sent)
+        draft, sent = _with_small_ring(draft, sent, devices)
+        use, places = _least(draft), _room(draft, devices) // _place_bytes(sent)
         kept = _keeping(draft, sent, places)
         return kept if places else kept.with_warnings(*(_no_place(draft, use, sent, *one) for one in budgets.items()))
     if not count:
@@ -66,6 +70,20 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     whole = {path: replace(prefills[path], resident=True) for path in chosen}
     others = {path: one for path, one in sent.items() if path not in chosen}
     return _counted(draft, prefills | whole | (_split(draft, others, 0) if single and others else {}))
+
+
+def _with_small_ring(draft: PlanDraft, sent: _Sent, devices: Iterable[str]) -> tuple[PlanDraft, _Sent]:
+    """Return the draft and its sent experts with a small ring, if the memory of the usual one has places.
+
+    A prompt waits for the bus in any case; a step reads less over it and on the CPU for each place more. The program's
+    own `stream_buffer` stays.
+    """
+    total = sum(spec.num_experts or 1 for _, spec in sent.values())
+    if "stream_buffer" in draft.rules.plan or _room(draft, devices) >= total * _place_bytes(sent):
+        return draft, sent
+    small = {path: (replace(prefill, buffer=TIGHT_BUFFER), spec) for path, (prefill, spec) in sent.items()}
+    prefills = {path: prefill for path, (prefill, _) in {**sent_experts(draft), **small}.items()}
+    return _counted(draft, prefills), small
 
 
 def _least(draft: PlanDraft) -> Workload:

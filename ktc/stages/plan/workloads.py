@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from ktc.model.attention.sink_prompts import COPIES
-from ktc.model.experts.stream_sizes import ChunkBytes, chunk_bytes, result_bytes, working_bytes
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, ChunkBytes, chunk_bytes, result_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.logit_tiles import step_bytes
@@ -298,7 +298,8 @@ def _sent(draft: PlanDraft, hidden: int, item: int) -> dict[str, _Sent]:
             widest = max(hidden, (1 + spec.gated) * (spec.intermediate or 0))
             top_k, matrices = spec.top_k or 1, (2 + spec.gated) * hidden * (spec.intermediate or 0) * item
             decoded = -(-(spec.num_experts or 1) // len(prefill.devices)) * matrices
-            one = _Sent(decoded, chunk_bytes(budget), top_k * widest * item, result_bytes(hidden, top_k, item))
+            chunk = chunk_bytes(budget, DEFAULT_BUFFER if prefill.resident else prefill.buffer)
+            one = _Sent(decoded, chunk, top_k * widest * item, result_bytes(hidden, top_k, item))
             by_gpu[device] = max(by_gpu.get(device, one), one, key=lambda sent: sent.rows)
     return by_gpu
 
