@@ -142,7 +142,15 @@ def expert_stream(
     """Return the stream of a layer's experts, or of a share of them: the same one for all calls."""
     share = share or range(experts.sizes.num_experts)
     buffer = 0 if resident else buffer  # those that stay need no ring, and are there once
-    key = form, device, buffer, share, resident, experts.packed.data_ptr(), chunk_bytes_on(device, buffer or DEFAULT_BUFFER)
+    key = (
+        form,
+        device,
+        buffer,
+        share,
+        resident,
+        experts.packed.data_ptr(),
+        chunk_bytes_on(device, buffer or DEFAULT_BUFFER),
+    )
     streams = _made.setdefault(experts, {})
     if key not in streams:
         streams[key] = ExpertStream(experts, form, device, buffer, share, resident=resident)

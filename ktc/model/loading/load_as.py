@@ -24,6 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.foundation import environment, host
 from ktc.foundation.files import file_digest
+from ktc.foundation.formats import WeightFormat
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
 from ktc.model.attention.absorbed import AbsorbedAttention
@@ -43,7 +44,9 @@ from ktc.model.hf.private_api import kept_in_fp32
 from ktc.model.hf.router import FusedRouter, check_gpu_routing
 from ktc.model.kernels.kernel_library import KernelLibrary, on_torch_threads
 from ktc.model.kernels.step_context import StepContext
+from ktc.model.linears.coded_weight import check_linear
 from ktc.model.linears.lora_linear import FusedLinear
+from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.loading import peft_glue
 from ktc.model.loading.buffers import compute_buffers
@@ -169,8 +172,10 @@ def completed(
 
 
 def check_gpu_products(model: nn.Module) -> None:
-    """Compare products with the codes of experts, on the GPUs that compute them. Raises HostLacks (H247)."""
+    """Compare products with codes of experts and linear layers, on the GPUs that compute them. Raises (H247)."""
     for module in model.modules():
+        if isinstance(module, StoredLinear) and module.device.type == "cuda":
+            check_linear(cast("WeightFormat", module.format), module.device)
         if isinstance(module, FusedMoe) and module.offload is not None and module.weights.packed is not None:
             for device in module.offload.devices:
                 check_products(module.weights.packed, device)

@@ -74,7 +74,8 @@ def _made(old: nn.Module, step: Rewrite, kernel: Kernel | None, folder: Path | N
             linear = _linear(old, plain=True)
             if kernel is None:
                 return FusedLinear.from_linear(linear)
-            return StoredLinear.from_linear(linear, kernel, config.format, config.threads)
+            device = torch.device(step.device)
+            return StoredLinear.from_linear(linear, kernel, config.format, config.threads, device)
         case config:
             return MODULES[step.module].realise(old, config, kernel)
 

@@ -47,7 +47,7 @@ def tensor_bytes(model: nn.Module, placement: Mapping[str, str]) -> dict[str, in
         if isinstance(module, FusedMoe):
             totals["cpu"] += module.weights.nbytes
         if isinstance(module, StoredLinear):
-            totals["cpu"] += module.packed_bytes
+            totals[str(module.device)] += module.packed_bytes
     return totals
 
 
