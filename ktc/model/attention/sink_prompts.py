@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ktc.model.linears.gemv import is_plain, is_traced
 
 BLOCK: Final = 1024  # rows
 COPIES: Final = 1 << 28  # bytes of keys and values, which are copied for each head
-_ranges: Final = WeakIdKeyDictionary()  # of masks: one is read for all layers of a kind
+_ranges: Final[Any] = WeakIdKeyDictionary()  # of masks: one is read for all layers of a kind
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -95,7 +95,7 @@ def _causal(block: slice, first: int, end: int, before: int, window: int | None,
 
 def _seen(mask: Tensor, rows: int, length: int) -> list[tuple[int, int]]:
     """Return the first key that some row of each block sees, and the one behind the last. Waits for the device."""
-    known = _ranges.get(mask)
+    known = cast("tuple[int, list[tuple[int, int]]] | None", _ranges.get(mask))
     if known is not None and known[0] == length:
         return known[1]
     counted = torch.arange(length, device=mask.device)
@@ -105,7 +105,7 @@ def _seen(mask: Tensor, rows: int, length: int) -> list[tuple[int, int]]:
         seen = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
         seen = seen.flatten(0, 2).any(0)
         ends += [torch.where(seen, counted, length).amin(), torch.where(seen, counted, -1).amax()]
-    pairs = torch.stack(ends).view(-1, 2).tolist()
+    pairs = cast("list[tuple[int, int]]", torch.stack(ends).view(-1, 2).tolist())
     ranges = [(first, last + 1) if last >= first else (0, 1) for first, last in pairs]  # a block may see the sink alone
     _ranges[mask] = length, ranges
     return ranges

@@ -40,7 +40,7 @@ class CallMemory:
         self.x, self.index, self.weights = (
             parts[name].view(like.dtype).view(like.shape) for name, like in given.items()
         )
-        self._seen_inputs, self._seen_out = _seen_by(memory.view(_WORD), x.device), _seen_by(self.out, x.device)
+        self._seen_inputs, self._seen_out = seen_by(memory.view(_WORD), x.device), seen_by(self.out, x.device)
 
     def put(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
         """Enqueue the transfer of a call's inputs to the host."""
@@ -70,7 +70,7 @@ class _Array:
         self.kept = memory
 
 
-def _seen_by(memory: Tensor, device: torch.device) -> Tensor | None:
+def seen_by(memory: Tensor, device: torch.device) -> Tensor | None:
     """Return pinned memory as a tensor of a GPU. None on the host, and with a warning where it is another GPU's."""
     if device.type != "cuda":
         return None

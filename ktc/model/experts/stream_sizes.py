@@ -39,7 +39,7 @@ class ChunkBytes:
 def chunk_bytes(memory: int, buffer: int = DEFAULT_BUFFER) -> ChunkBytes:
     """Return the bytes of a chunk on a device with `memory` free bytes, whose ring has `buffer` bytes.
 
-    A ring that is smaller than usual says that memory is scarce, however much is free now.
+    A ring that is smaller than usual says that memory is scarce; what is free then has no effect.
     """
     matrices, rows = (min(max(_LEAST, memory // part), _MOST) for part in (_PART_OF_MATRICES, _PART_OF_ROWS))
     if buffer < DEFAULT_BUFFER:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.formats import WeightFormat
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.tracing import never_traced
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
@@ -127,8 +126,7 @@ class StoredLinear(LinearWithoutWeight):
 
     @property
     def _coded(self) -> CodedWeight:
-        weight_format = cast("WeightFormat", self.format)
-        return CodedWeight.of(self._loaded(), weight_format, self.out_features, self.in_features)
+        return CodedWeight.of(self._loaded(), self.format, self.out_features, self.in_features)
 
     def _loaded(self) -> Tensor:
         self.loads.require_processed(self.loads.generation)

@@ -24,7 +24,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ktc.diagnostics import Diagnostic, InputRefused, render
 from ktc.foundation import environment, host
 from ktc.foundation.files import file_digest
-from ktc.foundation.formats import WeightFormat
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
 from ktc.model.attention.absorbed import AbsorbedAttention
@@ -57,6 +56,7 @@ from ktc.model.manifest.manifest import Manifest, Versions, check_sealed, read_m
 from ktc.model.manifest.stale_change_guard import Remembered, guard, remember
 from ktc.model.manifest.stock_facts import assumptions_of
 from ktc.model.packed_store import process_gpu, weight_store, weights_stage
+from ktc.model.packed_store.host_table import show_tables, with_tables
 from ktc.model.packed_store.memory import check_bytes
 from ktc.model.packed_store.placement import check_devices, device_map, follow, return_loss_to_labels
 from ktc.model.packed_store.random_weights import fill_random
@@ -120,11 +120,12 @@ def load_as(
     check_assumptions(manifest, model, folder)
     remembered = remember(model, manifest.rewrites)
     realise(model, manifest.rewrites, library, folder)
+    read_to = with_tables(placement, manifest.rewrites)
     if not reference:
         check_gpu_products(model)
-        check_bytes(model, manifest, folder, placement)  # before anything is read; `completed` checks the loaded model
+        check_bytes(model, manifest, folder, read_to)  # before anything is read; `completed` checks the loaded model
     with progress_bar(f"loading {folder.name}") as bar:
-        fill(model, placement, progress=options.get("progress") or bar)
+        fill(model, read_to, progress=options.get("progress") or bar)
     if library is not None:
         _warn_of_spinning(num_threads(manifest))
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
@@ -146,6 +147,7 @@ def completed(
     model.tie_weights()
     weight_store.check_filled(model)
     if not reference:
+        show_tables(model, manifest.rewrites)
         check_bytes(model, manifest, folder, placement)
     follow(model, placement)
     for module in model.modules():
@@ -175,7 +177,7 @@ def check_gpu_products(model: nn.Module) -> None:
     """Compare products with codes of experts and linear layers, on the GPUs that compute them. Raises (H247)."""
     for module in model.modules():
         if isinstance(module, StoredLinear) and module.device.type == "cuda":
-            check_linear(cast("WeightFormat", module.format), module.device)
+            check_linear(module.format, module.device)
         if isinstance(module, FusedMoe) and module.offload is not None and module.weights.packed is not None:
             for device in module.offload.devices:
                 check_products(module.weights.packed, device)

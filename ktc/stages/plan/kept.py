@@ -21,6 +21,7 @@ from ktc.model.targets.target import Prefill
 from ktc.stages.plan.decode_steps import gpu_of_graphs
 from ktc.stages.plan.divided import reads_of, with_division
 from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.host_table import host_table
 from ktc.stages.plan.memory import count_memory
 from ktc.stages.plan.nodes import group_sites
 from ktc.stages.plan.placement import budget_of, gib
@@ -31,6 +32,7 @@ from ktc.stages.plan.types import Plan, Reason, Workload
 
 SPLIT: Final = "experts_split"  # of the `plan` block
 DIVIDED: Final = "divided_prompts"
+_ROWS: Final = "the table stays in host memory, so that more experts have places"
 _STEP: Final = 64 << 20  # bytes, in which a message names budgets
 _Sent = Mapping[str, tuple[Prefill, FusedMoeSpec]]
 
@@ -53,14 +55,14 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     if choices is not None or budgets.keys() != devices:
         if choices is None or not choices.keeps or not single:
             return _keeping(draft, sent, 0) if single else draft
-        draft, sent = _with_small_ring(draft, sent, devices)
+        draft, sent = _with_room(draft, sent, devices)
         return _keeping(draft, sent, _room(draft, devices) // _place_bytes(sent))
     use, room = _least(draft), {device: _room(draft, (device,)) for device in budgets}
     largest = {d: max(share_bytes(spec, p) for p, spec in sent.values() if d in p.devices) for d in devices}
     paths = list(sent)
     count = min(len(paths), *(room[device] // largest[device] for device in devices))
     if single and count < len(paths) and (not count or draft.rules.plan.get("mode") != "serve"):
-        draft, sent = _with_small_ring(draft, sent, devices)
+        draft, sent = _with_room(draft, sent, devices)
         use, places = _least(draft), _room(draft, devices) // _place_bytes(sent)
         kept = _keeping(draft, sent, places)
         return kept if places else kept.with_warnings(*(_no_place(draft, use, sent, *one) for one in budgets.items()))
@@ -72,14 +74,20 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     return _counted(draft, prefills | whole | (_split(draft, others, 0) if single and others else {}))
 
 
-def _with_small_ring(draft: PlanDraft, sent: _Sent, devices: Iterable[str]) -> tuple[PlanDraft, _Sent]:
-    """Return the draft and its sent experts with a small ring, if the memory of the usual one has places.
+def _with_room(draft: PlanDraft, sent: _Sent, devices: Iterable[str]) -> tuple[PlanDraft, _Sent]:
+    """Return the draft and its sent experts with more room for places, where not all experts have one.
 
-    A prompt waits for the bus in any case; a step reads less over it and on the CPU for each place more. The program's
-    own `stream_buffer` stays.
+    The table of embeddings stays in host memory, of which a step reads a row. The ring is small: a prompt waits for
+    the bus in any case, and each place more saves a step's reads. The program's own `stream_buffer` stays.
     """
-    total = sum(spec.num_experts or 1 for _, spec in sent.values())
-    if "stream_buffer" in draft.rules.plan or _room(draft, devices) >= total * _place_bytes(sent):
+    total = sum(spec.num_experts or 1 for _, spec in sent.values()) * _place_bytes(sent)
+    if _room(draft, devices) >= total:
+        return draft, sent
+    table = host_table(draft)
+    if table is not None:
+        reason = Reason(table.fqn, f"{table.device} reads the rows of tokens: {_ROWS}")
+        draft = count_memory(replace(draft, table=table).with_reasons(reason))
+    if "stream_buffer" in draft.rules.plan or _room(draft, devices) >= total:
         return draft, sent
     small = {path: (replace(prefill, buffer=TIGHT_BUFFER), spec) for path, (prefill, spec) in sent.items()}
     prefills = {path: prefill for path, (prefill, _) in {**sent_experts(draft), **small}.items()}
