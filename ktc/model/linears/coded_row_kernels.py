@@ -98,7 +98,7 @@ def _rows_times(
     else:
         lower, upper = panel_sums(
             row, codes, scales, factors, at, columns,
-            NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, 8,
+            NUMBERS, SCALES, LEAST, GROUP, SPAN, NEIGHBOURS, HEAD, NBYTES, SCALE, BLOCKS,
         )  # fmt: skip
         if WIDE:
             _stored(result, bias, lower, first + tl.arange(0, 32), rows, BIASED)
