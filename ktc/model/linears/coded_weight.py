@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from ktc.model.experts.panel_codes import codes_of
 from ktc.model.experts.panels import WIDTH, by_output, panels_of
 from ktc.model.experts.stream_sizes import MOST_ROWS
 
-FEW_ROWS = 4  # that a program reads the panel again for; tensor cores read it once for 16
+FEW_ROWS: Final = 4  # that a program reads the panel again for; tensor cores read it once for 16
+# Of the weight. Decoding a smaller one for more than `FEW_ROWS` takes less time than the kernel with tensor cores, which
+# has too few programs there: 22 us and 41 to 62 for 4,096 outputs of 2,880 columns on an H200.
+_LARGE: Final = 1 << 28
 
 
 def serves(weight_format: WeightFormat) -> bool:
@@ -45,7 +49,8 @@ class CodedWeight:
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply `(..., K) -> (..., N)`, without gradients."""
         rows = x.reshape(-1, self.matrix.columns).contiguous()
-        if len(rows) > MOST_ROWS or not grouped_products.multiplies_codes(x.device):
+        decodes = len(rows) > (MOST_ROWS if self.matrix.packed.nbytes > _LARGE else FEW_ROWS)
+        if decodes or not grouped_products.multiplies_codes(x.device):
             out = F.linear(rows, self.decoded(), bias)
         elif len(rows) <= FEW_ROWS:
             from ktc.model.linears.coded_row_kernels import rows_times

@@ -33,6 +33,8 @@ from ktc.stages.plan.types import Plan, Reason, Workload
 SPLIT: Final = "experts_split"  # of the `plan` block
 DIVIDED: Final = "divided_prompts"
 _ROWS: Final = "the table stays in host memory, so that more experts have places"
+_CONTEXT: Final = 512 << 20  # bytes of CUDA's context, and of the allocator's gaps
+_SMALL: Final = 1 << 30  # budgets up to this one leave nothing to it
 _STEP: Final = 64 << 20  # bytes, in which a message names budgets
 _Sent = Mapping[str, tuple[Prefill, FusedMoeSpec]]
 
@@ -105,6 +107,8 @@ def _room(draft: PlanDraft, devices: Iterable[str]) -> int:
     """Return the bytes that the budgets of devices leave in the use that needs least."""
     needs = _least(draft).needs
     budgets = {device: budget_of(device, draft.rules, draft.host) or 0 for device in devices}
+    if not draft.request.choices:  # a budget that the program names is for the whole process
+        budgets = {device: budget - min(_CONTEXT, max(0, budget - _SMALL)) for device, budget in budgets.items()}
     return sum(max(0, budget - sum(needs.get(device, {}).values())) for device, budget in budgets.items())
 
 

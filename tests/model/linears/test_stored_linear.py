@@ -140,6 +140,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredLinear, "_on_gpu", True)
     monkeypatch.setattr(grouped_products, "multiplies_codes", lambda device: True)
     monkeypatch.setattr(coded_weight, "MOST_ROWS", 8)
+    monkeypatch.setattr(coded_weight, "_LARGE", 0)
 
 
 @pytest.mark.usefixtures("as_on_gpu")
