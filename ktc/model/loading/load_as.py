@@ -28,9 +28,10 @@ from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
 from ktc.model.attention.absorbed import AbsorbedAttention
 from ktc.model.attention.decoding import fuse_sink_prompts
+from ktc.model.attention.joined_keys import check_joined_keys
 from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparse_check import check_sparse_steps
-from ktc.model.attention.split_decode import SplitDecode, check_joined_keys, check_split_decode
+from ktc.model.attention.split_decode import SplitDecode, check_split_decode
 from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 from ktc.model.decode_steps.gpu_norms import fuse_norms
@@ -39,6 +40,7 @@ from ktc.model.decode_steps.native_step import native_steps
 from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import generation_config, remote_code, stock_model
+from ktc.model.hf.patching import stock_class
 from ktc.model.hf.private_api import kept_in_fp32
 from ktc.model.hf.router import FusedRouter, check_gpu_routing
 from ktc.model.kernels.kernel_library import KernelLibrary, on_torch_threads
@@ -187,12 +189,14 @@ def check_split_attention(model: nn.Module) -> None:
     """Compare attention of new tokens with PyTorch's, on the GPUs that compute it. Raises HostLacks (H248)."""
     answering = [module for module in model.modules() if isinstance(getattr(module, "decode", None), SplitDecode)]
     sparse = [module for module in answering if isinstance(module.sparse, Sparse)]
+    absorbing = [module for module in answering if isinstance(module, AbsorbedAttention)]
+    latents = {(stock_class(module), module.absorption): module for module in absorbing}
     devices = {parameter.device for module in answering for parameter in module.parameters()}
     for device in sorted(devices, key=str):
         if device.type == "cuda":
             check_split_decode(device)
-            if any(isinstance(module, AbsorbedAttention) for module in answering):
-                check_joined_keys(device)
+            for module in latents.values():
+                check_joined_keys(module, device)
             check_sparse_steps(sparse, device)
 
 

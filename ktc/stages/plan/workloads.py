@@ -172,7 +172,7 @@ def _shortfall(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
 def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> Needs:
     """Return the needs at the peak of a step: what forward saved, and the larger of loss and a layer's backward.
 
-    A step may have any number of micro-batches of this batch and length, whose losses share a run.
+    A step has the micro-batches of `ktc train`, of this batch and length, whose losses share a run.
     """
     tokens, needs = batch * length, _resident(model, adapter=True)
     for device, of_device in needs.items():
