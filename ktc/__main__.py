@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-_INTERRUPTED = 130  # as `ktc.cli.session` has it, which may not be imported yet
+_INTERRUPTED = 130  # as in `ktc.cli.session`, which is imported below
 
 
 def run() -> NoReturn:
