@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -32,6 +33,7 @@ from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_
 from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded, through_layers
 from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.part_clock import span
+from ktc.training.trainers.pass_graphs import PassGraphs
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
@@ -110,6 +112,7 @@ class Stacking:
     one_by_one: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
     joins_some: bool = False  # whether that holds for some micro-batches of the step before, and not for others
     told_of_rows: str = ""  # whether micro-batches of more tokens than a pass are divided into their rows
+    graphs: str = ""  # whether layers that keep everything for backward are replayed, and why not
 
     def __str__(self) -> str:
         if not self.on:
@@ -122,7 +125,8 @@ class Stacking:
         rows = f"; {self.told_of_rows}" if self.told_of_rows else ""
         waiting = f"; {self.offloaded.told}" if self.offloaded else ""
         kept = f"; {self.kept.told}" if self.kept.told else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{loss}{layers}{around}{rows}"
+        graphs = f"; {self.graphs}" if self.graphs else ""
+        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{graphs}{loss}{layers}{around}{rows}"
 
 
 _SIZES: Mapping[str, Any] = {
@@ -159,6 +163,7 @@ class Stacker(TrainerCallback):
         self._decided_for: StepSizes | None = None
         self._in_one_run = 0  # the tokens of several micro-batches that may have their losses together
         self._told: set[Stacking] = set()
+        self._graphs = PassGraphs()
         self._finite = FiniteFilter(trainer.args)
         trainer.add_callback(self)
 
@@ -171,6 +176,15 @@ class Stacker(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Free the memory of graphs for an evaluation."""
+        if control.should_evaluate:
+            self._graphs.drop()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Free the memory of graphs."""
+        self._graphs.drop()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer's arguments back: the loss of a waiting micro-batch has been passed over."""
@@ -269,6 +283,7 @@ class Stacker(TrainerCallback):
         if self.decision is not None:  # the loss may be another one since the step before
             self._note(whole_loss=embed_and_head.whole_loss)
         if sizes != self._decided_for:
+            self._graphs.drop()  # whose memory is free then
             self._settle(self._sized(sizes, recorded.enters, model))
             self._decided_for = sizes
         assert self.decision is not None
@@ -292,9 +307,7 @@ class Stacker(TrainerCallback):
         of_batches = [batch.calls(call) for batch, call in zip(batches, calls, strict=True)]
         pieces = [divided(call, self.decision.chunk_tokens) for of_batch in of_batches for call in of_batch]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
-        outs = through_layers(
-            self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded, self.decision.kept
-        )
+        outs = self._through_layers([chunk for chunk, _ in chunks])
         of_calls = iter(_by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces]))
         finals = [as_batch([next(of_calls) for _ in of_batch]) for of_batch in of_batches]
         leaves = [final.detach().requires_grad_() for final in finals]
@@ -303,7 +316,10 @@ class Stacker(TrainerCallback):
                 losses += embed_and_head.losses(stock_step, batch, num_items, call, leaf)
         if embed_and_head.checks_at_once:
             embed_and_head.check_unchanged()
-        shown = {"whole_loss": embed_and_head.whole_loss, "not_compiled": str(self._compiled or "")}
+        shown = {
+            "whole_loss": embed_and_head.whole_loss, "not_compiled": str(self._compiled or ""),
+            "graphs": self._graphs.told,
+        }  # fmt: skip
         self._note(**{name: fact for name, fact in shown.items() if fact})
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, pieces, chunks, leaves, finals, of_batches
@@ -314,6 +330,19 @@ class Stacker(TrainerCallback):
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+
+    def _through_layers(self, chunks: Sequence[ModelCall]) -> list[Tensor]:
+        """Return the last layer's outputs; layers that are compiled and keep everything may be replayed as graphs."""
+        assert self.decision is not None
+        kept = self.decision.kept
+        run = partial(
+            through_layers, self._layers, compiled=self._compiled, offloaded=self.decision.offloaded, kept=kept
+        )
+        compiled = self._compiled is not None and not self._compiled.refused
+        if compiled and kept.parts == len(self._layers):
+            return self._graphs.through(self._layers, chunks, run)
+        self._graphs.drop()
+        return run(chunks)
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
         lengths = [length for _, length in step.sizes]

@@ -1,0 +1,151 @@
+"""Passes that are replayed: the same losses and gradients as layer by layer, and no replay of what has changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stacked_training import StackingTrainer, assert_alike, trained
+from torch import Tensor
+
+from ktc.training.trainers import pass_graphs
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.layer_pass import through_layers
+from ktc.training.trainers.pass_graphs import PassGraphs
+from ktc.training.trainers.split_layer import LayerCall
+from ktc.training.trainers.stacking import Stacker, StackMode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EQUAL = (12,) * 16  # lengths of rows: every pass has the same shapes
+
+
+class Recorded:
+    """Code that is run again at each replay, as a CUDA graph runs its kernels."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+
+class Repeated(pass_graphs._Graphs):
+    """Graphs without a GPU: they write to the same memory each time."""
+
+    def _record(self, run: Any) -> None:
+        outs = run(self._inputs.chunks)
+        self._grads = [torch.empty_like(out) for out in outs]
+        torch.autograd.backward(outs, self._grads, retain_graph=False)
+        self._outs = [out.detach() for out in outs]
+        self._of_parameters = [parameter.grad for parameter in self._parameters]
+        self._run, self._made = run, list[Tensor]()
+        self._forward, self._backward = Recorded(self._again), Recorded(self._back)
+
+    def _again(self) -> None:
+        with torch.enable_grad():
+            self._made = self._run(self._inputs.chunks)
+        for into, out in zip(self._outs, self._made, strict=True):
+            into.copy_(out.detach())
+
+    def _back(self) -> None:
+        targets = [*(x for x in self._hidden if x.requires_grad), *self._parameters]
+        before = [parameter.grad for parameter in self._parameters]
+        into = [*(x.grad for x in self._hidden if x.requires_grad), *self._of_parameters]
+        for target in targets:
+            target.grad = None
+        torch.autograd.backward(self._made, self._grads)
+        for target, memory in zip(targets, into, strict=True):
+            if memory is not None and target.grad is not None:
+                memory.copy_(target.grad)
+        for hidden, memory in zip((x for x in self._hidden if x.requires_grad), into, strict=False):
+            hidden.grad = memory
+        for parameter, grad in zip(self._parameters, before, strict=True):
+            parameter.grad = grad
+
+
+class Replaying(Stacker):
+    """A stacker that replays on the CPU too."""
+
+    def _through_layers(self, chunks: Sequence[ModelCall]) -> list[Tensor]:
+        assert self.decision is not None
+        return self._graphs.through(self._layers, chunks, functools.partial(through_layers, self._layers))
+
+    @property
+    def graphs(self) -> PassGraphs:
+        return self._graphs
+
+
+class WithGraphs(StackingTrainer):
+    def __init__(self, *args: Any, mode: StackMode, **kwargs: Any) -> None:
+        super().__init__(*args, mode=mode, **kwargs)
+        self.stacker = Replaying(self, mode, chunk_tokens=40)
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record and replay on the CPU."""
+
+    def captured(layers: Any, inputs: Any, run: Any) -> Repeated:
+        graphs = Repeated(inputs, pass_graphs._trained(layers))
+        with pass_graphs._without_gradients(graphs._parameters):
+            graphs._record(run)
+        return graphs
+
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", captured)
+    monkeypatch.setattr(pass_graphs, "reason_against", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+
+
+def both(out: Path, folder: Path, **settings: Any) -> Replaying:
+    ours, theirs = (trained(out, folder, "on", trainer=kind, **settings) for kind in (WithGraphs, StackingTrainer))
+    assert_alike(ours, theirs, 1e-6)
+    assert isinstance(ours.stacker, Replaying)
+    return ours.stacker
+
+
+def test_replayed_passes_have_the_losses_and_gradients_of_others(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=6, lengths=EQUAL)
+    assert stacker.decision is not None
+    assert "layers are replayed as CUDA graphs" in str(stacker.decision)
+
+
+def test_passes_of_other_shapes_are_not_replayed(package: Callable[[str], Path], tmp_path: Path) -> None:
+    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=2, max_steps=4, lengths=(5, 6, 7, 8) * 2)
+    assert stacker.decision is not None
+    assert "CUDA graphs" not in str(stacker.decision)
+
+
+def call(hidden: Tensor, *others: Any, count: int = 2) -> ModelCall:
+    layer = LayerCall(None, others, {"positions": others}, ())
+    return ModelCall(hidden, (hidden.device,) * count, (layer,) * count)
+
+
+def test_inputs_are_told_apart_by_layout_values_and_what_is_shared() -> None:
+    x, mask, table = torch.zeros(2, 3, 4), torch.zeros(3, 3), torch.zeros(1, 3).expand(2, 3)
+    alike = [call(x, mask, 1, None), call(x.clone(), mask.clone(), 1, None)]
+    others = [
+        call(x, mask, 1.0, None), call(x, mask, 2, None), call(x, mask.t(), 1, None), call(x, mask.bool(), 1, None),
+        call(x[:1], mask, 1, None), call(x, mask, 1, mask.clone()), call(x, mask, 1, mask), call(x, None, 1, None),
+        call(x.clone().requires_grad_(), mask, 1, None), call(x, table, 1, None),
+    ]  # fmt: skip
+    signatures = [pass_graphs._Inputs.of([each]).signature for each in (*alike, *others)]
+    assert signatures[0] in signatures[1:]
+    assert all(signatures.count(signature) == 1 for signature in signatures[2:])
+
+
+def test_copies_have_the_layout_and_the_values_of_other_inputs() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    tables = torch.randn(1, 3).expand(2, 3), torch.randn(3, 5).t()
+    inputs = pass_graphs._Inputs.of([call(x, *tables), call(x.detach().clone(), *tables)])
+    copies = inputs.copied()
+    assert len(copies.tensors) == len(inputs.tensors) == 4
+    assert pass_graphs._Inputs.of(copies.chunks).signature == inputs.signature
+    assert not {tensor.data_ptr() for tensor in copies.tensors} & {tensor.data_ptr() for tensor in inputs.tensors}
+    more = (tables[0][:1] + 1).expand(2, 3), (tables[1].t() + 1).t()
+    copies.take(pass_graphs._Inputs.of([call((x + 1).detach().requires_grad_(), *more), call(x.detach() + 2, *more)]))
+    assert torch.equal(copies.chunks[1].hidden, x + 2)
+    assert torch.equal(copies.chunks[0].layers[0].kwargs["positions"][0], tables[0] + 1)
