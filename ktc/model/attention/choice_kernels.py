@@ -18,8 +18,6 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from ktc.model.kernels.triton_launch import CachedKernel
-
 _INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
 HIDDEN: Final = tl.constexpr(-1)
 LEAST: Final = tl.constexpr(-1e30)  # the score of a hidden position
@@ -129,7 +127,6 @@ def _first_block(first, program, programs):
     return first + (program - first % programs + programs) % programs
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def estimate(
     coded, factors, offsets, codes, scales, ends, scores, peaks, totals, positions, programs,
@@ -209,7 +206,6 @@ def _estimated(scores, of_head, at, positions, PADDED: tl.constexpr, ROWS: tl.co
     return tl.load(scores + of_positions, mask=(at < positions)[:, None] & (member < PADDED)[None, :])
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def weigh(
     scores, peaks, totals, ends, numbers, counts, most_chosen, positions, programs, sink, local,

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from ktc.model.attention.choice_kernels import HIDDEN
 from ktc.model.attention.split_kernels import _dot
-from ktc.model.kernels.triton_launch import CachedKernel
 
 NOT_SPECIALISED: Final = ("positions", "programs", "rounds", "k")
 
@@ -48,7 +47,6 @@ def _listed(numbers, lists, least, positions, program, programs, rounds, STRIP: 
     return chosen
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def attend_listed(
     query, first, second, values, numbers, counts, lists, sums, peaks, totals, scale, positions, programs, rounds, k,

@@ -14,8 +14,6 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from ktc.model.kernels.triton_launch import CachedKernel
-
 NOT_SPECIALISED: Final = ("positions",)
 
 
@@ -95,7 +93,6 @@ def _store_query(into, x, scale, largest, BITS: tl.constexpr):
     return total * 8 if BITS == 4 else total  # stored are codes plus 8, and of signs half of the codes plus 1
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def encode_step(
     query, first, second, mean, signs, position, seen, coded, factors, offsets, codes, scales, ends, counts, scale,

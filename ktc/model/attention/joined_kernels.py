@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ktc.model.kernels.triton_launch import CachedKernel
 
 _HEADS: Final = 8  # of a program
 
@@ -26,15 +25,15 @@ def joined(expanded: Tensor, k_rope: Tensor, heads: int, nope: int) -> Tensor:
     B, L, width = expanded.shape
     rope = k_rope.shape[-1]
     keys = expanded.new_empty((B, L, heads, nope + rope))
-    _join[(B * L, triton.cdiv(heads, _HEADS))](
-        expanded, k_rope, keys, heads, width // heads, L, *expanded.stride()[:2], k_rope.stride(0),
-        k_rope.stride(2), NOPE=nope, ROPE=rope, NOPE_BLOCK=triton.next_power_of_2(nope),
-        ROPE_BLOCK=triton.next_power_of_2(rope), HEADS=_HEADS, num_warps=2,
-    )  # fmt: skip
+    with torch.cuda.device_of(expanded):  # Triton launches on the current device
+        _join[(B * L, triton.cdiv(heads, _HEADS))](
+            expanded, k_rope, keys, heads, width // heads, L, *expanded.stride()[:2], k_rope.stride(0),
+            k_rope.stride(2), NOPE=nope, ROPE=rope, NOPE_BLOCK=triton.next_power_of_2(nope),
+            ROPE_BLOCK=triton.next_power_of_2(rope), HEADS=_HEADS, num_warps=2,
+        )  # fmt: skip
     return keys.transpose(1, 2)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=("positions",))
 def _join(
     expanded, k_rope, keys, heads, width, positions, from_row, from_position, rope_row, rope_position,

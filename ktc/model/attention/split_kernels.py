@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ktc.model.attention.decode import KVCacheView
-from ktc.model.kernels.triton_launch import CachedKernel
 
 _INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG2_E: Final = 1.4426950408889634
@@ -74,23 +73,24 @@ def attend(
     out = query.new_empty((B, T, H, kv.values.shape[-1]))
     values = first if shared else kv.values
     seen, kind, batch_of_mask, token_of_mask = _mask(mask, B)
-    _split[(groups * K, tiling.programs, B)](
-        query.contiguous(), first, second if second is not None else first, values,
-        first if seen is None else seen, sums, state[0], state[1], scale * _LOG2_E, L, tiling.programs,
-        *first.stride()[:3], *(first if second is None else second).stride()[:3], *values.stride()[:3],
-        batch_of_mask, token_of_mask, 0.0 if mask is None else _hidden(mask.dtype), groups, T,
-        HEADS=H, GROUP=H // K, SEVERAL=T > 1, WIDTH=width, FIRST=first.shape[-1],
-        SECOND=0 if second is None else second.shape[-1], VALUE=values.shape[-1],
-        FIRST_BLOCK=_block(first.shape[-1]), SECOND_BLOCK=0 if second is None else _block(second.shape[-1]),
-        VALUE_BLOCK=_block(values.shape[-1]), SHARED=shared, MASK=kind, ROWS=tiling.rows, BLOCK=tiling.positions,
-        SCAN=max(1, _SCANNED // tiling.positions), num_warps=tiling.warps, num_stages=tiling.stages,
-    )  # fmt: skip
-    _merge[(B * H * T, -(-values.shape[-1] // _MERGED))](
-        sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out,
-        tiling.programs, T, HEADS=H, SEVERAL=T > 1, VALUE=values.shape[-1], SINKS=sinks is not None,
-        PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(tiling.programs)), BLOCK=_MERGED,
-        TOGETHER=_TOGETHER, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        _split[(groups * K, tiling.programs, B)](
+            query.contiguous(), first, second if second is not None else first, values,
+            first if seen is None else seen, sums, state[0], state[1], scale * _LOG2_E, L, tiling.programs,
+            *first.stride()[:3], *(first if second is None else second).stride()[:3], *values.stride()[:3],
+            batch_of_mask, token_of_mask, 0.0 if mask is None else _hidden(mask.dtype), groups, T,
+            HEADS=H, GROUP=H // K, SEVERAL=T > 1, WIDTH=width, FIRST=first.shape[-1],
+            SECOND=0 if second is None else second.shape[-1], VALUE=values.shape[-1],
+            FIRST_BLOCK=_block(first.shape[-1]), SECOND_BLOCK=0 if second is None else _block(second.shape[-1]),
+            VALUE_BLOCK=_block(values.shape[-1]), SHARED=shared, MASK=kind, ROWS=tiling.rows, BLOCK=tiling.positions,
+            SCAN=max(1, _SCANNED // tiling.positions), num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
+        _merge[(B * H * T, -(-values.shape[-1] // _MERGED))](
+            sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out,
+            tiling.programs, T, HEADS=H, SEVERAL=T > 1, VALUE=values.shape[-1], SINKS=sinks is not None,
+            PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(tiling.programs)), BLOCK=_MERGED,
+            TOGETHER=_TOGETHER, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -231,7 +231,6 @@ def _blocks_of(
     return low, high
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _split(
     query, first, second, values, mask, sums, peaks, totals, scale, positions, programs,
@@ -293,7 +292,6 @@ def _split(
     tl.store(sums + part[:, None] * VALUE + dv[None, :], summed, mask=is_row[:, None] & (dv < VALUE)[None, :])
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _merge(
     sums, peaks, totals, sinks, out, programs, tokens,

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ktc.model.kernels.triton_launch import CachedKernel
 
 WIDEST: Final = 16384  # numbers of a row that a program holds
 _OF_WARP: Final = 512  # numbers of a row for each warp, up to 16 of them
@@ -27,14 +26,14 @@ def normed(x: Tensor, weight: Tensor, epsilon: float, *, once: bool = False) -> 
     rows, out = x.reshape(-1, H), x.new_empty(x.shape)
     block = triton.next_power_of_2(H)
     if len(rows):
-        _normed[(len(rows),)](
-            rows, weight, out, H, rows.stride(0), rows.stride(1), epsilon, ONCE=once, BLOCK=block,
-            num_warps=max(1, min(16, block // _OF_WARP)),
-        )  # fmt: skip
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            _normed[(len(rows),)](
+                rows, weight, out, H, rows.stride(0), rows.stride(1), epsilon, ONCE=once, BLOCK=block,
+                num_warps=max(1, min(16, block // _OF_WARP)),
+            )  # fmt: skip
     return out
 
 
-@CachedKernel
 @triton.jit
 def _normed(x, weight, out, width, by_row, by_number, epsilon, ONCE: tl.constexpr, BLOCK: tl.constexpr):
     kind: tl.constexpr = out.dtype.element_ty

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktc.model.kernels.triton_launch import CachedKernel
-
 _HEADS: Final = 4  # of a program
 
 
@@ -47,12 +45,13 @@ def _rotated(
     queries, keys = query.new_empty(query.shape), key.new_empty(key.shape)
     groups = triton.cdiv(H, _HEADS)
     of_cos, of_sin = ((angle.stride(0) if len(angle) > 1 else 0, *angle.stride()[1:]) for angle in angles)
-    _rotate[(B * T, groups + triton.cdiv(K, _HEADS))](
-        query, key, cos, sin, queries, keys, H, K, T, groups, *query.stride()[:3], *key.stride()[:3],
-        *of_cos, *of_sin, HALF=D // 2, BLOCK=triton.next_power_of_2(D // 2),
-        HEADS=_HEADS, TWICE=cos.shape[-1] == D, PAIRS=pairs, INTERLEAVED=interleaved, num_warps=1,
-        enable_fp_fusion=pairs,  # PyTorch rounds each product of real numbers, and no product of complex ones
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        _rotate[(B * T, groups + triton.cdiv(K, _HEADS))](
+            query, key, cos, sin, queries, keys, H, K, T, groups, *query.stride()[:3], *key.stride()[:3],
+            *of_cos, *of_sin, HALF=D // 2, BLOCK=triton.next_power_of_2(D // 2),
+            HEADS=_HEADS, TWICE=cos.shape[-1] == D, PAIRS=pairs, INTERLEAVED=interleaved, num_warps=1,
+            enable_fp_fusion=pairs,  # PyTorch rounds each product of real numbers, and no product of complex ones
+        )  # fmt: skip
     return queries, keys
 
 
@@ -90,7 +89,6 @@ def _turned(
     tl.store(out + head[:, None] * to_head + second[None, :], y2.to(kind), mask=there)
 
 
-@CachedKernel
 @triton.jit
 def _rotate(
     query, key, cos, sin, queries, keys, heads, key_heads, tokens, groups,

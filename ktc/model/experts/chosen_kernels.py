@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ktc.model.experts.activation_kernels import constants_of_form, function, gated
 from ktc.model.kernels.form import ExpertsForm
-from ktc.model.kernels.triton_launch import CachedKernel
 
 
 class Tile(NamedTuple):
@@ -46,11 +45,12 @@ def activations(
     parts = 2 if form.gated else 1
     inner, pairs = gate_up.shape[1] // parts, len(experts)
     out = x.new_empty(pairs, inner)
-    _activations[(pairs, triton.cdiv(inner, tile.rows))](
-        x, experts, gate_up, x if bias is None else bias, out, inner, x.shape[1], **constants_of_form(form),
-        CHOICES=pairs // len(x), PARTS=parts, INTERLEAVED=form.interleaved, BIASED=bias is not None,
-        ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _activations[(pairs, triton.cdiv(inner, tile.rows))](
+            x, experts, gate_up, x if bias is None else bias, out, inner, x.shape[1], **constants_of_form(form),
+            CHOICES=pairs // len(x), PARTS=parts, INTERLEAVED=form.interleaved, BIASED=bias is not None,
+            ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
     return out
 
 
@@ -64,15 +64,15 @@ def outputs(
     """
     tokens, choices = weights_TK.shape
     out = h.new_empty(tokens, down.shape[1], dtype=dtype)
-    _outputs[(tokens, triton.cdiv(down.shape[1], tile.rows))](
-        h, experts, weights_TK, down, h if bias is None else bias, out, down.shape[1], down.shape[2],
-        CHOICES=choices, BIASED=bias is not None, ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(h):
+        _outputs[(tokens, triton.cdiv(down.shape[1], tile.rows))](
+            h, experts, weights_TK, down, h if bias is None else bias, out, down.shape[1], down.shape[2],
+            CHOICES=choices, BIASED=bias is not None, ROWS=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
     return out
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
-@CachedKernel
 @triton.jit
 def _activations(
     x, experts, weights, bias, out, rows, columns,
@@ -110,7 +110,6 @@ def _activations(
     tl.store(out + pair.to(tl.int64) * rows + row, h.to(out.dtype.element_ty), mask=row < rows)
 
 
-@CachedKernel
 @triton.jit
 def _outputs(
     h, experts, shares, weights, bias, out, rows, columns,

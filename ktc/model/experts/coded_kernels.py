@@ -34,7 +34,6 @@ from ktc.model.experts.code_kernels import (
 )  # fmt: skip
 from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.panel_codes import SCALE_BYTES, PanelCodes
-from ktc.model.kernels.triton_launch import CachedKernel
 
 _FEW_OF_EXPERT: Final = 8
 _PANELS: Final = 4  # that a program multiplies together
@@ -99,10 +98,11 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], matrices
     assert packed.is_contiguous() and packed.data_ptr() % 16 == 0, "whole experts, one behind the other"
     sizes = packed.shape[1], matrices.begin, matrices.panel_bytes, matrices.num_panels, matrices.rows, matrices.columns
     of_codes = packed.view(torch.uint8 if codes.bits == 8 else torch.int16)
-    kernel[grid](
-        *given, of_codes, packed.view(_SCALES[codes.scales]), packed, *sizes,
-        **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, **more,
-    )  # fmt: skip
+    with torch.cuda.device_of(packed):  # Triton launches on the current device
+        kernel[grid](
+            *given, of_codes, packed.view(_SCALES[codes.scales]), packed, *sizes,
+            **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, **more,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -124,7 +124,6 @@ def row_of(lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr):
     return (inner * PARTS + part if INTERLEAVED else part * rows + inner), inner < rows
 
 
-@CachedKernel
 @triton.jit
 def _decoded(
     ends, out, out_stride, row_stride,
@@ -240,7 +239,6 @@ def panel_sums(
     return tl.sum(tl.sum(lower, 1), 0), tl.sum(tl.sum(upper, 1), 0)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["experts"])
 def _few_rows(
     x, ends, out, experts, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,
@@ -283,7 +281,6 @@ def tile_of_rows(ends, experts, tile, EXPERTS: tl.constexpr, BM: tl.constexpr):
     return expert, start, tl.sum(tl.where(numbers == expert, last, 0), 0)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["experts", "tiles"])
 def _some_rows(
     x, ends, out, experts, tiles, codes, scales, factors, expert_bytes, first, panel_bytes, panels, rows, columns,

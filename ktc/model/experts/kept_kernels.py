@@ -23,7 +23,6 @@ from torch import Tensor
 from ktc.model.experts.coded_kernels import constants_of, panel_sums, row_of
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.panel_codes import Numbers
-from ktc.model.kernels.triton_launch import CachedKernel
 
 _WORDS: Final[dict[Numbers, str]] = {"int8": "byte", "e4m3": "byte", "bf16": "weight"}  # others are of 16 bits
 _NO_BIAS: Final = -1
@@ -39,10 +38,11 @@ def split(
     int64, `share` (1,) int32; `host` is the address of the layer's packed experts, each of `nbytes`.
     """
     addresses, left = index_TK.new_empty(index_TK.numel()), torch.empty_like(index_TK)
-    _split[(1,)](
-        index_TK, table, share, counts, traffic, addresses, left, host, nbytes, index_TK.numel(), len(table),
-        EXPERTS=triton.next_power_of_2(len(table)), PAIRS=triton.next_power_of_2(index_TK.numel()),
-    )  # fmt: skip
+    with torch.cuda.device_of(index_TK):
+        _split[(1,)](
+            index_TK, table, share, counts, traffic, addresses, left, host, nbytes, index_TK.numel(), len(table),
+            EXPERTS=triton.next_power_of_2(len(table)), PAIRS=triton.next_power_of_2(index_TK.numel()),
+        )  # fmt: skip
     return addresses, left
 
 
@@ -57,12 +57,13 @@ def products(
     codes = addressed_codes(matrices.panels)
     assert codes is not None, "panels that a GPU multiplies"
     out = torch.empty(len(addresses), matrices.shape[1], dtype=torch.float32, device=rows.device)
-    _products[(matrices.num_panels, len(addresses))](
-        rows, addresses, out, matrices.begin, matrices.panel_bytes, matrices.rows, matrices.columns,
-        max(bias_at, 0), **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved,
-        WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, BIASED=bias_at != _NO_BIAS, BLOCKS=8,
-        num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(rows):
+        _products[(matrices.num_panels, len(addresses))](
+            rows, addresses, out, matrices.begin, matrices.panel_bytes, matrices.rows, matrices.columns,
+            max(bias_at, 0), **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved,
+            WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, BIASED=bias_at != _NO_BIAS, BLOCKS=8,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -70,14 +71,14 @@ def sum_of_choices(rows: Tensor, addresses: Tensor, weights_TK: Tensor) -> Tenso
     """Add the rows of each token that have an address, with their weights: `(T * K, H), (T * K,), (T, K) -> (T, H)`."""
     tokens, hidden = len(weights_TK), rows.shape[1]
     out = torch.empty(tokens, hidden, dtype=torch.float32, device=rows.device)
-    _sum_of_choices[(triton.cdiv(hidden, _SUMMED), tokens)](
-        rows, addresses, weights_TK, out, hidden, CHOICES=weights_TK.shape[1], BLOCK=_SUMMED
-    )
+    with torch.cuda.device_of(rows):
+        _sum_of_choices[(triton.cdiv(hidden, _SUMMED), tokens)](
+            rows, addresses, weights_TK, out, hidden, CHOICES=weights_TK.shape[1], BLOCK=_SUMMED
+        )
     return out
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
-@CachedKernel
 @triton.jit(do_not_specialize=["host", "pairs", "experts"])
 def _split(
     index, table, share, counts, traffic, addresses, left, host, nbytes, pairs, experts,
@@ -140,7 +141,6 @@ def _stored(out, bias, sums, lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED
     tl.store(out + of_lane, sums, mask=is_row)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["bias_at"])
 def _products(
     x, addresses, out, first, panel_bytes, rows, columns, bias_at,
@@ -168,7 +168,6 @@ def _products(
         _stored(result, bias, lower, tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED, BIASED)
 
 
-@CachedKernel
 @triton.jit
 def _sum_of_choices(rows, addresses, weights, out, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
     token, at = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -31,7 +31,6 @@ from ktc.model.experts.coded_kernels import tile_of_rows
 from ktc.model.experts.row_factors import ActivationGradients, BothFactors, GivenGradients, Inner, RunFactors
 from ktc.model.experts.slots import Rows
 from ktc.model.kernels.form import ExpertsForm
-from ktc.model.kernels.triton_launch import CachedKernel
 
 _INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
 _NARROWEST: Final = 16  # columns of a product of tiles
@@ -118,10 +117,11 @@ def put_outer(target: Tensor, narrow: Tensor, wide: Tensor, rows: Rows, scale: f
     """
     groups, rank, columns = target.shape
     assert narrow.stride(1) == wide.stride(1) == 1, "rows in one piece"
-    _outer[(groups, triton.cdiv(columns, tile.columns))](
-        target, narrow, wide, rows.ends, scale, columns, narrow.stride(0), wide.stride(0), *target.stride(),
-        RANK=rank, LANES=_lanes(rank), BM=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(target):  # Triton launches on the current device
+        _outer[(groups, triton.cdiv(columns, tile.columns))](
+            target, narrow, wide, rows.ends, scale, columns, narrow.stride(0), wide.stride(0), *target.stride(),
+            RANK=rank, LANES=_lanes(rank), BM=tile.rows, BLOCK=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
 
 
 def _or(other: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -171,7 +171,10 @@ def _launch(kernel: Any, rows: Rows, tile: Tile, given: tuple[Any, ...], **const
     if size:
         experts = max(128, triton.next_power_of_2(groups))  # few lengths, since a kernel is compiled for each
         tiles = triton.cdiv(size, tile.rows) + min(groups, size)  # at most
-        kernel[(tiles,)](*given, **constants, EXPERTS=experts, BM=tile.rows, BLOCK=tile.columns, num_warps=tile.warps)
+        with torch.cuda.device_of(rows.ends):  # Triton launches on the current device
+            kernel[(tiles,)](
+                *given, **constants, EXPERTS=experts, BM=tile.rows, BLOCK=tile.columns, num_warps=tile.warps
+            )
 
 
 # Parts of kernels ----------------------------------------------------------------------------------------------------
@@ -295,7 +298,6 @@ def _store_narrow(target, values, row, there, lane, stride, RANK: tl.constexpr):
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
-@CachedKernel
 @triton.jit(do_not_specialize=["experts"])
 def _gathered(
     x, tokens, ends, factor, bits, out, low, experts, columns, of_expert, of_column, of_lane,
@@ -324,7 +326,6 @@ def _gathered(
     _store_narrow(low, sums, row, there, lane, RANK, RANK)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["experts"])
 def _activated(
     inner, low, of_lora, bias, of_down, bits, out, down_low, ends, experts, columns, out_stride, low_stride,
@@ -362,7 +363,6 @@ def _activated(
         _store_narrow(down_low, sums, row, there, down_lane, low_stride, DOWN_RANK)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["experts"])
 def _activated_backward(
     inner, low, of_lora, bias, of_down, bits, d_h, d_down_low, weights, d_inner, d_low, h_out, weighted, d_weighted,
@@ -426,7 +426,6 @@ def _activated_backward(
         _store_narrow(d_weighted, d_narrow.to(tl.float32) * of_rows, row, there, down_lane, DOWN_RANK, DOWN_RANK)
 
 
-@CachedKernel
 @triton.jit
 def _outer(
     target, narrow, wide, ends, scale, columns, narrow_stride, wide_stride, of_expert, of_lane, of_column,

@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktc.model.kernels.triton_launch import CachedKernel
-
 _BLOCK: Final = 128  # pairs of a program, each of which is compared with each
 
 
@@ -47,15 +45,15 @@ def sorted_pairs(index_TK: Tensor, num_experts: int) -> SortedPairs:
     ends, edges = counts.new_empty(num_experts), counts.new_empty(num_experts + 1)
     places = torch.empty_like(index, dtype=torch.int64)
     sizes = {"LANES": triton.next_power_of_2(num_experts + 1), "BLOCK": _BLOCK, "num_warps": 4}
-    _counted[(blocks,)](index, counts, size, num_experts, **sizes)
-    upto = counts.cumsum(0, dtype=torch.int32)
-    _placed[(blocks,)](
-        index, counts, upto, tokens, pairs, experts, places, ends, edges, size, num_experts, choices, **sizes
-    )
+    with torch.cuda.device_of(index):  # Triton launches on the current device
+        _counted[(blocks,)](index, counts, size, num_experts, **sizes)
+        upto = counts.cumsum(0, dtype=torch.int32)
+        _placed[(blocks,)](
+            index, counts, upto, tokens, pairs, experts, places, ends, edges, size, num_experts, choices, **sizes
+        )
     return SortedPairs(tokens, pairs, experts, places, ends, edges)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["size"])
 def _counted(index, counts, size, experts, LANES: tl.constexpr, BLOCK: tl.constexpr):
     block, blocks, lane = tl.program_id(0), tl.num_programs(0), tl.arange(0, LANES)
@@ -65,7 +63,6 @@ def _counted(index, counts, size, experts, LANES: tl.constexpr, BLOCK: tl.conste
     tl.store(counts + lane * blocks + block, tl.histogram(expert, LANES), mask=lane < experts)
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["size"])
 def _placed(
     index, counts, upto, tokens, pairs, numbers, places, ends, edges, size, experts, choices,

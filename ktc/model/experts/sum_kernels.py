@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktc.model.kernels.triton_launch import CachedKernel
-
 COLUMNS: Final = 2048  # of a token that a program adds at most
 
 
@@ -31,14 +29,14 @@ def summed(rows: Tensor, places: Tensor, weights: Tensor | None, first: int, dty
     out = rows.new_empty(tokens, columns, dtype=dtype)
     block = min(COLUMNS, triton.next_power_of_2(columns))
     if tokens:
-        _summed[(tokens, triton.cdiv(columns, block))](
-            rows, places.contiguous(), rows if weights is None else weights.contiguous(), out, len(rows), first,
-            columns, CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        with torch.cuda.device_of(rows):  # Triton launches on the current device
+            _summed[(tokens, triton.cdiv(columns, block))](
+                rows, places.contiguous(), rows if weights is None else weights.contiguous(), out, len(rows), first,
+                columns, CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, num_warps=4,
+            )  # fmt: skip
     return out
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["count", "first"])
 def _summed(
     rows, places, weights, out, count, first, columns,

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ktc.model.kernels.router_spec import RouterForm
-from ktc.model.kernels.triton_launch import CachedKernel
 
 _LEAST: Final = tl.constexpr(-(1 << 62))  # below the key of every number
 _PLACES: Final = tl.constexpr(1 << 16)  # more than a router has experts
@@ -33,10 +32,11 @@ def route_on_gpu(form: RouterForm, logits: Tensor, bias: Tensor | None, dtype: t
     weights = logits.new_empty((len(logits), form.top_k), dtype=dtype)
     indices = logits.new_empty((len(logits), form.top_k), dtype=torch.int64)
     if len(logits):
-        _route[(len(logits),)](
-            logits.contiguous(), logits if bias is None else bias, weights, indices, **_constants(form),
-            CORRECTED=bias is not None, num_warps=1 if form.num_experts <= 256 else 2,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
+            _route[(len(logits),)](
+                logits.contiguous(), logits if bias is None else bias, weights, indices, **_constants(form),
+                CORRECTED=bias is not None, num_warps=1 if form.num_experts <= 256 else 2,
+            )  # fmt: skip
     return weights, indices
 
 
@@ -138,7 +138,6 @@ def _weighted(
 
 
 # The kernel ----------------------------------------------------------------------------------------------------------
-@CachedKernel
 @triton.jit
 def _route(
     logits, bias, weights, indices,

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ktc.model.kernels.triton_launch import CachedKernel
 
 _LOWEST: Final = tl.constexpr(-3.0e38)  # finite: the difference of two infinities is NaN
 
@@ -43,12 +42,12 @@ def losses_with_gradient(
     assert logits_RV.is_contiguous() and losses_R.is_contiguous(), "a row behind the other"
     if rows:
         block = min(tile.columns, triton.next_power_of_2(columns))
-        _losses[(rows,)](
-            logits_RV, labels_R.contiguous(), losses_R, columns, ignore_index, BLOCK=block, num_warps=tile.warps
-        )
+        with torch.cuda.device_of(logits_RV):  # Triton launches on the current device
+            _losses[(rows,)](
+                logits_RV, labels_R.contiguous(), losses_R, columns, ignore_index, BLOCK=block, num_warps=tile.warps
+            )
 
 
-@CachedKernel
 @triton.jit(do_not_specialize=["ignored"])
 def _losses(logits, labels, losses, columns, ignored, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
