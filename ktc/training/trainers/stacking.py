@@ -339,7 +339,7 @@ class Stacker(TrainerCallback):
             through_layers, self._layers, compiled=self._compiled, offloaded=self.decision.offloaded, kept=kept
         )
         compiled = self._compiled is not None and not self._compiled.refused
-        if compiled and kept.parts == len(self._layers):
+        if compiled and kept.replays:
             return self._graphs.through(self._layers, chunks, run)
         self._graphs.drop()
         return run(chunks)
@@ -446,10 +446,12 @@ class Stacker(TrainerCallback):
         left = room(with_kept, beside, free, sizes.whole)
         results = bool(kept) and fits[scarce] >= sizes.whole and min(left[device] for device in with_kept) >= 0
         parts = kept_layers(self._layers, call, sizes.whole, left) if results and not offloaded else 0
+        apart = {device: size - of_experts.get(device, 0) - loss for device, size in left.items()}
+        replays = 0 < parts == kept_layers(self._layers, call, sizes.whole, apart) == len(self._layers)
         reason = "a step's micro-batches fit the free memory"
         return Stacking(
             True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce,
-            kept=Kept(results, parts),
+            kept=Kept(results, parts, replays),
         )  # fmt: skip
 
 
