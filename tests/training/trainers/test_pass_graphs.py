@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from stacked_training import StackingTrainer, assert_alike, trained
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import TrainerControl
 
 from ktc.training.trainers import pass_graphs
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import through_layers
 from ktc.training.trainers.pass_graphs import PassGraphs
-from ktc.training.trainers.split_layer import LayerCall
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 from ktc.training.trainers.stacking import Stacker, StackMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,3 +152,84 @@ def test_copies_have_the_layout_and_the_values_of_other_inputs() -> None:
     copies.take(pass_graphs._Inputs.of([call((x + 1).detach().requires_grad_(), *more), call(x.detach() + 2, *more)]))
     assert torch.equal(copies.chunks[1].hidden, x + 2)
     assert torch.equal(copies.chunks[0].layers[0].kwargs["positions"][0], tables[0] + 1)
+
+
+def stepping(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> Callable[[Tensor], PassGraphs]:
+    """Return a function that runs a pass of one layer, whose graphs are always the same."""
+    graphs, split = PassGraphs(), SplitLayer(layer, None, None)
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", lambda *_: Fixed())
+
+    def step(hidden: Tensor) -> PassGraphs:
+        graphs.through([split], [call(hidden, count=1)], lambda chunks: [layer(chunk.hidden) for chunk in chunks])
+        return graphs
+
+    return step
+
+
+class Fixed:
+    """Graphs that count their replays and return nothing."""
+
+    replays = 0
+
+    def replayed(self, inputs: Any) -> list[Tensor]:
+        self.replays += 1
+        return []
+
+
+def changes() -> dict[str, Callable[[nn.Linear, nn.Dropout, Any], object]]:
+    return {
+        "weights of another address": lambda linear, *_: setattr(linear, "weight", nn.Parameter(torch.ones(4, 4))),
+        "a frozen weight": lambda linear, *_: linear.weight.requires_grad_(False),
+        "another mode": lambda linear, dropout, tuned: dropout.eval(),
+        "another dropout": lambda linear, dropout, tuned: setattr(dropout, "p", 0.5),
+        "another scale": lambda linear, dropout, tuned: tuned.set_scale("default", 3.0),
+        "no adapter": lambda linear, dropout, tuned: tuned.enable_adapters(False),
+    }
+
+
+@pytest.mark.parametrize("change", changes())
+def test_layers_that_changed_are_not_replayed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    linear, dropout = nn.Linear(4, 4), nn.Dropout(0.0)
+    tuned = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    step = stepping(monkeypatch, nn.Sequential(linear, dropout, tuned))
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+    assert [bool(text) for text in told] == [False, False, True, True]
+    adapted = next(module for module in tuned.modules() if isinstance(module, BaseTunerLayer))
+    changes()[change](linear, dropout, adapted)
+    assert [bool(step(torch.zeros(1, 2, 4)).told) for _ in range(4)] == [False, False, True, True]
+
+
+def test_captures_that_were_not_worth_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepping(monkeypatch, nn.Linear(4, 4))
+    replayed = [bool(step(torch.zeros(1, size, 4)).told) for size in range(1, 8) for _ in range(4)]
+    assert replayed == [False, False, True, True] * pass_graphs._WASTED + [False] * 4 * (7 - pass_graphs._WASTED)
+
+
+def test_layers_that_draw_random_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepping(monkeypatch, nn.Dropout(0.5))
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+    assert told[2:] == ["layers are not replayed as CUDA graphs: they draw random numbers"] * 2
+
+
+def test_a_failed_capture_is_told_and_the_pass_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    step = stepping(monkeypatch, nn.Linear(4, 4))
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", fails)
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+    reason = "the capture failed: operation not permitted when stream is capturing"
+    assert told[3] == f"layers are not replayed as CUDA graphs: {reason}"
+    assert len(caplog.records) == 1
+
+
+def test_graphs_are_dropped_before_an_evaluation(package: Callable[[str], Path], tmp_path: Path) -> None:
+    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=4, lengths=EQUAL)
+    assert stacker.graphs._graphs is None, "after training too"
+    stacker.graphs._graphs = cast("Any", Fixed())
+    stacker.on_step_end(None, None, TrainerControl(should_evaluate=False))
+    assert stacker.graphs._graphs is not None
+    stacker.on_step_end(None, None, TrainerControl(should_evaluate=True))
+    assert stacker.graphs._graphs is None
