@@ -4,7 +4,8 @@ In: the recorded calls of a pass, and the function that runs its layers. Out: wh
 A layer whose experts stay on the GPU is hundreds of small launches, which cost Python more time than the GPU. From the
 third pass with equal shapes on, one launch replays all layers. Inputs are copied to where the graphs read them;
 gradients of parameters come out of one node of autograd, so that hooks and accumulation are PyTorch's.
-Refused, with the reason in `told`: layers that draw random numbers, that are computed again in backward, or whose capture fails.
+Refused, with the reason in `told`: layers that draw random numbers or have adapters in host memory, and those whose
+capture fails.
 """
 
 from __future__ import annotations
