@@ -4,8 +4,8 @@ In: the recorded calls of a pass, and the function that runs its layers. Out: wh
 A layer whose experts stay on the GPU is hundreds of small launches, which cost Python more time than the GPU. From the
 third pass with equal shapes on, one launch replays all layers. Inputs are copied to where the graphs read them;
 gradients of parameters come out of one node of autograd, so that hooks and accumulation are PyTorch's.
-Refused, with the reason in `told`: layers that draw random numbers or have adapters in host memory, and those whose
-capture fails.
+Refused, with the reason in `told`: layers that draw random numbers, have adapters in host memory or with hooks, and
+those whose capture fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ktc.model.experts.module import FusedMoe
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.part_clock import is_timed
-from ktc.training.trainers.private_api import pytree
+from ktc.training.trainers.private_api import has_hooks, pytree
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
@@ -54,12 +54,12 @@ class PassGraphs:
 
     def through(self, layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], run: RunLayers) -> list[Tensor]:
         """Return `run(chunks)`. The caller computes the backward of a pass before the next one."""
-        self._refused = self._refused or reason_against(layers, chunks)
+        inputs = _Inputs.of(chunks)
+        self._refused = self._refused or reason_against(layers, inputs)
         if self._refused or is_timed():
             self.drop()
             self.told = f"layers are not replayed as CUDA graphs: {self._refused}" if self._refused else ""
             return run(chunks)
-        inputs = _Inputs.of(chunks)
         self._count(layers, inputs)
         if self._graphs is None and self._passes > _WARM and self._wasted < _WASTED:
             self._capture(layers, inputs, run)
@@ -104,14 +104,17 @@ class PassGraphs:
             torch.cuda.empty_cache()
 
 
-def reason_against(layers: Sequence[SplitLayer], chunks: Sequence[ModelCall]) -> str:
+def reason_against(layers: Sequence[SplitLayer], inputs: _Inputs) -> str:
     """Return why a pass is not captured, "" if nothing is known against it."""
-    devices = {device for chunk in chunks for device in chunk.devices}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return "they are on several devices"
-    if any(parameter.device not in devices for parameter in _trained(layers)):
-        return "some of their adapters are in host memory"
-    return ""
+    devices = {device for chunk in inputs.chunks for device in chunk.devices}
+    trained = _trained(layers)
+    reasons = {
+        "they are on several devices": len(devices) > 1 or next(iter(devices)).type != "cuda",
+        "some of their arguments are on another device": any(tensor.device not in devices for tensor in inputs.tensors),
+        "some of their adapters are on another device": any(parameter.device not in devices for parameter in trained),
+        "some of their adapters have hooks": any(has_hooks(parameter) for parameter in trained),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _trained(layers: Sequence[SplitLayer]) -> list[nn.Parameter]:

@@ -153,6 +153,12 @@ def has_head_of_trl(module: nn.Module) -> bool:
     return getattr(forward, "__self__", None) is module and package_of(forward) == "trl"
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether something is called with the gradient of a parameter, before or after it is added."""
+    hooked = cast("Any", parameter)
+    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+
+
 def lets_inputs_train(hook: Any) -> bool:
     """Return whether a hook is the one of transformers or PEFT by which the outputs of embeddings require gradients.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from ktc.training.trainers import pass_graphs
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import through_layers
 from ktc.training.trainers.pass_graphs import PassGraphs
+from ktc.training.trainers.private_api import has_hooks
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 from ktc.training.trainers.stacking import Stacker, StackMode
 
@@ -233,3 +235,28 @@ def test_graphs_are_dropped_before_an_evaluation(package: Callable[[str], Path],
     assert stacker.graphs._graphs is not None
     stacker.on_step_end(None, None, TrainerControl(should_evaluate=True))
     assert stacker.graphs._graphs is None
+
+
+def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    gpu, layer = torch.device("cuda:0"), nn.Linear(4, 4)
+    inputs = pass_graphs._Inputs.of([call(torch.zeros(1, 2, 4), torch.zeros(2))])
+
+    def reason(device: torch.device, *tensors: Any) -> str:
+        chunks = tuple(replace(chunk, devices=(device,)) for chunk in inputs.chunks)
+        given = pass_graphs._Inputs(chunks, tensors, None)
+        return pass_graphs.reason_against([SplitLayer(layer, None, None)], given)
+
+    assert reason(torch.device("cpu")) == "they are on several devices"
+    assert reason(gpu, torch.zeros(2)) == "some of their arguments are on another device"
+    assert reason(gpu) == "some of their adapters are on another device"
+    layer = layer.requires_grad_(False)
+    assert reason(gpu) == ""
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_seen(hook: str) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not has_hooks(parameter)
+    getattr(parameter, hook)(lambda grad: None)
+    assert has_hooks(parameter)
