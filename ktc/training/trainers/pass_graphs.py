@@ -11,7 +11,7 @@ those whose capture fails.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ktc.model.experts.module import FusedMoe
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.part_clock import is_timed
-from ktc.training.trainers.private_api import has_hooks, pytree
+from ktc.training.trainers.private_api import has_hooks, modules_with_tensors, pytree
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
@@ -55,18 +55,20 @@ class PassGraphs:
     def through(self, layers: Sequence[SplitLayer], chunks: Sequence[ModelCall], run: RunLayers) -> list[Tensor]:
         """Return `run(chunks)`. The caller computes the backward of a pass before the next one."""
         inputs = _Inputs.of(chunks)
+        if self._graphs is not None and inputs.signature == self._signature and not is_timed():
+            outs = self._graphs.replayed(inputs)
+            if state_of(layers) == self._state:  # compared while the GPU computes: graphs keep the weights they read
+                return outs
         self._refused = self._refused or reason_against(layers, inputs)
         if self._refused or is_timed():
             self.drop()
             self.told = f"layers are not replayed as CUDA graphs: {self._refused}" if self._refused else ""
             return run(chunks)
         self._count(layers, inputs)
-        if self._graphs is None and self._passes > _WARM and self._wasted < _WASTED:
-            self._capture(layers, inputs, run)
-        if self._graphs is not None:
-            self.told = "layers are replayed as CUDA graphs"
-            return self._graphs.replayed(inputs)
-        return self._as_they_are(inputs, run)
+        if self._passes <= _WARM or self._wasted >= _WASTED or not self._captures(layers, inputs, run):
+            return self._as_they_are(inputs, run)
+        assert self._graphs is not None
+        return self._graphs.replayed(inputs)
 
     def drop(self) -> None:
         """Free the graphs and their memory."""
@@ -95,13 +97,17 @@ class PassGraphs:
             self._refused = "they draw random numbers"
         return outs
 
-    def _capture(self, layers: Sequence[SplitLayer], inputs: _Inputs, run: RunLayers) -> None:
+    def _captures(self, layers: Sequence[SplitLayer], inputs: _Inputs, run: RunLayers) -> bool:
+        """Capture a pass, and return whether that succeeded."""
         try:
             self._graphs = _Graphs.captured(layers, inputs.copied(), run)
+            self.told = "layers are replayed as CUDA graphs"
         except Exception as error:  # a library that waits for the GPU, no memory: the pass runs as before
             log.warning("layers are not replayed as CUDA graphs", exc_info=error)
             self._refused = f"the capture failed: {str(error).strip().partition(chr(10))[0]}"
+            self.told = f"layers are not replayed as CUDA graphs: {self._refused}"
             torch.cuda.empty_cache()
+        return self._graphs is not None
 
 
 def reason_against(layers: Sequence[SplitLayer], inputs: _Inputs) -> str:
@@ -118,28 +124,29 @@ def reason_against(layers: Sequence[SplitLayer], inputs: _Inputs) -> str:
 
 
 def _trained(layers: Sequence[SplitLayer]) -> list[nn.Parameter]:
-    parameters = (parameter for split in layers for parameter in split.layer.parameters() if parameter.requires_grad)
-    return list({id(parameter): parameter for parameter in parameters}.values())
+    tensors = (tensor for split in layers for _, inside in modules_with_tensors(split.layer) for tensor in inside)
+    trained = {id(tensor): tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
+    return list(trained.values())
 
 
-def state_of(layers: Sequence[SplitLayer]) -> tuple[Any, ...]:
+def state_of(layers: Sequence[SplitLayer]) -> list[Any]:
     """Return what graphs have as constants: addresses of weights, and modes, scales and dropout of modules."""
     state = list[Any]()
     for split in layers:
-        for module in split.layer.modules():
+        for module, tensors in modules_with_tensors(split.layer):
+            names = vars(module)
             state.append(module.training)
-            if isinstance(module, BaseTunerLayer):
+            for tensor in tensors:
+                state += tensor.data_ptr(), tensor.requires_grad
+            if "scaling" in names and isinstance(module, BaseTunerLayer):
                 tuner = cast("Any", module)
-                scaling: dict[str, Any] = getattr(tuner, "scaling", {})
-                state += tuner.disable_adapters, tuple(tuner.active_adapters), tuple(scaling.items())
-            elif isinstance(module, nn.Dropout):
-                state.append(module.p)
+                state += tuner.disable_adapters, *tuner.active_adapters, *tuner.scaling.items()
+            elif "p" in names:
+                state.append(names["p"])  # of dropout
             elif isinstance(module, FusedMoe):
                 packed = module.weights.packed
                 state += module.offload, packed and packed.packed.data_ptr()
-        tensors = (*split.layer.parameters(), *split.layer.buffers())
-        state += ((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors)
-    return tuple(state)
+    return state
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------
@@ -234,6 +241,7 @@ class _Graphs:
 
     def __init__(self, inputs: _Inputs, parameters: Sequence[nn.Parameter]) -> None:
         self._inputs, self._parameters = inputs, parameters
+        self._weights: list[Any] = []  # that the graphs read, also after others have taken their place
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._outs = list[Tensor]()
         self._grads = list[Tensor]()  # of outputs
@@ -245,6 +253,7 @@ class _Graphs:
     def captured(cls, layers: Sequence[SplitLayer], inputs: _Inputs, run: RunLayers) -> _Graphs:
         """Capture the pass. Nothing of it is computed until `replayed`."""
         graphs = cls(inputs, _trained(layers))
+        graphs._weights = [*_weights(layers)]
         here = torch.cuda.current_stream(inputs.tensors[0].device)
         with torch.cuda.device(here.device), torch.cuda.stream(here), _without_gradients(graphs._parameters):
             graphs._record(run)
@@ -289,6 +298,14 @@ class _Graphs:
         self._backward.replay()
         made = (*(x.grad for x in self._hidden), *self._of_parameters)
         return tuple(None if grad is None else grad.detach() for grad in made)
+
+
+def _weights(layers: Sequence[SplitLayer]) -> Iterator[Any]:
+    for split in layers:
+        for module, tensors in modules_with_tensors(split.layer):
+            yield from (tensor.detach() for tensor in tensors)
+            if isinstance(module, FusedMoe):
+                yield module.weights.packed
 
 
 class _Replayed(torch.autograd.Function):

@@ -173,6 +173,11 @@ class Stacker(TrainerCallback):
         stacks = self._mode != "off" and not reason_against(self._trainer, model)
         return self._compiled is not None and stacks and on_gpu and has_compiler()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether micro-batches are stacked, as far as is known."""
+        return self.decision is not None and self.decision.on
+
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
