@@ -5,7 +5,8 @@
 
 For each budget of GPU memory both decode one sequence: ktc by `moe-inference` with that budget in `plan`, llama.cpp by
 `-ngl 99 --n-cpu-moe N` with the least N whose weights, cache and buffers fit. `all`: every expert on the GPU. Memory
-is what the GPU has less at the worst moment, by the driver. Neither runs while the other does. Without a GPU, both
+is what the GPU has less at the worst moment, by the driver, a CUDA context included. This process, which is ktc, has
+one before, so the bytes of another process' context are added. Neither runs while the other does. Without a GPU, both
 compute on the CPU, for a check of this file.
 """
 
@@ -16,6 +17,7 @@ import gc
 import json
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -72,6 +74,20 @@ def watched() -> Generator[Peak]:
     finally:
         ended.set()
         thread.join()
+
+
+def context_bytes() -> int:
+    """Return what the GPU has less while another process has a CUDA context, 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    script = "import torch; torch.cuda.init(); torch.cuda.synchronize(); print(flush=True); input()"
+    before = torch.cuda.mem_get_info()[0]
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None, "a pipe"
+        process.stdout.readline()
+        taken = before - torch.cuda.mem_get_info()[0]
+        process.communicate(b"\n")
+    return taken
 
 
 def layers_on_cpu(tensors: Sequence[FileTensor], budget: int) -> int:
@@ -134,7 +150,7 @@ def ktc_rates(options: argparse.Namespace, folder: Path, work: Path, budget: str
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return rates, peak.used
+    return rates, peak.used + options.context_bytes
 
 
 def measure(options: argparse.Namespace, folder: Path, work: Path) -> None:
@@ -178,6 +194,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds for llama-bench")
     parser.add_argument("--folder", type=Path, help="where the model is written and kept")
     options = parser.parse_args()
+    options.context_bytes = context_bytes()
     with TemporaryDirectory(prefix="ktc-llama-") as temporary:
         work = Path(temporary)
         began = time.perf_counter()

@@ -105,11 +105,17 @@ def causes(
 
 def suggest(word: str, options: Iterable[str]) -> str:
     """Return the hint "did you mean `x`?" if an option resembles `word`, otherwise an empty text."""
+    near = nearest(word, options)
+    return "" if near is None else f"did you mean `{near}`?"
+
+
+def nearest(word: str, options: Iterable[str]) -> str | None:
+    """Return the option that resembles `word` the most, None if none does."""
     from difflib import get_close_matches
 
     spelt = {option.casefold(): option for option in sorted(set(options), reverse=True)}
     close = get_close_matches(word.casefold(), spelt, n=1) if 1 < len(word) <= _LONGEST_WORD else []
-    return f"did you mean `{spelt[close[0]]}`?" if close else ""
+    return spelt[close[0]] if close else None
 
 
 def listing(options: Iterable[str], limit: int = 12) -> str:

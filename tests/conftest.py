@@ -16,10 +16,12 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not [*Path("/dev").glob("nvidi
 
 import cached_compiler
 import pytest
+import quick_interpreter
 import software_tiles
 from filelock import FileLock
 from places import GOLDEN, OBJECTS, TESTS
 from shared_captures import CAPTURING, SharedCaptures, shares
+from shared_proofs import PROVING, SharedProofs
 
 # Before the conftest of a folder reads the instruction sets of this machine. Workers of xdist inherit the variable.
 if "--software-tiles" in sys.argv:
@@ -50,6 +52,11 @@ def pytest_collection_finish() -> None:
     """Torch and transformers, which live as long as the process, are not searched for garbage again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Kernels that Triton interprets do not patch its language once more at each call (`quick_interpreter.py`)."""
+    quick_interpreter.use()
 
 
 @pytest.hookimpl(trylast=True)
@@ -190,23 +197,37 @@ def shared_captures() -> SharedCaptures:
     return SharedCaptures(capture)
 
 
+@pytest.fixture(scope="session")
+def shared_proofs(run_folder: Path) -> SharedProofs:
+    """The proofs of this run, by config and rewrites."""
+    from ktc.stages import proof
+
+    (run_folder / "proofs").mkdir(exist_ok=True)
+    return SharedProofs(proof.prove, run_folder / "proofs")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _shared_captures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In the rooms that share captures a config is captured once (`tests/support/shared_captures.py`)."""
+    """In the rooms that share captures a config is captured once, and equal rewrites of it are proven once.
+
+    `tests/support/shared_captures.py` and `shared_proofs.py`.
+    """
     if not shares(request.path.relative_to(TESTS).as_posix()):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         for stage in CAPTURING:
             patch.setattr(f"{stage}.capture", request.getfixturevalue("shared_captures"))
+        patch.setattr(PROVING, request.getfixturevalue("shared_proofs"))
         yield
 
 
 @pytest.fixture
-def own_captures(shared_captures: SharedCaptures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The capture is a part of the subject: it is not shared."""
+def own_captures(shared_captures: SharedCaptures, shared_proofs: SharedProofs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture and the proof are a part of the subject: they are not shared."""
     for stage in CAPTURING:
         monkeypatch.setattr(f"{stage}.capture", shared_captures.capture)
+    monkeypatch.setattr(PROVING, shared_proofs.prove)
 
 
 @pytest.fixture(scope="session")

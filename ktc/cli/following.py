@@ -18,11 +18,17 @@ if TYPE_CHECKING:
 
 Words = tuple[object, ...]
 DATA: Final = "capitals"  # of `ktc.training.tune.bundled`, until the user has data of their own
+_TOKENIZER: Final = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")  # files that `data_files` copies into OUT
 _TWINS: Final = ("deepseek_v2", "qwen3_moe")  # model types, by which a program without a model is tried
 
 
 def after_compiling(out: Path, *, weights: Path | None = None, trust: bool = False) -> Words:
-    """Return the command that uses the compiled model `out`: training if it has an adapter, otherwise answers."""
+    """Return the command that uses the compiled model `out`: training if it has an adapter, otherwise answers.
+
+    A model without a tokenizer is compared with the original: the others read text.
+    """
+    if not _has_tokenizer(out):
+        return ("ktc", "prove", relative(out.absolute()), *loading(weights, trust))
     if not _has_adapter(out):
         return answering(out, weights=weights, trust=trust)
     return ("ktc", "train", relative(out.absolute()), "--data", DATA, *loading(weights, trust))
@@ -32,7 +38,12 @@ def answering(
     out: Path | str, adapter: Path | None = None, *, weights: Path | None = None, trust: bool = False,
     text_only: bool = False,
 ) -> Words:  # fmt: skip
-    """Return the command that starts a conversation with the compiled model `out`, or with a model by its name."""
+    """Return the command that starts a conversation with the compiled model `out`, or with a model by its name.
+
+    A compiled model without a tokenizer is shown.
+    """
+    if isinstance(out, Path) and not _has_tokenizer(out):
+        return ("ktc", "graph", relative(out.absolute()))
     named = relative(out.absolute()) if isinstance(out, Path) else out
     return ("ktc", "chat", named, *_adapter(adapter), *loading(weights, trust, text_only=text_only))
 
@@ -82,6 +93,11 @@ def loading(weights: Path | None, trust: bool, *, text_only: bool = False) -> It
     yield from ("--text-only",) if text_only else ()
     yield from () if weights is None else ("--weights", weights)
     yield from ("--trust-remote-code",) if trust else ()
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Return whether a tokenizer's files are in the folder of a model."""
+    return any(file.is_file() for name in _TOKENIZER for file in folder.glob(name))
 
 
 def _has_adapter(out: Path) -> bool:

@@ -11,6 +11,7 @@
 #include "ktc_python/functions.hpp"
 #include "ktc_python/fused_moe.hpp"
 #include "ktc_python/host_call.hpp"
+#include "ktc_python/host_thread.hpp"
 #include "ktc_python/linear.hpp"
 #include "ktc_python/packed_linear.hpp"
 
@@ -68,6 +69,7 @@ PYBIND11_MODULE(ktc_kernels_of_main, library) {
   library.attr("interface") = kInterface;
   ktc_python::add_engine(library);
   ktc_python::add_host_call(library);
+  ktc_python::add_host_thread(library);
   ktc_python::add_fused_moe(library);
   ktc_python::add_linear(library);
   ktc_python::add_packed_linear(library);

@@ -5,17 +5,22 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "ktc/interface/attention.hpp"
 #include "ktc/interface/engine.hpp"
 #include "ktc/interface/host_call.hpp"
+#include "ktc/interface/host_thread.hpp"
 #include "ktc/interface/linear.hpp"
 #include "ktc/interface/moe.hpp"
 #include "ktc/interface/packed_linear.hpp"
 #include "ktc/interface/step.hpp"
 #include "ktc/interface/text.hpp"
+#include "ktc/mailbox_loop.hpp"
 #include "ktc/scratch_block.hpp"
 #include "ktc/thread_pool.hpp"
 
@@ -107,6 +112,55 @@ void HostCall::rethrow() {
     thrown = std::exchange(thrown_, nullptr);
   }
   if (thrown) std::rethrow_exception(thrown);
+}
+
+class HostThread::Loop {
+ public:
+  explicit Loop(Mailbox& mailbox) : requests(mailbox) {
+    try {
+      thread_ = std::thread([this] { requests.run([] { return ThreadPool::Awake(of_this_process().pool); }); });
+    } catch (const std::system_error& error) {
+      throw std::runtime_error(std::string("the thread of host calls could not be started: ") + error.what());
+    }
+  }
+  Loop(const Loop&) = delete;
+  Loop& operator=(const Loop&) = delete;
+  ~Loop() {
+    requests.end();
+    thread_.join();
+  }
+
+  bool is_of_this_process() const { return owner_ == getpid(); }
+
+  MailboxLoop requests;
+
+ private:
+  pid_t owner_ = getpid();
+  std::thread thread_;
+};
+
+HostThread::HostThread(Mailbox* mailbox) : loop_(std::make_unique<Loop>(*mailbox)) {}
+
+// A forked child has the object and not its thread, which it cannot join.
+HostThread::~HostThread() {
+  if (!loop_->is_of_this_process()) static_cast<void>(loop_.release());
+}
+
+void HostThread::expect(std::uint32_t calls) {
+  loop_->requests.expect(calls);
+}
+
+void HostThread::dismiss() {
+  loop_->requests.dismiss();
+}
+
+bool HostThread::wait(double seconds) {
+  return loop_->requests.wait(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
+}
+
+std::uint32_t HostThread::expected() const {
+  return loop_->requests.expected();
 }
 
 std::string decimal(std::int64_t number) {

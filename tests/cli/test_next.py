@@ -154,3 +154,16 @@ def test_every_bundled_program_without_a_next_line_needs_a_large_model() -> None
 
     without = {p.stem for p in (ROOT / "rules").glob("*.ktr") if checking(load(p.stem, {}), p.stem) is None}
     assert without == {"moe-qat"}
+
+
+# Models without a tokenizer -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("adapter", ["null", '{"r": 8}'])
+def test_no_command_that_reads_text_follows_a_model_without_a_tokenizer(adapter: str, tmp_path: Path) -> None:
+    from ktc.cli.following import after_compiling, answering
+
+    (tmp_path / "lora.json").write_text(adapter)
+    assert after_compiling(tmp_path)[:2] == ("ktc", "prove")
+    assert answering(tmp_path)[:2] == ("ktc", "graph")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert after_compiling(tmp_path)[:2] == ("ktc", "chat" if adapter == "null" else "train")
+    assert answering(tmp_path)[:2] == ("ktc", "chat")

@@ -21,7 +21,7 @@ from ktc.model.experts.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
-from ktc.training.trainers import pass_graphs, stacking
+from ktc.training.trainers import pass_graphs, step_passes
 from ktc.training.trainers.expert_adapters import Adapters
 from ktc.training.trainers.layer_pass import Kept, Offloaded
 from ktc.training.trainers.stacking import Stacker
@@ -171,7 +171,7 @@ def test_what_waits_in_host_memory_changes_no_step(
 ) -> None:
     """Adapters of experts, with their gradients and optimizer, and the states of layers: beside all on the GPU."""
     out = compiled_twin("tiny:qwen3_moe", "moe-experts-lora", "auto")
-    monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cuda:0": tokens_of_a_pass})
+    monkeypatch.setattr(step_passes, "fitting_tokens", lambda *_: {"cuda:0": tokens_of_a_pass})
     initial: dict[str, torch.Tensor] = {}
 
     def run(

@@ -96,7 +96,7 @@ NO_NUMBERS: Options = {
         "save_total_limit", "enable_jit_checkpoint",
     ),
     **untried(
-        "read when a run is resumed: tests/training/trainers/test_trainer.py",
+        "read when a run is resumed: tests/training/trainers/test_resuming.py",
         "resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint",
     ),
     **untried("memory only", "torch_empty_cache_steps", "auto_find_batch_size"),

@@ -11,21 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.decoding import DecodingAttention, answer_by
 from ktc.model.attention.int8_tensor import plain
 from ktc.model.attention.interface import chosen, implementation_of, stock_function
+from ktc.model.attention.joined_keys import expanded
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.latent_sizes import LatentSizes
 from ktc.model.attention.sparse import Sparse, log_once
-from ktc.model.attention.split_decode import Decode, SplitDecode, has_kernels
+from ktc.model.attention.split_decode import Decode
 from ktc.model.attention.up_projection import up_projection
-from ktc.model.hf.latent_cache import EXPAND, caches_latents
-from ktc.model.hf.patching import stock_class
-from ktc.model.linears.gemv import is_plain, is_traced
+from ktc.model.hf.latent_cache import caches_latents
 
 Absorb = Literal["never", "decode", "prefill", "always"]
 NAME: Final = "ktc_latent"  # of the attention function in transformers' register
@@ -117,31 +115,6 @@ def latent_attention(
             out, weights = attend(scores, latent[:, 0], up, mask=mask, sinks=sinks, dropout=dropout)
             return out, weights.to(query.dtype) if eager else None
         log_once(answered, f"`{absorption.kv_b}` is not absorbed, its keys are expanded: {up}")
-    key, value = _expanded(answered, plain(latent), plain(k_rope))
+    key, value = expanded(answered, plain(latent), plain(k_rope))
     options = {name: value for name, value in more.items() if name != "s_aux" or value is not None}
     return stock_function(answered)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **options})
-
-
-def _expanded(module: Any, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all positions, put together by a kernel where `_joins` says so."""
-    sizes: LatentSizes = module.absorption.sizes
-    up: nn.Module = module.get_submodule(module.absorption.kv_b)
-    if not _joins(module.decode, latent, k_rope):
-        return getattr(stock_class(module), EXPAND)(module, latent, k_rope)
-    from ktc.model.attention.joined_kernels import joined
-
-    expanded: Tensor = up(latent[:, 0])
-    if not is_plain(expanded) or expanded.dtype != k_rope.dtype or expanded.stride(-1) != 1:
-        return getattr(stock_class(module), EXPAND)(module, latent, k_rope)
-    values = expanded.view(*expanded.shape[:2], sizes.heads, -1)[..., sizes.nope :].transpose(1, 2)
-    return joined(expanded, k_rope, sizes.heads, sizes.nope), values
-
-
-def _joins(decode: Decode | None, latent: Tensor, k_rope: Tensor) -> bool:
-    """Return whether a kernel puts keys together: those on a GPU that nothing differentiates."""
-    device = latent.device
-    if not isinstance(decode, SplitDecode) or device.type != decode.device or torch.is_grad_enabled() or is_traced():
-        return False
-    if torch.is_autocast_enabled(device.type) or not (is_plain(latent) and is_plain(k_rope)):
-        return False
-    return k_rope.stride(-1) == 1 and has_kernels(device)

@@ -73,7 +73,10 @@ def _signs(codes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _products(a, b, c):
-    if _INTERPRETED:
+    """Add the products of codes (M, K), (K, N) to c. Tensor cores multiply 32 columns of bytes and more."""
+    if a.shape[1] < 32:
+        return c + tl.sum(a.to(tl.int32)[:, :, None] * b.to(tl.int32)[None, :, :], 1)
+    elif _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)).to(tl.int32)
     else:
         return tl.dot(a, b, c, out_dtype=tl.int32)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.int8_tensor import plain
-from ktc.model.attention.interface import AnsweredAttention, Attention, answer, chosen, stock_function
+from ktc.model.attention.interface import (
+    AnsweredAttention,
+    Attention,
+    answer,
+    chosen,
+    implementation_of,
+    stock_function,
+)
+from ktc.model.attention.sink_prompts import attend_in_blocks, computes_prompts, serves
 from ktc.model.attention.sparse import Sparse, follows_cache
 from ktc.model.attention.sparsity import Traffic
 from ktc.model.attention.split_decode import Decode
@@ -27,9 +35,11 @@ class DecodingAttention(AnsweredAttention):
     """The code of an attention module with a kernel; without one the stock function computes all calls.
 
     With `sparse`, calls over long caches read the positions that it chooses; `traffic` counts their bytes.
+    With `sink_blocks`, prompts with sinks keep no scores of all their tokens.
     """
 
     decode: Decode | None
+    sink_blocks: bool = False
     sparse: Sparse | None = None
     traffic: Traffic = Traffic(0, 0, 0)
     logged: tuple[str, ...] = ()
@@ -77,20 +87,46 @@ def decoding_attention(
     if decode is not None and decode.serves(query, kv, seen) and _is_plain(answered, query, key, seen, more):
         return decode(query, kv, scale=scale, mask=seen, sinks=sinks, context=answered.step_context), None
     key, value = plain(key), plain(value)  # codes of a cache, for a call that the kernel does not take
+    if sinks is not None and _in_blocks(answered, query, key, value, mask, more):
+        window = more.get("sliding_window")
+        return attend_in_blocks(query, key, value, mask, scaling=scale, s_aux=sinks, window=window), None
     return stock_function(answered)(module, query, key, value, mask, scaling=scaling, **{"dropout": 0.0, **more})
+
+
+def _in_blocks(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, Any]
+) -> bool:  # fmt: skip
+    """Return whether a call with sinks is computed in blocks of rows."""
+    if not module.sink_blocks or implementation_of(module) != "eager" or not serves(query, key, value, mask):
+        return False
+    causal = getattr(module, "is_causal", True) if more.get("is_causal") is None else more["is_causal"]
+    return _is_plain(module, query, key, mask, more) or (mask is None and bool(causal) and not _is_beyond(module, more))
+
+
+def fuse_sink_prompts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let prompts of attention with sinks be computed in blocks, by modules whose own function computes the same."""
+    for module in model.modules():
+        sinks = getattr(module, "sinks", None)
+        if isinstance(module, DecodingAttention) and isinstance(sinks, Tensor):
+            module.sink_blocks = computes_prompts(cast("nn.Module", module), dtype, sinks.device)
 
 
 def _is_plain(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, more: dict[str, Any]) -> bool:
     """Return whether the call is softmax(scale q K^T + mask) V, and its weights are not required."""
-    if more.get("dropout") or any(more.get(name) is not None for name in _BEYOND):
-        return False
-    if more.get("output_attentions") or module.stock_config.output_attentions:
+    if _is_beyond(module, more):
         return False
     if mask is not None:
         return True
     window = more.get("sliding_window")
     causal = getattr(module, "is_causal", True) if more.get("is_causal") is None else more["is_causal"]
     return (query.shape[2] == 1 or bool(causal)) and (window is None or key.shape[2] <= window)
+
+
+def _is_beyond(module: Any, more: dict[str, Any]) -> bool:
+    """Return whether a call requires weights, or something that no kernel computes."""
+    if more.get("dropout") or any(more.get(name) is not None for name in _BEYOND):
+        return True
+    return bool(more.get("output_attentions") or module.stock_config.output_attentions)
 
 
 def _seen(mask: Tensor | None, context: StepContext) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Keys of latent attention from their two parts by one Triton kernel, instead of copies of stock code.
 
 In: expanded latents (B, L, H (n + v)), where each head has its key before its value, and rotary keys (B, 1, L, r), on
-one device. Out: keys (B, H, L, n + r), in memory by position. The copies are exact. Importing this needs Triton.
+one device. Out: keys (B, H, L, n + r) of the latents' dtype, in memory by position. Rotary keys of another dtype are
+rounded to it. Importing this needs Triton.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -23,6 +24,7 @@ _HEADS: Final = 8  # of a program
 def joined(expanded: Tensor, k_rope: Tensor, heads: int, nope: int) -> Tensor:
     """Return the keys of all heads: the first `nope` numbers of a head's part of `expanded`, and the rotary key."""
     B, L, width = expanded.shape
+    k_rope = k_rope.to(expanded.dtype)  # by PyTorch: few numbers
     rope = k_rope.shape[-1]
     keys = expanded.new_empty((B, L, heads, nope + rope))
     with torch.cuda.device_of(expanded):  # Triton launches on the current device

@@ -27,9 +27,9 @@ from ktc.model.hf.private_api import ATTENTION, attention_of
 
 NAME: Final = "ktc_sinks"
 _WIDTHS, _KEYS = 8, 16  # fused attention needs head widths, and numbers of keys with a mask, divisible by these
-_AGREES: Final = 1e-3  # of the largest value; PyTorch's own kernels of one device differ by less
-_READ: Final = ("num_key_value_groups", "head_dim", "scaling")  # attributes of a module of which an example is made
-_ROUNDINGS: Final = 8  # of the model's dtype: the stock function rounds scores, their maximum and their softmax
+AGREES: Final = 1e-3  # of the largest value; PyTorch's own kernels of one device differ by less
+READ: Final = ("num_key_value_groups", "head_dim", "scaling")  # attributes of a module of which an example is made
+ROUNDINGS: Final = 8  # of the model's dtype: the stock function rounds scores, their maximum and their softmax
 
 
 def attend(
@@ -102,7 +102,7 @@ def _agrees(module: Any, sinks: Tensor) -> bool:
     Outputs and gradients of queries and keys are compared. A module without the attributes that the example needs has
     attention of another kind, as latent attention.
     """
-    if not all(hasattr(module, name) for name in _READ):
+    if not all(hasattr(module, name) for name in READ):
         return False
     stock, heads = eager_function(stock_class(module)), sinks.numel()
     generator, tokens = torch.Generator().manual_seed(0), 40
@@ -120,7 +120,7 @@ def _agrees(module: Any, sinks: Tensor) -> bool:
     try:
         return stock is not None and all(
             bool((ours - wanted).float().abs().max() <= bound * wanted.float().abs().max())
-            for dtype, bound in {torch.float32: _AGREES, sinks.dtype: max(_AGREES, _ROUNDINGS * _eps(sinks))}.items()
+            for dtype, bound in {torch.float32: AGREES, sinks.dtype: max(AGREES, ROUNDINGS * _eps(sinks))}.items()
             for ours, wanted in zip(computed(attend, dtype), computed(stock, dtype), strict=True)
         )
     except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes other arguments, or a device refuses ours

@@ -83,22 +83,6 @@ def has_kernels(device: torch.device) -> bool:
 
 
 @functools.cache
-def check_joined_keys(device: torch.device) -> None:
-    """Compare keys of latent attention, put together by a kernel, with PyTorch's. Raises HostLacks (H248)."""
-    if not has_kernels(device):
-        return
-    from ktc.model.attention.joined_kernels import joined
-
-    expanded, k_rope = (torch.arange(count, device=device) % 251 for count in (2 * 3 * 4 * 192, 2 * 3 * 64))
-    expanded, k_rope = expanded.view(2, 3, 4 * 192).bfloat16(), k_rope.view(2, 1, 3, 64).bfloat16()
-    keys = expanded.view(2, 3, 4, 192)[..., :128].transpose(1, 2)
-    if not torch.equal(joined(expanded, k_rope, 4, 128), torch.cat([keys, k_rope.expand(-1, 4, -1, -1)], -1)):
-        message = f"keys of latent attention are put together wrongly on {device}"
-        hint = "use the tested versions of torch and Triton (constraints.txt), or `kernel = sdpa`"
-        raise HostLacks(Diagnostic("H248", message, hint=hint))
-
-
-@functools.cache
 def check_split_decode(device: torch.device) -> None:
     """Compare the kernels with attention in fp64, once for each device. Raises HostLacks (H248)."""
     if not has_kernels(device):

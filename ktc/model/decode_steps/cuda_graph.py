@@ -51,14 +51,15 @@ Inputs = dict[str, Any]
 Compute = Callable[[], Any]  # to the output of a causal LM
 Wait = Callable[[], None]
 Replay = Callable[[], Wait]  # begins a recorded step; the function that it returns waits until the step is done
-Record = Callable[[Compute, torch.device, Sequence[Tensor], StepContext], tuple[Any, Replay]]
+Record = Callable[[Compute, torch.device, Sequence[Tensor], HostNodes | None, StepContext], tuple[Any, Replay]]
 
 
 def record_graph(
-    compute: Compute, device: torch.device, changing: Sequence[Tensor], context: StepContext
+    compute: Compute, device: torch.device, changing: Sequence[Tensor], nodes: HostNodes | None, context: StepContext
 ) -> tuple[Any, Replay]:
     """Return the output of `compute`, and a function that replays it as a CUDA graph.
 
+    Who waits for a replay sleeps while experts on the CPU, those of `nodes`, need the cores, and spins for the rest.
     Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
     """
     stream = torch.cuda.Stream(device)
@@ -81,13 +82,18 @@ def record_graph(
             output = compute()
     finally:
         torch.set_autocast_cache_enabled(cached)
-    done = torch.cuda.Event(blocking=True)  # the thread sleeps: the cores belong to the experts
+    done = torch.cuda.Event(blocking=nodes is not None and nodes.launched)
+
+    def wait() -> None:
+        if nodes is not None:
+            nodes.until_answered(done.query)
+        done.synchronize()
 
     def replay(_: Sequence[HostConstant] = constants) -> Wait:  # the graph reads them: they live as long as it does
         with torch.cuda.device(device):
             graph.replay()
             done.record(torch.cuda.current_stream(device))
-        return done.synchronize
+        return wait
 
     return output, replay
 
@@ -388,7 +394,8 @@ def record_step(
         with nullcontext() if nodes is None else nodes.recorded(context):
             return model(**given, past_key_values=memory.cache, use_cache=True, return_dict=True)
 
-    output, replay = recorder.record(compute, inputs["input_ids"].device, (*inputs.values(), *memory.tensors), context)
+    changing = *inputs.values(), *memory.tensors
+    output, replay = recorder.record(compute, inputs["input_ids"].device, changing, nodes, context)
     more = sorted(name for name, value in output.items() if value is not None and name not in ("logits", CACHE))
     if more:
         raise ValueError(f"the model returns `{more[0]}`")
@@ -397,9 +404,28 @@ def record_step(
     def advanced() -> Wait:
         for store in stores:
             store.advance()
-        return replay()
+        return replay() if nodes is None else _with_calls(replay, nodes)
 
-    return inputs, output, advanced if stores else replay, nodes
+    return inputs, output, advanced, nodes
+
+
+def _with_calls(replay: Replay, nodes: HostNodes) -> Wait:
+    """Begin a replay whose calls of experts are expected. After an error of the GPU none is any more."""
+    nodes.begin()
+    try:
+        wait = replay()
+    except RuntimeError:
+        nodes.dismiss()
+        raise
+
+    def waited() -> None:
+        try:
+            wait()
+        except RuntimeError:  # an interrupt leaves the step under way
+            nodes.dismiss()
+            raise
+
+    return waited
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:

@@ -28,7 +28,7 @@ def native_steps(kernel: Kernel, threads: int) -> DecodeGraphs:
     threads = permitted_threads(threads)
 
     def record(
-        compute: Compute, device: torch.device, changing: Sequence[Tensor], context: StepContext
+        compute: Compute, device: torch.device, changing: Sequence[Tensor], _: object, context: StepContext
     ) -> tuple[Any, Replay]:
         try:
             output, program, (logits,) = record_program(

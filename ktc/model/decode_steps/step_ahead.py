@@ -2,20 +2,27 @@
 
 In: a step that a device has begun. Out: the step is done, and its errors are raised, where `generate` asks its stopping
 criteria whether to continue, before it reads a token. The thread sleeps until then: the cores belong to the experts.
-The scores, the choice of a token and longer ids are enqueued behind the step. A token that is drawn at random is chosen
-when the step is done.
+The scores, the choice of a token, longer ids and stock criteria are enqueued behind the step. A token that is drawn at
+random is chosen when the step is done.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
-import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from ktc.model.kernels.step_context import StepContext
 
@@ -82,19 +89,29 @@ class BeforeSampling(LogitsProcessor):
         return scores
 
 
-class BeforeReading(StoppingCriteria):
-    """Wait for a step when its token is chosen, and stop nothing."""
+_ENQUEUED: Final = (MaxLengthCriteria, EosTokenCriteria)  # of stock code, which read no token on the host
 
-    def __init__(self, ahead: StepAhead) -> None:
+
+class WaitingCriteria(StoppingCriteriaList):
+    """Criteria that are asked when a step is done; those of stock code are enqueued behind it before."""
+
+    def __init__(self, ahead: StepAhead, criteria: Iterable[StoppingCriteria]) -> None:
+        super().__init__(criteria)
         self._ahead = ahead
-        self._on: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return False for each sequence."""
+        """Return whether each sequence ends."""
+        before = [type(criterion) in _ENQUEUED for criterion in self]
+        asked: list[Any] = [
+            criterion(input_ids, scores, **kwargs) for criterion, first in zip(self, before, strict=True) if first
+        ]
+        done = functools.reduce(operator.or_, asked) if asked else None
         self._ahead.finish()
-        if self._on is None or self._on.shape[0] != input_ids.shape[0]:
-            self._on = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        return self._on
+        rest = [criterion for criterion, first in zip(self, before, strict=True) if not first]
+        if rest or done is None:
+            of_rest = StoppingCriteriaList(rest)(input_ids, scores, **kwargs)
+            done = of_rest if done is None else done | of_rest
+        return done
 
 
 @contextmanager

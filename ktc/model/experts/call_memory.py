@@ -40,7 +40,29 @@ class CallMemory:
         self.x, self.index, self.weights = (
             parts[name].view(like.dtype).view(like.shape) for name, like in given.items()
         )
-        self._seen_inputs, self._seen_out = _seen_by(memory.view(_WORD), x.device), _seen_by(self.out, x.device)
+        self._is_on_host = x.device.type == "cpu"
+        self._seen_inputs, self._seen_out = seen_by(memory.view(_WORD), x.device), seen_by(self.out, x.device)
+        self._inputs = memory.view(_WORD)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether kernels of the device read and write this memory."""
+        return self._is_on_host or (self._seen_inputs is not None and self._seen_out is not None)
+
+    @property
+    def seen_inputs(self) -> Tensor:
+        """The memory of all inputs as kernels of the device see it, in words of int16."""
+        return self._inputs if self._seen_inputs is None else self._seen_inputs
+
+    @property
+    def seen_out(self) -> Tensor:
+        """The result as kernels of the device see it."""
+        return self.out if self._seen_out is None else self._seen_out
+
+    def words(self, x: Tensor, index: Tensor, weights: Tensor) -> list[Tensor]:
+        """Return the inputs of a call as words of int16, in the order of `seen_inputs`."""
+        given = {"x": x, "index": index, "weights": weights}
+        return [given[name].contiguous().view(-1).view(_WORD) for name in self._order]
 
     def put(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
         """Enqueue the transfer of a call's inputs to the host."""
@@ -49,8 +71,7 @@ class CallMemory:
             for name, value in given.items():
                 getattr(self, name).copy_(value, non_blocking=True)
         else:
-            words = [given[name].contiguous().view(-1).view(_WORD) for name in self._order]
-            torch.cat(words, out=self._seen_inputs)
+            torch.cat(self.words(x, index, weights), out=self._seen_inputs)
 
     def get(self, out: Tensor) -> None:
         """Enqueue the transfer of the result to `out`, on the device."""
@@ -70,7 +91,7 @@ class _Array:
         self.kept = memory
 
 
-def _seen_by(memory: Tensor, device: torch.device) -> Tensor | None:
+def seen_by(memory: Tensor, device: torch.device) -> Tensor | None:
     """Return pinned memory as a tensor of a GPU. None on the host, and with a warning where it is another GPU's."""
     if device.type != "cuda":
         return None

@@ -62,7 +62,7 @@ def check_codes(panels: Panels, device: torch.device) -> None:
         "products of many rows": (coded_kernels.some_rows(rows, matrices, ends), wanted),
     }
     for name, (computed, right) in results.items():
-        _compare(name, panels, computed, right)
+        require_equal(name, panels, computed, right)
 
 
 @functools.cache
@@ -77,8 +77,8 @@ def check_addressed(panels: Panels, device: torch.device) -> None:
     weights = torch.tensor([[0.5, 1, 2]], device=device)
     computed = kept_kernels.sum_of_choices(kept_kernels.products(rows, addresses, matrices), addresses, weights)
     wanted = 0.5 * (decoded[1].float() @ rows[0].float()) + 2 * (decoded[0].float() @ rows[2].float())
-    _compare("products at addresses", panels, computed[0], wanted)
-    _compare("choices", panels, _chosen(kept_kernels.split, device), _chosen(kept_split.split, device))
+    require_equal("products at addresses", panels, computed[0], wanted)
+    require_equal("choices", panels, _chosen(kept_kernels.split, device), _chosen(kept_split.split, device))
 
 
 def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
@@ -91,12 +91,13 @@ def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -
     return torch.cat([of_split.flatten() for of_split in (*results, counts, traffic)])
 
 
-def _compare(name: str, panels: Panels, computed: Tensor, right: Tensor) -> None:
+def require_equal(name: str, panels: Panels, computed: Tensor, right: Tensor) -> None:
+    """Raise HostLacks (H247) for results that are not those of decoded panels."""
     error = float(((computed.float() - right.float()).square().sum() / right.float().square().sum()).sqrt())
     if not error <= _BOUND:
         codes = _codes(panels).numbers
         message = f"{name} of codes {codes} are wrong on {right.device}: a relative error of {error:.2g}"
-        hint = "use the tested versions of torch and Triton (constraints.txt), or keep experts on the CPU"
+        hint = "use the tested versions of torch and Triton (constraints.txt), or keep these weights on the CPU"
         raise HostLacks(Diagnostic("H247", message, hint=hint))
 
 

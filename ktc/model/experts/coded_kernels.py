@@ -37,7 +37,7 @@ from ktc.model.experts.panel_codes import SCALE_BYTES, PanelCodes
 
 _FEW_OF_EXPERT: Final = 8
 _PANELS: Final = 4  # that a program multiplies together
-_SCALES: Final = {
+SCALE_DTYPES: Final = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "power": torch.uint8, "zero": torch.int32,
     "sixes": torch.float16, "factors": torch.float16, "float8": torch.float32,
 }  # fmt: skip
@@ -100,7 +100,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], matrices
     of_codes = packed.view(torch.uint8 if codes.bits == 8 else torch.int16)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         kernel[grid](
-            *given, of_codes, packed.view(_SCALES[codes.scales]), packed, *sizes,
+            *given, of_codes, packed.view(SCALE_DTYPES[codes.scales]), packed, *sizes,
             **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved, **more,
         )  # fmt: skip
 

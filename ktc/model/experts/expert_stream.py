@@ -54,7 +54,7 @@ class ExpertStream:
         if resident:
             check_chosen(experts, form, device)
         decoded = experts.dtype.itemsize * (self._layout.parts + 1) * hidden * intermediate
-        self._chunk = chunk_bytes_on(device)
+        self._chunk = chunk_bytes_on(device, buffer or DEFAULT_BUFFER)
         self._runs = Chunks(decoded, self._bytes, self._chunk.matrices, buffer, experts.is_plain).cut(share)
         pieces = [experts.packed[run.start * self._bytes : run.stop * self._bytes] for run in self._runs]
         self._source = StreamSource(experts.packed, pieces, experts)
@@ -126,9 +126,9 @@ class ExpertStream:
 
 
 @functools.cache
-def chunk_bytes_on(device: torch.device) -> ChunkBytes:
-    """Return the bytes of a chunk on a device, by what is free there at the first call."""
-    return chunk_bytes(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0)
+def chunk_bytes_on(device: torch.device, buffer: int = DEFAULT_BUFFER) -> ChunkBytes:
+    """Return the bytes of a chunk on a device beside such a ring, by what is free there at the first call."""
+    return chunk_bytes(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, buffer)
 
 
 _Key = tuple[ExpertsForm, torch.device, int, range, bool, int, ChunkBytes]
@@ -142,7 +142,15 @@ def expert_stream(
     """Return the stream of a layer's experts, or of a share of them: the same one for all calls."""
     share = share or range(experts.sizes.num_experts)
     buffer = 0 if resident else buffer  # those that stay need no ring, and are there once
-    key = form, device, buffer, share, resident, experts.packed.data_ptr(), chunk_bytes_on(device)
+    key = (
+        form,
+        device,
+        buffer,
+        share,
+        resident,
+        experts.packed.data_ptr(),
+        chunk_bytes_on(device, buffer or DEFAULT_BUFFER),
+    )
     streams = _made.setdefault(experts, {})
     if key not in streams:
         streams[key] = ExpertStream(experts, form, device, buffer, share, resident=resident)

@@ -1,8 +1,9 @@
 """Experts of the CPU as host nodes of a CUDA graph: the GPU's stream waits for a C function that runs their kernel.
 
+A thread of the library makes the calls that the GPU requests (`mailbox.py`); otherwise CUDA does, by host functions.
 In: while `HostNodes.recorded` is entered, the calls of experts by a model on a GPU, in a stream that may be captured.
-Out: the same results on the GPU. Each call is a kernel that writes pinned memory (`CallMemory`), a host function, and
-a kernel that reads its result. The last two run beside what the model does until it needs the result (`Beside`), such
+Out: the same results on the GPU. Each call is a kernel that writes pinned memory (`CallMemory`), the C function, and a
+kernel that reads its result. The last two run beside what the model does until it needs the result (`Beside`), such
 as shared experts. The layers of a step share the pinned memory, since each of them waits for the one before. `check`
 raises the errors of host functions. A replayed graph runs no Python.
 Refused: a process without CUDA's runtime library, a stream that takes no host function (`RuntimeError`).
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from torch import Tensor
 from ktc.model.experts.beside import Beside, SideStream, StreamOrder
 from ktc.model.experts.call_memory import CallMemory
 from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.mailbox import Mailbox, mailbox_for
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.kernels.kernel_calls import HostCall
+from ktc.model.kernels.kernel_library import KernelLibrary
 from ktc.model.kernels.step_context import StepContext
 
 Launch = Callable[[int, int], None]  # the addresses of a C function and of its argument
@@ -32,8 +35,16 @@ Launch = Callable[[int, int], None]  # the addresses of a C function and of its 
 class HostNodes:
     """The calls of experts in one step of a model, and the memory that they share with the GPU."""
 
-    def __init__(self, launch: Launch | None = None, order: StreamOrder | None = None) -> None:
+    def __init__(
+        self, launch: Launch | None = None, order: StreamOrder | None = None, *, by_thread: bool | None = None
+    ) -> None:
+        """With `by_thread`, a thread makes the calls where it can; otherwise `launch` puts them into a stream.
+
+        None: where CUDA launches.
+        """
         self._launch = launch or on_current_stream
+        self._by_thread = self._launch is on_current_stream if by_thread is None else by_thread
+        self._mailboxes: dict[tuple[KernelLibrary, torch.device], Mailbox | None] = {}
         self._beside = Beside(order or SideStream())
         self._calls: list[tuple[PackedExperts, HostCall]] = []
         self._partial: list[HostCall] = []
@@ -49,6 +60,8 @@ class HostNodes:
         self._before = self.nanoseconds
         self._partial.clear()
         self._calls.clear()
+        for mailbox in self._used():
+            mailbox.forget()
         with context.entered(host_nodes=self), self._beside.entered():
             yield
 
@@ -60,9 +73,9 @@ class HostNodes:
 
         Dtypes are the kernel's, and factors of LoRA are in host memory.
         """
-        memory = self._filled(x_TH, index_TK, weights_TK)
+        memory = self._free(x_TH, index_TK, weights_TK)
         call = packed.host_call(memory.x, memory.index, memory.weights, memory.out, lora, interleaved=interleaved)
-        return self._started(packed, call, memory, x_TH)
+        return self._started(packed, call, memory, (x_TH, index_TK, weights_TK))
 
     def run_rest(
         self, packed: PackedExperts, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, beside: Callable[[], Tensor]
@@ -71,10 +84,10 @@ class HostNodes:
 
         `beside` enqueues the work of the GPU at the same time and returns its results (T, H), which are added.
         """
-        memory = self._filled(x_TH, index_TK, weights_TK)
+        memory = self._free(x_TH, index_TK, weights_TK)
         call = packed.partial_call(memory.x, memory.index, memory.weights, memory.out)
         self._partial.append(call)
-        out = self._started(packed, call, memory, x_TH)
+        out = self._started(packed, call, memory, (x_TH, index_TK, weights_TK))
         computed = beside()
         self._beside.then(lambda: torch.add(out, computed, out=out))
         return out
@@ -84,24 +97,67 @@ class HostNodes:
         """The time of all partial calls so far, of those that were dropped too."""
         return self._before + sum(call.nanoseconds for call in self._partial)
 
-    def _filled(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> CallMemory:
-        """Enqueue the transfer of a call's inputs, and return the memory of the call."""
-        self._beside.join()  # host functions before this one read the same memory
-        memory = self._memory(x_TH, index_TK, weights_TK)
-        memory.put(x_TH, index_TK, weights_TK)
-        return memory
+    def begin(self) -> None:
+        """Take note that the captured calls come again: a replay begins."""
+        for mailbox in self._used():
+            mailbox.begin()
 
-    def _started(self, packed: PackedExperts, call: HostCall, memory: CallMemory, like: Tensor) -> Tensor:
+    @property
+    def launched(self) -> bool:
+        """Whether CUDA calls some experts."""
+        return bool(self._calls) and (not self._by_thread or None in self._mailboxes.values())
+
+    def until_answered(self, is_over: Callable[[], bool]) -> None:
+        """Sleep until a thread has made all calls of a replay: see `Mailbox.until_answered`."""
+        for mailbox in self._used():
+            mailbox.until_answered(is_over)
+
+    def dismiss(self) -> None:
+        """Take note that calls which have begun do not come: the GPU has failed."""
+        for mailbox in self._used():
+            mailbox.dismiss()
+
+    def _used(self) -> Iterator[Mailbox]:
+        return (mailbox for mailbox in self._mailboxes.values() if mailbox is not None)
+
+    def _free(self, *inputs: Tensor) -> CallMemory:
+        """Return the memory of a call with such inputs."""
+        self._beside.join()  # calls before this one read the same memory
+        return self._memory(*inputs)
+
+    def _started(
+        self, packed: PackedExperts, call: HostCall, memory: CallMemory, inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:  # fmt: skip
         """Start a call beside the model's stream, and return its result, shaped like its hidden states."""
+        mailbox = self._mailbox(packed, call, memory, inputs)
+        if mailbox is None:
+            memory.put(*inputs)
+        else:
+            mailbox.post(memory, inputs, call)
+        like = inputs[0]
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         self._calls.append((packed, call))
 
         def compute() -> None:
-            self._launch(call.function, call.address)
-            memory.get(out)
+            if mailbox is None:
+                self._launch(call.function, call.address)
+                memory.get(out)
+            else:
+                mailbox.take(memory, out)
 
         self._beside.start(out, compute)
         return out
+
+    def _mailbox(
+        self, packed: PackedExperts, call: HostCall, memory: CallMemory, inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> Mailbox | None:
+        """Return where a call is requested. None is made in a capture: the steps before it have."""
+        if not self._by_thread:
+            return None
+        key = packed.library, inputs[0].device
+        if key not in self._mailboxes:
+            self._mailboxes[key] = mailbox_for(packed, memory, inputs, call)
+        return self._mailboxes[key]
 
     def check(self, name_of: Callable[[PackedExperts], str]) -> None:
         """Raise the first error of the calls since the last check, with notes that name the layers of all errors.
@@ -115,6 +171,8 @@ class HostNodes:
             except Exception as error:  # noqa: BLE001 - a kernel's error of any class; the first is raised below
                 errors.append((error, name_of(packed)))
         if not errors:
+            for mailbox in self._used():
+                mailbox.check()
             return
         (first, name), *others = errors
         first.add_note(f"in the experts of `{name}`, computed within a CUDA graph")

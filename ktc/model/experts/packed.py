@@ -37,6 +37,7 @@ from ktc.model.kernels.kernel_library import (
     Engine,
     Kernel,
     KernelLibrary,
+    NativeHostThread,
     nodes_for,
     permitted_threads,
 )
@@ -46,6 +47,7 @@ DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.fl
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _PANEL: Final = 32  # `kPanelWidth`
 Numa = Literal["none", "shard"]  # whether weights are cut for the nodes of the machine that loads them
+_LEAST_BESIDE: Final = 8  # threads of which one is left out beside a GPU
 _SAVED: Final = SavedBuffers()  # one for all layers: backward frees what the next forward takes
 
 
@@ -65,6 +67,11 @@ class SlotRows:
         """Return rows for backward to fill."""
         padded = -(-intermediate // _PANEL) * _PANEL
         return cls(torch.empty(slots, parts, padded, dtype=dtype), torch.empty(slots, padded, dtype=dtype))
+
+
+def _beside_gpu(threads: int) -> int:
+    """Return the threads of calls in a step of a GPU: a core is left to its driver and to Python."""
+    return threads - 1 if threads >= _LEAST_BESIDE else threads
 
 
 class PackedExperts:
@@ -295,21 +302,31 @@ class PackedExperts:
     ) -> HostCall:  # fmt: skip
         """Return `forward` without gradients as a host function of CUDA, on the values of the tensors at its call.
 
-        A thread of CUDA calls it, so it runs on threads that the library has for that purpose.
+        Another thread calls it, so it runs on threads that the library has for that purpose.
         """
-        engine = self._kernel.engine(self._threads, self._nodes, separate=True)
+        engine = self._kernel.engine(_beside_gpu(self._threads), self._nodes, separate=True)
         arguments = self._arguments(lora.to(self.weight_dtype), None, interleaved=interleaved)
         return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
 
     def partial_call(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> HostCall:
         """Return `host_call` without LoRA, to which choices that are `COMPUTED_ELSEWHERE` add nothing."""
-        engine = self._kernel.engine(self._threads, self._nodes, separate=True)
+        engine = self._kernel.engine(_beside_gpu(self._threads), self._nodes, separate=True)
         whole = self._arguments(NO_LORA, None, interleaved=False)
 
         def arguments(*tensors: Tensor) -> Arguments:
             return {**whole(*tensors), "partial": True}
 
         return bind_later(self._native.call, engine, arguments)((x_TH, index_TK, weights_TK), out_TH)
+
+    @property
+    def library(self) -> KernelLibrary:
+        """The library of the kernel."""
+        return self._kernel.library
+
+    @property
+    def host_thread(self) -> NativeHostThread:
+        """The class of threads that make calls of the kernel's library."""
+        return self._kernel.host_thread
 
     def _arguments(
         self, lora: ExpertsLora, saved: Tensor | None, *, interleaved: bool

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 DEFAULT_BUFFER: Final = 1 << 30  # bytes of a ring: it hides 18 ms of other work on a bus of 55 GB/s
+TIGHT_BUFFER: Final = 1 << 28  # of a ring beside experts that stay for decoding, where memory holds a part of them
 # Rows of an expert, on average, that a GPU multiplies with codes. For 256, a copy and `grouped_mm` take 0.7 of the
 # time, and the Python of two chunks.
 MOST_ROWS: Final = 128
@@ -19,6 +20,8 @@ PIECES: Final = 4  # that a ring holds at least
 _LEAST: Final = 128 << 20
 _MOST: Final = 1 << 30
 _PART_OF_MATRICES, _PART_OF_ROWS = 24, 128
+_LEAST_ROWS: Final = 32 << 20  # with a small ring, whose chunks have few experts
+_ROWS_OF_BUFFER: Final = 8
 _ARRAYS: Final = 8
 _SUMS: Final = 12  # bytes per token and unit of width
 _CHUNKS: Final = 32  # of a layer at most, where the ring holds such pieces
@@ -33,9 +36,15 @@ class ChunkBytes:
     rows: int
 
 
-def chunk_bytes(memory: int) -> ChunkBytes:
-    """Return the bytes of a chunk on a device with `memory` free bytes."""
-    return ChunkBytes(*(min(max(_LEAST, memory // part), _MOST) for part in (_PART_OF_MATRICES, _PART_OF_ROWS)))
+def chunk_bytes(memory: int, buffer: int = DEFAULT_BUFFER) -> ChunkBytes:
+    """Return the bytes of a chunk on a device with `memory` free bytes, whose ring has `buffer` bytes.
+
+    A ring that is smaller than usual says that memory is scarce; what is free then has no effect.
+    """
+    matrices, rows = (min(max(_LEAST, memory // part), _MOST) for part in (_PART_OF_MATRICES, _PART_OF_ROWS))
+    if buffer < DEFAULT_BUFFER:
+        matrices, rows = min(matrices, max(_LEAST, buffer)), min(rows, max(_LEAST_ROWS, buffer // _ROWS_OF_BUFFER))
+    return ChunkBytes(matrices, rows)
 
 
 def working_bytes(chunk: ChunkBytes, rows: int | None = None) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
+MICRO_BATCHES: Final = 16
+"""Of a step of `ktc train`, unless its user says otherwise. More of them share runs as the free memory permits."""
 _TOKENS: Final = 4096
 _ENTRIES: Final = 32_768
 _ON_CPU: Final = 34  # bytes of a logit of the tile and its copies
@@ -31,5 +33,6 @@ def tokens_of_run(tokens: int, vocabulary: int, *, on_gpu: bool) -> int:
 
 
 def step_bytes(tokens: int, vocabulary: int, item: int, *, on_gpu: bool) -> int:
-    """Return the most bytes of a run in a step of any number of micro-batches of `tokens` tokens."""
-    return tile_bytes(max(tokens, tokens_of_run(_TOKENS, vocabulary, on_gpu=on_gpu)), vocabulary, item, on_gpu=on_gpu)
+    """Return the most bytes of a run in a step of up to `MICRO_BATCHES` micro-batches of `tokens` tokens."""
+    run = max(tokens, tokens_of_run(MICRO_BATCHES * tokens, vocabulary, on_gpu=on_gpu))
+    return tile_bytes(run, vocabulary, item, on_gpu=on_gpu)

@@ -53,6 +53,19 @@ class NativeHostCall(Protocol):
     def rethrow(self) -> None: ...
 
 
+class NativeHostThread(Protocol):
+    """`ktc::HostThread`; see `interface/host_thread.hpp`. The address is that of a `Mailbox` in `memory`."""
+
+    mailbox_bytes: int
+    done_at: int
+    expected: int
+
+    def __call__(self, address: int, memory: object, /) -> NativeHostThread: ...
+    def expect(self, calls: int, /) -> None: ...
+    def dismiss(self) -> None: ...
+    def wait(self, seconds: float, /) -> bool: ...
+
+
 class NativeForward(Protocol):
     """A kernel that computes one product, at once or later."""
 
@@ -138,6 +151,8 @@ class NativeStep(Protocol):
 
 
 class _Module(Protocol):
+    HostThread: NativeHostThread
+
     def Engine(self, threads: int, nodes: list[tuple[int, ...]], openmp: Functions, /) -> Engine: ...
 
 
@@ -173,6 +188,11 @@ class Kernel:
         With `separate` they are the library's also where PyTorch has as many, for a caller on another thread.
         """
         return _engine(self.library.path, self.library.digest, threads, nodes, separate)
+
+    @property
+    def host_thread(self) -> NativeHostThread:
+        """The class of threads that make calls of this library's kernels."""
+        return _opened(self.library.path, self.library.digest).HostThread
 
 
 @dataclass(frozen=True, slots=True)

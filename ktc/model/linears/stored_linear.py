@@ -1,4 +1,4 @@
-"""`StoredLinear`: a frozen linear layer on the CPU whose weight is the blocks of a GGUF file, multiplied as stored.
+"""`StoredLinear`: a frozen linear layer whose weight is the blocks of a GGUF file, multiplied as stored.
 
 In: bf16 activations. Out: the product with the blocks' weights, summed in fp32 and rounded once, and the gradients of
 the input and of a bias that trains. PEFT wraps it as any `nn.Linear`: its `weight` has the shape and dtype of the stock
@@ -9,7 +9,7 @@ Refused: blocks of another type or size (ValueError), input of another dtype or 
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ from ktc.model.experts.tracing import never_traced
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.linears.absent_weight import AbsentWeight, LinearWithoutWeight
+from ktc.model.linears.coded_weight import CodedWeight
 from ktc.model.linears.gemv import address, threads_for
+
+_CPU: Final = torch.device("cpu")
 
 
 class StoredLinear(LinearWithoutWeight):
@@ -32,16 +35,19 @@ class StoredLinear(LinearWithoutWeight):
     threads: int
     packed: Tensor | None
     step_context: StepContext
+    device: torch.device
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, kernel: Kernel, weight_format: str, threads: int) -> StoredLinear:
-        """Return a layer with the bias of `linear` and a weight that `load_blocks` brings."""
+    def from_linear(
+        cls, linear: nn.Linear, kernel: Kernel, weight_format: str, threads: int, device: torch.device = _CPU
+    ) -> StoredLinear:  # fmt: skip
+        """Return a layer on a device with the bias of `linear` and a weight that `load_blocks` brings."""
         made = cls(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
         del made.weight
         shape = (linear.out_features, linear.in_features)
-        made.__dict__["weight"] = AbsentWeight.of(shape, linear.weight.dtype, torch.device("cpu"))
+        made.__dict__["weight"] = AbsentWeight.of(shape, linear.weight.dtype, device)
         made.register_parameter("bias", linear.bias)
-        made.kernel, made.format, made.packed = kernel, weight_format, None
+        made.kernel, made.format, made.packed, made.device = kernel, weight_format, None, device
         made.threads, made.step_context = permitted_threads(threads), StepContext()
         return made.train(linear.training)
 
@@ -52,12 +58,16 @@ class StoredLinear(LinearWithoutWeight):
 
     def load_blocks(self, blocks: Tensor) -> None:
         """Pack the whole weight: uint8 (out_features, bytes of a row), as the file stores it."""
-        packed = huge_pages(self.packed_bytes) if self.packed is None else self.packed
+        on_host = None if self._on_gpu else self.packed
+        packed = huge_pages(self.packed_bytes) if on_host is None else on_host
         blocks = blocks.contiguous()
         if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[0] != self.out_features:
             raise ValueError(f"expected blocks of {self.out_features} rows, found {tuple(blocks.shape)}")
         self._native.pack(packed.data_ptr(), blocks.data_ptr(), *blocks.shape)
-        self.packed = packed
+        if not self._on_gpu or self.packed is None:
+            self.packed = packed.to(self.device)
+        else:
+            self.packed.copy_(packed)
         self.loads.loaded("weight")
 
     def copy_from(self, other: StoredLinear) -> None:
@@ -68,18 +78,21 @@ class StoredLinear(LinearWithoutWeight):
 
     def dequantised(self) -> Tensor:
         """Return the weight (out_features, in_features), each value rounded to bf16."""
+        if self._on_gpu:
+            return self._coded.decoded()
         weight = torch.empty(self.out_features, self.in_features, dtype=torch.bfloat16)
         self._native.unpack(self._loaded().data_ptr(), weight.data_ptr(), self.in_features, self.out_features)
         return weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features). Raise `RuntimeError` for input that is not bf16 on the CPU."""
-        if torch.is_autocast_enabled("cpu"):
-            input = input.to(torch.get_autocast_dtype("cpu"))
+        """Map (..., in_features) to (..., out_features). Raise `RuntimeError` for input of another dtype or device."""
+        if torch.is_autocast_enabled(self.device.type):
+            input = input.to(torch.get_autocast_dtype(self.device.type))
         if input.dtype != torch.bfloat16:
             raise RuntimeError(f"a linear layer in {self.format} multiplies bf16, found {input.dtype}")
-        if input.device.type != "cpu":
-            message = f"a linear layer in {self.format} is multiplied on the CPU, found an input on `{input.device}`"
+        if input.device.type != self.device.type:
+            where = "the CPU" if self.device.type == "cpu" else f"`{self.device}`"
+            message = f"a linear layer in {self.format} is multiplied on {where}, found an input on `{input.device}`"
             raise RuntimeError(f"{message}: leave the model where `ktc.load` puts it")
         bias = cast("Tensor | None", self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
@@ -88,6 +101,9 @@ class StoredLinear(LinearWithoutWeight):
 
     @never_traced
     def _product(self, input: Tensor) -> Tensor:
+        if self._on_gpu:
+            bias = cast("Tensor | None", self.bias)
+            return self._coded.times(input.detach(), None if bias is None else bias.detach().to(input.dtype))
         x = input.detach().contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
         packed = self._loaded()
@@ -103,6 +119,14 @@ class StoredLinear(LinearWithoutWeight):
     @property
     def _native(self) -> NativePackedLinear:
         return self.kernel.opened(1)[0]
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    @property
+    def _coded(self) -> CodedWeight:
+        return CodedWeight.of(self._loaded(), self.format, self.out_features, self.in_features)
 
     def _loaded(self) -> Tensor:
         self.loads.require_processed(self.loads.generation)

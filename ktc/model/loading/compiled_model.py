@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
 from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.model.decode_steps.cuda_graph import CACHE, DecodeGraphs
 from ktc.model.decode_steps.growing_cache import growing
 from ktc.model.decode_steps.int8_cache import as_int8, int8_kernels
-from ktc.model.decode_steps.step_ahead import BeforeReading, BeforeSampling, StepAhead, waited_for_by
+from ktc.model.decode_steps.step_ahead import BeforeSampling, StepAhead, WaitingCriteria, waited_for_by
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import remote_code
@@ -220,7 +220,7 @@ class CompiledModel(GenerationHooks):
         ahead: StepAhead | None = None
         if graphs is not None and graphs.recorder.ahead and criteria is not None and options.get("streamer") is None:
             ahead = StepAhead()
-            options["stopping_criteria"] = StoppingCriteriaList([BeforeReading(ahead), *criteria])
+            options["stopping_criteria"] = WaitingCriteria(ahead, criteria)
             if config is None or config.do_sample:
                 processors = options.get("logits_processor") or ()
                 options["logits_processor"] = LogitsProcessorList([*processors, BeforeSampling(ahead)])

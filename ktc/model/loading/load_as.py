@@ -27,9 +27,11 @@ from ktc.foundation.files import file_digest
 from ktc.foundation.progress import Progress, progress_bar
 from ktc.foundation.regular_files import read_regular
 from ktc.model.attention.absorbed import AbsorbedAttention
+from ktc.model.attention.decoding import fuse_sink_prompts
+from ktc.model.attention.joined_keys import check_joined_keys
 from ktc.model.attention.sparse import Sparse
 from ktc.model.attention.sparse_check import check_sparse_steps
-from ktc.model.attention.split_decode import SplitDecode, check_joined_keys, check_split_decode
+from ktc.model.attention.split_decode import SplitDecode, check_split_decode
 from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
 from ktc.model.decode_steps.gpu_norms import fuse_norms
@@ -38,11 +40,14 @@ from ktc.model.decode_steps.native_step import native_steps
 from ktc.model.experts.coded_check import check_products
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import generation_config, remote_code, stock_model
+from ktc.model.hf.patching import stock_class
 from ktc.model.hf.private_api import kept_in_fp32
 from ktc.model.hf.router import FusedRouter, check_gpu_routing
 from ktc.model.kernels.kernel_library import KernelLibrary, on_torch_threads
 from ktc.model.kernels.step_context import StepContext
+from ktc.model.linears.coded_weight import check_linear
 from ktc.model.linears.lora_linear import FusedLinear
+from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.loading import peft_glue
 from ktc.model.loading.buffers import compute_buffers
@@ -53,6 +58,7 @@ from ktc.model.manifest.manifest import Manifest, Versions, check_sealed, read_m
 from ktc.model.manifest.stale_change_guard import Remembered, guard, remember
 from ktc.model.manifest.stock_facts import assumptions_of
 from ktc.model.packed_store import process_gpu, weight_store, weights_stage
+from ktc.model.packed_store.host_table import show_tables, with_tables
 from ktc.model.packed_store.memory import check_bytes
 from ktc.model.packed_store.placement import check_devices, device_map, follow, return_loss_to_labels
 from ktc.model.packed_store.random_weights import fill_random
@@ -116,11 +122,12 @@ def load_as(
     check_assumptions(manifest, model, folder)
     remembered = remember(model, manifest.rewrites)
     realise(model, manifest.rewrites, library, folder)
+    read_to = with_tables(placement, manifest.rewrites)
     if not reference:
         check_gpu_products(model)
-        check_bytes(model, manifest, folder, placement)  # before anything is read; `completed` checks the loaded model
+        check_bytes(model, manifest, folder, read_to)  # before anything is read; `completed` checks the loaded model
     with progress_bar(f"loading {folder.name}") as bar:
-        fill(model, placement, progress=options.get("progress") or bar)
+        fill(model, read_to, progress=options.get("progress") or bar)
     if library is not None:
         _warn_of_spinning(num_threads(manifest))
     base = manifest.model.name if weights is None else str(Path(weights).absolute())
@@ -142,6 +149,7 @@ def completed(
     model.tie_weights()
     weight_store.check_filled(model)
     if not reference:
+        show_tables(model, manifest.rewrites)
         check_bytes(model, manifest, folder, placement)
     follow(model, placement)
     for module in model.modules():
@@ -153,6 +161,8 @@ def completed(
     guard(model, manifest.rewrites, remembered, folder)
     check_split_attention(model)
     check_gpu_routers(model)
+    if not reference:
+        fuse_sink_prompts(model, model.dtype)
     if manifest.cuda_graph and not reference:
         keep_experts(model)
         fuse_norms(model)
@@ -166,8 +176,10 @@ def completed(
 
 
 def check_gpu_products(model: nn.Module) -> None:
-    """Compare products with the codes of experts, on the GPUs that compute them. Raises HostLacks (H247)."""
+    """Compare products with codes of experts and linear layers, on the GPUs that compute them. Raises (H247)."""
     for module in model.modules():
+        if isinstance(module, StoredLinear) and module.device.type == "cuda":
+            check_linear(module.format, module.device)
         if isinstance(module, FusedMoe) and module.offload is not None and module.weights.packed is not None:
             for device in module.offload.devices:
                 check_products(module.weights.packed, device)
@@ -177,12 +189,14 @@ def check_split_attention(model: nn.Module) -> None:
     """Compare attention of new tokens with PyTorch's, on the GPUs that compute it. Raises HostLacks (H248)."""
     answering = [module for module in model.modules() if isinstance(getattr(module, "decode", None), SplitDecode)]
     sparse = [module for module in answering if isinstance(module.sparse, Sparse)]
+    absorbing = [module for module in answering if isinstance(module, AbsorbedAttention)]
+    latents = {(stock_class(module), module.absorption): module for module in absorbing}
     devices = {parameter.device for module in answering for parameter in module.parameters()}
     for device in sorted(devices, key=str):
         if device.type == "cuda":
             check_split_decode(device)
-            if any(isinstance(module, AbsorbedAttention) for module in answering):
-                check_joined_keys(device)
+            for module in latents.values():
+                check_joined_keys(module, device)
             check_sparse_steps(sparse, device)
 
 

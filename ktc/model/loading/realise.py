@@ -24,7 +24,7 @@ from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.linears.streamed_linear import StreamedLinear
 from ktc.model.linears.trained_linear import TrainedLinear
 from ktc.model.loading.graph_block import graph_block
-from ktc.model.manifest.configs import GraphBlockConfig, OwnExpertsConfig, StreamedLinearConfig
+from ktc.model.manifest.configs import GraphBlockConfig, HostTableConfig, OwnExpertsConfig, StreamedLinearConfig
 from ktc.model.manifest.manifest import Rewrite, config_of
 from ktc.model.targets import MODULES
 from ktc.model.targets.kt_linear import StoredLinearConfig
@@ -70,11 +70,14 @@ def _made(old: nn.Module, step: Rewrite, kernel: Kernel | None, folder: Path | N
             return own_experts(old, config)
         case StreamedLinearConfig() as config:
             return StreamedLinear.from_linear(_linear(old), torch.device(step.device), config.stream_buffer)
+        case HostTableConfig():
+            return old  # its weight is shown to the GPU once it is loaded
         case StoredLinearConfig() as config:
             linear = _linear(old, plain=True)
             if kernel is None:
                 return FusedLinear.from_linear(linear)
-            return StoredLinear.from_linear(linear, kernel, config.format, config.threads)
+            device = torch.device(step.device)
+            return StoredLinear.from_linear(linear, kernel, config.format, config.threads, device)
         case config:
             return MODULES[step.module].realise(old, config, kernel)
 

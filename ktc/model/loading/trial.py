@@ -40,6 +40,7 @@ from ktc.model.loading.trial_steps import attempted
 from ktc.model.manifest.manifest import Manifest, read_manifest
 from ktc.model.manifest.stale_change_guard import Remembered, remember
 from ktc.model.packed_store import weight_store
+from ktc.model.packed_store.host_table import with_tables
 from ktc.model.packed_store.placement import check_devices
 from ktc.model.packed_store.random_weights import fill_within
 
@@ -179,7 +180,7 @@ def _filled(
     """Return the model with random weights, ready for calls."""
     memory = subject.manifest.memory if layers.is_whole else dict[str, int]()
     manifest = replace(subject.manifest, rewrites=layers.recipe, memory=memory)
-    fill_within(model, subject.placement, SEED, RANDOM)
+    fill_within(model, with_tables(subject.placement, layers.recipe), SEED, RANDOM)
     made_from = load_as.LoadedFrom(subject.folder, manifest, subject.library, subject.reference, False)
     return load_as.completed(model, made_from, subject.placement, remembered, manifest.model.folder)
 

@@ -15,6 +15,7 @@ from ktc.model.targets.kt_linear import STORED_LINEAR, StoredLinearConfig
 from ktc.model.targets.settings import PositiveInt
 
 GRAPH_BLOCK, OWN_EXPERTS, STREAMED_LINEAR = "graph_block", "own_experts", "streamed_linear"
+HOST_TABLE = "host_table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,16 @@ class StreamedLinearConfig:
     stream_buffer: PositiveInt
 
 
+@dataclass(frozen=True, slots=True)
+class HostTableConfig:
+    """A table of embeddings in host memory, whose rows a GPU reads."""
+
+
 CONFIGS: Final[Mapping[str, type[Any]]] = {
     **{name: target.config for name, target in MODULES.items()},
     GRAPH_BLOCK: GraphBlockConfig,
     OWN_EXPERTS: OwnExpertsConfig,
     STREAMED_LINEAR: StreamedLinearConfig,
+    HOST_TABLE: HostTableConfig,
     STORED_LINEAR: StoredLinearConfig,
 }

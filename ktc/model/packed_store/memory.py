@@ -18,6 +18,7 @@ from ktc.model.experts.module import FusedMoe
 from ktc.model.graph.typed import named_modules
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.manifest.manifest import Manifest
+from ktc.model.packed_store.host_table import is_on_host
 from ktc.model.packed_store.placement import device_of
 
 ALLOWED = 0.05
@@ -42,12 +43,13 @@ def tensor_bytes(model: nn.Module, placement: Mapping[str, str]) -> dict[str, in
     """Return bytes by device of parameters, buffers and packed experts. Meta tensors count at their planned device."""
     totals = Counter[str]()
     for name, tensor in _tensors(model):
-        totals[str(device_of(name, placement) if tensor.is_meta else tensor.device)] += tensor.nbytes
+        device = device_of(name, placement) if tensor.is_meta else tensor.device
+        totals["cpu" if is_on_host(tensor) else str(device)] += tensor.nbytes
     for module in model.modules():
         if isinstance(module, FusedMoe):
             totals["cpu"] += module.weights.nbytes
         if isinstance(module, StoredLinear):
-            totals["cpu"] += module.packed_bytes
+            totals[str(module.device)] += module.packed_bytes
     return totals
 
 

@@ -62,6 +62,12 @@ class FusedAttention(ModuleTarget):
 
         return code_bytes(seen) if self.int8_cache else per_position
 
+    def reads_prompts_in_blocks(self, seen: CapturedNode) -> bool:
+        """Return whether its modules compute prompts with sinks in blocks of rows, as the model's own function does."""
+        from ktc.model.attention.sink_prompts import computes_prompts
+
+        return computes_prompts(seen.stock, seen.dtype)
+
     def unsuited(self, seen: CapturedNode) -> Unsuited | None:
         """Return why the core keeps its own code (M092): it is a function that ktc does not know."""
         from ktc.model.targets.attention_kernel import unknown_core
@@ -78,12 +84,15 @@ class FusedAttention(ModuleTarget):
         """Return which calls are the kernel's."""
         from ktc.model.targets.attention_kernel import explained_codes
 
+        blocks = ("prompts by fused attention, with the sinks as a further key",) * self.reads_prompts_in_blocks(seen)
         if plan.spec is None and self.kernel == AUTO and plan.device != "cpu":
-            return (f"few new tokens without gradients by kernels of the GPU, all others by sdpa, on {plan.device}",)
+            few = f"few new tokens without gradients by kernels of the GPU, all others by sdpa, on {plan.device}"
+            return few, *blocks
         if plan.spec is None:
-            return (f"is run by PyTorch, on {plan.device}",)
+            return f"is run by PyTorch, on {plan.device}", *blocks
         codes = explained_codes(seen) if self.int8_cache else ""
-        return (f"few new tokens without gradients by the {plan.spec.isa} kernel, all others by sdpa{codes}, on cpu",)
+        few = f"few new tokens without gradients by the {plan.spec.isa} kernel, all others by sdpa{codes}, on cpu"
+        return few, *blocks
 
     def build_reference(self, graph: fx.GraphModule, node: fx.Node, action: NodeAction) -> nn.Module:
         """Return the core with the settings of the node."""

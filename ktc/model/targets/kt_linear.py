@@ -70,6 +70,12 @@ class LinearTarget(ModuleTarget):
         """Whether no word of the rule demands a kernel of the CPU."""
         return self.kernel == "auto" and self.prefill != "packed"
 
+    def multiplies_stored_on_gpus(self, seen: CapturedNode) -> bool:
+        """Return whether the weight is blocks that a GPU multiplies, and the program leaves the product to ktc."""
+        from ktc.model.targets.linear_kernel import blocks_on_gpus
+
+        return self.kernel == "auto" and self.prefill != "torch" and bool(blocks_on_gpus(seen))
+
     def choose(self, plan: NodePlan, seen: CapturedNode) -> Spec | None:
         """Return the kernel for the layer's dtype, or for the blocks that a GGUF file stores. Raises (M077).
 
@@ -92,6 +98,8 @@ class LinearTarget(ModuleTarget):
             return (f"is run by PyTorch, on {plan.device}",)
         if spec.op == "packed_linear":
             stored = cast("PackedLinearSpec", spec).weight_format
+            if plan.device != "cpu":
+                return (f"{stored} weights, kernels of the GPU for few and for many rows, on {plan.device}",)
             return (f"{stored} weights, {spec.isa} kernel for few and for many rows, on {plan.device}",)
         by = f"by the {spec.isa} kernel for {spec.dtype}"
         few = [f"few rows without gradients {by}"] * (self.kernel != "torch")
@@ -104,7 +112,7 @@ class LinearTarget(ModuleTarget):
         from ktc.model.kernels.working_memory import ProductRows
 
         spec = plan.spec
-        if spec is None or (spec.op == "linear" and self.prefill not in ("packed", "auto")):
+        if spec is None or plan.device != "cpu" or (spec.op == "linear" and self.prefill not in ("packed", "auto")):
             return NodeMemory()
         return NodeMemory(product=ProductRows(max(seen.linear_sizes), seen.host.workers))
 

@@ -14,8 +14,9 @@ from typing import Final
 import torch
 
 from ktc.diagnostics import Diagnostic, InputRefused
-from ktc.foundation.formats import BLOCKS
+from ktc.foundation.formats import BLOCKS, WeightFormat
 from ktc.foundation.isa import PREFERENCE
+from ktc.model.experts.panel_codes import codes_of
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.linear_spec import ISAS, Dtype, LinearSpec, PackedLinearSpec
 from ktc.model.targets.node_plan import CapturedNode, NodePlan
@@ -35,6 +36,8 @@ def choose_linear(
 
     Raises InputRefused (M077).
     """
+    if kernel == "auto" and plan.device != "cpu" and prefill != "torch" and (stored := blocks_on_gpus(seen)):
+        return _packed(stored, seen)
     if kernel == "auto":
         kernel = "gemv" if plan.device == "cpu" and seen.dtype in DTYPES else "torch"
     named = [("gemv", DTYPES)] * (kernel == "gemv") + [("packed", _PACKED)] * (prefill == "packed")
@@ -47,13 +50,25 @@ def choose_linear(
     if not named and not (prefill == "auto" and plan.device == "cpu" and seen.dtype in _PACKED):
         return None
     stored = _stored_blocks(seen) if kernel == "gemv" and prefill != "torch" and seen.dtype in _PACKED else None
-    for isa in PREFERENCE if stored else ():
+    packed = _packed(stored, seen) if stored else None
+    return packed or LinearSpec("linear", DTYPES[seen.dtype], next(isa for isa in ISAS if isa in seen.host.isas))
+
+
+def blocks_on_gpus(seen: CapturedNode) -> WeightFormat | None:
+    """Return the format of the layer's stored weight where a GPU multiplies it, and the CPU packs it for that."""
+    stored = _stored_blocks(seen) if seen.dtype in _PACKED else None
+    return stored if stored and codes_of(BLOCKS[stored]) is not None and _packed(stored, seen) else None
+
+
+def _packed(stored: WeightFormat, seen: CapturedNode) -> PackedLinearSpec | None:
+    """Return the kernel for weights in this format, of the host's best instruction set that has one."""
+    for isa in PREFERENCE:
         if isa in seen.host.isas and stored in KERNELS[isa]:
             return PackedLinearSpec("packed_linear", "bf16", stored, isa)
-    return LinearSpec("linear", DTYPES[seen.dtype], next(isa for isa in ISAS if isa in seen.host.isas))
+    return None
 
 
-def _stored_blocks(seen: CapturedNode) -> str | None:
+def _stored_blocks(seen: CapturedNode) -> WeightFormat | None:
     """Return the format of the layer's stored weight where it is blocks that kernels multiply."""
     for source in () if seen.trains else seen.sources:
         row = BLOCKS.get(source.plain_rows or "")

@@ -150,6 +150,14 @@ class Target:
         """Return the bytes of a position in the layer's cache, which takes `per_position` in the stock model."""
         return per_position
 
+    def multiplies_stored_on_gpus(self, seen: CapturedNode) -> bool:
+        """Return whether a GPU multiplies the node's weight as the checkpoint stores it, where it leaves others."""
+        return False
+
+    def reads_prompts_in_blocks(self, seen: CapturedNode) -> bool:
+        """Return whether prompts of its attention, which has sinks, keep no scores of all their tokens."""
+        return False
+
     @classmethod
     def apply(cls, graph: fx.GraphModule, block: Block) -> None:
         """Run the target's pass over a copy of a block's graph."""

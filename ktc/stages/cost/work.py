@@ -13,15 +13,17 @@ from dataclasses import replace
 from torch import fx
 
 from ktc.foundation.formats import FORMATS, Dense
+from ktc.model.attention.sink_prompts import computes_prompts
 from ktc.model.experts.kept_division import Division
 from ktc.model.experts.panel_codes import codes_of
-from ktc.model.experts.stream_sizes import Chunks, chunk_bytes
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, Chunks, chunk_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.private_api import attention_of
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.kernels.packed_size import packed_bytes
+from ktc.model.targets.fused_attention import FusedAttention
 from ktc.model.targets.target import NodeAction, Prefill
 from ktc.stages.capture import BlockSite, CapturedModel
 from ktc.stages.cost.types import Core, RoutedExperts, Work
@@ -167,7 +169,10 @@ class _Works:
         cached = cache[site.layer].per_token if cache is not None and site.layer < len(cache) else 0
         cached = cached or self._item * key[0] * (key[1] + value[1])
         groups = query[0] // key[0]
-        in_memory = keeps_scores(node, eager=self._is_eager)
+        module, dtype = self._captured.model.get_submodule(site.fqn), self._captured.model.dtype
+        in_blocks = self._plan.mode != "train" and bool(about["sinks"]) and computes_prompts(module, dtype)
+        in_blocks = in_blocks and any(isinstance(action.target, FusedAttention) for action in actions)
+        in_memory = keeps_scores(node, eager=self._is_eager) and not in_blocks
         passes = _PASSES_WITH_SINKS if about["sinks"] else _SCORES_PASSES
         core = Core(
             query[0] * (query[1] + value[1]),
@@ -179,8 +184,9 @@ class _Works:
             fused=any(action.kernel is not None for action in actions),
         )
         return replace(
-            work, kind="attention", core=core, operators=work.operators + (_SCORES_OPERATORS - 1) * in_memory
-        )
+            work, kind="attention", core=core,
+            operators=work.operators + (_SCORES_OPERATORS - 1) * (in_memory or in_blocks),
+        )  # fmt: skip
 
     @property
     def _is_eager(self) -> bool:
@@ -234,7 +240,8 @@ class _Works:
         gpus, count = self._plan.host.gpus, spec.num_experts or 1
         memory = gpus[int(prefill.devices[0].partition(":")[2] or 0)].free if gpus else 0
         buffer = 0 if prefill.resident else prefill.buffer
-        cut = Chunks(decoded, packed_bytes(spec) // count, chunk_bytes(memory).matrices, buffer, plain)
+        chunk = chunk_bytes(memory, buffer or DEFAULT_BUFFER).matrices
+        cut = Chunks(decoded, packed_bytes(spec) // count, chunk, buffer, plain)
         return len(cut.cut(range(-(-count // len(prefill.devices)))))
 
     def _opaque(self, site: BlockSite, device: str) -> Work:

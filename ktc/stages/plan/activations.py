@@ -7,7 +7,7 @@ only the weight. docs/design.md, "Memory", has the rules and their measured erro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -34,13 +34,15 @@ _VIEWS = ops.TRANSPARENT - {"cast", "clone", "repeat", "contiguous", "dropout"} 
 class Footprint:
     """Bytes per token: `saved` for backward, `live` at the widest point of a forward.
 
-    `saved_pair` and `live_pair` are those per token and position, where attention keeps its scores in memory.
+    `saved_pair` and `live_pair` are those per token and position, where attention keeps its scores or masks in memory.
+    `copied` are keys and values of a prompt with sinks, which are copied for some heads at once.
     """
 
     saved: float
     live: float
     saved_pair: float = 0.0
     live_pair: float = 0.0
+    copied: float = 0.0
 
     def at(self, length: int) -> tuple[float, float]:
         """Return the saved and the live bytes of a token in sequences of this length."""
@@ -57,12 +59,13 @@ def keeps_scores(node: fx.Node, *, eager: bool) -> bool:
 
 
 def footprint(
-    graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int, *, eager: bool = False
-) -> Footprint:
+    graph: fx.GraphModule, adapters: Mapping[str, LoraBytes], hidden: int, *, eager: bool = False,
+    in_blocks: Collection[str] = (),
+) -> Footprint:  # fmt: skip
     """Return the footprint of a block. `adapters` has the LoRA of linear nodes by name, `hidden` is the model's width.
 
-    `eager` says that the model's own code computes attention. The routed experts are not in it, since the plan chooses
-    where they run.
+    `eager` says that the model's own code computes attention, except for prompts of the cores `in_blocks`, which have
+    sinks. The routed experts are not in it, since the plan chooses where they run.
     """
     trains = _with_gradient(graph, adapters, hidden)
     values, extra = set[fx.Node](), 0.0
@@ -73,8 +76,23 @@ def footprint(
     saved = sum(per_token(value) for value in values) + extra
     live = max((_live(node) for node in nodes_of(graph)), default=0.0)
     cores = [node for node in nodes_of(graph) if ops.operator(node) == "sdpa" and keeps_scores(node, eager=eager)]
-    pairs = [_pair(node) for node in cores]
-    return Footprint(saved, live, sum(kept for kept, _ in pairs), max((widest for _, widest in pairs), default=0.0))
+    pairs = [_masks(node) if node.name in in_blocks else _pair(node) for node in cores]
+    copied = max((_copied(node) for node in cores if node.name in in_blocks), default=0.0)
+    widest = max((widest for _, widest in pairs), default=0.0)
+    return Footprint(saved, live, sum(kept for kept, _ in pairs), widest, copied)
+
+
+def _masks(core: fx.Node) -> tuple[float, float]:
+    """Return the bytes per token and position of two masks, with and without a window, and of what they are made of."""
+    tensor = tensor_of(core)
+    return 0.0, 1.0 + 2 * (4 if tensor is None else tensor.element_size())
+
+
+def _copied(core: fx.Node) -> float:
+    """Return the bytes per position of keys and values that are repeated for all query heads, and filled up."""
+    key, value = core.all_input_nodes[1:3]
+    groups = float(ops.shape_of(core)[2]) / float(ops.shape_of(key)[1])
+    return 2 * groups * (per_token(key) + per_token(value))
 
 
 def _pair(core: fx.Node) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from ktc.stages.plan.types import (
     BatchShape,
     BlockRewrite,
     Choices,
+    HostTable,
     LoraPlan,
     MemoryPlan,
     Placement,
@@ -68,6 +69,7 @@ class PlanDraft:
     streams: tuple[StreamedLinear, ...] = ()
     rewrites: tuple[BlockRewrite, ...] = ()
     uncaptured: tuple[UncapturedLinear, ...] = ()
+    table: HostTable | None = None
     lora: LoraPlan | None = None
     memory: MemoryPlan | None = None
     cuda_graph: bool = False
@@ -184,5 +186,6 @@ class PlanDraft:
             over_budget=self.over_budget,
             streams=self.streams,
             uncaptured=self.uncaptured,
+            table=self.table,
             cuda_graph=self.cuda_graph,
         )

@@ -15,11 +15,13 @@ from typing import Final
 from ktc.diagnostics import Diagnostic
 from ktc.foundation.formats import FORMATS
 from ktc.model.experts.panel_codes import addressed_codes_of
+from ktc.model.experts.stream_sizes import TIGHT_BUFFER
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 from ktc.model.targets.target import Prefill
 from ktc.stages.plan.decode_steps import gpu_of_graphs
 from ktc.stages.plan.divided import reads_of, with_division
 from ktc.stages.plan.draft import PlanDraft
+from ktc.stages.plan.host_table import host_table
 from ktc.stages.plan.memory import count_memory
 from ktc.stages.plan.nodes import group_sites
 from ktc.stages.plan.placement import budget_of, gib
@@ -30,6 +32,9 @@ from ktc.stages.plan.types import Plan, Reason, Workload
 
 SPLIT: Final = "experts_split"  # of the `plan` block
 DIVIDED: Final = "divided_prompts"
+_ROWS: Final = "the table stays in host memory, so that more experts have places"
+_CONTEXT: Final = 512 << 20  # bytes of CUDA's context, and of the allocator's gaps
+_SMALL: Final = 1 << 30  # budgets up to this one leave nothing to it
 _STEP: Final = 64 << 20  # bytes, in which a message names budgets
 _Sent = Mapping[str, tuple[Prefill, FusedMoeSpec]]
 
@@ -50,14 +55,17 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     devices, choices = {device for prefill, _ in sent.values() for device in prefill.devices}, draft.request.choices
     budgets = {device: size for device in devices if isinstance(size := draft.rules.plan.get(device), int)}
     if choices is not None or budgets.keys() != devices:
-        places = _room(draft, devices) // _place_bytes(sent) if choices is not None and choices.keeps else 0
-        return _keeping(draft, sent, places) if single else draft
+        if choices is None or not choices.keeps or not single:
+            return _keeping(draft, sent, 0) if single else draft
+        draft, sent = _with_room(draft, sent, devices)
+        return _keeping(draft, sent, _room(draft, devices) // _place_bytes(sent))
     use, room = _least(draft), {device: _room(draft, (device,)) for device in budgets}
     largest = {d: max(share_bytes(spec, p) for p, spec in sent.values() if d in p.devices) for d in devices}
     paths = list(sent)
     count = min(len(paths), *(room[device] // largest[device] for device in devices))
     if single and count < len(paths) and (not count or draft.rules.plan.get("mode") != "serve"):
-        places = sum(room.values()) // _place_bytes(sent)
+        draft, sent = _with_room(draft, sent, devices)
+        use, places = _least(draft), _room(draft, devices) // _place_bytes(sent)
         kept = _keeping(draft, sent, places)
         return kept if places else kept.with_warnings(*(_no_place(draft, use, sent, *one) for one in budgets.items()))
     if not count:
@@ -66,6 +74,26 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     whole = {path: replace(prefills[path], resident=True) for path in chosen}
     others = {path: one for path, one in sent.items() if path not in chosen}
     return _counted(draft, prefills | whole | (_split(draft, others, 0) if single and others else {}))
+
+
+def _with_room(draft: PlanDraft, sent: _Sent, devices: Iterable[str]) -> tuple[PlanDraft, _Sent]:
+    """Return the draft and its sent experts with more room for places, where not all experts have one.
+
+    The table of embeddings stays in host memory, of which a step reads a row. The ring is small: a prompt waits for
+    the bus in any case, and each place more saves a step's reads. The program's own `stream_buffer` stays.
+    """
+    total = sum(spec.num_experts or 1 for _, spec in sent.values()) * _place_bytes(sent)
+    if _room(draft, devices) >= total:
+        return draft, sent
+    table = host_table(draft)
+    if table is not None:
+        reason = Reason(table.fqn, f"{table.device} reads the rows of tokens: {_ROWS}")
+        draft = count_memory(replace(draft, table=table).with_reasons(reason))
+    if "stream_buffer" in draft.rules.plan or _room(draft, devices) >= total:
+        return draft, sent
+    small = {path: (replace(prefill, buffer=TIGHT_BUFFER), spec) for path, (prefill, spec) in sent.items()}
+    prefills = {path: prefill for path, (prefill, _) in {**sent_experts(draft), **small}.items()}
+    return _counted(draft, prefills), small
 
 
 def _least(draft: PlanDraft) -> Workload:
@@ -79,6 +107,8 @@ def _room(draft: PlanDraft, devices: Iterable[str]) -> int:
     """Return the bytes that the budgets of devices leave in the use that needs least."""
     needs = _least(draft).needs
     budgets = {device: budget_of(device, draft.rules, draft.host) or 0 for device in devices}
+    if not draft.request.choices:  # a budget that the program names is for the whole process
+        budgets = {device: budget - min(_CONTEXT, max(0, budget - _SMALL)) for device, budget in budgets.items()}
     return sum(max(0, budget - sum(needs.get(device, {}).values())) for device, budget in budgets.items())
 
 

@@ -101,7 +101,9 @@ def leave_devices_to_pytorch(draft: PlanDraft) -> PlanDraft:
     kept, left = list[Claim](), dict[str, str]()
     for claim in draft.claims:
         target, on_cpu = claim.target, device_of(claim.path, draft.devices) == "cpu"
-        if target.leaves_cpus_to_pytorch if on_cpu else target.leaves_gpus_to_pytorch:
+        leaves = target.leaves_cpus_to_pytorch if on_cpu else target.leaves_gpus_to_pytorch
+        stays = leaves and not on_cpu and target.multiplies_stored_on_gpus(draft.captured_node(claim))
+        if leaves and not stays:
             left[claim.site] = _ON_CPU if on_cpu else ON_GPU
         else:
             kept.append(claim)

@@ -110,6 +110,7 @@ def _idle_budgets(rules: RuleSet, host: Host) -> Iterator[Diagnostic]:
 def _weights(draft: PlanDraft) -> dict[str, dict[str, int]]:
     """Return bytes by device and kind. A tensor that several modules share is on the device of the first."""
     devices = {**draft.devices, **{linear.fqn: "cpu" for linear in draft.streams}}
+    devices |= {draft.table.fqn: "cpu"} if draft.table else {}
     kinds, experts, linears = _kinds(draft.captured), draft.experts, draft.packed_linears
     totals: dict[str, dict[str, int]] = {}
 

@@ -67,6 +67,14 @@ class StreamedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTable:
+    """A table of embeddings that stays in host memory, and whose rows `device` reads."""
+
+    fqn: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlan:
     """The adapter of the program: exact FQNs of modules and of experts' weights, and PEFT's own names.
 
@@ -197,6 +205,7 @@ class Plan:
     over_budget: tuple[Diagnostic, ...] = ()
     streams: tuple[StreamedLinear, ...] = ()
     uncaptured: tuple[UncapturedLinear, ...] = ()
+    table: HostTable | None = None
     cuda_graph: bool = False  # decoding steps are captured
     processes: int = 1  # of `ktc train`, each with a GPU and this plan for one
 

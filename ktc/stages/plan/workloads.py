@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from ktc.model.experts.stream_sizes import ChunkBytes, chunk_bytes, result_bytes, working_bytes
+from ktc.model.attention.sink_prompts import COPIES
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, ChunkBytes, chunk_bytes, result_bytes, working_bytes
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
 from ktc.model.hf.logit_tiles import step_bytes
@@ -59,6 +60,11 @@ class _Layer:
     def live(self, device: str, length: int) -> float:
         """Return the bytes per token at the widest point of forward."""
         return max((block.at(length)[1] for block in self.blocks.get(device, ())), default=0.0)
+
+    def copied(self, device: str, tokens: int) -> int:
+        """Return the bytes of copied keys and values at once."""
+        copied = max((block.copied for block in self.blocks.get(device, ())), default=0.0)
+        return round(min(COPIES, tokens * copied))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,7 @@ def _shortfall(needs: Needs, devices: Sequence[DeviceMemory]) -> dict[str, int]:
 def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> Needs:
     """Return the needs at the peak of a step: what forward saved, and the larger of loss and a layer's backward.
 
-    A step may have any number of micro-batches of this batch and length, whose losses share a run.
+    A step has the micro-batches of `ktc train`, of this batch and length, whose losses share a run.
     """
     tokens, needs = batch * length, _resident(model, adapter=True)
     for device, of_device in needs.items():
@@ -194,7 +200,8 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
     tokens, needs = batch * length, _resident(model, adapter=False)
     for device, of_device in needs.items():
         live = max((layer.live(device, length) for layer in model.layers), default=0.0)
-        of_device["activations"] = round(tokens * (live + 2 * model.per_hidden))
+        copied = max((layer.copied(device, tokens) for layer in model.layers), default=0)
+        of_device["activations"] = round(tokens * (live + 2 * model.per_hidden)) + copied
         of_device["logits"] = batch * model.vocabulary * (model.item + 4) if device == model.head else 0
         of_device["cache"] = 0
     for number, cached in enumerate(model.cache):
@@ -291,7 +298,8 @@ def _sent(draft: PlanDraft, hidden: int, item: int) -> dict[str, _Sent]:
             widest = max(hidden, (1 + spec.gated) * (spec.intermediate or 0))
             top_k, matrices = spec.top_k or 1, (2 + spec.gated) * hidden * (spec.intermediate or 0) * item
             decoded = -(-(spec.num_experts or 1) // len(prefill.devices)) * matrices
-            one = _Sent(decoded, chunk_bytes(budget), top_k * widest * item, result_bytes(hidden, top_k, item))
+            chunk = chunk_bytes(budget, DEFAULT_BUFFER if prefill.resident else prefill.buffer)
+            one = _Sent(decoded, chunk, top_k * widest * item, result_bytes(hidden, top_k, item))
             by_gpu[device] = max(by_gpu.get(device, one), one, key=lambda sent: sent.rows)
     return by_gpu
 
@@ -316,7 +324,12 @@ def _block(draft: PlanDraft, key: str, nodes: Sequence[NodePlan], hidden: int) -
     adapters = {node: memory.lora for node, memory in memories if memory.lora}
     slots = next((memory.slots for _, memory in memories if memory.slots), None)
     eager = attention_of(draft.captured.model.config.get_text_config()) == "eager"
-    running = footprint(graph, adapters, hidden, eager=eager)
+    in_blocks = {
+        plan.claim.node
+        for plan in nodes
+        if not draft.trains and plan.target.reads_prompts_in_blocks(draft.captured_node(plan.claim))
+    }
+    running = footprint(graph, adapters, hidden, eager=eager, in_blocks=in_blocks)
     if slots is None:
         stock = sum(map(_stock_experts, _experts(graph)))
         running = replace(running, saved=running.saved + stock * item)

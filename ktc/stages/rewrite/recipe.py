@@ -9,7 +9,7 @@ from ktc.foundation.host import Host
 from ktc.model.experts.own_module import OwnExperts
 from ktc.model.graph import ops
 from ktc.model.graph.typed import nodes_of
-from ktc.model.manifest.configs import GRAPH_BLOCK, OWN_EXPERTS, GraphBlockConfig, OwnExpertsConfig
+from ktc.model.manifest.configs import GRAPH_BLOCK, HOST_TABLE, OWN_EXPERTS, GraphBlockConfig, OwnExpertsConfig
 from ktc.model.manifest.manifest import Rewrite
 from ktc.model.targets.config import plain
 from ktc.model.targets.module_target import ITSELF, graph_target, module_target, primary_actions
@@ -43,13 +43,15 @@ def recipe(blocks: Sequence[RewrittenBlock], host: Host) -> tuple[Rewrite, ...]:
 
 
 def linear_steps(plan: Plan) -> tuple[Rewrite, ...]:
-    """Return the loader's steps for linear layers outside the blocks: those with a kernel, then streamed ones."""
+    """Return the loader's steps for linear layers outside the blocks: those with a kernel, streamed ones, tables."""
     kernels = (_step(linear.action, linear.action.fqn, linear.device, {}, plan.host) for linear in plan.uncaptured)
     streamed = (
         Rewrite(s.fqn, "streamed_linear", None, s.device, {"stream_buffer": s.buffer}, s.rule, str(s.span))
         for s in plan.streams
     )
-    return (*kernels, *streamed)
+    table = plan.table
+    tables = () if table is None else (Rewrite(table.fqn, HOST_TABLE, None, table.device, {}, "", ""),)
+    return (*kernels, *streamed, *tables)
 
 
 def _step(action: NodeAction, fqn: str, device: str, about: Mapping[str, Any], host: Host) -> Rewrite:

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from ktc.model.experts.cpu_backend import CpuKernel
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.streamed_backend import Streamed
+from ktc.model.linears.stored_linear import StoredLinear
 from ktc.tools.measure import gpu, links
 from ktc.tools.measure.bus import Bus
 from ktc.tools.measure.limits import Limits
@@ -111,10 +112,10 @@ def weights_read(model: nn.Module, tokens: int) -> tuple[float, int]:
                 nodes += 1
             else:
                 total += module.packed_bytes * (1 - (1 - module.top_k / module.num_experts) ** tokens)
-    for parameter in _weights(model):
-        if parameter.device.type == "cuda" and id(parameter) not in of_experts | seen:
-            seen.add(id(parameter))
-            total += parameter.nbytes
+    for tensor in _weights(model):
+        if tensor.device.type == "cuda" and id(tensor) not in of_experts | seen:
+            seen.add(id(tensor))
+            total += tensor.nbytes
     return total, nodes
 
 
@@ -122,6 +123,8 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if not isinstance(module, nn.Embedding):
             yield from cast("Iterator[torch.Tensor]", module.parameters(recurse=False))
+        if isinstance(module, StoredLinear) and module.packed is not None:
+            yield module.packed
 
 
 def cache_bytes(cache: Any) -> int:

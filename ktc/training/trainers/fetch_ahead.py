@@ -2,9 +2,9 @@
 
 In: the iterator of a trainer's epoch. Out: the same batches in the same order. A step ends by a wait for the GPU, and
 16 rows that are collated one by one take Python 20 ms, in which the GPU would idle.
-Nothing is fetched ahead where that could be noticed: by batches that draw random numbers, whose state a checkpoint
-has; by callbacks that are not of known libraries, which may change the data between two steps; by data without a
-length, which may be waited for; by loaders that have a state; and before the end of a run.
+Nothing is fetched ahead where that could be noticed. Batches that draw random numbers have their state in checkpoints.
+Callbacks that are not of known libraries may change the data between two steps. Data without a length may have to be
+waited for, and some loaders have a state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KNOWN: Final = frozenset({"transformers", "trl", "peft", "ktc"})
 
 
 class FetchAhead:
-    """The batches of one trainer that are fetched before they are asked for."""
+    """The batches of one trainer that are fetched before its next step."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -99,7 +99,7 @@ class _Epoch(Iterator[Any]):
         while len(self._fetched) < count and self._ended is None:
             try:
                 self._fetched.append(self._next())
-            except Exception as ended:  # noqa: BLE001  # StopIteration too: the step that asks for the batch gets it
+            except Exception as ended:  # noqa: BLE001  # StopIteration too: raised in the step that takes the batch
                 self._ended = ended
 
     def tensors(self) -> list[Tensor]:

@@ -9,9 +9,9 @@ Refused (T540): stacking that was requested but is impossible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -30,7 +30,7 @@ from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
 from ktc.training.trainers.finite_filter import FiniteFilter
 from ktc.training.trainers.joined_inputs import Batch, Inputs, sums_over_rows
 from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_divisible
-from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded, through_layers
+from ktc.training.trainers.layer_pass import through_layers
 from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.pass_graphs import PassGraphs
@@ -44,95 +44,16 @@ from ktc.training.trainers.stack_size import (
     CHUNKS,
     MANY,
     bytes_per_pair,
-    bytes_per_token,
     coming_bytes,
     expert_bytes,
-    fitting_chunk,
-    fitting_tokens,
     free_bytes,
-    kept_bytes_per_token,
-    kept_factor_bytes,
-    kept_layers,
     prepare_experts,
-    room,
-    working_bytes,
 )
+from ktc.training.trainers.step_passes import PassMemory, Stacking, StepSizes, fewest_passes, passes
 
 log = logging.getLogger(__name__)
 
 StackMode = Literal["auto", "on", "off"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """The tokens of each micro-batch of a step, and the longest sequence among them.
-
-    Of several processes that run passes together, those of the process with most.
-    """
-
-    tokens: tuple[int, ...]
-    length: int
-    undivided: int = 0  # the tokens of the largest micro-batch, where it cannot be divided into its sequences
-    changes: int = 0  # how often the trainer's code was replaced before the step
-
-    @property
-    def largest(self) -> int:
-        """The tokens of the largest micro-batch."""
-        return max(self.tokens)
-
-    @property
-    def whole(self) -> int:
-        """The tokens of the step."""
-        return sum(self.tokens)
-
-    @property
-    def padded(self) -> int:
-        """The most tokens of the step where its micro-batches are padded to one length."""
-        return self.largest * len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Stacking:
-    """Whether micro-batches share passes over the experts, why, and the most tokens of one pass (0 if they do not).
-
-    `bytes_per_token` are the bytes on each device that a token of a pass needs until its backward. Attention runs
-    `chunk_tokens` at a time.
-    """
-
-    on: bool
-    reason: str
-    tokens: int
-    chunk_tokens: int = CHUNKS[0]
-    bytes_per_token: tuple[tuple[str, int], ...] = ()
-    offloaded: Offloaded = Offloaded.NOTHING  # what waits for backward in host memory
-    kept: Kept = NOTHING_KEPT  # what waits for backward on the GPU beside the states of layers
-    scarce: str = ""  # the device whose memory is the first that a longer pass would fill
-    whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
-    not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
-    one_by_one: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
-    joins_some: bool = False  # whether that holds for some micro-batches of the step before, and not for others
-    told_of_rows: str = ""  # whether micro-batches of more tokens than a pass are divided into their rows
-    graphs: str = ""  # whether layers that keep everything for backward are replayed, and why not
-
-    def __str__(self) -> str:
-        if not self.on:
-            return f"one by one: {self.reason}"
-        loss = f"; the loss is not computed in ktc's chunks: {self.whole_loss}" if self.whole_loss else ""
-        sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
-        layers = f"; {self.not_compiled}" if self.not_compiled else ""
-        once = "alone for some micro-batches" if self.joins_some else "once per micro-batch"
-        around = f"; the model's code around its layers runs {once}: {self.one_by_one}" if self.one_by_one else ""
-        rows = f"; {self.told_of_rows}" if self.told_of_rows else ""
-        waiting = f"; {self.offloaded.told}" if self.offloaded else ""
-        kept = f"; {self.kept.told}" if self.kept.told else ""
-        graphs = f"; {self.graphs}" if self.graphs else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{graphs}{loss}{layers}{around}{rows}"
-
-
-_SIZES: Mapping[str, Any] = {
-    "reason": "", "tokens": 0, "chunk_tokens": 0, "bytes_per_token": (), "offloaded": Offloaded.NOTHING,
-    "kept": NOTHING_KEPT, "scarce": "",
-}  # fmt: skip
 
 
 class Stacker(TrainerCallback):
@@ -231,8 +152,8 @@ class Stacker(TrainerCallback):
         self._settle(Stacking(False, str(why), 0))
 
     def _settle(self, decision: Stacking) -> None:
-        told = replace(decision, **_SIZES)
-        level = logging.DEBUG if decision.on and told in self._told else logging.INFO  # other sizes are not news
+        told = decision.without_sizes()
+        level = logging.DEBUG if decision.on and told in self._told else logging.INFO
         self._told.add(told)
         self.decision = decision
         log.log(level, "micro-batches are computed %s", decision)
@@ -391,7 +312,8 @@ class Stacker(TrainerCallback):
         longest = replace(call, hidden=call.hidden.new_empty((1, sizes.length, call.hidden.shape[-1]), device="meta"))
         if not is_divisible(call) or sizes.largest == sizes.length**2:
             sizes = replace(sizes, undivided=sizes.largest)
-        size = self._fewest_passes(longest, sizes, free, loss, bytes_per_pair(model))
+        memory = PassMemory(free, loss, bytes_per_pair(model))
+        size = fewest_passes(self._layers, longest, sizes, memory, self._chunk_tokens)
         (most,) = self._most([-size.tokens])
         known = Stacking(False, "", 0) if self.decision is None else self.decision
         decision = replace(
@@ -409,55 +331,12 @@ class Stacker(TrainerCallback):
             return replace(decision, reason=bounded, tokens=max(decision.tokens, sizes.length))
         return decision
 
-    def _fewest_passes(
-        self, call: ModelCall, sizes: StepSizes, free: Mapping[str, int], loss: int, pair: int
-    ) -> Stacking:
-        """Return the way that keeps least in host memory among those with the fewest passes."""
-        ways: list[Stacking] = []
-        for way in Offloaded:
-            ways.append(self._with_offloaded(way, call, sizes, free, loss, pair))
-            if ways[-1].tokens >= sizes.whole:
-                return ways[-1]
-        return min(ways, key=lambda size: (-(-sizes.whole // max(1, size.tokens)), size.offloaded))
-
     def _gives_up_for_memory(self, model: nn.Module) -> bool:
         """Return whether micro-batches are computed one by one where a pass holds less than two, from the first step.
 
         On a GPU that would keep everything for backward, of which a pass keeps the least.
         """
         return self.decision is None and self._mode != "on" and not _multiplied_on_a_gpu(model)
-
-    def _with_offloaded(
-        self,
-        offloaded: Offloaded,
-        call: ModelCall,
-        sizes: StepSizes,
-        free: Mapping[str, int],
-        loss: int,
-        pair: int = 0,
-    ) -> Stacking:
-        """Return the tokens that fit one pass with this much in host memory, and where memory is scarce."""
-        per_token = bytes_per_token(self._layers, call, offloaded)
-        of_experts = expert_bytes(self._layers)
-        chunk = self._chunk_tokens or fitting_chunk(call, per_token, free, loss, sizes.whole, of_experts, pair)
-        at_once = max(min(chunk, sizes.whole), sizes.length, sizes.undivided)
-        working = working_bytes(call, at_once, loss, of_experts, pair)
-        fits = fitting_tokens(per_token, working, free)
-        scarce = min(fits, key=lambda device: fits[device])
-        kept = kept_bytes_per_token(self._layers, call)
-        with_kept = {device: size + kept.get(device, 0) for device, size in per_token.items()}
-        factors = kept_factor_bytes(self._layers, call)
-        beside = {device: working.get(device, 0) + factors.get(device, 0) for device in {*working, *factors}}
-        left = room(with_kept, beside, free, sizes.whole)
-        results = bool(kept) and fits[scarce] >= sizes.whole and min(left[device] for device in with_kept) >= 0
-        parts = kept_layers(self._layers, call, sizes.whole, left) if results and not offloaded else 0
-        apart = {device: size - of_experts.get(device, 0) - loss for device, size in left.items()}
-        replays = 0 < parts == kept_layers(self._layers, call, sizes.whole, apart) == len(self._layers)
-        reason = "a step's micro-batches fit the free memory"
-        return Stacking(
-            True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce,
-            kept=Kept(results, parts, replays),
-        )  # fmt: skip
 
 
 def reason_against(trainer: Any, model: nn.Module) -> str:
@@ -481,21 +360,6 @@ def _multiplied_on_a_gpu(model: nn.Module) -> bool:
     """Return whether a GPU multiplies routed experts: then one micro-batch gains too, by compiled layers."""
     experts = (module for module in model.modules() if isinstance(module, FusedMoe))
     return any(fused.backend(MANY).device.type != "cpu" for fused in experts)
-
-
-def passes(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Split micro-batches, `sizes` in tokens, into runs of at most `limit` tokens or one micro-batch.
-
-    Returns:
-        The index of each run's first micro-batch, and the index after its last.
-    """
-    first, tokens = 0, 0
-    for index, size in enumerate(sizes):
-        if index > first and tokens + size > limit:
-            yield first, index
-            first, tokens = index, 0
-        tokens += size
-    yield first, len(sizes)
 
 
 def _by_micro_batch(outs: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ktc.diagnostics import Diagnostic, InputRefused, listing, suggest
+from ktc.diagnostics import Diagnostic, InputRefused, listing, nearest
 from ktc.training.tune.bundled import data_file
 from ktc.training.tune.data_files import ENDINGS
 
@@ -122,6 +122,9 @@ def _require_ending_or_file(path: Path) -> None:
     folder = path.parent
     if path.suffix.lower() not in ENDINGS or not folder.is_dir():
         return  # reading it refuses it
-    near = suggest(path.name, (entry.name for entry in folder.iterdir()))
-    if near:
-        raise InputRefused(Diagnostic("T510", f"cannot read `{path}`: No such file or directory", hint=near))
+    files = sorted(_data_files(folder.iterdir(), folder), key=lambda file: file.suffix.lower() == path.suffix.lower())
+    named = {file.stem: file for file in files}  # of several with one stem, that with the same ending
+    near = nearest(path.stem, named)  # without the endings, in which unlike names are alike
+    if near is not None:
+        hint = f"did you mean `{named[near]}`?"
+        raise InputRefused(Diagnostic("T510", f"cannot read `{path}`: No such file or directory", hint=hint))

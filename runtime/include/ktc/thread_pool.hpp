@@ -35,7 +35,9 @@ inline void relax() {
 // Waits for `value` to differ from `seen`: a brief spin, then sleep. A layer's next call comes within microseconds, a
 // training step's next phase within milliseconds: the first is worth a spin, the second is not. The spin yields between
 // its reads: a thread that was just woken may be on the same core, and the wait is often for its work.
-inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t seen) {
+// While `stays_awake` returns true it does not sleep.
+template <class StaysAwake>
+void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t seen, const StaysAwake& stays_awake) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kPatience = std::chrono::microseconds(200);
   constexpr int kLooksPerClock = 64;
@@ -46,8 +48,12 @@ inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint3
       relax();
     }
     sched_yield();
-  } while (Clock::now() < deadline);
+  } while (stays_awake() || Clock::now() < deadline);
   value.wait(seen, std::memory_order_acquire);
+}
+
+inline void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t seen) {
+  wait_while_equal(value, seen, [] { return false; });
 }
 
 class SpinningBarrier final : public Barrier {
@@ -117,6 +123,19 @@ class ThreadPool {
     }
   }
 
+  // While such a value lives, threads that were called wait for the next call without sleeping: a step of a GPU calls
+  // them again and again, with pauses that are longer than the usual spin and shorter than waking them takes.
+  class Awake {
+   public:
+    explicit Awake(ThreadPool& pool) : pool_(pool) { pool_.awake_.fetch_add(1, std::memory_order_relaxed); }
+    Awake(const Awake&) = delete;
+    Awake& operator=(const Awake&) = delete;
+    ~Awake() { pool_.awake_.fetch_sub(1, std::memory_order_relaxed); }
+
+   private:
+    ThreadPool& pool_;
+  };
+
   // Calls `task` once on each of `threads` threads and returns when all are done. `task` must not throw. Where there
   // are several nodes, each thread stays on the CPUs of its node, the caller until this returns.
   void run(int threads, const NodeCpus& nodes, Crew::Task task, void* context) {
@@ -169,7 +188,7 @@ class ThreadPool {
 
   void serve(Member& self, int index) {
     for (std::uint32_t seen = 0;; ++seen) {
-      wait_while_equal(self.calls, seen);
+      wait_while_equal(self.calls, seen, [this] { return awake_.load(std::memory_order_relaxed) > 0; });
       if (task_ == nullptr) return;
       move(self, index);
       work(index);
@@ -193,6 +212,7 @@ class ThreadPool {
   void* context_ = nullptr;
   const NodeCpus* nodes_ = nullptr;
   int count_ = 1;
+  std::atomic<int> awake_{0};
   std::vector<std::unique_ptr<Member>> workers_;
 };
 

@@ -139,11 +139,11 @@ def test_a_step_without_memory_is_taken_again_with_fewer_rows(
 def test_a_capture_without_memory_is_tried_once_and_leaves_those_of_fewer_rows(model: Any) -> None:
     lacking = list[int]()
 
-    def record(compute: Any, device: torch.device, changing: Sequence[Tensor], context: Any) -> Any:
+    def record(compute: Any, device: torch.device, changing: Sequence[Tensor], *given: Any) -> Any:
         if changing[0].shape[0] > 2:
             lacking.append(changing[0].shape[0])
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
-        return model.decode_graphs.recorder.record(compute, device, changing, context)
+        return model.decode_graphs.recorder.record(compute, device, changing, *given)
 
     smaller, config = copy.copy(model), config_of(model)
     smaller.decode_graphs = DecodeGraphs(StepRecorder(record, torch.device(DEVICE).type, None))
@@ -216,10 +216,10 @@ def test_more_rows_than_a_graph_takes_are_computed_on_the_same_memory(
 ) -> None:
     recorder = graphs_here().recorder
 
-    def record(compute: Any, device: torch.device, changing: Sequence[Tensor], context: Any) -> Any:
+    def record(compute: Any, device: torch.device, changing: Sequence[Tensor], *given: Any) -> Any:
         if changing[0].shape[0] > 2:
             raise RuntimeError("it waits for the GPU")
-        return recorder.record(compute, device, changing, context)
+        return recorder.record(compute, device, changing, *given)
 
     other, config = copy.copy(family), config_of(family)
     cast_graphs: Any = other

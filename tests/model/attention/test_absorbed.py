@@ -18,11 +18,14 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.model.attention import latent
 from ktc.model.attention.absorbed import AbsorbedAttention, Absorption, absorb
+from ktc.model.attention.joined_keys import check_joined_keys, expanded
 from ktc.model.attention.latent import attend, latent_scores
 from ktc.model.attention.latent_sizes import LatentSizes
-from ktc.model.attention.split_decode import SplitDecode, check_joined_keys
+from ktc.model.attention.split_decode import SplitDecode
 from ktc.model.attention.up_projection import UpProjection
 from ktc.model.compare.double import InDouble
+from ktc.model.hf.latent_cache import EXPAND
+from ktc.model.hf.patching import stock_class
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,15 +114,44 @@ def test_a_kernel_puts_the_keys_of_prompts_together(name: str, monkeypatch: pyte
     assert difference(found, wanted) <= 1e-6
 
 
-def test_a_gpu_that_joins_keys_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_joined_keys_are_compared_with_the_code_of_each_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from ktc.model.attention import joined_kernels
 
-    check_joined_keys.__wrapped__(torch.device(DEVICE))
-    join = joined_kernels.joined
-    monkeypatch.setattr(joined_kernels, "joined", lambda *given: join(*given).flip(-1))
-    with pytest.raises(HostLacks, match="H248"):
-        check_joined_keys.__wrapped__(torch.device(DEVICE))
+    module = next(latent_modules(absorbed(stock_model(name)))).to(DEVICE)
+    check_joined_keys(module, torch.device(DEVICE))
+    stock, join = stock_class(module), joined_kernels.joined
+    with monkeypatch.context() as patched:
+        patched.setattr(joined_kernels, "joined", lambda *given: join(*given).flip(-1))
+        with pytest.raises(HostLacks, match=f"H248.*`{stock.__name__}`"):
+            check_joined_keys(module, torch.device(DEVICE))
+    expand = getattr(stock, EXPAND)
+    with monkeypatch.context() as patched:  # code of another release of transformers
+        patched.setattr(stock, EXPAND, lambda *given: (expand(*given)[0].neg(), expand(*given)[1]))
+        with pytest.raises(HostLacks, match="H248"):
+            check_joined_keys(module, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_prompt_is_projected_once_whatever_its_rotary_keys_are(
+    deepseek: PreTrainedModel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    module = next(latent_modules(absorbed(deepseek))).to(DEVICE)
+    module.decode, calls = SplitDecode(DEVICE), list[int]()
+    module.get_submodule(module.absorption.kv_b).register_forward_hook(lambda *_: calls.append(1))
+    sizes: LatentSizes = module.absorption.sizes
+    latent = torch.randn(2, 1, 5, sizes.latent, device=DEVICE, dtype=module.kv_b_proj.weight.dtype)
+    k_rope = torch.randn(2, 1, 5, sizes.rope, device=DEVICE).to(dtype)
+    with torch.no_grad():
+        wanted = getattr(stock_class(module), EXPAND)(module, latent, k_rope)
+        calls.clear()
+        assert all(map(torch.equal, expanded(module, latent, k_rope), wanted))
+        assert len(calls) == 1
+        monkeypatch.setattr("ktc.model.attention.joined_keys.is_plain", lambda tensor: tensor.shape[1] == 1)
+        assert all(map(torch.equal, expanded(module, latent, k_rope), wanted))
+    assert len(calls) == 2, "tensors of the projection that the kernel does not take are not computed again"
 
 
 @pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(16, 128, 64, 128), (3, 24, 8, 16)])

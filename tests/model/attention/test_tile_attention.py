@@ -16,6 +16,7 @@ PROGRAM = Path(__file__).parent / "tile_attention.cpp"
 
 
 @pytest.mark.skipif("avx512_bf16" not in host.detect().isas, reason="needs AVX512-BF16: only tiles are software")
+@pytest.mark.usefixtures("optimised")  # at -Og the program takes four times as long
 def test_tiles_compute_what_avx512_bf16_does(tmp_path: Path) -> None:
     tools = toolchain.find(host.detect())
     tools = replace(tools, include=(*tools.include, HEADER.parent))

@@ -12,11 +12,18 @@ import torch
 from decoding_models import generated
 from recorded_steps import call_at_once, eager_graphs, record_eagerly
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
-from ktc.model.decode_steps.step_ahead import BeforeReading, PendingStep, StepAhead
+from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead, WaitingCriteria
 from ktc.model.decode_steps.step_memory import length_of
 
 
@@ -87,13 +94,43 @@ def test_another_thread_waits_for_a_step_and_its_error_stays_with_the_first() ->
         raise RuntimeError("experts failed")
 
     ahead, step = StepAhead(), PendingStep(end)
-    criterion = BeforeReading(ahead)
+    criterion = WaitingCriteria(ahead, ())
     ahead.last = step
     step.settle()
     with pytest.raises(RuntimeError, match="experts failed"):
         criterion(torch.ones(2, 3), None)
     assert not bool(criterion(torch.ones(2, 3), None).any())
     assert ended == [1]
+
+
+class _Reading(StoppingCriteria):
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.log.append(str(input_ids[0, -1].item()))
+        return torch.tensor([False, True])
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_stock_criteria_are_enqueued_before_the_wait_and_others_asked_behind_it(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, ahead, stock = list[str](), StepAhead(), (MaxLengthCriteria(3), EosTokenCriteria([7, 8]))
+    isin = torch.isin
+    monkeypatch.setattr(torch, "isin", lambda *given: (log.append("eos"), isin(*given))[1])
+    criteria = WaitingCriteria(ahead, (*stock, *(_Reading(log) for _ in range(others))))
+    assert any(hasattr(one, "eos_token_id") for one in criteria) and len(criteria) == 2 + others
+    for ids, wanted in (
+        ([[1, 7], [2, 3]], [True, False]),
+        ([[1, 2], [2, 8]], [False, True]),
+        ([[1] * 3] * 2, [True] * 2),
+    ):
+        log.clear()
+        ahead.last = PendingStep(lambda: log.append("wait"))
+        done = criteria(torch.tensor(ids), None)
+        assert done.tolist() == [one or bool(row and others) for row, one in enumerate(wanted)]
+        assert log == ["eos", "wait", *(str(ids[0][-1]) for _ in range(others))]
 
 
 class _AfterFirst(LogitsProcessor):

@@ -31,7 +31,7 @@ def _new_process() -> None:
 def test_copies_are_told_once_for_each_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch, "as_tensor", copied)
     for gpu in (*GPUS, *GPUS):
-        assert call_memory._seen_by(torch.ones(2, 3), gpu) is None
+        assert call_memory.seen_by(torch.ones(2, 3), gpu) is None
     messages = [record.getMessage() for record in caplog.records]
     assert ["warning[L455]" in message for message in messages] == [True, True]
     assert all(f"`{gpu}`" in message for gpu, message in zip(GPUS, messages, strict=True))
@@ -42,7 +42,7 @@ def test_memory_that_is_used_in_place_is_not_told(
 ) -> None:
     monkeypatch.setattr(torch, "as_tensor", in_place)
     memory = torch.ones(2, 3)
-    seen = call_memory._seen_by(memory, GPUS[0])
+    seen = call_memory.seen_by(memory, GPUS[0])
     assert seen is not None and seen.data_ptr() == memory.data_ptr() and torch.equal(seen, memory)
-    assert call_memory._seen_by(memory, torch.device("cpu")) is None
+    assert call_memory.seen_by(memory, torch.device("cpu")) is None
     assert not caplog.records

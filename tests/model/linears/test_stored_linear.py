@@ -11,13 +11,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from refresh_cycle import assert_cycle
 from torch import Tensor, nn
 
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation import host
 from ktc.foundation.formats import BLOCKS
+from ktc.model.experts import grouped_products
 from ktc.model.experts.block_reference import dequantise_blocks, random_blocks
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_linear_bytes
+from ktc.model.linears import coded_row_kernels, coded_weight
 from ktc.model.linears.stored_linear import StoredLinear
 
 HERE = host.detect().isas
@@ -126,3 +128,63 @@ def test_what_would_need_the_values_is_refused() -> None:
         made.load_blocks(torch.zeros(3, 34, dtype=torch.uint8))
     with pytest.raises(ValueError, match="no whole blocks"):
         made.load_blocks(torch.zeros(64, 35, dtype=torch.uint8))
+
+
+ON_GPU = [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS if spec.isa == BEST]
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers on the CPU take the code of a GPU, whose kernels Triton's interpreter runs."""
+    monkeypatch.setattr(StoredLinear, "_on_gpu", True)
+    monkeypatch.setattr(grouped_products, "multiplies_codes", lambda device: True)
+    monkeypatch.setattr(coded_weight, "MOST_ROWS", 8)
+    monkeypatch.setattr(coded_weight, "_LARGE", 0)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize(
+    "spec", [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS if spec.isa == BEST]
+)
+def test_a_gpu_multiplies_the_same_bytes(spec: PackedLinearSpec, request: pytest.FixtureRequest) -> None:
+    slow = request.node.get_closest_marker("slow") is not None
+    for outputs, blocks, bias in ((64, 2, True), (37, 1, False)):
+        made, weight = layer(spec, outputs, blocks, bias=bias, slow=slow)
+        assert error(made.dequantised(), weight) <= 4e-3
+        for rows in (0, 1, 4, 7, 9):  # one by one, in tiles, and with a decoded weight
+            x = torch.randn(rows, made.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            added = 0 if made.bias is None else made.bias.double()
+            out = made(x)
+            assert out.shape == (rows, outputs) and out.dtype == torch.bfloat16
+            assert rows == 0 or error(out, x.double() @ weight.double().T + added) <= 8e-3
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_a_gpu_computes_gradients_and_new_blocks_in_the_same_memory() -> None:
+    made, weight = layer(QUICK[0], 64, 2)
+    x, grad = torch.randn(3, made.in_features).bfloat16().requires_grad_(), torch.randn(3, 64).bfloat16()
+    (of_input,) = torch.autograd.grad(made(x), x, grad)
+    assert error(of_input, grad.double() @ weight.double()) <= 8e-3
+    assert made.packed is not None
+    address, other = made.packed.data_ptr(), random_blocks(64, made.in_features, made.format, 0.05, torch.Generator())
+    made.load_blocks(other)
+    assert made.packed.data_ptr() == address
+    assert error(made.dequantised(), dequantise_blocks(other, made.format)) <= 4e-3
+
+
+def test_products_on_a_gpu_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(grouped_products, "multiplies_codes", lambda device: True)
+    coded_weight.check_linear.__wrapped__("mxfp4", device)
+    monkeypatch.setattr(coded_row_kernels, "rows_times", lambda x, matrix, bias: x.new_zeros(len(x), matrix.rows))
+    with pytest.raises(HostLacks, match="H247"):
+        coded_weight.check_linear.__wrapped__("mxfp4", device)
+
+
+def test_without_triton_pytorch_decodes_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoredLinear, "_on_gpu", True)
+    made, weight = layer(QUICK[0], 37, 2)
+    assert torch.equal(made.dequantised(), weight.bfloat16())
+    x = torch.randn(2, made.in_features).bfloat16()
+    assert error(made(x), x.double() @ weight.double().T + made.bias.double()) <= 8e-3

@@ -12,12 +12,13 @@ from families import CPU, captured, planned, rules
 from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, Host
 from ktc.foundation.rates import Figure
+from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, TIGHT_BUFFER
 from ktc.model.kernels.packed_size import packed_bytes
 from ktc.stages.link import dump_stage
 from ktc.stages.match import match
 from ktc.stages.plan import Plan, make_plan
 from ktc.stages.plan.types import Choices
-from ktc.stages.rewrite import recipe, rewrite
+from ktc.stages.rewrite import linear_steps, recipe, rewrite
 
 GPU = replace(CPU, gpus=(Gpu("test", 24 << 30),))
 MANY = "rule many { match moe.opaque as m => place(cpu, prefill = cuda:0) on m.experts }\n"
@@ -244,6 +245,24 @@ def test_a_budget_keeps_single_experts_of_all_layers_where_steps_are_graphs(tmp_
     assert all(0 < share < 1 for _, share, _ in kept)
     assert {fixed for *_, fixed in kept_by(f"{budget} experts_split = fixed", tmp_path)} == {True}
     assert {places for places, *_ in kept_by("cuda:0 = 20GiB", tmp_path)} == {None}, "whole layers fit"
+
+
+def test_a_tight_budget_has_a_small_ring_and_the_table_in_host_memory(tmp_path: Path) -> None:
+    def rings(budget: str, more: str = "") -> tuple[set[int], str]:
+        steps = STEPS.replace("stream_buffer = 1MiB", more).replace("SETTINGS", f"cuda:0 = {budget}")
+        plan = plan_of(EXPERTS + MANY + steps, tmp_path)
+        prefills = [action.prefill for rewrite in plan.rewrites for action in rewrite.actions if action.prefill]
+        table = plan.table.fqn if plan.table else ""
+        on_host = sum(one.kinds.get("embeddings", 0) for one in plan.devices if one.device == "cpu")
+        assert (on_host > 0) == bool(table)
+        steps_of = [step for step in linear_steps(plan) if step.module == "host_table"]
+        assert [(step.fqn, step.device) for step in steps_of] == [(table, "cuda:0")] * bool(table)
+        return {prefill.buffer for prefill in prefills}, table
+
+    assert rings("20GiB") == ({DEFAULT_BUFFER}, "")
+    needed = 700 << 20  # more than a small ring, and less than the usual one
+    assert rings(f"{needed >> 10}KiB") == ({TIGHT_BUFFER}, "model.embed_tokens")
+    assert rings("3MiB", "stream_buffer = 1MiB") == ({1 << 20}, "model.embed_tokens")
 
 
 def test_prompts_are_divided_where_a_program_asks_for_it_and_it_pays(tmp_path: Path) -> None:

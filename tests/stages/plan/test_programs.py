@@ -105,6 +105,15 @@ def test_one_program_answers_with_every_kind_of_attention_on_either_device(exper
     assert len(sparse) == 29
 
 
+def test_a_format_of_experts_that_pytorch_computes_is_refused() -> None:
+    model, settings = full_size("qwen3-30b-a3b"), {"experts": "auto", "format": "mxfp4"}
+    with pytest.raises(InputRefused) as refused:
+        plan("moe-inference", model, settings)
+    (problem,) = refused.value.diagnostics
+    assert problem.code == "M063" and "for `format` leave it out" in problem.message
+    assert plan("moe-inference", model, {"experts": "cpu", "format": "mxfp4"}).rewrites
+
+
 @pytest.mark.parametrize(("use", "adapters"), [("train", 61 * 5), ("generate", 0), ("serve", 0)])
 def test_auto_has_the_targets_of_its_use(use: str, adapters: int) -> None:
     made = make_plan_on_cpu("auto", {"use": use})

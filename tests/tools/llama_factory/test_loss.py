@@ -1,4 +1,4 @@
-"""LLaMA-Factory's trainer has the stock loss where the tested release only calls it."""
+"""LLaMA-Factory's trainer has the stock loss where a known release only calls it (`test_training.py`: its classes)."""
 
 from __future__ import annotations
 

@@ -284,3 +284,37 @@ def test_what_llama_factory_refuses_is_said_in_its_words(desk: Desk, qwen: str) 
     (told,) = json.loads(done.stdout)["diagnostics"]
     assert told["code"] == "F920"
     assert "alpaca_en_demo" in told["message"]
+
+
+LOSSES = """
+import json
+from importlib import import_module
+from types import SimpleNamespace
+
+from ktc.tools.llama_factory.run import passes_loss_on
+
+
+def known(module, name, **kinds):
+    stock = getattr(import_module(f"llamafactory.train.{module}.trainer"), name)
+    trainer = stock.__new__(stock)
+    trainer.finetuning_args = SimpleNamespace(**{"use_asft_loss": False, **kinds})
+    changed = type("Changed", (stock,), {"compute_loss": lambda *_, **__: None})
+    other = changed.__new__(changed)
+    other.finetuning_args = trainer.finetuning_args
+    return passes_loss_on(stock, trainer), passes_loss_on(stock, other)
+
+
+print(json.dumps({
+    "sft": known("sft", "CustomSeq2SeqTrainer"),
+    "asft": known("sft", "CustomSeq2SeqTrainer", use_asft_loss=True),
+    "pt": known("pt", "CustomTrainer"),
+    "dpo": known("dpo", "CustomDPOTrainer"),
+}))
+"""
+
+
+def test_its_own_trainers_have_the_stock_loss_where_they_only_call_it(desk: Desk) -> None:
+    done = desk.call("python", "-c", LOSSES)
+    assert done.returncode == 0, done.stderr[-3000:]
+    known = json.loads(done.stdout.splitlines()[-1])
+    assert known == {"sft": [True, False], "asft": [False, False], "pt": [True, False], "dpo": [False, False]}

@@ -1,6 +1,7 @@
-"""A process of tests/training/trainers/test_distributed.py: a short training, told by JSON on the command line.
+"""A process of tests/training/trainers/test_distributed.py: short trainings, told by JSON on the command line.
 
-Written per rank into the folder: the logged losses, the trained tensors, and those it had before they were shared.
+Written per rank into the folder of each: the logged losses, the trained tensors, and those it had before they were
+shared.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,9 +98,23 @@ def devices(model: nn.Module, args: TrainingArguments) -> list[str]:
     )
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+@contextmanager
+def noted_shares() -> Generator[list[list[int]]]:
+    """The experts that this process has of each layer's: the first, the end and their number."""
+    shares: list[list[int]] = []
+    share = Sharing.share
+
+    def noted(sharing: Sharing, experts: int) -> range:
+        shares.append([(own := share(sharing, experts)).start, own.stop, experts])
+        return own
+
+    Sharing.share = noted
+    yield shares
+    Sharing.share = share
+
+
+def run(job: dict[str, Any]) -> None:
+    """Train as the job says, and write what came of it."""
     config = read_lora_config(Path(job["out"]))
     if job.get("unlike"):
         config.r += RANK
@@ -137,15 +154,8 @@ def main() -> None:
         stack_micro_batches=job.get("stack", "auto"),
         compile_layers=False,
     )
-    shares: list[list[int]] = []
-    share = Sharing.share
-
-    def noted(sharing: Sharing, experts: int) -> range:
-        shares.append([(own := share(sharing, experts)).start, own.stop, experts])
-        return own
-
-    Sharing.share = noted
-    trainer.train(resume_from_checkpoint=job.get("resume"))
+    with noted_shares() as shares:
+        trainer.train(resume_from_checkpoint=job.get("resume"))
     (folder / f"shares-{RANK}.json").write_text(json.dumps(shares))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     (folder / f"losses-{RANK}.json").write_text(json.dumps(losses))
@@ -153,6 +163,12 @@ def main() -> None:
     if gradients.distributed():
         (folder / f"averaged-{RANK}.json").write_text(json.dumps(averaged(args.device)))
     (folder / f"devices-{RANK}.json").write_text(json.dumps(devices(model, args)))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for job in json.loads(sys.argv[1]):
+        run(job)
 
 
 if __name__ == "__main__":

@@ -77,12 +77,12 @@ def test_gradients_are_those_of_layers_as_they_are_and_later_steps_compile_nothi
 
 @pytest.mark.slow
 def test_one_variant_does_not_use_up_the_compilations_of_another(
-    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: Callable[[str], Path], tmp_path: Path
 ) -> None:
     # chunks of one sequence and of two, forward without gradients and backward with them
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 1, "lengths": (6, 6, 9, 4)}
-    ours = trained(package("qwen3_moe"), tmp_path, "on", trainer=Compiling, **settings)
+    with torch._dynamo.config.patch(recompile_limit=1):  # `monkeypatch` would leave it without a value
+        ours = trained(package("qwen3_moe"), tmp_path, "on", trainer=Compiling, **settings)
     assert ours.parts.refused == {}
 
 

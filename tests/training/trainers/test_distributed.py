@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,11 +30,15 @@ def out(compiled_twin: Callable[..., Path]) -> Path:
     return compiled_twin("tiny:qwen3_moe", "moe-experts-lora")
 
 
-def start(out: Path, folder: Path, world: int, *, steps: int = 3, **job: Any) -> subprocess.CompletedProcess[str]:
-    """Runs `data_parallel.py` in `world` processes, alone without torchrun."""
+def job(out: Path, folder: Path, world: int, *, steps: int = 3, **options: Any) -> dict[str, Any]:
+    """What `data_parallel.py` is told of a run."""
     folder.mkdir(exist_ok=True)
-    told = json.dumps({"out": str(out), "folder": str(folder), "world": world, "steps": steps, **job})
-    return torchrun(world, str(SCRIPT), told)
+    return {"out": str(out), "folder": str(folder), "world": world, "steps": steps, **options}
+
+
+def start(out: Path, folder: Path, world: int, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `data_parallel.py` in `world` processes, alone without torchrun."""
+    return torchrun(world, str(SCRIPT), json.dumps([job(out, folder, world, **options)]))
 
 
 def torchrun(world: int, *program: str) -> subprocess.CompletedProcess[str]:
@@ -54,41 +60,72 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
+SENT: dict[str, Any] = {"kernels": True, "sent": True}  # experts that are sent to a device, as to a GPU
+
+
 @pytest.fixture(scope="module")
-def alone(out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_parallel() -> ModuleType:
+    """The module `data_parallel.py`, as the one process."""
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def alone(out: Path, data_parallel: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process, with the batches of all."""
     folder = tmp_path_factory.mktemp("alone")
-    done = start(out, folder, 1)
-    assert done.returncode == 0, done.stderr[-3000:]
+    data_parallel.run(job(out, folder, 1))
     return folder
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_train_as_one_does(out: Path, alone: Path, tmp_path: Path, world: int) -> None:
-    done = start(out, tmp_path, world)
+@pytest.fixture(scope="module")
+def of_two(out: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs of two processes, one after the other: a plain one, and one whose experts are sent."""
+    plain, sent = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("sent")
+    jobs = [job(out, plain, 2), job(out, sent, 2, accumulation=2, **SENT)]
+    done = torchrun(2, str(SCRIPT), json.dumps(jobs))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-6)
-    assert not equal(tensors(tmp_path, "before", 0), tensors(tmp_path, "before", 1)), "each drew its own adapter"
-    assert equal(tensors(tmp_path, "before", 0), tensors(alone, "before"))
-    after = tensors(tmp_path, "after", 0)
-    assert all(equal(tensors(tmp_path, "after", rank), after) for rank in range(1, world))
+    return plain, sent
+
+
+def test_several_processes_train_as_one_does(alone: Path, of_two: tuple[Path, Path]) -> None:
+    assert_trained_as_one(alone, of_two[0], 2)
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one_does(out: Path, alone: Path, tmp_path: Path) -> None:
+    done = start(out, tmp_path, 4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_trained_as_one(alone, tmp_path, 4)
+
+
+def assert_trained_as_one(alone: Path, folder: Path, world: int) -> None:
+    assert losses(folder) == pytest.approx(losses(alone), abs=1e-6)
+    assert not equal(tensors(folder, "before", 0), tensors(folder, "before", 1)), "each drew its own adapter"
+    assert equal(tensors(folder, "before", 0), tensors(alone, "before"))
+    after = tensors(folder, "after", 0)
+    assert all(equal(tensors(folder, "after", rank), after) for rank in range(1, world))
     for name, expected in tensors(alone, "after").items():
         assert expected.norm() > 0, f"{name}, which may train from the second step on alone"
         # by norm: where a gradient is almost nothing, Adam makes a step of its rounding
         assert (after[name] - expected).norm() <= 1e-3 * expected.norm(), name
     for rank in range(world):
-        averaged = json.loads((tmp_path / f"averaged-{rank}.json").read_text())
+        averaged = json.loads((folder / f"averaged-{rank}.json").read_text())
         assert averaged == {"0": [(world + 1) / 2] * 3, "2": [3 / world] * 3}, (
             "a gradient of some counts as zero in the rest"
         )
 
 
-def test_processes_share_experts_that_are_sent(out: Path, tmp_path: Path) -> None:
+def test_processes_share_experts_that_are_sent(
+    out: Path, data_parallel: ModuleType, of_two: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Processes with unlike numbers of tokens, stacked; the last batches of a run are as of one process."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder, world, accumulation in ((one, 1, 4), (two, 2, 2)):
-        done = start(out, folder, world, kernels=True, sent=True, accumulation=accumulation)
-        assert done.returncode == 0, done.stderr[-3000:]
+    one, (_, two) = tmp_path / "one", of_two
+    data_parallel.run(job(out, one, 1, accumulation=4, **SENT))
     assert losses(two) == pytest.approx(losses(one), rel=2e-3)
     after = tensors(two, "after", 0)
     assert equal(tensors(two, "after", 1), after)

@@ -311,7 +311,7 @@ def test_a_run_that_was_interrupted_in_its_first_step_begins_again(package: Path
 def scarce(package: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> StackingTrainer:
     """A run with micro-batches of four rows, of which a pass holds one or two."""
     with monkeypatch.context() as patch:
-        patch.setattr("ktc.training.trainers.stacking.fitting_tokens", lambda *_: {"cpu": 40})
+        patch.setattr("ktc.training.trainers.step_passes.fitting_tokens", lambda *_: {"cpu": 40})
         return trained(package, folder, "on", lengths=(17,) * 8, batch=4, max_steps=1, **settings)
 
 

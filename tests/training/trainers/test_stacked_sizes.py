@@ -19,7 +19,7 @@ from ktc.model.experts.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stream_sizes import result_bytes
 from ktc.model.experts.streamed_backend import Streamed
-from ktc.training.trainers import stacking
+from ktc.training.trainers import stacking, step_passes
 from ktc.training.trainers.layer_calls import ModelCall, in_chunks, record
 from ktc.training.trainers.layer_parts import LayerRun
 from ktc.training.trainers.layer_pass import Kept, Offloaded, through_layers
@@ -31,7 +31,8 @@ from ktc.training.trainers.stack_size import (
     kept_bytes_per_token,
     kept_layers,
 )
-from ktc.training.trainers.stacking import Stacker, StepSizes, passes
+from ktc.training.trainers.stacking import Stacker
+from ktc.training.trainers.step_passes import StepSizes, passes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -180,8 +181,8 @@ def test_the_least_waits_that_saves_a_pass(
 ) -> None:  # fmt: skip
     """`tokens` fit with nothing in host memory, of 64 that a step has; each kind takes so many bytes per token."""
     fits = {held: tokens * per_token[0] // held for held in per_token}
-    monkeypatch.setattr(stacking, "bytes_per_token", lambda *given: {"cpu": per_token[given[2]]})
-    monkeypatch.setattr(stacking, "fitting_tokens", lambda held, *_: {"cpu": fits[held["cpu"]]})
+    monkeypatch.setattr(step_passes, "bytes_per_token", lambda *given: {"cpu": per_token[given[2]]})
+    monkeypatch.setattr(step_passes, "fitting_tokens", lambda held, *_: {"cpu": fits[held["cpu"]]})
     stacker, call, model = _recorded(package, tmp_path)
     assert stacker._sized(StepSizes((8,) * 8, 8), call, model).offloaded is level
 
@@ -220,7 +221,7 @@ def test_a_decision_starts_no_process_and_counts_micro_batches_that_are_not_divi
         at_once.append(chunk_tokens)
         return {"cpu": 0}
 
-    monkeypatch.setattr(stacking, "working_bytes", counted)
+    monkeypatch.setattr(step_passes, "working_bytes", counted)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process"))
     stacker._chunk_tokens = 16
     for tokens in (64, 72):
@@ -233,7 +234,7 @@ def test_experts_of_a_gpu_are_passed_by_single_micro_batches_where_memory_is_sca
 ) -> None:
     """One by one, as on the CPU, everything that backward needs would stay on the GPU."""
     stacker, call, model = _recorded(package, tmp_path)
-    monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cpu": 5})
+    monkeypatch.setattr(step_passes, "fitting_tokens", lambda *_: {"cpu": 5})
     with pytest.raises(CannotStack, match="holds 5 tokens"):
         stacker._sized(StepSizes((8,) * 8, 8), call, model)
     monkeypatch.setattr(stacking, "_multiplied_on_a_gpu", lambda model: True)

@@ -21,7 +21,7 @@ from ktc.model.experts.module import FusedMoe
 from ktc.tools.bench.plans.kinds import KindClock, TimedSteps
 from ktc.training import KTSFTTrainer
 from ktc.training.trainers import chunked_loss as chunked_loss_module
-from ktc.training.trainers import stacking
+from ktc.training.trainers import step_passes
 from ktc.training.trainers.layer_calls import ModelCall, divided
 from ktc.training.trainers.split_layer import LayerCall
 from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
@@ -89,7 +89,7 @@ def test_a_micro_batch_larger_than_a_pass_is_divided_into_its_rows(
 
     settings: dict[str, Any] = {"batch": 4, "gradient_accumulation_steps": 2, "max_steps": 2, "collate": collate}
     expected = trained(package("qwen3_moe"), tmp_path, "off", **settings)
-    monkeypatch.setattr(stacking, "fitting_tokens", lambda *_: {"cpu": 50})
+    monkeypatch.setattr(step_passes, "fitting_tokens", lambda *_: {"cpu": 50})
     found = trained(package("qwen3_moe"), tmp_path, "on", trainer=Scarce, **settings)
     assert_alike(found, expected)
     assert (max(passed) <= 50) == (collate is padded)

@@ -143,11 +143,12 @@ def test_faults_of_several_files_are_told_together() -> None:
 NO_SOURCES = {
     "a folder without data": ("empty", "T545", "name a folder with data"),
     "a folder of several kinds": ("mixed", "T545", "`mixed/**/*.csv`"),
-    "a pattern without files": ("mixed/*.parquet", "T545", "`mixed` has `a.csv`, `b.jsonl`"),
+    "a pattern without files": ("mixed/*.parquet", "T545", "`mixed` has `a.csv`, `answers.jsonl`, `b.jsonl`"),
     "a part of a split": ("owner/name:train[:10%]", "T546", "`owner/name:CONFIG/SPLIT`"),
     "a weight beyond reason": ("mixed/b.jsonl:1001", "T545", "at most 1000"),
     "a weight of zero": ("mixed/b.jsonl:0", "T545", "leave the source out"),
-    "a name that is nearly right": ("mixed/c.jsonl", "T510", "did you mean `b.jsonl`?"),
+    "a name that is nearly right": ("mixed/anwsers.jsonl", "T510", "did you mean `mixed/answers.jsonl`?"),
+    "a name with another ending": ("mixed/answers.json", "T510", "did you mean `mixed/answers.jsonl`?"),
     "an unknown ending": ("mixed/b.yaml", "T510", "`capitals`"),
 }
 
@@ -157,10 +158,18 @@ def test_what_names_no_data_is_refused_with_what_is_there(case: str) -> None:
     Path("empty").mkdir()
     written("mixed/b.jsonl", "{}")
     written("mixed/a.csv", "a")
+    written("mixed/answers.jsonl", "{}")
     named, code, hint = NO_SOURCES[case]
     (found,) = refusals(named)
     assert found.code == code
     assert hint in found.hint
+
+
+def test_a_name_that_is_like_no_other_but_for_its_ending_has_no_hint() -> None:
+    written("pairs.jsonl", "{}")
+    written("tables.jsonl", "{}")
+    (found,) = refusals("train.jsonl")
+    assert (found.code, found.hint) == ("T510", "")
 
 
 def test_a_weight_follows_a_name() -> None:

@@ -1,0 +1,171 @@
+"""The passes of a step: its sizes, the decision whether and how its micro-batches are stacked, and how they are split.
+
+In: the tokens of the micro-batches and the memory of a pass. Out: the way that keeps least in host memory among those
+with the fewest passes. `stack_size` counts the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded
+from ktc.training.trainers.split_layer import SplitLayer
+from ktc.training.trainers.stack_size import (
+    CHUNKS,
+    bytes_per_token,
+    expert_bytes,
+    fitting_chunk,
+    fitting_tokens,
+    kept_bytes_per_token,
+    kept_factor_bytes,
+    kept_layers,
+    room,
+    working_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The tokens of each micro-batch of a step, and the longest sequence among them.
+
+    Of several processes that run passes together, those of the process with most.
+    """
+
+    tokens: tuple[int, ...]
+    length: int
+    undivided: int = 0  # the tokens of the largest micro-batch, where it cannot be divided into its sequences
+    changes: int = 0  # how often the trainer's code was replaced before the step
+
+    @property
+    def largest(self) -> int:
+        """The tokens of the largest micro-batch."""
+        return max(self.tokens)
+
+    @property
+    def whole(self) -> int:
+        """The tokens of the step."""
+        return sum(self.tokens)
+
+    @property
+    def padded(self) -> int:
+        """The most tokens of the step where its micro-batches are padded to one length."""
+        return self.largest * len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacking:
+    """Whether micro-batches share passes over the experts, why, and the most tokens of one pass (0 if they do not).
+
+    `bytes_per_token` are the bytes on each device that a token of a pass needs until its backward. Attention runs
+    `chunk_tokens` at a time.
+    """
+
+    on: bool
+    reason: str
+    tokens: int
+    chunk_tokens: int = CHUNKS[0]
+    bytes_per_token: tuple[tuple[str, int], ...] = ()
+    offloaded: Offloaded = Offloaded.NOTHING  # what waits for backward in host memory
+    kept: Kept = NOTHING_KEPT  # what waits for backward on the GPU beside the states of layers
+    scarce: str = ""  # the device whose memory is the first that a longer pass would fill
+    whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
+    not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
+    one_by_one: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
+    joins_some: bool = False  # whether that holds for some micro-batches of the step before, and not for others
+    told_of_rows: str = ""  # whether micro-batches of more tokens than a pass are divided into their rows
+    graphs: str = ""  # whether layers that keep everything for backward are replayed, and why not
+
+    def __str__(self) -> str:
+        if not self.on:
+            return f"one by one: {self.reason}"
+        loss = f"; the loss is not computed in ktc's chunks: {self.whole_loss}" if self.whole_loss else ""
+        sizes = f"up to {self.tokens:,} tokens in one pass, {self.chunk_tokens:,} in a chunk of attention"
+        layers = f"; {self.not_compiled}" if self.not_compiled else ""
+        once = "alone for some micro-batches" if self.joins_some else "once per micro-batch"
+        around = f"; the model's code around its layers runs {once}: {self.one_by_one}" if self.one_by_one else ""
+        rows = f"; {self.told_of_rows}" if self.told_of_rows else ""
+        waiting = f"; {self.offloaded.told}" if self.offloaded else ""
+        kept = f"; {self.kept.told}" if self.kept.told else ""
+        graphs = f"; {self.graphs}" if self.graphs else ""
+        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{graphs}{loss}{layers}{around}{rows}"
+
+    def without_sizes(self) -> Stacking:
+        """Return what is news of a decision: other sizes are not."""
+        return replace(
+            self, reason="", tokens=0, chunk_tokens=0, bytes_per_token=(), offloaded=Offloaded.NOTHING,
+            kept=NOTHING_KEPT, scarce="",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """The free bytes of each device, those of them that the loss needs, and the bytes of a trained pair."""
+
+    free: Mapping[str, int]
+    loss: int
+    pair: int
+
+
+def fewest_passes(
+    layers: Sequence[SplitLayer], call: ModelCall, sizes: StepSizes, memory: PassMemory, chunk_tokens: int | None
+) -> Stacking:
+    """Return the way that keeps least in host memory among those with the fewest passes.
+
+    Without `chunk_tokens` those that fit the memory are chosen.
+    """
+    ways: list[Stacking] = []
+    for way in Offloaded:
+        ways.append(_with_offloaded(way, layers, call, sizes, memory, chunk_tokens))
+        if ways[-1].tokens >= sizes.whole:
+            return ways[-1]
+    return min(ways, key=lambda size: (-(-sizes.whole // max(1, size.tokens)), size.offloaded))
+
+
+def _with_offloaded(
+    offloaded: Offloaded,
+    layers: Sequence[SplitLayer],
+    call: ModelCall,
+    sizes: StepSizes,
+    memory: PassMemory,
+    chunk_tokens: int | None,
+) -> Stacking:
+    """Return the tokens that fit one pass with this much in host memory, and where memory is scarce."""
+    free = memory.free
+    per_token = bytes_per_token(layers, call, offloaded)
+    of_experts = expert_bytes(layers)
+    chunk = chunk_tokens or fitting_chunk(call, per_token, free, memory.loss, sizes.whole, of_experts, memory.pair)
+    at_once = max(min(chunk, sizes.whole), sizes.length, sizes.undivided)
+    working = working_bytes(call, at_once, memory.loss, of_experts, memory.pair)
+    fits = fitting_tokens(per_token, working, free)
+    scarce = min(fits, key=lambda device: fits[device])
+    kept = kept_bytes_per_token(layers, call)
+    with_kept = {device: size + kept.get(device, 0) for device, size in per_token.items()}
+    factors = kept_factor_bytes(layers, call)
+    beside = {device: working.get(device, 0) + factors.get(device, 0) for device in {*working, *factors}}
+    left = room(with_kept, beside, free, sizes.whole)
+    results = bool(kept) and fits[scarce] >= sizes.whole and min(left[device] for device in with_kept) >= 0
+    parts = kept_layers(layers, call, sizes.whole, left) if results and not offloaded else 0
+    apart = {device: size - of_experts.get(device, 0) - memory.loss for device, size in left.items()}
+    replays = 0 < parts == kept_layers(layers, call, sizes.whole, apart) == len(layers)
+    reason = "a step's micro-batches fit the free memory"
+    return Stacking(
+        True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce,
+        kept=Kept(results, parts, replays),
+    )  # fmt: skip
+
+
+def passes(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Split micro-batches, `sizes` in tokens, into runs of at most `limit` tokens or one micro-batch.
+
+    Returns:
+        The index of each run's first micro-batch, and the index after its last.
+    """
+    first, tokens = 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and tokens + size > limit:
+            yield first, index
+            first, tokens = index, 0
+        tokens += size
+    yield first, len(sizes)
