@@ -21,7 +21,7 @@ from ktc.model.experts.backend import Offload
 from ktc.model.experts.module import FusedMoe
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
-from ktc.training.trainers import step_passes
+from ktc.training.trainers import pass_graphs, step_passes
 from ktc.training.trainers.expert_adapters import Adapters
 from ktc.training.trainers.layer_pass import Kept, Offloaded
 from ktc.training.trainers.stacking import Stacker
@@ -198,7 +198,7 @@ def test_what_waits_in_host_memory_changes_no_step(
         decision = trainer.stacker.decision
         assert decision is not None
         keeps = resident and tokens_of_a_pass > 4 * 48
-        assert decision.kept == Kept(keeps, model.config.num_hidden_layers if keeps else 0)
+        assert decision.kept == Kept(keeps, model.config.num_hidden_layers if keeps else 0, replays=keeps)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         weights = {name: weight.detach().cpu() for name, weight in model.named_parameters() if weight.requires_grad}
         return losses, weights, trainer.expert_adapters
@@ -213,3 +213,35 @@ def test_what_waits_in_host_memory_changes_no_step(
         assert losses == pytest.approx(on_gpu, rel=2e-3)
         away = torch.cat([weights[name].flatten() - weight.flatten() for name, weight in expected.items()])
         assert float(away.norm()) <= 0.06 * change  # sums in bf16 have another order
+
+
+@pytest.mark.slow
+def test_steps_that_are_replayed_train_as_others(
+    compiled_twin: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of a pass as CUDA graphs beside launches one by one: losses, gradients and weights."""
+    out = compiled_twin("tiny:qwen3_moe", "moe-experts-lora", "auto")
+
+    def run(*, replays: bool) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+        monkeypatch.setattr(pass_graphs, "_WASTED", 4 if replays else 0)
+        torch.manual_seed(0)
+        model = get_peft_model(ktc.load(out), read_lora_config(out))
+        for module in model.modules():
+            if isinstance(module, FusedMoe):
+                module.offload = Offload((torch.device("cuda:0"),), min_tokens=1, resident=True)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=1, gradient_accumulation_steps=4,
+            logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=0.1, optim="sgd",
+        )  # fmt: skip
+        ids = torch.randint(3, model.config.vocab_size, (24, 48), generator=torch.Generator().manual_seed(1))
+        dataset = [{"input_ids": row, "labels": row} for row in ids]
+        trainer = KTrainer(model=model, args=arguments, train_dataset=dataset)
+        trainer.train()
+        assert ("are replayed as CUDA graphs" in str(trainer.stacker.decision)) == replays
+        steps = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        return steps, {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
+
+    expected, replayed = run(replays=False), run(replays=True)
+    assert replayed[0] == [pytest.approx(step, rel=1e-4) for step in expected[0]]
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(replayed[1][name], weight, rtol=1e-3, atol=1e-5)

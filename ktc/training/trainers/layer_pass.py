@@ -51,11 +51,13 @@ class Kept:
     """Values that wait for backward on the GPU of a pass, beside the states of layers.
 
     With `results` inputs and outputs of resident experts do, and of the last `parts` layers everything that backward
-    needs: these layers are not computed again.
+    needs: these layers are not computed again. If `replays`, they are all layers, and the GPU has room for the memory
+    of graphs, which the loss cannot use (`pass_graphs.py`).
     """
 
     results: bool = False
     parts: int = 0
+    replays: bool = False
 
     def of_layer(self, index: int, count: int) -> Kept:
         """Return what is kept of one of `count` layers."""

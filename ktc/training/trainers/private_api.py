@@ -153,6 +153,24 @@ def has_head_of_trl(module: nn.Module) -> bool:
     return getattr(forward, "__self__", None) is module and package_of(forward) == "trl"
 
 
+def modules_with_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """Yield a module and those in it, with the parameters and buffers of each itself.
+
+    The public iterators make names and look for repetitions, which takes ten times as long.
+    """
+    inside = cast("Any", module)
+    yield module, [tensor for tensor in (*inside._parameters.values(), *inside._buffers.values()) if tensor is not None]
+    for child in cast("Iterator[nn.Module | None]", inside._modules.values()):
+        if child is not None:
+            yield from modules_with_tensors(child)
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether something is called with the gradient of a parameter, before or after it is added."""
+    hooked = cast("Any", parameter)
+    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+
+
 def lets_inputs_train(hook: Any) -> bool:
     """Return whether a hook is the one of transformers or PEFT by which the outputs of embeddings require gradients.
 

@@ -19,8 +19,9 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """Return the state for code on `device`."""
-        gpu = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+        """Return the state for code on `device`; while a CUDA graph is captured, which draws nothing, the host's."""
+        has_gpu = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        gpu = (device, torch.cuda.get_rng_state(device)) if has_gpu else None
         return cls(torch.get_rng_state(), gpu)
 
     def restore(self) -> None:

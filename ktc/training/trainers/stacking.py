@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -32,6 +33,7 @@ from ktc.training.trainers.layer_calls import ModelCall, divided, in_chunks, is_
 from ktc.training.trainers.layer_pass import through_layers
 from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.part_clock import span
+from ktc.training.trainers.pass_graphs import PassGraphs
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
@@ -82,6 +84,7 @@ class Stacker(TrainerCallback):
         self._decided_for: StepSizes | None = None
         self._in_one_run = 0  # the tokens of several micro-batches that may have their losses together
         self._told: set[Stacking] = set()
+        self._graphs = PassGraphs()
         self._finite = FiniteFilter(trainer.args)
         trainer.add_callback(self)
 
@@ -91,9 +94,23 @@ class Stacker(TrainerCallback):
         stacks = self._mode != "off" and not reason_against(self._trainer, model)
         return self._compiled is not None and stacks and on_gpu and has_compiler()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether micro-batches are stacked, as far as is known."""
+        return self.decision is not None and self.decision.on
+
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Free the memory of graphs for an evaluation."""
+        if control.should_evaluate:
+            self._graphs.drop()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Free the memory of graphs."""
+        self._graphs.drop()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer's arguments back: the loss of a waiting micro-batch has been passed over."""
@@ -192,6 +209,7 @@ class Stacker(TrainerCallback):
         if self.decision is not None:  # the loss may be another one since the step before
             self._note(whole_loss=embed_and_head.whole_loss)
         if sizes != self._decided_for:
+            self._graphs.drop()  # whose memory is free then
             self._settle(self._sized(sizes, recorded.enters, model))
             self._decided_for = sizes
         assert self.decision is not None
@@ -215,9 +233,7 @@ class Stacker(TrainerCallback):
         of_batches = [batch.calls(call) for batch, call in zip(batches, calls, strict=True)]
         pieces = [divided(call, self.decision.chunk_tokens) for of_batch in of_batches for call in of_batch]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
-        outs = through_layers(
-            self._layers, [chunk for chunk, _ in chunks], self._compiled, self.decision.offloaded, self.decision.kept
-        )
+        outs = self._through_layers([chunk for chunk, _ in chunks])
         of_calls = iter(_by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces]))
         finals = [as_batch([next(of_calls) for _ in of_batch]) for of_batch in of_batches]
         leaves = [final.detach().requires_grad_() for final in finals]
@@ -226,7 +242,10 @@ class Stacker(TrainerCallback):
                 losses += embed_and_head.losses(stock_step, batch, num_items, call, leaf)
         if embed_and_head.checks_at_once:
             embed_and_head.check_unchanged()
-        shown = {"whole_loss": embed_and_head.whole_loss, "not_compiled": str(self._compiled or "")}
+        shown = {
+            "whole_loss": embed_and_head.whole_loss, "not_compiled": str(self._compiled or ""),
+            "graphs": self._graphs.told,
+        }  # fmt: skip
         self._note(**{name: fact for name, fact in shown.items() if fact})
         trained = [(final, leaf.grad) for final, leaf in zip(finals, leaves, strict=True) if final.requires_grad]
         del outs, pieces, chunks, leaves, finals, of_batches
@@ -237,6 +256,19 @@ class Stacker(TrainerCallback):
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+
+    def _through_layers(self, chunks: Sequence[ModelCall]) -> list[Tensor]:
+        """Return the last layer's outputs; layers that are compiled and keep everything may be replayed as graphs."""
+        assert self.decision is not None
+        kept = self.decision.kept
+        run = partial(
+            through_layers, self._layers, compiled=self._compiled, offloaded=self.decision.offloaded, kept=kept
+        )
+        compiled = self._compiled is not None and not self._compiled.refused
+        if compiled and kept.replays:
+            return self._graphs.through(self._layers, chunks, run)
+        self._graphs.drop()
+        return run(chunks)
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
         lengths = [length for _, length in step.sizes]

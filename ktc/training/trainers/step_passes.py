@@ -75,6 +75,7 @@ class Stacking:
     one_by_one: str = ""  # why the code around the layers runs for each micro-batch; "" if it runs for a chunk of them
     joins_some: bool = False  # whether that holds for some micro-batches of the step before, and not for others
     told_of_rows: str = ""  # whether micro-batches of more tokens than a pass are divided into their rows
+    graphs: str = ""  # whether layers that keep everything for backward are replayed, and why not
 
     def __str__(self) -> str:
         if not self.on:
@@ -87,7 +88,8 @@ class Stacking:
         rows = f"; {self.told_of_rows}" if self.told_of_rows else ""
         waiting = f"; {self.offloaded.told}" if self.offloaded else ""
         kept = f"; {self.kept.told}" if self.kept.told else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{loss}{layers}{around}{rows}"
+        graphs = f"; {self.graphs}" if self.graphs else ""
+        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{graphs}{loss}{layers}{around}{rows}"
 
     def without_sizes(self) -> Stacking:
         """Return what is news of a decision: other sizes are not."""
@@ -145,10 +147,12 @@ def _with_offloaded(
     left = room(with_kept, beside, free, sizes.whole)
     results = bool(kept) and fits[scarce] >= sizes.whole and min(left[device] for device in with_kept) >= 0
     parts = kept_layers(layers, call, sizes.whole, left) if results and not offloaded else 0
+    apart = {device: size - of_experts.get(device, 0) - memory.loss for device, size in left.items()}
+    replays = 0 < parts == kept_layers(layers, call, sizes.whole, apart) == len(layers)
     reason = "a step's micro-batches fit the free memory"
     return Stacking(
         True, reason, fits[scarce], chunk, tuple(sorted(per_token.items())), offloaded=offloaded, scarce=scarce,
-        kept=Kept(results, parts),
+        kept=Kept(results, parts, replays),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ from ktc.training.trainers import checkpoint_state, gradients
 from ktc.training.trainers.checkpoints import checkpoints, write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.expert_adapters import beside_experts
+from ktc.training.trainers.fetch_ahead import FetchAhead
 from ktc.training.trainers.finite_gradients import require_finite
 from ktc.training.trainers.gradient_norm import ReadNorm, read_norm
 from ktc.training.trainers.phases import PhaseClock
@@ -72,6 +73,7 @@ class KTrainerMixin(TrainerHooks):
     _parameters: TrainedParameters | None = None  # while it trains
     _norm_of_step: ReadNorm | None = None
     expert_adapters: str = ""  # where the factors on routed experts are
+    _ahead: FetchAhead | None = None  # while it trains
     _sharing: Sharing | None = None  # of streamed experts, with the other processes of the machine
     _rank_liveness: RankLiveness | None = None
 
@@ -120,7 +122,7 @@ class KTrainerMixin(TrainerHooks):
         model = _checked_adapter(cast("nn.Module", self.model))
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
-        noted = attributes(self, _parameters=None, _norm_of_step=None)
+        noted = attributes(self, _parameters=None, _norm_of_step=None, _ahead=FetchAhead(self))
         filtered = attributes(self.args, logging_nan_inf_filter=self.args.logging_nan_inf_filter)  # in any end
         with filtered, fused_sinks(model), beside as self.expert_adapters, noted:
             alone = prepares_inputs_itself(self) or self.model_init is not None
@@ -167,10 +169,12 @@ class KTrainerMixin(TrainerHooks):
         with together(self._rank_liveness, self.args.output_dir):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """Return the micro-batches of an optimizer step. The processes count their tokens together."""
         self._barrier()
-        return cast("Any", super()).get_batch_samples(*args, **kwargs)
+        if self._ahead is not None:
+            epoch_iterator = self._ahead.iterator(epoch_iterator, num_batches)
+        return cast("Any", super()).get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
 
     def on_model_prepared(self) -> None:
         """Note the parameters, and start every process from rank 0's adapter, what the optimizer has frozen included.
@@ -251,6 +255,8 @@ class KTrainerMixin(TrainerHooks):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         self._norm_of_step = None
+        if ends_step and self._ahead is not None and self.stacker.is_on:
+            self._ahead.fetch(loss.device)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             run = Path(cast("str", self.args.output_dir))
             model, step = cast("nn.Module", self.model), self.state.global_step + 1

@@ -1,0 +1,262 @@
+"""Passes that are replayed: the same losses and gradients as layer by layer, and no replay of what has changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from stacked_training import StackingTrainer, assert_alike, trained
+from torch import Tensor, nn
+from transformers import TrainerControl
+
+from ktc.training.trainers import pass_graphs
+from ktc.training.trainers.layer_calls import ModelCall
+from ktc.training.trainers.layer_pass import through_layers
+from ktc.training.trainers.pass_graphs import PassGraphs
+from ktc.training.trainers.private_api import has_hooks
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer
+from ktc.training.trainers.stacking import Stacker, StackMode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EQUAL = (12,) * 16  # lengths of rows: every pass has the same shapes
+
+
+class Recorded:
+    """Code that is run again at each replay, as a CUDA graph runs its kernels."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+
+class Repeated(pass_graphs._Graphs):
+    """Graphs without a GPU: they write to the same memory each time."""
+
+    def _record(self, run: Any) -> None:
+        outs = run(self._inputs.chunks)
+        self._grads = [torch.empty_like(out) for out in outs]
+        torch.autograd.backward(outs, self._grads, retain_graph=False)
+        self._outs = [out.detach() for out in outs]
+        self._of_parameters = [parameter.grad for parameter in self._parameters]
+        self._run, self._made = run, list[Tensor]()
+        self._forward, self._backward = Recorded(self._again), Recorded(self._back)
+
+    def _again(self) -> None:
+        with torch.enable_grad():
+            self._made = self._run(self._inputs.chunks)
+        for into, out in zip(self._outs, self._made, strict=True):
+            into.copy_(out.detach())
+
+    def _back(self) -> None:
+        targets = [*(x for x in self._hidden if x.requires_grad), *self._parameters]
+        before = [parameter.grad for parameter in self._parameters]
+        into = [*(x.grad for x in self._hidden if x.requires_grad), *self._of_parameters]
+        for target in targets:
+            target.grad = None
+        torch.autograd.backward(self._made, self._grads)
+        for target, memory in zip(targets, into, strict=True):
+            if memory is not None and target.grad is not None:
+                memory.copy_(target.grad)
+        for hidden, memory in zip((x for x in self._hidden if x.requires_grad), into, strict=False):
+            hidden.grad = memory
+        for parameter, grad in zip(self._parameters, before, strict=True):
+            parameter.grad = grad
+
+
+class Replaying(Stacker):
+    """A stacker that replays on the CPU too."""
+
+    def _through_layers(self, chunks: Sequence[ModelCall]) -> list[Tensor]:
+        assert self.decision is not None
+        return self._graphs.through(self._layers, chunks, functools.partial(through_layers, self._layers))
+
+    @property
+    def graphs(self) -> PassGraphs:
+        return self._graphs
+
+
+class WithGraphs(StackingTrainer):
+    def __init__(self, *args: Any, mode: StackMode, **kwargs: Any) -> None:
+        super().__init__(*args, mode=mode, **kwargs)
+        self.stacker = Replaying(self, mode, chunk_tokens=40)
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record and replay on the CPU."""
+
+    def captured(layers: Any, inputs: Any, run: Any) -> Repeated:
+        graphs = Repeated(inputs, pass_graphs._trained(layers))
+        with pass_graphs._without_gradients(graphs._parameters):
+            graphs._record(run)
+        return graphs
+
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", captured)
+    monkeypatch.setattr(pass_graphs, "reason_against", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+
+
+def both(out: Path, folder: Path, **settings: Any) -> Replaying:
+    ours, theirs = (trained(out, folder, "on", trainer=kind, **settings) for kind in (WithGraphs, StackingTrainer))
+    assert_alike(ours, theirs, 1e-6)
+    assert isinstance(ours.stacker, Replaying)
+    return ours.stacker
+
+
+def test_replayed_passes_have_the_losses_and_gradients_of_others(
+    package: Callable[[str], Path], tmp_path: Path
+) -> None:
+    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=6, lengths=EQUAL)
+    assert stacker.decision is not None
+    assert "layers are replayed as CUDA graphs" in str(stacker.decision)
+
+
+def test_passes_of_other_shapes_are_not_replayed(package: Callable[[str], Path], tmp_path: Path) -> None:
+    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=2, max_steps=4, lengths=(5, 6, 7, 8) * 2)
+    assert stacker.decision is not None
+    assert "CUDA graphs" not in str(stacker.decision)
+
+
+def call(hidden: Tensor, *others: Any, count: int = 2) -> ModelCall:
+    layer = LayerCall(None, others, {"positions": others}, ())
+    return ModelCall(hidden, (hidden.device,) * count, (layer,) * count)
+
+
+def test_inputs_are_told_apart_by_layout_values_and_what_is_shared() -> None:
+    x, mask, table = torch.zeros(2, 3, 4), torch.zeros(3, 3), torch.zeros(1, 3).expand(2, 3)
+    alike = [call(x, mask, 1, None), call(x.clone(), mask.clone(), 1, None)]
+    others = [
+        call(x, mask, 1.0, None), call(x, mask, 2, None), call(x, mask.t(), 1, None), call(x, mask.bool(), 1, None),
+        call(x[:1], mask, 1, None), call(x, mask, 1, mask.clone()), call(x, mask, 1, mask), call(x, None, 1, None),
+        call(x.clone().requires_grad_(), mask, 1, None), call(x, table, 1, None),
+    ]  # fmt: skip
+    signatures = [pass_graphs._Inputs.of([each]).signature for each in (*alike, *others)]
+    assert signatures[0] in signatures[1:]
+    assert all(signatures.count(signature) == 1 for signature in signatures[2:])
+
+
+def test_copies_have_the_layout_and_the_values_of_other_inputs() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    tables = torch.randn(1, 3).expand(2, 3), torch.randn(3, 5).t()
+    inputs = pass_graphs._Inputs.of([call(x, *tables), call(x.detach().clone(), *tables)])
+    copies = inputs.copied()
+    assert len(copies.tensors) == len(inputs.tensors) == 4
+    assert pass_graphs._Inputs.of(copies.chunks).signature == inputs.signature
+    assert not {tensor.data_ptr() for tensor in copies.tensors} & {tensor.data_ptr() for tensor in inputs.tensors}
+    more = (tables[0][:1] + 1).expand(2, 3), (tables[1].t() + 1).t()
+    copies.take(pass_graphs._Inputs.of([call((x + 1).detach().requires_grad_(), *more), call(x.detach() + 2, *more)]))
+    assert torch.equal(copies.chunks[1].hidden, x + 2)
+    assert torch.equal(copies.chunks[0].layers[0].kwargs["positions"][0], tables[0] + 1)
+
+
+def stepping(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> Callable[[Tensor], PassGraphs]:
+    """Return a function that runs a pass of one layer, whose graphs are always the same."""
+    graphs, split = PassGraphs(), SplitLayer(layer, None, None)
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", lambda *_: Fixed())
+
+    def step(hidden: Tensor) -> PassGraphs:
+        graphs.through([split], [call(hidden, count=1)], lambda chunks: [layer(chunk.hidden) for chunk in chunks])
+        return graphs
+
+    return step
+
+
+class Fixed:
+    """Graphs that count their replays and return nothing."""
+
+    replays = 0
+
+    def replayed(self, inputs: Any) -> list[Tensor]:
+        self.replays += 1
+        return []
+
+
+def changes() -> dict[str, Callable[[nn.Linear, nn.Dropout, Any], object]]:
+    return {
+        "weights of another address": lambda linear, *_: setattr(linear, "weight", nn.Parameter(torch.ones(4, 4))),
+        "a frozen weight": lambda linear, *_: linear.weight.requires_grad_(False),
+        "another mode": lambda linear, dropout, tuned: dropout.eval(),
+        "another dropout": lambda linear, dropout, tuned: setattr(dropout, "p", 0.5),
+        "another scale": lambda linear, dropout, tuned: tuned.set_scale("default", 3.0),
+        "no adapter": lambda linear, dropout, tuned: tuned.enable_adapters(False),
+    }
+
+
+@pytest.mark.parametrize("change", changes())
+def test_layers_that_changed_are_not_replayed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    linear, dropout = nn.Linear(4, 4), nn.Dropout(0.0)
+    tuned = get_peft_model(nn.Sequential(nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    step = stepping(monkeypatch, nn.Sequential(linear, dropout, tuned))
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+    assert [bool(text) for text in told] == [False, False, True, True]
+    adapted = next(module for module in tuned.modules() if isinstance(module, BaseTunerLayer))
+    changes()[change](linear, dropout, adapted)
+    assert [bool(step(torch.zeros(1, 2, 4)).told) for _ in range(4)] == [False, False, True, True]
+
+
+def test_captures_that_were_not_worth_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepping(monkeypatch, nn.Linear(4, 4))
+    replayed = [bool(step(torch.zeros(1, size, 4)).told) for size in range(1, 8) for _ in range(4)]
+    assert replayed == [False, False, True, True] * pass_graphs._WASTED + [False] * 4 * (7 - pass_graphs._WASTED)
+
+
+def test_layers_that_draw_random_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stepping(monkeypatch, nn.Dropout(0.5))
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+    assert told[2:] == ["layers are not replayed as CUDA graphs: they draw random numbers"] * 2
+
+
+def test_a_failed_capture_is_told_and_the_pass_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    step = stepping(monkeypatch, nn.Linear(4, 4))
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", fails)
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+    reason = "the capture failed: operation not permitted when stream is capturing"
+    assert told[3] == f"layers are not replayed as CUDA graphs: {reason}"
+    assert len(caplog.records) == 1
+
+
+def test_graphs_are_dropped_before_an_evaluation(package: Callable[[str], Path], tmp_path: Path) -> None:
+    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=4, lengths=EQUAL)
+    assert stacker.graphs._graphs is None, "after training too"
+    stacker.graphs._graphs = cast("Any", Fixed())
+    stacker.on_step_end(None, None, TrainerControl(should_evaluate=False))
+    assert stacker.graphs._graphs is not None
+    stacker.on_step_end(None, None, TrainerControl(should_evaluate=True))
+    assert stacker.graphs._graphs is None
+
+
+def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    gpu, layer = torch.device("cuda:0"), nn.Linear(4, 4)
+    inputs = pass_graphs._Inputs.of([call(torch.zeros(1, 2, 4), torch.zeros(2))])
+
+    def reason(device: torch.device, *tensors: Any) -> str:
+        chunks = tuple(replace(chunk, devices=(device,)) for chunk in inputs.chunks)
+        given = pass_graphs._Inputs(chunks, tensors, None)
+        return pass_graphs.reason_against([SplitLayer(layer, None, None)], given)
+
+    assert reason(torch.device("cpu")) == "they are on several devices"
+    assert reason(gpu, torch.zeros(2)) == "some of their arguments are on another device"
+    assert reason(gpu) == "some of their adapters are on another device"
+    layer = layer.requires_grad_(False)
+    assert reason(gpu) == ""
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_seen(hook: str) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not has_hooks(parameter)
+    getattr(parameter, hook)(lambda grad: None)
+    assert has_hooks(parameter)
