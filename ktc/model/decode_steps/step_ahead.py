@@ -8,12 +8,10 @@ random is chosen when the step is done.
 
 from __future__ import annotations
 
-import functools
-import operator
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import Tensor
 from transformers import (
@@ -101,16 +99,17 @@ class WaitingCriteria(StoppingCriteriaList):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return whether each sequence ends."""
-        before = [type(criterion) in _ENQUEUED for criterion in self]
-        asked: list[Any] = [
-            criterion(input_ids, scores, **kwargs) for criterion, first in zip(self, before, strict=True) if first
-        ]
-        done = functools.reduce(operator.or_, asked) if asked else None
+        criteria: list[Any] = list(cast("Any", self))
+        rest = [criterion for criterion in criteria if type(criterion) not in _ENQUEUED]
+        done: Any = None
+        for criterion in criteria:
+            if type(criterion) in _ENQUEUED:
+                ends = criterion(input_ids, scores, **kwargs)
+                done = ends if done is None else done | ends
         self._ahead.finish()
-        rest = [criterion for criterion, first in zip(self, before, strict=True) if not first]
         if rest or done is None:
-            of_rest = StoppingCriteriaList(rest)(input_ids, scores, **kwargs)
-            done = of_rest if done is None else done | of_rest
+            ends = cast("Any", StoppingCriteriaList(rest))(input_ids, scores, **kwargs)
+            done = ends if done is None else done | ends
         return done
 
 

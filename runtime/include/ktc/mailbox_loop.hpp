@@ -1,6 +1,8 @@
 // The loop of a thread that answers the requests of a mailbox.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -74,7 +76,11 @@ class MailboxLoop {
         }
         relax();
       }
-      if (Clock::now() > deadline) std::this_thread::sleep_for(kPause);
+      if (Clock::now() > deadline) {
+        std::this_thread::sleep_for(kPause);
+      } else {
+        sched_yield();
+      }
     }
     return 0;
   }

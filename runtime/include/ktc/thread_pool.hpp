@@ -35,11 +35,12 @@ inline void relax() {
 // Waits for `value` to differ from `seen`: a brief spin, then sleep. A layer's next call comes within microseconds, a
 // training step's next phase within milliseconds: the first is worth a spin, the second is not. The spin yields between
 // its reads: a thread that was just woken may be on the same core, and the wait is often for its work.
-// While `stays_awake` returns true it does not sleep.
+// While `stays_awake` returns true it spins for ten times as long.
 template <class StaysAwake>
 void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t seen, const StaysAwake& stays_awake) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kPatience = std::chrono::microseconds(200);
+  constexpr auto kMorePatience = std::chrono::duration_cast<Clock::duration>(9 * kPatience);
   constexpr int kLooksPerClock = 64;
   const auto deadline = Clock::now() + kPatience;
   do {
@@ -48,7 +49,7 @@ void wait_while_equal(const std::atomic<std::uint32_t>& value, std::uint32_t see
       relax();
     }
     sched_yield();
-  } while (stays_awake() || Clock::now() < deadline);
+  } while (Clock::now() < deadline + (stays_awake() ? kMorePatience : Clock::duration::zero()));
   value.wait(seen, std::memory_order_acquire);
 }
 
@@ -123,8 +124,8 @@ class ThreadPool {
     }
   }
 
-  // While such a value lives, threads that were called wait for the next call without sleeping: a step of a GPU calls
-  // them again and again, with pauses that are longer than the usual spin and shorter than waking them takes.
+  // While such a value lives, threads that were called spin longer before they sleep: a step of a GPU calls them again
+  // and again, with pauses that are longer than the usual spin, and waking all of them takes as long as a short call.
   class Awake {
    public:
     explicit Awake(ThreadPool& pool) : pool_(pool) { pool_.awake_.fetch_add(1, std::memory_order_relaxed); }

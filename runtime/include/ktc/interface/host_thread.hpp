@@ -16,7 +16,7 @@ struct Mailbox {
 };
 
 // The thread looks for requests while it expects some, and sleeps otherwise. It looks without a pause at first, and
-// twenty thousand times a second when none has come for milliseconds. Kernel threads stay awake meanwhile.
+// twenty thousand times a second when none has come for milliseconds. Kernel threads spin longer meanwhile.
 class HostThread {
  public:
   // `mailbox` must outlive the thread. Throws std::runtime_error if the thread cannot be started.
