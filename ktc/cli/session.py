@@ -259,14 +259,14 @@ class Session:
     def _report(self, error: BaseException) -> None:
         if isinstance(error, typer.Exit):
             self.exit_code = error.exit_code
+        elif isinstance(error, KeyboardInterrupt) or self._interrupted:  # an import that it ended raises other errors
+            self.exit_code = INTERRUPTED
+            self.diagnose([Diagnostic("U130", "interrupted")])
         elif isinstance(error, InputRefused) and is_machine_fault(error, vanished=False):
             self._report_fault(error)  # a file that could not be read is not damaged
         elif isinstance(error, KtcError):
             self.exit_code = error.exit_code
             self.diagnose(error.diagnostics, error.sources)
-        elif isinstance(error, KeyboardInterrupt):
-            self.exit_code = INTERRUPTED
-            self.diagnose([Diagnostic("U130", "interrupted")])
         elif isinstance(error, BrokenPipeError):  # the reader of our output has closed it
             self.exit_code = 1
         elif (lacking := _lacking(error)) is not None:

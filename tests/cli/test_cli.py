@@ -244,6 +244,24 @@ def test_json_of_a_layer_holds_the_blocks_of_that_layer(run: Run) -> None:
     assert json.loads(run(*arguments, "--format", "json")[1]) == dump
 
 
+def test_an_error_of_an_import_that_an_interrupt_ended_is_no_bug_of_ktc(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, Session():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("cannot load module more than once per process") from None
+    assert ended.value.exit_code == 130
+    assert capfd.readouterr().err.strip() == "error[U130]: interrupted"
+
+
+def test_an_interrupt_of_the_first_imports_has_no_trace() -> None:
+    interrupted = "import sys\nsys.modules['ktc.cli.app'] = None\nimport ktc.cli\n"
+    interrupted += "class App:\n def run(): raise KeyboardInterrupt\nktc.cli.app = App\n"
+    program = f"{interrupted}from ktc.__main__ import run\nrun()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "error[U130]: interrupted\n")
+
+
 def test_an_interrupt_that_an_import_swallows_still_ends_the_command() -> None:
     session = Session()
     with pytest.raises(typer.Exit) as left, session:

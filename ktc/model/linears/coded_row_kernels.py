@@ -23,9 +23,9 @@ from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.panels import WIDTH
 
 _MANY_PANELS: Final = 512
-# Outputs of a program for codes of a byte, blocks of columns in a step, and warps. Few panels would leave most of a GPU
-# idle: there a program has a quarter of one, whose lines are whole sectors of memory, and more columns at once.
-_FEW: Final = {"LANES": 8, "BLOCKS": 32, "num_warps": 4}
+# Outputs of a program, blocks of columns in a step, and warps. Few panels leave most of a GPU idle, so that a program
+# has more columns at once. With fewer outputs of codes of a byte, a panel is several programs.
+_FEW: Final = {"LANES": 32, "BLOCKS": 16, "num_warps": 8}
 _MANY: Final = {"LANES": 32, "BLOCKS": 8, "num_warps": 4}
 
 

@@ -24,8 +24,8 @@ from ktc.model.experts.panels import WIDTH, by_output, panels_of
 from ktc.model.experts.stream_sizes import MOST_ROWS
 
 FEW_ROWS: Final = 4  # that a program reads the panel again for; tensor cores read it once for 16
-# Of the weight. Decoding a smaller one for more than `FEW_ROWS` takes less time than the kernel with tensor cores, which
-# has too few programs there: 22 us and 41 to 62 for 4,096 outputs of 2,880 columns on an H200.
+# Of the weight. A smaller one is decoded for more than `FEW_ROWS`: the kernel with tensor cores has too few programs
+# there, and takes 41 to 62 us for 4,096 outputs of 2,880 columns on an H200, where decoding and product take 22.
 _LARGE: Final = 1 << 28
 
 

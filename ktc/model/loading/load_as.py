@@ -286,12 +286,13 @@ def check_source(manifest: Manifest, checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     if not path.is_file():
         message = f"the model's checkpoint is no longer at `{checkpoint}`"
-        raise InputRefused(Diagnostic("L405", message, hint="say where it is: `load(weights=FOLDER)`"))
+        raise InputRefused(
+            Diagnostic("L405", message, hint="say where it is: `--weights FOLDER`, in Python `load(weights=FOLDER)`")
+        )
     if file_digest(path) != manifest.model.config_sha256:
         message = f"`{path}` has changed since the model was compiled"
-        raise InputRefused(
-            Diagnostic("L405", message, hint="compile again, or name the original: `load(weights=FOLDER)`")
-        )
+        hint = "compile again, or name the original: `--weights FOLDER`, in Python `load(weights=FOLDER)`"
+        raise InputRefused(Diagnostic("L405", message, hint=hint))
 
 
 def check_assumptions(manifest: Manifest, model: PreTrainedModel, folder: Path) -> None:

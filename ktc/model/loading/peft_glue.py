@@ -67,7 +67,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
             Diagnostic("L402", f"`{folder / FILE}` is damaged: {error}", hint="compile it again")
         ) from error
     if content is None:
-        hint = "add a rule with `lora_linear` or `lora_experts`, or build a `LoraConfig` yourself"
+        hint = "compile by rules that have one (`moe-lora`), or name layers: `--targets all-linear`, or a `LoraConfig`"
         raise InputRefused(Diagnostic("L431", f"the rules of `{folder.name}` define no adapter", hint=hint))
     install()
     values: dict[str, Any] = cast("dict[str, Any]", content) if isinstance(content, dict) else {"": content}

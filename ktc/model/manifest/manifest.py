@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused, nearest
 from ktc.foundation import versions
 from ktc.foundation.decode import Undecodable, decode, read_json, schema_fault
 from ktc.foundation.isa import isa_of
@@ -165,15 +165,23 @@ class Manifest:
         return shlex.join(["ktc", "compile", self.model.name, rules, "-o", str(folder), *settings, *options, "--force"])
 
 
+def _no_compiled_model(folder: Path) -> Diagnostic:
+    if folder.exists():
+        hint = "name the folder that `ktc compile ... -o OUT` wrote"
+        return Diagnostic("L400", f"`{folder}` is not a compiled model: it has no `{FILE}`", hint=hint)
+    siblings = {path.parent.name: path.parent for path in folder.parent.glob(f"*/{FILE}")}
+    near = nearest(folder.name, siblings)
+    hint = "a model is a folder, a hub id `owner/name`, or `tiny:NAME`; `ktc list` shows compiled ones"
+    hint = hint if near is None else f"did you mean `{siblings[near]}`?"
+    return Diagnostic("L400", f"there is no folder `{folder}`", hint=hint)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the model in `folder`. Raise `InputRefused` (L400 missing, L401 schema, L402 damaged)."""
     try:
         content: object = read_json(read_regular(folder / FILE))
     except (FileNotFoundError, NotADirectoryError) as error:
-        hint = "name the folder that `ktc compile ... -o OUT` wrote"
-        raise InputRefused(
-            Diagnostic("L400", f"`{folder}` is not a compiled model: it has no `{FILE}`", hint=hint)
-        ) from error
+        raise InputRefused(_no_compiled_model(folder)) from error
     except (OSError, ValueError) as error:
         raise InputRefused(_damaged(folder, str(error))) from error
     if not isinstance(content, dict):

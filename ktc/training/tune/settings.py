@@ -288,6 +288,11 @@ def column_faults(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     """Yield settings that are valid alone and contradict each other, with a hint."""
     yield from column_faults(settings.column)
+    if settings.epochs == 0 and settings.max_steps is None:
+        yield (
+            "a run of 0 `epochs` has no steps",
+            "give `epochs` a larger number, or `max_steps`; `--dry-run` reads the data",
+        )
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
             yield f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"

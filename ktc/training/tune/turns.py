@@ -186,8 +186,10 @@ def _joined(parts: list[dict[str, Any]]) -> str:
 
 # Parts of a message --------------------------------------------------------------------------------------------------
 def _numbered(listed: object, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    if not isinstance(listed, list) or listed == []:
-        raise RowFault("T515", f"`{key}` is a list of turns, found {kind_of(cast('object', listed))}")
+    if listed == []:
+        raise RowFault("T515", f"`{key}` is empty", "a conversation has a turn of the user and an answer")
+    if not isinstance(listed, list):
+        raise RowFault("T515", f"`{key}` is a list of turns, found {kind_of(listed)}")
     for number, turn in enumerate(cast("list[object]", listed), start=1):
         if not isinstance(turn, dict):
             raise RowFault("T514", f"turn {number} of `{key}` is an object with keys, found {kind_of(turn)}")

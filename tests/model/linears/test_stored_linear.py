@@ -147,9 +147,12 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "spec", [quick_or_slow(spec, spec in QUICK, id=spec.entry) for spec in SPECS if spec.isa == BEST]
 )
-def test_a_gpu_multiplies_the_same_bytes(spec: PackedLinearSpec, request: pytest.FixtureRequest) -> None:
+def test_a_gpu_multiplies_the_same_bytes(
+    spec: PackedLinearSpec, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = request.node.get_closest_marker("slow") is not None
-    for outputs, blocks, bias in ((64, 2, True), (37, 1, False)):
+    for outputs, blocks, bias, lanes in ((64, 2, True, 8), (37, 1, False, 32)):
+        monkeypatch.setattr(coded_row_kernels, "_FEW", {"LANES": lanes, "BLOCKS": 4, "num_warps": 4})
         made, weight = layer(spec, outputs, blocks, bias=bias, slow=slow)
         assert error(made.dequantised(), weight) <= 4e-3
         for rows in (0, 1, 4, 7, 9):  # one by one, in tiles, and with a decoded weight

@@ -269,6 +269,14 @@ def test_a_parameter_that_nothing_fills_is_named(compiled: Path, tmp_path: Path)
         load(folder)
 
 
+def test_a_name_without_a_folder_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "my_model").mkdir()
+    (tmp_path / "my_model" / "ktc.json").write_text("{}")
+    for name, hint in (("my_modle", "did you mean `.*my_model`"), ("other", "hub id `owner/name`")):
+        with pytest.raises(InputRefused, match=f"L400: there is no folder `.*{name}`\\n.*{hint}"):
+            load(tmp_path / name)
+
+
 def test_a_folder_that_was_not_compiled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match="L400"):
         load(tmp_path)

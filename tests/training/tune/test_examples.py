@@ -71,6 +71,7 @@ REFUSED = {
     "no JSON": ('{"text": "a"}\n{"text": ', "T513", 2, "one object a line"),
     "a broken list": ('[\n{"text": "a"},\n{"text"}\n]', "T513", 3, "one object a line"),
     "no answer": (json.dumps({"messages": TURNS[:1]}), "T515", 1, "assistant"),
+    "no turns": ('{"messages": []}', "T515", 1, "a turn of the user"),
     "an empty question": (
         '{"messages": [{"role": "user", "content": " "}, {"role": "assistant", "content": "a"}]}',
         "T515",

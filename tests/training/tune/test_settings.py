@@ -85,6 +85,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         {"beta": 0.1},
         {"method": "dpo", "streaming": True},
         {"report_to": ("wandbb",)},
+        {"epochs": 0.0},
     ):
         with pytest.raises(InputRefused, match="T503"):
             TrainSettings(**settings)
+    TrainSettings(epochs=0.0, max_steps=1)
