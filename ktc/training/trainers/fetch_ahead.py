@@ -4,7 +4,7 @@ In: the iterator of a trainer's epoch. Out: the same batches in the same order. 
 16 rows that are collated one by one take Python 20 ms, in which the GPU would idle.
 Nothing is fetched ahead where that could be noticed. Batches that draw random numbers have their state in checkpoints.
 Callbacks that are not of known libraries may change the data between two steps. Data without a length may have to be
-waited for, and some loaders have a state.
+waited for. Some loaders have a state, or get their batches from another process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class FetchAhead:
     def _is_unnoticed(self) -> bool:
         trainer = self._trainer
         state, config = trainer.state, trainer.args.accelerator_config
-        if state.global_step + 1 >= state.max_steps or getattr(config, "use_stateful_dataloader", False):
+        kinds = "use_stateful_dataloader", "dispatch_batches"
+        if state.global_step + 1 >= state.max_steps or any(getattr(config, kind, None) for kind in kinds):
             return False
         packages = {type(callback).__module__.partition(".")[0] for callback in trainer.callback_handler.callbacks}
         return hasattr(trainer.train_dataset, "__len__") and packages <= _KNOWN

@@ -103,6 +103,7 @@ class Mine(TrainerCallback):
     [
         {"state": SimpleNamespace(global_step=9, max_steps=10)},
         {"args": SimpleNamespace(accelerator_config=SimpleNamespace(use_stateful_dataloader=True), device=CPU)},
+        {"args": SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=True), device=CPU)},
         {"callback_handler": SimpleNamespace(callbacks=[Mine()])},
         {"train_dataset": iter([1])},
     ],
