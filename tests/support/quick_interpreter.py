@@ -16,11 +16,14 @@ _REPLACED: set[str] = set()  # the modules of `triton.language` whose functions 
 
 
 def use() -> None:
-    """Let kernels leave `triton.language` as the first one replaced it, once the interpreter is imported."""
+    """Let kernels leave `triton.language` as the first one replaced it, once the interpreter is imported.
+
+    A release of Triton that puts nothing back stays as it is.
+    """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is not None and not isinstance(interpreter._patch_lang, functools.partial):
-        stock, scope = interpreter._patch_lang, interpreter._LangPatchScope
-        interpreter._patch_lang = functools.partial(_replaced_once, stock, scope)
+    scope = getattr(interpreter, "_LangPatchScope", None)
+    if scope is not None and not isinstance(interpreter._patch_lang, functools.partial):
+        interpreter._patch_lang = functools.partial(_replaced_once, interpreter._patch_lang, scope)
 
 
 def _replaced_once(replace: Any, nothing: Any, function: FunctionType) -> Any:
