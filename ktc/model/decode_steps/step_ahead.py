@@ -4,7 +4,7 @@ In: a step that a device has begun. Out: the step is done, and its errors are ra
 criteria whether to continue, before it reads a token.
 A thread that waits sleeps while experts on the CPU need the cores (`record_graph`). Behind the last answer of
 `ktc::HostThread`, and through a step without such experts, it spins on one core, as PyTorch's own waits do.
-An interrupt of a wait is raised when the step is done; a second one leaves the step to whoever waits next.
+An interrupt of a wait is raised when the step is done; after a second one the next step waits for it.
 The scores, the choice of a token, longer ids and stock criteria are enqueued behind the step. A token that is drawn at
 random is chosen when the step is done.
 """

@@ -116,7 +116,7 @@ class MailboxLoop {
     return {.address = call().exchange(0, std::memory_order_acquire), .generation = generation_};
   }
 
-  // A call that was dismissed while it was made is none of those that are expected now, and nobody waits for it.
+  // A call that was dismissed while it was made is none of those that are expected now, and no GPU waits for it.
   void answered(const Request& request) {
     {
       const std::lock_guard lock(busy_);
