@@ -75,7 +75,7 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
 
 
 def _with_places(draft: PlanDraft, sent: _Sent, devices: Iterable[str]) -> tuple[PlanDraft, _Sent, int]:
-    """Return the draft and its sent experts with room for places, and their number; without a place they are as given."""
+    """Return the draft and its sent experts with room for places, and their number. Without one they are as given."""
     roomy, others = _with_room(draft, sent, devices)
     places = _room(roomy, devices) // _place_bytes(others)
     return (roomy, others, places) if places else (draft, sent, 0)
