@@ -259,7 +259,7 @@ class Session:
     def _report(self, error: BaseException) -> None:
         if isinstance(error, typer.Exit):
             self.exit_code = error.exit_code
-        elif isinstance(error, KeyboardInterrupt) or self._interrupted:  # an import that it ended raises other errors
+        elif isinstance(error, KeyboardInterrupt) or (self._interrupted and _is_of_interrupt(error)):
             self.exit_code = INTERRUPTED
             self.diagnose([Diagnostic("U130", "interrupted")])
         elif isinstance(error, InputRefused) and is_machine_fault(error, vanished=False):
@@ -343,6 +343,16 @@ class _LogFile(logging.FileHandler):
 
 def _appending(file: str, flags: int) -> int:
     return os.open(file, flags | os.O_APPEND, 0o666)
+
+
+def _is_of_interrupt(error: BaseException) -> bool:
+    """Return whether an interrupt led to an error: an import that it ended raises others, some without a context."""
+    causes = list[BaseException]()
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(isinstance(one, KeyboardInterrupt | ImportError) for one in causes)
 
 
 def _lacking(error: BaseException) -> Diagnostic | None:

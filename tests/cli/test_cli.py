@@ -17,7 +17,7 @@ import typer.main
 
 from ktc.cli import app as cli
 from ktc.cli.session import Session
-from ktc.diagnostics import Diagnostic, HostLacks, ProofFailed
+from ktc.diagnostics import Diagnostic, HostLacks, InputRefused, ProofFailed
 from ktc.foundation.files import new_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -269,3 +269,18 @@ def test_an_interrupt_that_an_import_swallows_still_ends_the_command() -> None:
             signal.raise_signal(signal.SIGINT)
         session.raise_if_interrupted()
     assert left.value.exit_code == 130
+
+
+@pytest.mark.parametrize(("by_interrupt", "exit_code"), [(True, 130), (False, InputRefused.exit_code)])
+def test_an_error_after_an_interrupt_is_reported_unless_the_interrupt_led_to_it(
+    by_interrupt: bool, exit_code: int
+) -> None:
+    session, refused = Session(), InputRefused(Diagnostic("L457", "counts of another model"))
+    with pytest.raises(typer.Exit) as left, session:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:  # the end of a server
+            if by_interrupt:
+                raise refused from None
+        raise refused
+    assert left.value.exit_code == exit_code

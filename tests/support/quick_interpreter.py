@@ -29,7 +29,7 @@ def use() -> None:
 def _replaced_once(replace: Any, nothing: Any, function: FunctionType) -> Any:
     """Return what puts nothing back."""
     modules = _languages(function)
-    if not modules <= _REPLACED:
+    if not modules or not modules <= _REPLACED:  # without a language Triton refuses the function
         replace(function)
         _REPLACED.update(modules)
     return nothing()

@@ -26,7 +26,7 @@ from ktc.model.linears.gemv import is_plain, is_traced
 
 BLOCK: Final = 1024  # rows
 COPIES: Final = 1 << 28  # bytes of keys and values, which are copied for each head
-_ranges: Final[Any] = WeakIdKeyDictionary()  # of masks: one is read for all layers of a kind
+_ranges: Final[Any] = WeakIdKeyDictionary()  # of masks and their versions: one is read for all layers of a kind
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -95,8 +95,9 @@ def _causal(block: slice, first: int, end: int, before: int, window: int | None,
 
 def _seen(mask: Tensor, rows: int, length: int) -> list[tuple[int, int]]:
     """Return the first key that some row of each block sees, and the one behind the last. Waits for the device."""
-    known = cast("tuple[int, list[tuple[int, int]]] | None", _ranges.get(mask))
-    if known is not None and known[0] == length:
+    state = None if mask.is_inference() else (length, mask._version)  # tensors of inference mode count no changes
+    known = cast("tuple[tuple[int, int], list[tuple[int, int]]] | None", _ranges.get(mask))
+    if known is not None and known[0] == state:
         return known[1]
     counted = torch.arange(length, device=mask.device)
     ends = list[Tensor]()
@@ -107,7 +108,8 @@ def _seen(mask: Tensor, rows: int, length: int) -> list[tuple[int, int]]:
         ends += [torch.where(seen, counted, length).amin(), torch.where(seen, counted, -1).amax()]
     pairs = cast("list[tuple[int, int]]", torch.stack(ends).view(-1, 2).tolist())
     ranges = [(first, last + 1) if last >= first else (0, 1) for first, last in pairs]  # a block may see the sink alone
-    _ranges[mask] = length, ranges
+    if state is not None:
+        _ranges[mask] = state, ranges
     return ranges
 
 

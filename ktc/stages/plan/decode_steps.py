@@ -35,7 +35,7 @@ def decide_steps(draft: PlanDraft) -> PlanDraft:
         if _requested(draft, key)
     }
     if obstacles.get(_GRAPH) == "":
-        text = "decoding steps of `generate` are CUDA graphs, experts on the CPU are host functions in them"
+        text = "decoding steps of `generate` are CUDA graphs, experts on the CPU are called in them"
         return replace(draft, cuda_graph=True).with_reasons(Reason("model", text))
     if obstacles.get(_NATIVE) == "":  # a program that names both is for either place
         text = "decoding steps of `generate` are native programs, recorded from the model's own steps"

@@ -57,16 +57,14 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     if choices is not None or budgets.keys() != devices:
         if choices is None or not choices.keeps or not single:
             return _keeping(draft, sent, 0) if single else draft
-        draft, sent = _with_room(draft, sent, devices)
-        return _keeping(draft, sent, _room(draft, devices) // _place_bytes(sent))
+        return _keeping(*_with_places(draft, sent, devices))
     use, room = _least(draft), {device: _room(draft, (device,)) for device in budgets}
     largest = {d: max(share_bytes(spec, p) for p, spec in sent.values() if d in p.devices) for d in devices}
     paths = list(sent)
     count = min(len(paths), *(room[device] // largest[device] for device in devices))
     if single and count < len(paths) and (not count or draft.rules.plan.get("mode") != "serve"):
-        draft, sent = _with_room(draft, sent, devices)
-        use, places = _least(draft), _room(draft, devices) // _place_bytes(sent)
-        kept = _keeping(draft, sent, places)
+        roomy, others, places = _with_places(draft, sent, devices)
+        kept = _keeping(roomy, others, places)
         return kept if places else kept.with_warnings(*(_no_place(draft, use, sent, *one) for one in budgets.items()))
     if not count:
         return draft
@@ -74,6 +72,13 @@ def keep_resident(draft: PlanDraft) -> PlanDraft:
     whole = {path: replace(prefills[path], resident=True) for path in chosen}
     others = {path: one for path, one in sent.items() if path not in chosen}
     return _counted(draft, prefills | whole | (_split(draft, others, 0) if single and others else {}))
+
+
+def _with_places(draft: PlanDraft, sent: _Sent, devices: Iterable[str]) -> tuple[PlanDraft, _Sent, int]:
+    """Return the draft and its sent experts with room for places, and their number. Without one they are as given."""
+    roomy, others = _with_room(draft, sent, devices)
+    places = _room(roomy, devices) // _place_bytes(others)
+    return (roomy, others, places) if places else (draft, sent, 0)
 
 
 def _with_room(draft: PlanDraft, sent: _Sent, devices: Iterable[str]) -> tuple[PlanDraft, _Sent]:
@@ -108,8 +113,13 @@ def _room(draft: PlanDraft, devices: Iterable[str]) -> int:
     needs = _least(draft).needs
     budgets = {device: budget_of(device, draft.rules, draft.host) or 0 for device in devices}
     if not draft.request.choices:  # a budget that the program names is for the whole process
-        budgets = {device: budget - min(_CONTEXT, max(0, budget - _SMALL)) for device, budget in budgets.items()}
+        budgets = {device: budget - _left_free(budget) for device, budget in budgets.items()}
     return sum(max(0, budget - sum(needs.get(device, {}).values())) for device, budget in budgets.items())
+
+
+def _left_free(budget: int) -> int:
+    """Return the bytes of a named budget that are left to CUDA's context."""
+    return min(_CONTEXT, max(0, budget - _SMALL))
 
 
 def _counted(draft: PlanDraft, prefills: Mapping[str, Prefill]) -> PlanDraft:
@@ -134,7 +144,10 @@ def _no_place(draft: PlanDraft, use: Workload, sent: _Sent, device: str, budget:
     needed, one = sum(use.needs.get(device, {}).values()), _place_bytes(sent)
     shape = f"{use.name} at batch {use.batch} and length {use.length:,}"
     message = f"the budget of `{device}` has room for no expert: it is {gib(budget)}, and {shape} needs {gib(needed)}"
-    enough = -(-(needed + one) // _STEP) * _STEP
+    if _left_free(budget):
+        message += f", CUDA's context {gib(_left_free(budget))}"
+    least = needed + one
+    enough = -(-(least if least <= _SMALL else least + _CONTEXT) // _STEP) * _STEP
     buffer = next(iter(sent.values()))[0].buffer
     hint = f"`{device} = {enough >> 20}MiB` is enough for the first, each takes {gib(one)}"
     hint += f"; a smaller `stream_buffer` than {gib(buffer)} leaves room too"

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from ktc.model.experts.cpu_backend import CpuKernel
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.streamed_backend import Streamed
+from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.tools.measure import gpu, links
 from ktc.tools.measure.bus import Bus
@@ -67,9 +68,12 @@ class Floor:
 
 
 def rates_of(device: torch.device, limits: Limits, cpu_alone: float) -> MinuteRates:
-    """Measure a GPU, its bus beside the CPU, and the nodes of a graph, about two seconds."""
+    """Measure a GPU, its bus beside the CPU, and the nodes of a graph, about two seconds.
+
+    A host function is 0 where a thread answers the GPU's requests: its two kernels are among those of a step.
+    """
     bus, cpu = links.beside(Bus(_COPIED, device), limits)
-    node, host_node = gpu.graph_node(device).median, gpu.host_node(device).median
+    node, host_node = gpu.graph_node(device).median, gpu.host_node(device).median if lacking(device) else 0.0
     return MinuteRates(
         gpu=gpu.bandwidth(device, _COPIED).median, bus=bus.median, cpu=cpu.median, cpu_alone=cpu_alone, kernel=node,
         host_node=host_node,

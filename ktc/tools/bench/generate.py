@@ -260,13 +260,13 @@ def floor_text(row: Row) -> str:
     floor = row.floor
     assert floor is not None, "a row on a GPU"
     read, rates = floor.read, floor.rates
+    functions = f" and {read.host_nodes} host functions of {1e6 * rates.host_node:.0f} us" if rates.host_node else ""
     return (
         f"floor at context {row.context}: {floor.ms:.2f} ms, {floor.ms / row.ms:.2f} of the step: "
         f"GPU {read.gpu / 1e9:.2f} GB at {rates.gpu / 1e9:.0f} GB/s {floor.gpu_ms:.2f} ms; bus {read.bus / 1e9:.2f} GB "
         f"and CPU {read.cpu / 1e9:.2f} GB {floor.experts_ms:.2f} ms (at once {rates.bus / 1e9:.0f} and "
         f"{rates.cpu / 1e9:.0f} GB/s, CPU alone {rates.cpu_alone / 1e9:.0f}); {read.kernels:.0f} kernels of "
-        f"{1e6 * rates.kernel:.2f} us and {read.host_nodes} host functions of {1e6 * rates.host_node:.0f} us "
-        f"{floor.launches_ms:.2f} ms"
+        f"{1e6 * rates.kernel:.2f} us{functions} {floor.launches_ms:.2f} ms"
     )
 
 

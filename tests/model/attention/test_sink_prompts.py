@@ -83,6 +83,18 @@ def test_a_block_multiplies_the_keys_that_its_rows_see(monkeypatch: pytest.Monke
         assert lengths == expected
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_was_changed_is_read_again(mode: Any) -> None:
+    _, query, key, value, sinks = operands(24, 24, torch.float32)
+    with mode():
+        mask = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril().triu(-3)
+        attend_in_blocks(query, key, value, mask, scaling=1.0, s_aux=sinks)
+        mask.copy_(torch.ones_like(mask).tril())
+        ours = attend_in_blocks(query, key, value, mask, scaling=1.0, s_aux=sinks)
+        wanted = attend_in_blocks(query, key, value, mask.clone(), scaling=1.0, s_aux=sinks)
+    assert torch.equal(ours, wanted)
+
+
 def answering(stock: PreTrainedModel) -> PreTrainedModel:
     model = copy.deepcopy(stock)
     for layer in model.model.layers:

@@ -123,7 +123,7 @@ def test_chunks_do_not_change_the_results(load: Load, monkeypatch: pytest.Monkey
     layer = random_layer(70, 37, 5, 2, 41)
     module = load(layer, spec_of("scalar", "fp64"), offload=CPU)
     whole = run(module, layer, torch.float64)
-    monkeypatch.setattr("ktc.model.experts.expert_stream.chunk_bytes_on", lambda device: ChunkBytes(1, 1))
+    monkeypatch.setattr("ktc.model.experts.expert_stream.chunk_bytes_on", lambda *_: ChunkBytes(1, 1))
     for ours, theirs in zip(run(module, layer, torch.float64), whole, strict=True):
         assert error(ours, theirs) <= 1e-14
 
@@ -213,7 +213,7 @@ def test_storage_is_locked_once_and_until_its_experts_are_gone(monkeypatch: pyte
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("experts_used", [1, 5, 40])
 def test_on_a_gpu_in_chunks(load: Load, experts_used: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktc.model.experts.expert_stream.chunk_bytes_on", lambda device: ChunkBytes(1 << 20, 1 << 20))
+    monkeypatch.setattr("ktc.model.experts.expert_stream.chunk_bytes_on", lambda *_: ChunkBytes(1 << 20, 1 << 20))
     layer = random_layer(256, 320, 40, 1, 777, experts_used=experts_used)
     module = load(layer, spec_of(ISAS[0]), offload=Offload((torch.device("cuda:0"),), min_tokens=1))
     x, weights = layer.x.bfloat16().cuda().requires_grad_(), layer.weights.float().cuda().requires_grad_()

@@ -266,7 +266,8 @@ def test_a_tight_budget_has_a_small_ring_and_the_table_in_host_memory(tmp_path: 
     assert rings("20GiB") == ({DEFAULT_BUFFER}, "")
     needed = 700 << 20  # more than a small ring, and less than the usual one
     assert rings(f"{needed >> 10}KiB") == ({TIGHT_BUFFER}, "model.embed_tokens")
-    assert rings("3MiB", "stream_buffer = 1MiB") == ({1 << 20}, "model.embed_tokens")
+    assert rings("5600KiB", "stream_buffer = 1MiB") == ({1 << 20}, "model.embed_tokens")
+    assert rings("3MiB", "stream_buffer = 1MiB") == ({1 << 20}, ""), "no expert would have a place by it"
 
 
 def test_weights_in_blocks_that_prompts_decode_have_room_on_their_gpu(
@@ -300,12 +301,17 @@ def test_prompts_are_divided_where_a_program_asks_for_it_and_it_pays(tmp_path: P
         assert {step.args["divided"] for step in steps if step.module == "fused_moe"} == divided
 
 
-def test_a_budget_without_room_for_an_expert_is_told_with_one_that_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("small", "needs"), [("2.0 MiB", ""), ("1.1 GiB", "stream_buffer = 1200MiB")])
+def test_a_budget_without_room_for_an_expert_is_told_with_one_that_has_it(
+    tmp_path: Path, small: str, needs: str
+) -> None:
     def plan(budget: str) -> Plan:
-        return plan_of(EXPERTS + MANY + STEPS.replace("SETTINGS", f"cuda:0 = {budget}"), tmp_path)
+        steps = STEPS.replace("stream_buffer = 1MiB", needs or "stream_buffer = 1MiB")
+        return plan_of(EXPERTS + MANY + steps.replace("SETTINGS", f"cuda:0 = {budget}"), tmp_path)
 
-    (told,) = (one for one in plan("2MiB").warnings if one.code == "M098")
-    assert told.span is not None and "has room for no expert: it is 2.0 MiB" in told.message
+    (told,) = (one for one in plan(small.replace(" ", "")).warnings if one.code == "M098")
+    assert told.span is not None and f"has room for no expert: it is {small}" in told.message
+    assert ("CUDA's context" in told.message) == bool(needs)
     enough = re.search(r"`cuda:0 = (\d+MiB)`", told.hint or "")
     assert enough is not None
     more = plan(enough[1])
