@@ -6,11 +6,14 @@ and gives all others to the model's own.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
+from ktc.diagnostics import Diagnostic, render
 from ktc.model.attention.decode import KVCacheView
 from ktc.model.attention.int8_tensor import plain
 from ktc.model.attention.interface import (
@@ -26,6 +29,8 @@ from ktc.model.attention.sparse import Sparse, follows_cache
 from ktc.model.attention.sparsity import Traffic
 from ktc.model.attention.split_decode import Decode
 from ktc.model.kernels.step_context import StepContext
+
+log = logging.getLogger(__name__)
 
 NAME: Final = "ktc_decode"  # of the attention function in transformers' register
 _BEYOND: Final = ("softcap", "position_bias")  # arguments of calls that the kernel does not compute
@@ -104,11 +109,26 @@ def _in_blocks(
 
 
 def fuse_sink_prompts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let prompts of attention with sinks be computed in blocks, by modules whose own function computes the same."""
+    """Let prompts of attention with sinks be computed in blocks, by modules whose own function computes the same.
+
+    Warn (L468) where it does on the CPU, as the plan asked, and not on the module's device.
+    """
     for module in model.modules():
         sinks = getattr(module, "sinks", None)
         if isinstance(module, DecodingAttention) and isinstance(sinks, Tensor):
-            module.sink_blocks = computes_prompts(cast("nn.Module", module), dtype, sinks.device)
+            stock = cast("nn.Module", module)
+            module.sink_blocks = computes_prompts(stock, dtype, sinks.device)
+            if not module.sink_blocks and computes_prompts(stock, dtype):
+                _tell_of_scores(sinks.device)
+
+
+@functools.cache
+def _tell_of_scores(device: torch.device) -> None:
+    """Warn (L468) that prompts keep all scores on a device. Once per process and device."""
+    message = f"on `{device}` blocks of rows do not give the result of the model's own attention with sinks: "
+    message += "prompts keep the scores of all tokens, which the plan does not count"
+    hint = "send shorter prompts, or compile with room for the scores; see `ktc explain L468`"
+    log.warning("%s", render([Diagnostic("L468", message, hint=hint, severity="warning")]))
 
 
 def _is_plain(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, more: dict[str, Any]) -> bool:

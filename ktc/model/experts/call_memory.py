@@ -95,11 +95,22 @@ def seen_by(memory: Tensor, device: torch.device) -> Tensor | None:
     """Return pinned memory as a tensor of a GPU. None on the host, and with a warning where it is another GPU's."""
     if device.type != "cuda":
         return None
-    with torch.inference_mode(mode=False):
-        seen = torch.as_tensor(_Array(memory), device=device)
-    if seen.data_ptr() != memory.data_ptr():
+    seen = view_of(memory, device)
+    if seen is None:
         _tell_of_copies(device)
-        return None
+    return seen
+
+
+def view_of(memory: Tensor, device: torch.device) -> Tensor | None:
+    """Return locked memory as a tensor of a GPU, which keeps `memory` alive. None where it is another GPU's.
+
+    One element asks first: PyTorch copies all memory that is another GPU's.
+    """
+    with torch.inference_mode(mode=False):
+        for part in (memory.flatten()[:1], memory):
+            seen = torch.as_tensor(_Array(part), device=device)
+            if seen.data_ptr() != part.data_ptr():
+                return None
     return seen.view(memory.dtype).view(memory.shape)
 
 

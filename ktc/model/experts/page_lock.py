@@ -24,17 +24,18 @@ _tried: Final[dict[tuple[int, int], bool]] = {}  # by address and size of every 
 _refused: Final[list[int]] = []  # bytes of the first one
 
 
-def page_lock(storage: Tensor, owner: object) -> bool:
+def page_lock(storage: Tensor, owner: object, *, warns: bool = True) -> bool:
     """Lock the pages of `storage` once, until `owner` is gone. Warn (L459) where that fails, once in the process.
 
-    Return whether they are locked; a GPU then reads them at their address too.
+    Return whether they are locked; a GPU then reads them at their address too. Without `warns` the caller reports it.
     """
     region = storage.data_ptr(), storage.nbytes
     if region in _tried:
         return _tried[region]
     status = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(*region, _PORTABLE_AND_MAPPED))
     if status != 0:
-        _tell(storage.nbytes, status)
+        if warns:
+            _tell(storage.nbytes, status)
         _forget_error()
     _tried[region] = status == 0
     weakref.finalize(owner, _unlock, region, locked=status == 0).atexit = False  # CUDA ends before
@@ -48,10 +49,14 @@ def _tell(nbytes: int, status: int) -> None:
     _refused.append(nbytes)
     message = f"the system locks no pages of {nbytes / 2**20:,.0f} MiB of weights (CUDA error {status}): "
     message += "copies of them to the GPU are slow, and decoding steps read no experts over the bus"
+    log.warning("%s", render([Diagnostic("L459", message, hint=more_to_lock(), severity="warning")]))
+
+
+def more_to_lock() -> str:
+    """Return the hint of a refusal."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     now = "" if limit == resource.RLIM_INFINITY else f", now {limit >> 10:,} KiB"
-    hint = f"raise the limit of locked memory (`ulimit -l`{now}), and that of the container"
-    log.warning("%s", render([Diagnostic("L459", message, hint=hint, severity="warning")]))
+    return f"raise the limit of locked memory (`ulimit -l`{now}), and that of the container"
 
 
 def _forget_error() -> None:

@@ -34,6 +34,23 @@ def serves(weight_format: WeightFormat) -> bool:
     return codes_of(FORMATS[weight_format]) is not None
 
 
+def decodes(rows: int, packed_bytes: int) -> bool:
+    """Return whether the product of this many rows decodes a weight of that size, with Triton."""
+    return rows > (MOST_ROWS if packed_bytes > _LARGE else FEW_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedCopy:
+    """The workspace of a layer's products: its weight in bf16, of `nbytes`, for rows that decode the packed one."""
+
+    nbytes: int
+    packed_bytes: int
+
+    def workspace(self, rows: int) -> int:
+        """Return the bytes of a product of this many rows."""
+        return self.nbytes if decodes(rows, self.packed_bytes) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
     """The weight (N, K) in `matrix`, which is one expert's."""
@@ -49,8 +66,7 @@ class CodedWeight:
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply `(..., K) -> (..., N)`, without gradients."""
         rows = x.reshape(-1, self.matrix.columns).contiguous()
-        decodes = len(rows) > (MOST_ROWS if self.matrix.packed.nbytes > _LARGE else FEW_ROWS)
-        if decodes or not grouped_products.multiplies_codes(x.device):
+        if decodes(len(rows), self.matrix.packed.nbytes) or not grouped_products.multiplies_codes(x.device):
             out = F.linear(rows, self.decoded(), bias)
         elif len(rows) <= FEW_ROWS:
             from ktc.model.linears.coded_row_kernels import rows_times

@@ -1,8 +1,9 @@
 """`StoredLinear`: a frozen linear layer whose weight is the blocks of a GGUF file, multiplied as stored.
 
-In: bf16 activations. Out: the product with the blocks' weights, summed in fp32 and rounded once, and the gradients of
-the input and of a bias that trains. PEFT wraps it as any `nn.Linear`: its `weight` has the shape and dtype of the stock
-one, and no values.
+In: bf16 activations. Out: the product with the blocks' weights, and the gradients of the input and of a bias that
+trains. Sums are in fp32. The CPU's kernels, and a GPU's for few rows, round once. For some rows a GPU rounds the
+product and its sum with the bias, and for many it rounds the weights to bf16 first (`coded_weight.py`). PEFT wraps it
+as any `nn.Linear`: its `weight` has the shape and dtype of the stock one, and no values.
 Refused: blocks of another type or size (ValueError), input of another dtype or device (RuntimeError), copies (L449).
 """
 
@@ -70,6 +71,10 @@ class StoredLinear(LinearWithoutWeight):
             self.packed.copy_(packed)
         self.loads.loaded("weight")
 
+    def stay_on_host(self) -> None:
+        """Keep the blocks in host memory, in a layer that `copy_from` reads and that is never called."""
+        self.device = _CPU
+
     def copy_from(self, other: StoredLinear) -> None:
         """Load the weight of a layer of the same sizes and format into the same memory."""
         assert self.packed is not None and other.packed is not None, "both layers are loaded"
@@ -90,7 +95,7 @@ class StoredLinear(LinearWithoutWeight):
             input = input.to(torch.get_autocast_dtype(self.device.type))
         if input.dtype != torch.bfloat16:
             raise RuntimeError(f"a linear layer in {self.format} multiplies bf16, found {input.dtype}")
-        if input.device.type != self.device.type:
+        if not self._is_here(input.device):
             where = "the CPU" if self.device.type == "cpu" else f"`{self.device}`"
             message = f"a linear layer in {self.format} is multiplied on {where}, found an input on `{input.device}`"
             raise RuntimeError(f"{message}: leave the model where `ktc.load` puts it")
@@ -119,6 +124,9 @@ class StoredLinear(LinearWithoutWeight):
     @property
     def _native(self) -> NativePackedLinear:
         return self.kernel.opened(1)[0]
+
+    def _is_here(self, device: torch.device) -> bool:
+        return device.type == self.device.type == "cpu" or device == self.device
 
     @property
     def _on_gpu(self) -> bool:

@@ -114,7 +114,11 @@ class Stage:
     def for_model(cls, model: PreTrainedModel) -> Stage:
         """Build the modules, without memory yet. Raises InputRefused (L461)."""
         _require_refreshable(model)
-        return cls(model, _shell(model))
+        shell = _shell(model)
+        for module in shell.modules():
+            if isinstance(module, StoredLinear):
+                module.stay_on_host()  # a GPU has no room for both
+        return cls(model, shell)
 
     def fill(self, checkpoint: Path, progress: Progress | None = None) -> StagedWeights:
         """Read and check every tensor. Raises the errors of a load, and HostLacks (L462)."""

@@ -109,9 +109,15 @@ class LinearTarget(ModuleTarget):
 
     def memory(self, plan: NodePlan, seen: CapturedNode, lora: NodeLora | None) -> NodeMemory:
         """Return the workspace of the product with many rows, where a kernel computes it."""
+        from ktc.model.kernels.packed_size import packed_linear_bytes
         from ktc.model.kernels.working_memory import ProductRows
+        from ktc.model.linears.coded_weight import DecodedCopy
 
         spec = plan.spec
+        if spec is not None and spec.op == "packed_linear" and plan.device != "cpu":
+            inputs, outputs = seen.linear_sizes
+            packed = packed_linear_bytes(cast("PackedLinearSpec", spec), outputs, inputs)
+            return NodeMemory(decoded=DecodedCopy(2 * outputs * inputs, packed))  # bf16
         if spec is None or plan.device != "cpu" or (spec.op == "linear" and self.prefill not in ("packed", "auto")):
             return NodeMemory()
         return NodeMemory(product=ProductRows(max(seen.linear_sizes), seen.host.workers))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ktc.foundation.host import Host
     from ktc.model.kernels.spec import Spec
     from ktc.model.kernels.working_memory import ProductRows, Slots
+    from ktc.model.linears.coded_weight import DecodedCopy
     from ktc.model.targets.node_plan import CapturedNode, NodePlan
     from ktc.model.targets.place import Place
     from ktc.model.targets.quantisation import Quantisation
@@ -195,10 +196,14 @@ class LoraBytes:
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """The bytes of a node beside its weights: of routed experts, of a product with many rows, of an adapter."""
+    """The bytes of a node beside its weights: of routed experts, of a product with many rows, of an adapter.
+
+    `decoded` is the copy of a packed weight on a GPU.
+    """
 
     slots: Slots | None = None
     product: ProductRows | None = None
+    decoded: DecodedCopy | None = None
     lora: LoraBytes | None = None
 
 

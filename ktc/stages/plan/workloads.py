@@ -20,6 +20,7 @@ from ktc.model.hf.logit_tiles import step_bytes
 from ktc.model.hf.private_api import attention_of
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.working_memory import ProductRows, Slots
+from ktc.model.linears.coded_weight import DecodedCopy
 from ktc.model.targets.node_plan import NodePlan
 from ktc.model.targets.target import NodeMemory
 from ktc.stages.capture import CapturedModel
@@ -95,6 +96,15 @@ class _Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A linear layer in blocks on a GPU. The head of an answer multiplies one row of a sequence."""
+
+    device: str
+    copy: DecodedCopy
+    is_head: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Model:
     """The inputs of the computation. `head` is the device of the logits; `per_hidden` the bytes of one state."""
 
@@ -107,6 +117,7 @@ class _Model:
     per_hidden: int
     outside: ProductRows | None = None  # of linear layers outside the blocks
     sent: Mapping[str, _Sent] = field(default_factory=dict[str, _Sent])  # by GPU
+    decoded: tuple[_Decoded, ...] = ()
     tower: tuple[str, TowerPass] | None = None  # with its device
 
 
@@ -192,7 +203,7 @@ def _training(model: _Model, batch: int, length: int, *, checkpointed: bool) -> 
         kept = [slots.saved for slots in experts]
         needs["cpu"]["experts"] = tokens * (max(kept) if checkpointed else sum(kept))
         needs["cpu"]["workspace"] = max(slots.backward(tokens) for slots in experts)
-    return _with_tower(model, _with_products(model, needs, tokens), batch, length)
+    return _with_tower(model, _with_products(model, needs, tokens, tokens), batch, length)
 
 
 def _generation(model: _Model, batch: int, length: int) -> Needs:
@@ -211,14 +222,20 @@ def _generation(model: _Model, batch: int, length: int) -> Needs:
     experts = [layer.slots for layer in model.layers if layer.slots is not None]
     if experts:
         needs["cpu"]["workspace"] = max(slots.forward(tokens) for slots in experts)
-    return _with_tower(model, _with_products(model, needs, tokens), batch, length)
+    return _with_tower(model, _with_products(model, needs, tokens, batch), batch, length)
 
 
-def _with_products(model: _Model, needs: Needs, tokens: int) -> Needs:
-    """Linear layers share the experts' workspace. That of experts on a GPU is not needed beside activations."""
+def _with_products(model: _Model, needs: Needs, tokens: int, logits: int) -> Needs:
+    """Linear layers share the experts' workspace. That of experts on a GPU is not needed beside activations.
+
+    A decoded weight is. `logits` are the rows of the head.
+    """
     for device, sent in model.sent.items():
         running = needs[device].get("activations", 0)
         needs[device]["workspace"] = max(0, sent.workspace(tokens) - running)
+    for one in model.decoded:
+        if size := one.copy.workspace(logits if one.is_head else tokens):
+            needs[one.device]["workspace"] = max(needs[one.device].get("workspace", 0), size)
     rows = [layer.product for layer in model.layers] + [model.outside]
     products = [product.workspace(tokens) for product in rows if product is not None]
     if products:
@@ -285,6 +302,7 @@ def _described(draft: PlanDraft, devices: tuple[DeviceMemory, ...]) -> _Model:
         per_hidden=hidden * item,
         outside=_widest(*(_memory(draft, plan).product for plan in outside)),
         sent=_sent(draft, hidden, item),
+        decoded=tuple(dict.fromkeys(_decoded(draft))),
         tower=None if tower is None else (device_of(tower.fqn, placed), tower),
     )
 
@@ -302,6 +320,13 @@ def _sent(draft: PlanDraft, hidden: int, item: int) -> dict[str, _Sent]:
             one = _Sent(decoded, chunk, top_k * widest * item, result_bytes(hidden, top_k, item))
             by_gpu[device] = max(by_gpu.get(device, one), one, key=lambda sent: sent.rows)
     return by_gpu
+
+
+def _decoded(draft: PlanDraft) -> Iterator[_Decoded]:
+    for plan in draft.nodes:
+        copy = _memory(draft, plan).decoded if plan.device != "cpu" else None
+        if copy is not None:
+            yield _Decoded(plan.device, copy, is_head=plan.claim.path == draft.captured.ends[1])
 
 
 def _memory(draft: PlanDraft, plan: NodePlan) -> NodeMemory:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from ktc.model.attention import decoding as attention
 from ktc.model.attention import sink_prompts
 from ktc.model.attention.decoding import decoding, fuse_sink_prompts
 from ktc.model.attention.sink_prompts import attend_in_blocks, computes_prompts
@@ -136,6 +137,18 @@ def test_training_and_weights_keep_stock_code() -> None:
     assert torch.equal(model(input_ids=ids).logits, stock(input_ids=ids).logits)
     with torch.no_grad():
         assert model(input_ids=ids, output_attentions=True).attentions[0] is not None
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_device_whose_blocks_disagree_is_told_where_the_plan_has_them(
+    planned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = answering(stock_model("gpt_oss", torch.float32)).to("meta")  # as a GPU
+    monkeypatch.setattr(sink_prompts, "_agrees", lambda *of: planned and of[-1].type == "cpu")
+    attention._tell_of_scores.cache_clear()
+    fuse_sink_prompts(model, torch.float32)
+    assert not any(layer.self_attn.sink_blocks for layer in model.model.layers)
+    assert ["L468" in message and "`meta`" in message for message in caplog.messages] == [True] * planned
 
 
 def test_modules_of_other_kinds_keep_their_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_linear_bytes
 from ktc.model.linears import coded_row_kernels, coded_weight
 from ktc.model.linears.stored_linear import StoredLinear
+from ktc.model.loading import refresh
+from ktc.model.packed_store.memory import tensor_bytes
 
 HERE = host.detect().isas
 BEST = HERE[0]
@@ -122,6 +125,10 @@ def test_what_would_need_the_values_is_refused() -> None:
         made(torch.ones(1, made.in_features))
     with pytest.raises(RuntimeError, match="multiplied on the CPU, found an input on `meta`"):
         made(torch.ones(1, made.in_features, dtype=torch.bfloat16, device="meta"))
+    made.device = torch.device("cuda:0")
+    with pytest.raises(RuntimeError, match="on `cuda:0`, found an input on `cuda:1`"):
+        made(SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda:1")))
+    made.device = torch.device("cpu")
     with torch.autocast("cpu", torch.bfloat16):
         assert made(torch.ones(1, made.in_features)).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="expected blocks of 64 rows"):
@@ -174,6 +181,22 @@ def test_a_gpu_computes_gradients_and_new_blocks_in_the_same_memory() -> None:
     made.load_blocks(other)
     assert made.packed.data_ptr() == address
     assert error(made.dequantised(), dequantise_blocks(other, made.format)) <= 4e-3
+
+
+def test_staged_blocks_of_a_gpu_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = layer(QUICK[0], 64, 2)
+    with torch.device("meta"):
+        linear = nn.Linear(made.in_features, 64, bias=False, dtype=torch.bfloat16)
+    staged = StoredLinear.from_linear(linear, made.kernel, made.format, 1, torch.device("meta"))  # as a GPU
+    monkeypatch.setattr(refresh, "_require_refreshable", lambda model: None)
+    monkeypatch.setattr(refresh, "_shell", lambda model: nn.ModuleDict({"proj": staged}))
+    refresh.Stage.for_model(nn.ModuleDict({"proj": made}))
+    other = random_blocks(64, made.in_features, made.format, 0.05, torch.Generator().manual_seed(1))
+    staged.load_blocks(other)
+    assert staged.packed is not None and staged.packed.device.type == "cpu"
+    assert tensor_bytes(nn.ModuleDict({"proj": staged}), {}) == {"cpu": staged.packed_bytes}
+    made.copy_from(staged)
+    assert torch.equal(made.dequantised(), dequantise_blocks(other, made.format).bfloat16())
 
 
 def test_products_on_a_gpu_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

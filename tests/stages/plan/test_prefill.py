@@ -13,13 +13,17 @@ from ktc.diagnostics import HostLacks, InputRefused
 from ktc.foundation.host import Gpu, Host
 from ktc.foundation.rates import Figure
 from ktc.model.experts.stream_sizes import DEFAULT_BUFFER, TIGHT_BUFFER
+from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_bytes
+from ktc.model.linears import coded_weight
+from ktc.model.targets import linear_kernel
 from ktc.stages.link import dump_stage
 from ktc.stages.match import match
 from ktc.stages.plan import Plan, make_plan
 from ktc.stages.plan.types import Choices
 from ktc.stages.rewrite import linear_steps, recipe, rewrite
 
+SPEC = PackedLinearSpec("packed_linear", "bf16", "q8_0", "scalar")
 GPU = replace(CPU, gpus=(Gpu("test", 24 << 30),))
 MANY = "rule many { match moe.opaque as m => place(cpu, prefill = cuda:0) on m.experts }\n"
 TRAINED = "rule experts { match moe.block => cpu_moe() => lora_experts(rank = 8, alpha = 16) }\n"
@@ -264,6 +268,28 @@ def test_a_tight_budget_has_a_small_ring_and_the_table_in_host_memory(tmp_path: 
     assert rings(f"{needed >> 10}KiB") == ({TIGHT_BUFFER}, "model.embed_tokens")
     assert rings("5600KiB", "stream_buffer = 1MiB") == ({1 << 20}, "model.embed_tokens")
     assert rings("3MiB", "stream_buffer = 1MiB") == ({1 << 20}, ""), "no expert would have a place by it"
+
+
+def test_weights_in_blocks_that_prompts_decode_have_room_on_their_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_kernel, "blocks_on_gpus", lambda seen: "q8_0")
+    monkeypatch.setattr(linear_kernel, "_packed", lambda stored, seen: SPEC)
+    text = """rule all { match module at "*" => place(cuda:0) }
+rule linear { match linear at "LAYERS" => kt_linear(auto) }
+plan { tokens = TOKENS }
+"""
+
+    def workspace(layers: str, tokens: int) -> int:
+        plan = plan_of(text.replace("LAYERS", layers).replace("TOKENS", str(tokens)), tmp_path)
+        return plan.memory.workloads[-1].needs["cuda:0"].get("workspace", 0)
+
+    config = captured("deepseek_v2").model.config
+    sizes = config.num_attention_heads * config.v_head_dim * config.hidden_size
+    assert workspace("model.layers.*.self_attn.o_proj", 64) == 2 * sizes
+    assert workspace("model.layers.*.self_attn.o_proj", 2) == 0 == workspace("lm_head", 64)
+    monkeypatch.setattr(coded_weight, "_LARGE", 0)
+    assert [workspace("model.layers.*.self_attn.o_proj", tokens) for tokens in (128, 129)] == [0, 2 * sizes]
 
 
 def test_prompts_are_divided_where_a_program_asks_for_it_and_it_pays(tmp_path: Path) -> None:
