@@ -177,6 +177,7 @@ class Stacker(TrainerCallback):
                 for of_pass, calls in batches:
                     with host_factors.one_pass():
                         self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
+                self._while_computing()  # before anything that waits for a GPU
                 embed_and_head.check_unchanged()
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
@@ -269,6 +270,11 @@ class Stacker(TrainerCallback):
             return self._graphs.through(self._layers, chunks, run)
         self._graphs.drop()
         return run(chunks)
+
+    def _while_computing(self) -> None:
+        work: Callable[[], None] | None = getattr(self._trainer, "while_computing", None)
+        if work is not None:
+            work()
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
         lengths = [length for _, length in step.sizes]

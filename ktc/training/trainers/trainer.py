@@ -176,6 +176,12 @@ class KTrainerMixin(TrainerHooks):
             epoch_iterator = self._ahead.iterator(epoch_iterator, num_batches)
         return cast("Any", super()).get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
 
+    def while_computing(self) -> None:
+        """Fetch the micro-batches of the next step. The GPU computes those of this one."""
+        if self._ahead is not None:
+            with nullcontext() if self.phase_clock is None else self.phase_clock.fetching_ahead():
+                self._ahead.fetch(self.args.device)
+
     def on_model_prepared(self) -> None:
         """Note the parameters, and start every process from rank 0's adapter, what the optimizer has frozen included.
 
@@ -255,8 +261,6 @@ class KTrainerMixin(TrainerHooks):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         self._norm_of_step = None
-        if ends_step and self._ahead is not None and self.stacker.is_on:
-            self._ahead.fetch(loss.device)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             run = Path(cast("str", self.args.output_dir))
             model, step = cast("nn.Module", self.model), self.state.global_step + 1
