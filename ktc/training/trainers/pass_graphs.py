@@ -4,8 +4,8 @@ In: the recorded calls of a pass, and the function that runs its layers. Out: wh
 A layer whose experts stay on the GPU is hundreds of small launches, which cost Python more time than the GPU. From the
 third pass with equal shapes on, one launch replays all layers. Inputs are copied to where the graphs read them;
 gradients of parameters come out of one node of autograd, so that hooks and accumulation are PyTorch's.
-Refused, with the reason in `told`: layers that draw random numbers, have adapters in host memory or with hooks, and
-those whose capture fails.
+Refused, with the reason in `told`: layers that draw random numbers, have adapters in host memory, have hooks of others
+on adapters or modules, which a replay would not call, and those whose capture fails.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.private_api import HOOKS
+from ktc.model.manifest.stale_change_guard import StaleChangeGuard
+from ktc.model.packed_store.placement import moves_alone
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.part_clock import is_timed
-from ktc.training.trainers.private_api import has_hooks, modules_with_tensors, pytree
+from ktc.training.trainers.phases import ExpertsHooks
+from ktc.training.trainers.private_api import has_hooks, hooks_of_all_modules, modules_with_tensors, pytree
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
@@ -119,6 +123,7 @@ def reason_against(layers: Sequence[SplitLayer], inputs: _Inputs) -> str:
         "some of their arguments are on another device": any(tensor.device not in devices for tensor in inputs.tensors),
         "some of their adapters are on another device": any(parameter.device not in devices for parameter in trained),
         "some of their adapters have hooks": any(has_hooks(parameter) for parameter in trained),
+        "some of their modules have hooks": hooks_of_all_modules() or any(_hooks_inside(layers)),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -130,12 +135,12 @@ def _trained(layers: Sequence[SplitLayer]) -> list[nn.Parameter]:
 
 
 def state_of(layers: Sequence[SplitLayer]) -> list[Any]:
-    """Return what graphs have as constants: addresses of weights, and modes, scales and dropout of modules."""
-    state = list[Any]()
+    """Return what graphs have as constants: addresses of weights, and modes, scales, dropout and hooks of modules."""
+    state: list[Any] = [hooks_of_all_modules()]
     for split in layers:
         for module, tensors in modules_with_tensors(split.layer):
             names = vars(module)
-            state.append(module.training)
+            state += module.training, hooks_of_others(module)
             for tensor in tensors:
                 state += tensor.data_ptr(), tensor.requires_grad
             if "scaling" in names and isinstance(module, BaseTunerLayer):
@@ -147,6 +152,27 @@ def state_of(layers: Sequence[SplitLayer]) -> list[Any]:
                 packed = module.weights.packed
                 state += module.offload, packed and packed.packed.data_ptr()
     return state
+
+
+def hooks_of_others(module: nn.Module) -> int:
+    """Return how many functions other than ktc's own are called with a module.
+
+    Those of ktc measure, move tensors or compare attributes, which passes that repeat do alike.
+    """
+    names = vars(module)
+    hooks = (hook for kind in HOOKS if names[kind] for hook in names[kind].values())
+    return sum(not _is_of_ktc(hook) for hook in hooks)
+
+
+def _is_of_ktc(hook: Any) -> bool:
+    measures = isinstance(getattr(hook, "__self__", None), ExpertsHooks)
+    return measures or isinstance(hook, StaleChangeGuard) or moves_alone(hook)
+
+
+def _hooks_inside(layers: Sequence[SplitLayer]) -> Iterator[int]:
+    for split in layers:
+        for module, _ in modules_with_tensors(split.layer):
+            yield hooks_of_others(module)
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------

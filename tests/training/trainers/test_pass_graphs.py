@@ -16,10 +16,12 @@ from stacked_training import StackingTrainer, assert_alike, trained
 from torch import Tensor, nn
 from transformers import TrainerControl
 
+from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.training.trainers import pass_graphs
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import through_layers
 from ktc.training.trainers.pass_graphs import PassGraphs
+from ktc.training.trainers.phases import ExpertsHooks
 from ktc.training.trainers.private_api import has_hooks
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 from ktc.training.trainers.stacking import Stacker, StackMode
@@ -185,6 +187,7 @@ def changes() -> dict[str, Callable[[nn.Linear, nn.Dropout, Any], object]]:
         "another mode": lambda linear, dropout, tuned: dropout.eval(),
         "another dropout": lambda linear, dropout, tuned: setattr(dropout, "p", 0.5),
         "another scale": lambda linear, dropout, tuned: tuned.set_scale("default", 3.0),
+        "a hook": lambda linear, *_: linear.register_forward_hook(lambda *_: None),
         "no adapter": lambda linear, dropout, tuned: tuned.enable_adapters(False),
     }
 
@@ -252,6 +255,29 @@ def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert reason(gpu) == "some of their adapters are on another device"
     layer = layer.requires_grad_(False)
     assert reason(gpu) == ""
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+     "register_full_backward_pre_hook"],
+)  # fmt: skip
+def test_hooks_of_others_inside_layers_are_a_reason(monkeypatch: pytest.MonkeyPatch, register: str) -> None:
+    monkeypatch.undo()
+    layer = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Sequential(nn.ReLU()))
+    on_gpu = replace(call(torch.zeros(1, 2, 4)), devices=(torch.device("cuda:0"),))
+    given = pass_graphs._Inputs((on_gpu,), (), None)
+    monkeypatch.setattr(pass_graphs, "_trained", lambda layers: [])
+    split = SplitLayer(layer, None, None)
+    experts = ExpertsHooks()
+    layer[1].register_forward_pre_hook(experts.before)
+    layer[1].register_forward_hook(experts.after)
+    layer[0].register_forward_pre_hook(StaleChangeGuard((), ""))
+    assert pass_graphs.reason_against([split], given) == ""
+    handle = getattr(layer[1][0], register)(lambda *_: None)
+    assert pass_graphs.reason_against([split], given) == "some of their modules have hooks"
+    handle.remove()
+    assert pass_graphs.reason_against([split], given) == ""
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
