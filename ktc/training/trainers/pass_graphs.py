@@ -28,7 +28,13 @@ from ktc.model.packed_store.placement import moves_alone
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.part_clock import is_timed
 from ktc.training.trainers.phases import ExpertsHooks
-from ktc.training.trainers.private_api import has_hooks, hooks_of_all_modules, modules_with_tensors, pytree
+from ktc.training.trainers.private_api import (
+    end_failed_capture,
+    has_hooks,
+    hooks_of_all_modules,
+    modules_with_tensors,
+    pytree,
+)
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
@@ -108,8 +114,9 @@ class PassGraphs:
             self.told = "layers are replayed as CUDA graphs"
         except Exception as error:  # a library that waits for the GPU, no memory: the pass runs as before
             log.warning("layers are not replayed as CUDA graphs", exc_info=error)
-            self._refused = f"the capture failed: {str(error).strip().partition(chr(10))[0]}"
+            self._refused = f"the capture failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
             self.told = f"layers are not replayed as CUDA graphs: {self._refused}"
+        if self._graphs is None:  # the error is gone, and with it what its frames had
             torch.cuda.empty_cache()
         return self._graphs is not None
 
@@ -286,10 +293,11 @@ class _Graphs:
         return graphs
 
     def _record(self, run: RunLayers) -> None:
-        with torch.cuda.graph(self._forward, capture_error_mode="thread_local"):
+        device, pool = self._inputs.tensors[0].device, cast("tuple[int, int]", torch.cuda.graph_pool_handle())
+        with _capturing(self._forward, device, pool):
             outs = run(self._inputs.chunks)
         self._grads = [torch.empty_like(out) for out in outs]
-        with torch.cuda.graph(self._backward, pool=self._forward.pool(), capture_error_mode="thread_local"):
+        with _capturing(self._backward, device, pool):
             torch.autograd.backward(outs, self._grads)
         self._outs = [out.detach() for out in outs]
         self._of_parameters = [parameter.grad for parameter in self._parameters]
@@ -324,6 +332,29 @@ class _Graphs:
         self._backward.replay()
         made = (*(x.grad for x in self._hidden), *self._of_parameters)
         return tuple(None if grad is None else grad.detach() for grad in made)
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> Generator[None]:
+    """Capture what is computed inside, with memory of `pool`.
+
+    Raises:
+        Exception: the first error. One that invalidates a capture lets its end fail too, by another error.
+    """
+    inside: list[Exception] = []
+    try:
+        with torch.cuda.graph(graph, pool=cast("Any", pool), capture_error_mode="thread_local"):
+            try:
+                yield
+            except Exception as error:
+                inside.append(error)
+                raise
+    except Exception as last:
+        end_failed_capture(device, pool)
+        if inside and inside[0] is not last:
+            raise inside.pop() from None
+        inside.clear()  # an error has this frame
+        raise
 
 
 def _weights(layers: Sequence[SplitLayer]) -> Iterator[Any]:

@@ -230,6 +230,40 @@ def test_a_failed_capture_is_told_and_the_pass_runs(
     assert len(caplog.records) == 1
 
 
+class Invalidated:
+    """A capture whose end raises an error of its own after another one."""
+
+    def __init__(self, graph: Any, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_the_first_error_of_a_capture_is_told_and_the_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    device, pool = torch.device("cuda:0"), (0, 7)
+    monkeypatch.setattr(torch.cuda, "graph", Invalidated)
+    monkeypatch.setattr(pass_graphs, "end_failed_capture", lambda *given: ended.append(given))
+
+    def fails(*_: Any) -> None:
+        with pass_graphs._capturing(cast("Any", None), device, pool):
+            pass
+        assert not ended
+        with pass_graphs._capturing(cast("Any", None), device, pool):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    step = stepping(monkeypatch, nn.Linear(4, 4))
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", fails)
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(3)][-1]
+    assert told.endswith("the capture failed: operation not permitted when stream is capturing")
+    assert ended == [(device, pool)]
+
+
 def test_graphs_are_dropped_before_an_evaluation(package: Callable[[str], Path], tmp_path: Path) -> None:
     stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=4, lengths=EQUAL)
     assert stacker.graphs._graphs is None, "after training too"
