@@ -106,10 +106,12 @@ class Stacker(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Free the memory of graphs for an evaluation."""
         if control.should_evaluate:
-            self._graphs.drop()
+            self.drop_graphs()
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Free the memory of graphs."""
+    on_epoch_end = on_step_end  # `eval_strategy="epoch"` decides there
+
+    def drop_graphs(self) -> None:
+        """Free the memory of graphs, which passes that repeat capture again."""
         self._graphs.drop()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:

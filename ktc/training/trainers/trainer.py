@@ -128,7 +128,15 @@ class KTrainerMixin(TrainerHooks):
             alone = prepares_inputs_itself(self) or self.model_init is not None
             shared = nullcontext() if alone else shared_experts(model)
             with cleared_by(model, self._clear_gradients), shared as self._sharing:
-                return self._train(model, resume_from_checkpoint, *args, **kwargs)
+                try:
+                    return self._train(model, resume_from_checkpoint, *args, **kwargs)
+                finally:
+                    self.stacker.drop_graphs()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the base trainer does, also with the memory of a step's graphs."""
+        self.stacker.drop_graphs()
+        return super().evaluation_loop(*args, **kwargs)
 
     @property
     def shares_experts(self) -> bool:

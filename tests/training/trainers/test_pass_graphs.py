@@ -12,9 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from stacked_training import StackingTrainer, assert_alike, trained
+from stacked_training import StackingTrainer, assert_alike, rows, trained
 from torch import Tensor, nn
-from transformers import TrainerControl
 
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.training.trainers import pass_graphs
@@ -264,14 +263,61 @@ def test_the_first_error_of_a_capture_is_told_and_the_capture_is_ended(monkeypat
     assert ended == [(device, pool)]
 
 
-def test_graphs_are_dropped_before_an_evaluation(package: Callable[[str], Path], tmp_path: Path) -> None:
-    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=4, lengths=EQUAL)
-    assert stacker.graphs._graphs is None, "after training too"
-    stacker.graphs._graphs = cast("Any", Fixed())
-    stacker.on_step_end(None, None, TrainerControl(should_evaluate=False))
-    assert stacker.graphs._graphs is not None
-    stacker.on_step_end(None, None, TrainerControl(should_evaluate=True))
-    assert stacker.graphs._graphs is None
+class Evaluating(WithGraphs):
+    """Notes whether there are graphs in each step, and in an evaluation of its own."""
+
+    made: Evaluating
+    fails_at = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, eval_dataset=kwargs["train_dataset"], **kwargs)
+        type(self).made, self.steps, self.evaluations = self, list[bool](), list[bool]()
+
+    @property
+    def has_graphs(self) -> bool:
+        assert isinstance(self.stacker, Replaying)
+        return self.stacker.graphs._graphs is not None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.steps.append(self.has_graphs)
+            if len(self.steps) == self.fails_at:
+                raise KeyboardInterrupt
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.evaluations.append(self.has_graphs)
+        return {"eval_loss": 0.0}
+
+
+@pytest.mark.parametrize("when", [{"eval_strategy": "steps", "eval_steps": 4}, {"eval_strategy": "epoch"}])
+def test_graphs_are_dropped_before_an_evaluation(
+    package: Callable[[str], Path], tmp_path: Path, when: dict[str, Any]
+) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 5, "lengths": EQUAL, **when}
+    run = trained(package("qwen3_moe"), tmp_path, "on", trainer=Evaluating, **settings)
+    assert isinstance(run, Evaluating)
+    assert run.steps[3]
+    assert run.evaluations[:1] == [False]
+    assert not run.has_graphs, "after training too"
+
+
+def test_graphs_are_dropped_where_a_run_fails_and_where_it_is_asked_to_predict(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Evaluating, "fails_at", 4)
+    with pytest.raises(KeyboardInterrupt):
+        trained(
+            package("qwen3_moe"), tmp_path, "on", trainer=Evaluating, gradient_accumulation_steps=4, max_steps=5,
+            lengths=EQUAL,
+        )  # fmt: skip
+    run = Evaluating.made
+    assert run.steps[3]
+    assert not run.has_graphs
+    run.stacker.graphs._graphs = cast("Any", Fixed())  # type: ignore[attr-defined]
+    run.predict(rows((5,)))
+    assert not run.has_graphs
 
 
 def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
