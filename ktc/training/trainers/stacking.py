@@ -99,6 +99,10 @@ class Stacker(TrainerCallback):
         """Whether micro-batches are stacked, as far as is known."""
         return self.decision is not None and self.decision.on
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin without what graphs of an earlier run have shown."""
+        self._graphs.begin_run()
+
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
@@ -212,7 +216,7 @@ class Stacker(TrainerCallback):
         if self.decision is not None:  # the loss may be another one since the step before
             self._note(whole_loss=embed_and_head.whole_loss)
         if sizes != self._decided_for:
-            self._graphs.drop()  # whose memory is free then
+            self._graphs.drop(changed=True)  # whose memory is free then
             self._settle(self._sized(sizes, recorded.enters, model))
             self._decided_for = sizes
         assert self.decision is not None
@@ -270,7 +274,7 @@ class Stacker(TrainerCallback):
         compiled = self._compiled is not None and not self._compiled.refused
         if compiled and kept.replays:
             return self._graphs.through(self._layers, chunks, run)
-        self._graphs.drop()
+        self._graphs.drop(changed=True)
         return run(chunks)
 
     def _while_computing(self) -> None:

@@ -204,9 +204,37 @@ def test_layers_that_changed_are_not_replayed(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_captures_that_were_not_worth_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, wasted = stepping(monkeypatch, nn.Linear(4, 4)), pass_graphs._WASTED
+    told = [step(torch.zeros(1, size, 4)).told for size in range(1, 8) for _ in range(4)]
+    replayed, ended = "layers are replayed as CUDA graphs", f"{pass_graphs._NOT}: passes changed too often"
+    assert told == ["", "", replayed, replayed] * wasted + [ended] * 4 * (7 - wasted)
+    step(torch.zeros(1, 1, 4)).begin_run()
+    assert [step(torch.zeros(1, 1, 4)).told for _ in range(3)] == ["", "", replayed]
+
+
+def test_a_new_run_may_capture_what_an_earlier_one_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Dropout(0.5)
+    step = stepping(monkeypatch, layer)
+    assert "random" in [step(torch.zeros(1, 2, 4)).told for _ in range(3)][-1]
+    layer.p = 0.0
+    step(torch.zeros(1, 2, 4)).begin_run()
+    assert "are replayed" in [step(torch.zeros(1, 2, 4)).told for _ in range(3)][-1]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_captures_that_an_evaluation_or_timing_ends_are_no_waste(
+    monkeypatch: pytest.MonkeyPatch, *, timed: bool
+) -> None:
     step = stepping(monkeypatch, nn.Linear(4, 4))
-    replayed = [bool(step(torch.zeros(1, size, 4)).told) for size in range(1, 8) for _ in range(4)]
-    assert replayed == [False, False, True, True] * pass_graphs._WASTED + [False] * 4 * (7 - pass_graphs._WASTED)
+    for _ in range(2 * pass_graphs._WASTED):
+        told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+        assert told[3] == "layers are replayed as CUDA graphs"
+        if timed:
+            with monkeypatch.context() as patch:
+                patch.setattr(pass_graphs, "is_timed", lambda: True)
+                assert step(torch.zeros(1, 2, 4)).told == ""
+        else:
+            step(torch.zeros(1, 2, 4)).drop()
 
 
 def test_layers_that_draw_random_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +342,12 @@ def test_graphs_are_dropped_where_a_run_fails_and_where_it_is_asked_to_predict(
         )  # fmt: skip
     run = Evaluating.made
     assert run.steps[3]
+    assert isinstance(run.stacker, Replaying)
+    run.stacker.graphs._refused, run.stacker.graphs._wasted = "another run", 9
+    run.stacker.on_train_begin()
+    assert (run.stacker.graphs._refused, run.stacker.graphs._wasted) == ("", 0)
     assert not run.has_graphs
-    run.stacker.graphs._graphs = cast("Any", Fixed())  # type: ignore[attr-defined]
+    run.stacker.graphs._graphs = cast("Any", Fixed())
     run.predict(rows((5,)))
     assert not run.has_graphs
 
