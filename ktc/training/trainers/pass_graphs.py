@@ -70,6 +70,7 @@ class PassGraphs:
             outs = self._graphs.replayed(inputs)
             if state_of(layers) == self._state:  # compared while the GPU computes: graphs keep the weights they read
                 return outs
+            del outs  # whose node of autograd keeps the graphs
         self._refused = self._refused or reason_against(layers, inputs)
         if self._refused or is_timed():
             self.drop()
@@ -137,6 +138,7 @@ def reason_against(layers: Sequence[SplitLayer], inputs: _Inputs) -> str:
     devices = {device for chunk in inputs.chunks for device in chunk.devices}
     trained = _trained(layers)
     reasons = {
+        "nothing in them trains": not trained and not any(chunk.hidden.requires_grad for chunk in inputs.chunks),
         "they are on several devices": len(devices) > 1 or next(iter(devices)).type != "cuda",
         "some of their arguments are on another device": any(tensor.device not in devices for tensor in inputs.tensors),
         "some of their adapters are on another device": any(parameter.device not in devices for parameter in trained),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +204,33 @@ def test_layers_that_changed_are_not_replayed(monkeypatch: pytest.MonkeyPatch, c
     assert [bool(step(torch.zeros(1, 2, 4)).told) for _ in range(4)] == [False, False, True, True]
 
 
+def test_a_discarded_replay_keeps_no_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, linear = PassGraphs(), nn.Linear(4, 4)
+    made: list[weakref.ref[Kept]] = []
+    alive: list[bool] = []
+
+    class Kept(Fixed):
+        def replayed(self, inputs: Any) -> list[Any]:
+            self.replays += 1
+            return [self]
+
+    def captured(*_: Any) -> Kept:
+        kept = Kept()
+        made.append(weakref.ref(kept))
+        return kept
+
+    def run(chunks: Sequence[ModelCall]) -> list[Tensor]:
+        alive.extend(kept() is not None for kept in made)
+        return [linear(chunk.hidden) for chunk in chunks]
+
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", captured)
+    for change in (False, False, False, True):
+        if change:
+            linear.weight = nn.Parameter(torch.ones(4, 4))
+        graphs.through([SplitLayer(linear, None, None)], [call(torch.zeros(1, 2, 4), count=1)], run)
+    assert alive == [False]
+
+
 def test_captures_that_were_not_worth_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
     step, wasted = stepping(monkeypatch, nn.Linear(4, 4)), pass_graphs._WASTED
     told = [step(torch.zeros(1, size, 4)).told for size in range(1, 8) for _ in range(4)]
@@ -366,6 +394,8 @@ def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert reason(gpu, torch.zeros(2)) == "some of their arguments are on another device"
     assert reason(gpu) == "some of their adapters are on another device"
     layer = layer.requires_grad_(False)
+    assert reason(gpu) == "nothing in them trains"
+    inputs = pass_graphs._Inputs.of([call(torch.zeros(1, 2, 4).requires_grad_())])
     assert reason(gpu) == ""
 
 
@@ -377,7 +407,7 @@ def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -
 def test_hooks_of_others_inside_layers_are_a_reason(monkeypatch: pytest.MonkeyPatch, register: str) -> None:
     monkeypatch.undo()
     layer = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Sequential(nn.ReLU()))
-    on_gpu = replace(call(torch.zeros(1, 2, 4)), devices=(torch.device("cuda:0"),))
+    on_gpu = replace(call(torch.zeros(1, 2, 4).requires_grad_()), devices=(torch.device("cuda:0"),))
     given = pass_graphs._Inputs((on_gpu,), (), None)
     monkeypatch.setattr(pass_graphs, "_trained", lambda layers: [])
     split = SplitLayer(layer, None, None)
