@@ -23,7 +23,10 @@ from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
 from ktc.training.trainers import pass_graphs, step_passes
 from ktc.training.trainers.expert_adapters import Adapters
+from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import Kept, Offloaded
+from ktc.training.trainers.pass_graphs import PassGraphs
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 from ktc.training.trainers.stacking import Stacker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -213,6 +216,41 @@ def test_what_waits_in_host_memory_changes_no_step(
         assert losses == pytest.approx(on_gpu, rel=2e-3)
         away = torch.cat([weights[name].flatten() - weight.flatten() for name, weight in expected.items()])
         assert float(away.norm()) <= 0.06 * change  # sums in bf16 have another order
+
+
+class Waiting(torch.nn.Module):
+    """A layer that waits for the GPU, which a capture does not permit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * max(1.0, float(x.detach().abs().max().item()))
+
+
+def test_after_a_capture_that_failed_the_gpu_works_as_before() -> None:
+    gpu = torch.device("cuda:0")
+    layer, graphs = Waiting().to(gpu), PassGraphs()
+    call = ModelCall(torch.ones(1, 2, 4, device=gpu), (gpu,), (LayerCall(None, (), {}, ()),))
+
+    def run() -> list[torch.Tensor]:
+        return graphs.through([SplitLayer(layer, None, None)], [call], lambda chunks: [layer(c.hidden) for c in chunks])
+
+    def active() -> int:
+        torch.cuda.synchronize()
+        torch.empty(1, device=gpu)  # the allocator looks for memory that streams have used
+        return torch.cuda.memory_stats(gpu)["active_bytes.all.current"]
+
+    expected, *_, last = [run()[0].detach() for _ in range(4)]
+    assert "the capture failed: CUDA error: operation not permitted" in graphs.told
+    assert torch.equal(last, expected)
+    torch.rand(1, device=gpu)
+    before = active()
+    shared = torch.zeros(1 << 20, device=gpu)
+    shared.record_stream(torch.cuda.Stream(gpu))
+    del shared
+    assert active() == before
 
 
 @pytest.mark.slow

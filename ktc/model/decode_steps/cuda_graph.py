@@ -49,7 +49,7 @@ _MEMORIES: Final = 6  # at most, of all sizes
 _WARM: Final = 2  # steps before the capture, in which libraries and allocators set themselves up
 Inputs = dict[str, Any]
 Compute = Callable[[], Any]  # to the output of a causal LM
-Wait = Callable[[], None]
+Wait = Callable[[], None]  # called again after an interrupt
 Replay = Callable[[], Wait]  # begins a recorded step; the function that it returns waits until the step is done
 Record = Callable[[Compute, torch.device, Sequence[Tensor], HostNodes | None, StepContext], tuple[Any, Replay]]
 
@@ -60,6 +60,7 @@ def record_graph(
     """Return the output of `compute`, and a function that replays it as a CUDA graph.
 
     Who waits for a replay sleeps while experts on the CPU, those of `nodes`, need the cores, and spins for the rest.
+    A replay that raises is over, also where an interrupt came after its launch.
     Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
     """
     stream = torch.cuda.Stream(device)
@@ -90,10 +91,16 @@ def record_graph(
         done.synchronize()
 
     def replay(_: Sequence[HostConstant] = constants) -> Wait:  # the graph reads them: they live as long as it does
-        with torch.cuda.device(device):
-            graph.replay()
-            done.record(torch.cuda.current_stream(device))
-        return wait
+        try:
+            with torch.cuda.device(device):
+                graph.replay()
+                done.record(torch.cuda.current_stream(device))
+            return wait
+        except Exception:
+            raise
+        except BaseException:
+            torch.cuda.current_stream(device).synchronize()
+            raise
 
     return output, replay
 
@@ -197,9 +204,9 @@ class DecodeGraphs:
 
     def _settle(self) -> None:
         """Wait for a step that another `generate` has begun: it uses memory and graphs of this model."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.settle()
+        if self._last is not None:
+            self._last.settle()
+        self._last = None  # not after an interrupt
 
     def _unserved(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         """Return why a call cannot be a captured step, "" if it can."""
@@ -410,19 +417,32 @@ def record_step(
 
 
 def _with_calls(replay: Replay, nodes: HostNodes) -> Wait:
-    """Begin a replay whose calls of experts are expected. After an error of the GPU none is any more."""
-    nodes.begin()
+    """Begin a replay whose calls of experts are expected. After an error of the GPU none is any more.
+
+    After an interrupt of the wait, the GPU still requests them: it is raised when the step is done, unless another one
+    comes.
+    """
     try:
+        nodes.begin()
         wait = replay()
-    except RuntimeError:
+    except BaseException:
         nodes.dismiss()
         raise
 
-    def waited() -> None:
+    def until_done() -> None:
         try:
             wait()
-        except RuntimeError:  # an interrupt leaves the step under way
+        except RuntimeError:
             nodes.dismiss()
+            raise
+
+    def waited() -> None:
+        try:
+            until_done()
+        except Exception:
+            raise
+        except BaseException:
+            until_done()
             raise
 
     return waited

@@ -1,7 +1,10 @@
 """Steps that a GPU computes while `generate` continues, so that Python works between two steps at the same time.
 
 In: a step that a device has begun. Out: the step is done, and its errors are raised, where `generate` asks its stopping
-criteria whether to continue, before it reads a token. The thread sleeps until then: the cores belong to the experts.
+criteria whether to continue, before it reads a token.
+A thread that waits sleeps while experts on the CPU need the cores (`record_graph`). Behind the last answer of
+`ktc::HostThread`, and through a step without such experts, it spins on one core, as PyTorch's own waits do.
+An interrupt of a wait is raised when the step is done; after a second one the next step waits for it.
 The scores, the choice of a token, longer ids and stock criteria are enqueued behind the step. A token that is drawn at
 random is chosen when the step is done.
 """
@@ -28,7 +31,7 @@ Work = Callable[[], None]
 
 
 class PendingStep:
-    """A step that has begun. `end` waits for it and raises its errors; it is called once."""
+    """A step that has begun. `end` waits for it and raises its errors. It is called again only after an interrupt."""
 
     def __init__(self, end: Work) -> None:
         self._end: Work | None = end
@@ -38,12 +41,12 @@ class PendingStep:
     def settle(self) -> None:
         """Wait for the step. Its error is kept for `finish`, since another thread may wait too."""
         with self._ending:
-            end, self._end = self._end, None
-            if end is not None:
+            if self._end is not None:
                 try:
-                    end()
+                    self._end()
                 except Exception as error:  # noqa: BLE001 - raised by `finish`
                     self._error = error
+                self._end = None  # not after an interrupt: the step may be under way
 
     def finish(self) -> None:
         """Wait for the step, and raise its error, once."""
@@ -70,9 +73,9 @@ class StepAhead:
 
     def finish(self) -> None:
         """Wait for the last step, and raise its error."""
-        last, self.last = self.last, None
-        if last is not None:
-            last.finish()
+        if self.last is not None:
+            self.last.finish()  # after an interrupt it stays, and the end of the block waits for it
+        self.last = None
 
 
 class BeforeSampling(LogitsProcessor):

@@ -10,7 +10,6 @@ requests a replay makes (`begin`). A thread that never answers is an error of th
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -23,6 +22,7 @@ from ktc.diagnostics import Diagnostic, render
 from ktc.model.experts.call_memory import CallMemory, seen_by
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.kernels.kernel_calls import HostCall
+from ktc.model.kernels.triton_support import lacking
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,9 @@ class Mailbox:
         self._told_here = memory[native.mailbox_bytes :][:4].view(torch.int32)
         self._captured = 0
 
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Copies of a step make mailboxes of their own."""
+    def __del__(self) -> None:
+        """End the thread before the calls that a GPU may still request, which are in the same step."""
+        self.__dict__.pop("_thread", None)
 
     def post(self, memory: CallMemory, inputs: tuple[Tensor, Tensor, Tensor], call: HostCall) -> None:
         """Enqueue the transfer of a call's inputs, and the request to make the call."""
@@ -95,7 +96,7 @@ class Mailbox:
             pass
 
     def dismiss(self) -> None:
-        """Expect no requests any more: the GPU has failed."""
+        """Expect no requests any more: the GPU has failed, or is not asked to compute."""
         self._thread.dismiss()
 
     def check(self) -> None:
@@ -112,12 +113,16 @@ def mailbox_for(
 ) -> Mailbox | None:
     """Return a mailbox after a first call has been answered with its values, None where none serves.
 
-    None serves a device without Triton, one whose inputs are copied, and one that gets no answers, with a warning
-    (L466).
+    None serves a device for which Triton does not compile, one whose inputs are copied, and one that gets no answers,
+    with a warning (L466). The host makes the call before: weights that are read from a disk take longer than the trial.
     """
     device = inputs[0].device
-    if importlib.util.find_spec("triton") is None or not memory.is_shared:
+    if lacking(device) or not memory.is_shared:
         return None
+    memory.put(*inputs)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    call.make()
     mailbox = Mailbox(packed, device, _OF_TRIAL)
     if not mailbox.answers(memory, inputs, call):
         _tell_of_functions(device)

@@ -6,6 +6,7 @@ In: a kernel's call on tensors. Out: `HostCall`, a C function on what these tens
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ class HostCall:
     def address(self) -> int:
         """The argument of the function."""
         return self.native.address
+
+    def make(self) -> None:
+        """Make the call on this thread. Its error waits for `rethrow`."""
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.function)(self.address)
 
     @property
     def nanoseconds(self) -> int:

@@ -126,8 +126,12 @@ class _Mover:
 
 def hooks_move_alone(module: nn.Module) -> bool:
     """Return whether the module's hooks, if any, do no more than move its inputs to its device (`follow`)."""
-    hooks = (hook for kind in HOOKS for hook in vars(module)[kind].values())
-    return all(isinstance(getattr(hook, "__self__", None), _Mover) for hook in hooks)
+    return all(moves_alone(hook) for kind in HOOKS for hook in vars(module)[kind].values())
+
+
+def moves_alone(hook: Any) -> bool:
+    """Return whether a hook of a module does no more than move its inputs or its output (`follow`)."""
+    return isinstance(getattr(hook, "__self__", None), _Mover)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -1,23 +1,25 @@
 """Fetch the micro-batches of the next step while a GPU computes this one.
 
 In: the iterator of a trainer's epoch. Out: the same batches in the same order. A step ends by a wait for the GPU, and
-16 rows that are collated one by one take Python 20 ms, in which the GPU would idle.
+16 rows that are collated one by one take Python 20 ms, in which the GPU would idle. `fetch` precedes that wait.
 Nothing is fetched ahead where that could be noticed. Batches that draw random numbers have their state in checkpoints.
 Callbacks that are not of known libraries may change the data between two steps. Data without a length may have to be
-waited for. Some loaders have a state, or get their batches from another process.
+waited for. Some loaders have a state, or get their batches from another process, which may be waiting for this one.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from ktc.training.trainers.private_api import pytree
 
@@ -72,7 +74,16 @@ class FetchAhead:
         if state.global_step + 1 >= state.max_steps or any(getattr(config, kind, None) for kind in kinds):
             return False
         packages = {type(callback).__module__.partition(".")[0] for callback in trainer.callback_handler.callbacks}
-        return hasattr(trainer.train_dataset, "__len__") and packages <= _KNOWN
+        return hasattr(trainer.train_dataset, "__len__") and packages <= _KNOWN and not self._is_dispatched()
+
+    def _is_dispatched(self) -> bool:
+        """Return whether one process may fetch the batches of all: without a setting that depends on the data."""
+        trainer = self._trainer
+        loader = getattr(trainer.callback_handler, "train_dataloader", None)
+        several = getattr(trainer.args, "world_size", 1) > 1
+        return isinstance(loader, DataLoaderDispatcher) or (
+            several and isinstance(trainer.train_dataset, IterableDataset)
+        )
 
 
 _DEVICES: Final = {"cuda"}  # that compute while Python fetches
@@ -105,7 +116,7 @@ class _Epoch(Iterator[Any]):
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the batches that were fetched."""
-        return [leaf for leaf in pytree.tree_leaves(list(self._fetched)) if isinstance(leaf, Tensor)]
+        return list(_tensors(self._fetched))
 
     def _next(self) -> Any:
         if not self.watched or self.drew:
@@ -114,6 +125,14 @@ class _Epoch(Iterator[Any]):
         batch = next(self.source)
         self.drew = _random_states() != before
         return batch
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(list(values)):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # a `BatchEncoding` is one leaf
+            yield from _tensors(cast("Mapping[Any, Any]", leaf).values())
 
 
 def _random_states() -> tuple[bytes, Any, Any]:

@@ -4,8 +4,8 @@ In: the recorded calls of a pass, and the function that runs its layers. Out: wh
 A layer whose experts stay on the GPU is hundreds of small launches, which cost Python more time than the GPU. From the
 third pass with equal shapes on, one launch replays all layers. Inputs are copied to where the graphs read them;
 gradients of parameters come out of one node of autograd, so that hooks and accumulation are PyTorch's.
-Refused, with the reason in `told`: layers that draw random numbers, have adapters in host memory or with hooks, and
-those whose capture fails.
+Refused, with the reason in `told`: layers that draw random numbers, have adapters in host memory, have hooks of others
+on adapters or modules, which a replay would not call, and those whose capture fails.
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.model.experts.module import FusedMoe
+from ktc.model.experts.private_api import HOOKS
+from ktc.model.manifest.stale_change_guard import StaleChangeGuard
+from ktc.model.packed_store.placement import moves_alone
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.part_clock import is_timed
-from ktc.training.trainers.private_api import has_hooks, modules_with_tensors, pytree
+from ktc.training.trainers.phases import ExpertsHooks
+from ktc.training.trainers.private_api import (
+    end_failed_capture,
+    has_hooks,
+    hooks_of_all_modules,
+    modules_with_tensors,
+    pytree,
+)
 from ktc.training.trainers.random_state import RandomState
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
@@ -32,8 +42,9 @@ log = logging.getLogger(__name__)
 
 RunLayers = Callable[[Sequence[ModelCall]], list[Tensor]]
 _WARM: Final = 2  # passes before a capture: the first compiles, the second runs on the inputs of the graphs
-_WORTH: Final = 16  # replays for which a capture, of about a second, was worth it
-_WASTED: Final = 4  # captures that were not, after which a run has no further one
+_WORTH: Final = 8  # replays for which a capture was worth it: 0.15 s were measured, and 25 ms saved by a step
+_WASTED: Final = 4  # captures that were not, as passes changed: a run has no further one
+_NOT: Final = "layers are not replayed as CUDA graphs"
 
 
 class PassGraphs:
@@ -59,21 +70,32 @@ class PassGraphs:
             outs = self._graphs.replayed(inputs)
             if state_of(layers) == self._state:  # compared while the GPU computes: graphs keep the weights they read
                 return outs
+            del outs  # whose node of autograd keeps the graphs
         self._refused = self._refused or reason_against(layers, inputs)
         if self._refused or is_timed():
             self.drop()
-            self.told = f"layers are not replayed as CUDA graphs: {self._refused}" if self._refused else ""
+            self.told = f"{_NOT}: {self._refused}" if self._refused else ""
             return run(chunks)
         self._count(layers, inputs)
-        if self._passes <= _WARM or self._wasted >= _WASTED or not self._captures(layers, inputs, run):
+        if self._wasted >= _WASTED:
+            self.told = f"{_NOT}: passes changed too often"
+            return run(chunks)
+        if self._passes <= _WARM or not self._captures(layers, inputs, run):
             return self._as_they_are(inputs, run)
         assert self._graphs is not None
         return self._graphs.replayed(inputs)
 
-    def drop(self) -> None:
-        """Free the graphs and their memory."""
+    def begin_run(self) -> None:
+        """Forget what an earlier run has shown: its layers and data may have been others."""
+        self.drop()
+        self.told = self._refused = ""
+        self._signature = self._state = None
+        self._passes = self._wasted = 0
+
+    def drop(self, *, changed: bool = False) -> None:
+        """Free the graphs and their memory. Where passes have `changed`, their capture may have been a waste."""
         if self._graphs is not None:
-            self._wasted += self._graphs.replays < _WORTH
+            self._wasted += changed and self._graphs.replays < _WORTH
             self._graphs, self.told = None, ""
             torch.cuda.empty_cache()
 
@@ -82,7 +104,7 @@ class PassGraphs:
         alike = inputs.signature == self._signature
         state = state_of(layers) if alike else None
         if not alike or (self._passes > 1 and state != self._state):
-            self.drop()
+            self.drop(changed=True)
             self._passes = 0
         self._signature, self._state = inputs.signature, state
         self._passes += 1
@@ -103,9 +125,10 @@ class PassGraphs:
             self._graphs = _Graphs.captured(layers, inputs.copied(), run)
             self.told = "layers are replayed as CUDA graphs"
         except Exception as error:  # a library that waits for the GPU, no memory: the pass runs as before
-            log.warning("layers are not replayed as CUDA graphs", exc_info=error)
-            self._refused = f"the capture failed: {str(error).strip().partition(chr(10))[0]}"
-            self.told = f"layers are not replayed as CUDA graphs: {self._refused}"
+            log.warning("%s", _NOT, exc_info=error)
+            self._refused = f"the capture failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
+            self.told = f"{_NOT}: {self._refused}"
+        if self._graphs is None:  # the error is gone, and with it what its frames had
             torch.cuda.empty_cache()
         return self._graphs is not None
 
@@ -115,10 +138,12 @@ def reason_against(layers: Sequence[SplitLayer], inputs: _Inputs) -> str:
     devices = {device for chunk in inputs.chunks for device in chunk.devices}
     trained = _trained(layers)
     reasons = {
+        "nothing in them trains": not trained and not any(chunk.hidden.requires_grad for chunk in inputs.chunks),
         "they are on several devices": len(devices) > 1 or next(iter(devices)).type != "cuda",
         "some of their arguments are on another device": any(tensor.device not in devices for tensor in inputs.tensors),
         "some of their adapters are on another device": any(parameter.device not in devices for parameter in trained),
         "some of their adapters have hooks": any(has_hooks(parameter) for parameter in trained),
+        "some of their modules have hooks": hooks_of_all_modules() or any(_hooks_inside(layers)),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -130,12 +155,12 @@ def _trained(layers: Sequence[SplitLayer]) -> list[nn.Parameter]:
 
 
 def state_of(layers: Sequence[SplitLayer]) -> list[Any]:
-    """Return what graphs have as constants: addresses of weights, and modes, scales and dropout of modules."""
-    state = list[Any]()
+    """Return what graphs have as constants: addresses of weights, and modes, scales, dropout and hooks of modules."""
+    state: list[Any] = [hooks_of_all_modules()]
     for split in layers:
         for module, tensors in modules_with_tensors(split.layer):
             names = vars(module)
-            state.append(module.training)
+            state += module.training, hooks_of_others(module)
             for tensor in tensors:
                 state += tensor.data_ptr(), tensor.requires_grad
             if "scaling" in names and isinstance(module, BaseTunerLayer):
@@ -147,6 +172,27 @@ def state_of(layers: Sequence[SplitLayer]) -> list[Any]:
                 packed = module.weights.packed
                 state += module.offload, packed and packed.packed.data_ptr()
     return state
+
+
+def hooks_of_others(module: nn.Module) -> int:
+    """Return how many functions other than ktc's own are called with a module.
+
+    Those of ktc measure, move tensors or compare attributes, which passes that repeat do alike.
+    """
+    names = vars(module)
+    hooks = (hook for kind in HOOKS if names[kind] for hook in names[kind].values())
+    return sum(not _is_of_ktc(hook) for hook in hooks)
+
+
+def _is_of_ktc(hook: Any) -> bool:
+    measures = isinstance(getattr(hook, "__self__", None), ExpertsHooks)
+    return measures or isinstance(hook, StaleChangeGuard) or moves_alone(hook)
+
+
+def _hooks_inside(layers: Sequence[SplitLayer]) -> Iterator[int]:
+    for split in layers:
+        for module, _ in modules_with_tensors(split.layer):
+            yield hooks_of_others(module)
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------
@@ -260,10 +306,11 @@ class _Graphs:
         return graphs
 
     def _record(self, run: RunLayers) -> None:
-        with torch.cuda.graph(self._forward, capture_error_mode="thread_local"):
+        device, pool = self._inputs.tensors[0].device, cast("tuple[int, int]", torch.cuda.graph_pool_handle())
+        with _capturing(self._forward, device, pool):
             outs = run(self._inputs.chunks)
         self._grads = [torch.empty_like(out) for out in outs]
-        with torch.cuda.graph(self._backward, pool=self._forward.pool(), capture_error_mode="thread_local"):
+        with _capturing(self._backward, device, pool):
             torch.autograd.backward(outs, self._grads)
         self._outs = [out.detach() for out in outs]
         self._of_parameters = [parameter.grad for parameter in self._parameters]
@@ -298,6 +345,29 @@ class _Graphs:
         self._backward.replay()
         made = (*(x.grad for x in self._hidden), *self._of_parameters)
         return tuple(None if grad is None else grad.detach() for grad in made)
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> Generator[None]:
+    """Capture what is computed inside, with memory of `pool`.
+
+    Raises:
+        Exception: the first error. One that invalidates a capture lets its end fail too, by another error.
+    """
+    inside: list[Exception] = []
+    try:
+        with torch.cuda.graph(graph, pool=cast("Any", pool), capture_error_mode="thread_local"):
+            try:
+                yield
+            except Exception as error:
+                inside.append(error)
+                raise
+    except Exception as last:
+        end_failed_capture(device, pool)
+        if inside and inside[0] is not last:
+            raise inside.pop() from None
+        inside.clear()  # an error has this frame
+        raise
 
 
 def _weights(layers: Sequence[SplitLayer]) -> Iterator[Any]:

@@ -68,6 +68,7 @@ class PhaseClock:
 
     def _clear(self) -> None:
         self._data = 0.0
+        self._ahead: list[Window] = []
         self._began = 0.0
         self._backward: list[Window] = []
         self._calls: list[KernelCall] = []
@@ -85,9 +86,16 @@ class PhaseClock:
         yield
         self._data += time.perf_counter() - began
 
+    @contextmanager
+    def fetching_ahead(self) -> Generator[None]:
+        """Enter this around fetching within a step, between passes or behind them, of the next one's batches."""
+        began = time.perf_counter()
+        yield
+        self._ahead.append((began, time.perf_counter()))
+
     def begin(self) -> None:
         """Begin a step. Kernel calls between the steps (an evaluation) are dropped."""
-        self._backward, self._calls, self._experts = [], [], []
+        self._backward, self._calls, self._experts, self._ahead = [], [], [], []
         self._began = time.perf_counter()
 
     @contextmanager
@@ -119,11 +127,14 @@ class PhaseClock:
         in_backward = sum(end - begin for begin, end in self._backward)
         in_experts = sum(end - begin for begin, end in self._experts if not self._is_backward(begin))
         last = self._backward[-1][1] if self._backward else ended
-        seconds_of["data"] = self._data
+        ahead = sum(end - begin for begin, end in self._ahead)
+        before = sum(end - begin for begin, end in self._ahead if begin < last)
+        seconds_of["data"] = self._data + ahead
         seconds_of["moe_waiting"] = max(0.0, in_experts - seconds_of["moe_forward"])
-        seconds_of["forward"] = last - self._began - in_backward - seconds_of["moe_forward"] - seconds_of["moe_waiting"]
+        experts = seconds_of["moe_forward"] + seconds_of["moe_waiting"]
+        seconds_of["forward"] = last - self._began - in_backward - experts - before
         seconds_of["backward"] = in_backward - seconds_of["moe_recompute"] - seconds_of["moe_backward"]
-        seconds_of["update"] = ended - last
+        seconds_of["update"] = ended - last - (ahead - before)
         seconds = ended - self._began + self._data
         self._clear()
         return StepTimes(seconds, seconds_of, calls)

@@ -8,6 +8,7 @@ No other file of this room may use a private name.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,7 @@ from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.patching import Patch, with_attributes
 from ktc.training.trainers import gradient_norm
 
+log = logging.getLogger(__name__)
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
 
 if TYPE_CHECKING:
@@ -68,6 +70,25 @@ def hooks_of_all_modules() -> bool:
     names = cast("Any", nn.modules.module)
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     return any(getattr(names, f"_global_{kind}") for kind in kinds)
+
+
+# torch: captures ------------------------------------------------------------------------------------------------------
+def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """End what the capture of a graph in `pool` began on a device, where it failed.
+
+    `CUDAGraph.capture_end` raises before it has ended the allocator's part, which then frees no memory that several
+    streams used; random numbers may still be those of a graph. No public function ends either.
+    """
+    library = cast("Any", torch)._C
+    end, release = (getattr(library, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+    if end is not None and release is not None:
+        try:
+            end(device.index, pool)
+            release(device.index, pool)
+        except RuntimeError:  # that part has ended, and the graph itself releases the pool
+            log.debug("the allocator of %s captures nothing", device)
+    for generator in torch.cuda.default_generators[device.index : device.index + 1]:
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 # torch: processes -----------------------------------------------------------------------------------------------------

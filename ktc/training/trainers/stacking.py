@@ -99,6 +99,10 @@ class Stacker(TrainerCallback):
         """Whether micro-batches are stacked, as far as is known."""
         return self.decision is not None and self.decision.on
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin without what graphs of an earlier run have shown."""
+        self._graphs.begin_run()
+
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
         self._waiting = []
@@ -106,10 +110,12 @@ class Stacker(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Free the memory of graphs for an evaluation."""
         if control.should_evaluate:
-            self._graphs.drop()
+            self.drop_graphs()
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Free the memory of graphs."""
+    on_epoch_end = on_step_end  # `eval_strategy="epoch"` decides there
+
+    def drop_graphs(self) -> None:
+        """Free the memory of graphs, which passes that repeat capture again."""
         self._graphs.drop()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
@@ -177,6 +183,7 @@ class Stacker(TrainerCallback):
                 for of_pass, calls in batches:
                     with host_factors.one_pass():
                         self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
+                self._while_computing()  # before anything that waits for a GPU
                 embed_and_head.check_unchanged()
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
@@ -209,7 +216,7 @@ class Stacker(TrainerCallback):
         if self.decision is not None:  # the loss may be another one since the step before
             self._note(whole_loss=embed_and_head.whole_loss)
         if sizes != self._decided_for:
-            self._graphs.drop()  # whose memory is free then
+            self._graphs.drop(changed=True)  # whose memory is free then
             self._settle(self._sized(sizes, recorded.enters, model))
             self._decided_for = sizes
         assert self.decision is not None
@@ -267,8 +274,13 @@ class Stacker(TrainerCallback):
         compiled = self._compiled is not None and not self._compiled.refused
         if compiled and kept.replays:
             return self._graphs.through(self._layers, chunks, run)
-        self._graphs.drop()
+        self._graphs.drop(changed=True)
         return run(chunks)
+
+    def _while_computing(self) -> None:
+        work: Callable[[], None] | None = getattr(self._trainer, "while_computing", None)
+        if work is not None:
+            work()
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
         lengths = [length for _, length in step.sizes]

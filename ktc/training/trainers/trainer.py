@@ -128,7 +128,15 @@ class KTrainerMixin(TrainerHooks):
             alone = prepares_inputs_itself(self) or self.model_init is not None
             shared = nullcontext() if alone else shared_experts(model)
             with cleared_by(model, self._clear_gradients), shared as self._sharing:
-                return self._train(model, resume_from_checkpoint, *args, **kwargs)
+                try:
+                    return self._train(model, resume_from_checkpoint, *args, **kwargs)
+                finally:
+                    self.stacker.drop_graphs()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the base trainer does, also with the memory of a step's graphs."""
+        self.stacker.drop_graphs()
+        return super().evaluation_loop(*args, **kwargs)
 
     @property
     def shares_experts(self) -> bool:
@@ -175,6 +183,12 @@ class KTrainerMixin(TrainerHooks):
         if self._ahead is not None:
             epoch_iterator = self._ahead.iterator(epoch_iterator, num_batches)
         return cast("Any", super()).get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
+
+    def while_computing(self) -> None:
+        """Fetch the micro-batches of the next step. The GPU computes those of this one."""
+        if self._ahead is not None:
+            with nullcontext() if self.phase_clock is None else self.phase_clock.fetching_ahead():
+                self._ahead.fetch(self.args.device)
 
     def on_model_prepared(self) -> None:
         """Note the parameters, and start every process from rank 0's adapter, what the optimizer has frozen included.
@@ -255,8 +269,6 @@ class KTrainerMixin(TrainerHooks):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         self._norm_of_step = None
-        if ends_step and self._ahead is not None and self.stacker.is_on:
-            self._ahead.fetch(loss.device)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             run = Path(cast("str", self.args.output_dir))
             model, step = cast("nn.Module", self.model), self.state.global_step + 1

@@ -23,21 +23,32 @@ class MailboxLoop {
 
   // From any thread -------------------------------------------------------------------------------------------------
   void expect(std::uint32_t calls) {
-    expected_.fetch_add(calls, std::memory_order_release);
-    expected_.notify_one();
+    {
+      const std::lock_guard lock(busy_);
+      expected_.store(expected() + calls, std::memory_order_release);
+    }
+    needed_.notify_one();
   }
   void dismiss() {
-    expected_.store(0, std::memory_order_release);
-    call().store(0, std::memory_order_relaxed);
-    tell();
+    {
+      const std::lock_guard lock(busy_);
+      ++generation_;
+      expected_.store(0, std::memory_order_release);
+      call().store(0, std::memory_order_relaxed);
+    }
+    none_left_.notify_all();
   }
   bool wait(std::chrono::nanoseconds most) {
     std::unique_lock lock(busy_);
     return none_left_.wait_for(lock, most, [this] { return expected() == 0; });
   }
+  // The thread ends when all expected requests are answered, or when none has come for `kLastPatience`.
   void end() {
-    ended_.store(true, std::memory_order_release);
-    expect(1);
+    {
+      const std::lock_guard lock(busy_);
+      ended_.store(true, std::memory_order_release);
+    }
+    needed_.notify_one();
   }
   std::uint32_t expected() const { return expected_.load(std::memory_order_acquire); }
 
@@ -45,66 +56,85 @@ class MailboxLoop {
   // `Awake` is made when requests are expected, and destroyed when none are.
   template <class Awake>
   void run(const Awake& awake) {
-    while (!ended()) {
-      expected_.wait(0, std::memory_order_acquire);
+    while (is_needed()) {
       const auto stays = awake();
-      while (const std::uint64_t address = next()) {
-        HostCall::run(reinterpret_cast<void*>(address));
-        std::atomic_ref<std::uint32_t>(mailbox_.done).store(1, std::memory_order_release);
-        answered();
+      while (const Request request = next()) {
+        HostCall::run(reinterpret_cast<void*>(request.address));
+        answered(request);
       }
+      if (ended()) return;
     }
   }
 
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr auto kPatience = std::chrono::milliseconds(5);
+  static constexpr auto kLastPatience = std::chrono::seconds(2);
   static constexpr auto kPause = std::chrono::microseconds(50);
   static constexpr int kLooksPerClock = 64;
+
+  struct Request {
+    explicit operator bool() const { return address != 0; }
+    std::uint64_t address = 0;
+    std::uint64_t generation = 0;
+  };
 
   std::atomic_ref<std::uint64_t> call() const { return std::atomic_ref<std::uint64_t>(mailbox_.call); }
   bool ended() const { return ended_.load(std::memory_order_acquire); }
 
-  // Waits for a request. Returns 0 when none is expected.
-  std::uint64_t next() const {
-    const auto deadline = Clock::now() + kPatience;
-    while (expected() > 0 && !ended()) {
+  // Sleeps until requests are expected. Returns false when the thread is to end and none are.
+  bool is_needed() {
+    std::unique_lock lock(busy_);
+    needed_.wait(lock, [this] { return expected() > 0 || ended(); });
+    return expected() > 0;
+  }
+
+  // Waits for a request. Returns none when none is expected, or none comes and the thread is to end.
+  Request next() {
+    const auto begin = Clock::now();
+    while (expected() > 0) {
       for (int look = 0; look < kLooksPerClock; ++look) {
-        if (const std::uint64_t address = call().load(std::memory_order_acquire)) {
-          call().store(0, std::memory_order_relaxed);
-          return address;
+        if (call().load(std::memory_order_acquire) != 0) {
+          if (const Request request = taken()) return request;
         }
         relax();
       }
-      if (Clock::now() > deadline) {
+      const auto waited = Clock::now() - begin;
+      if (ended() && waited > kLastPatience) break;
+      if (waited > kPatience) {
         std::this_thread::sleep_for(kPause);
       } else {
         sched_yield();
       }
     }
-    return 0;
+    return {};
   }
 
-  // One request less is expected, unless all were dismissed meanwhile.
-  void answered() {
-    std::uint32_t left = expected();
-    while (left > 0 && !expected_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
-    if (left <= 1) tell();
+  // The request that is there, unless it was dismissed.
+  Request taken() {
+    const std::lock_guard lock(busy_);
+    return {.address = call().exchange(0, std::memory_order_acquire), .generation = generation_};
   }
 
-  // Wakes those that wait until no request is expected.
-  void tell() {
+  // A call that was dismissed while it was made is none of those that are expected now, and no GPU waits for it.
+  void answered(const Request& request) {
     {
       const std::lock_guard lock(busy_);
-    }  // a thread that has read the number before this waits now
+      if (request.generation != generation_) return;
+      std::atomic_ref<std::uint32_t>(mailbox_.done).store(1, std::memory_order_release);
+      const std::uint32_t left = expected();
+      if (left > 0) expected_.store(left - 1, std::memory_order_release);
+      if (left > 1) return;
+    }
     none_left_.notify_all();
   }
 
   Mailbox& mailbox_;
-  std::atomic<std::uint32_t> expected_{0};
+  std::atomic<std::uint32_t> expected_{0};  // written with `busy_`
+  std::uint64_t generation_ = 0;            // how often requests were dismissed
   std::atomic<bool> ended_{false};
   std::mutex busy_;
-  std::condition_variable none_left_;
+  std::condition_variable needed_, none_left_;
 };
 
 }  // namespace ktc::inline KTC_UNIT

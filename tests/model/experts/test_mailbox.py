@@ -97,6 +97,22 @@ def test_a_wait_in_vain_ends_with_an_error(load: Load, monkeypatch: pytest.Monke
     nodes.check(lambda _: "")
 
 
+def test_a_device_older_than_the_kernels_has_host_functions(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given, nodes = load(LAYER, spec_of(ISAS[0])), inputs_of(LAYER), served()
+    monkeypatch.setattr(mailbox_module, "lacking", lambda _: "cuda:0 is older than the kernels", raising=False)
+    wanted = module(*(tensor.cpu() for tensor in given))
+    assert torch.equal(computed(nodes, module, *given), wanted)
+    assert [*nodes._mailboxes.values()] == [None]
+
+
+def test_the_host_makes_the_first_call_before_the_trial(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given, nodes, seen = load(LAYER, spec_of(ISAS[0])), inputs_of(LAYER), served(), list[torch.Tensor]()
+    wanted = module(*(tensor.cpu() for tensor in given))
+    monkeypatch.setattr(Mailbox, "answers", lambda _, memory, *more: seen.append(memory.out.clone()) or False)
+    computed(nodes, module, *given)
+    assert torch.equal(seen[0], wanted)
+
+
 class _Absent:
     def expect(self, calls: int) -> None: ...
     def dismiss(self) -> None: ...
@@ -163,7 +179,7 @@ def test_the_thread_ends_with_its_mailbox(load: Load) -> None:
     assert threads() >= before + 3
     only(nodes[0])._thread.expect(5)  # it looks for requests
     del one, nodes
-    gc.collect()
+    gc.collect()  # the first one waits for two seconds
     until(lambda: threads() <= before + 1)  # one of the library's own may have begun
 
 

@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from stacked_training import StackingTrainer, assert_alike, trained
 from torch import Tensor
-from transformers import TrainerCallback
+from torch.utils.data import IterableDataset
+from transformers import BatchEncoding, TrainerCallback
 
-from ktc.training.trainers import fetch_ahead
+from ktc.training.trainers import fetch_ahead, phases, stacking
+from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.fetch_ahead import FetchAhead
+from ktc.training.trainers.phases import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -98,6 +102,20 @@ class Mine(TrainerCallback):
     """A callback of a user, which may change the data between two steps."""
 
 
+class Streamed(IterableDataset[int]):
+    """Data with a length that one process may read for all."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+DISPATCHER = DataLoaderDispatcher.__new__(DataLoaderDispatcher)
+CONFIG = SimpleNamespace(use_stateful_dataloader=False, dispatch_batches=None)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -106,6 +124,8 @@ class Mine(TrainerCallback):
         {"args": SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=True), device=CPU)},
         {"callback_handler": SimpleNamespace(callbacks=[Mine()])},
         {"train_dataset": iter([1])},
+        {"train_dataset": Streamed(), "args": SimpleNamespace(accelerator_config=CONFIG, device=CPU, world_size=2)},
+        {"callback_handler": SimpleNamespace(callbacks=[], train_dataloader=DISPATCHER)},
     ],
 )
 def test_nothing_is_fetched_ahead_where_that_could_be_noticed(changes: dict[str, Any]) -> None:
@@ -114,6 +134,61 @@ def test_nothing_is_fetched_ahead_where_that_could_be_noticed(changes: dict[str,
         step(ahead, source, 2)
         ahead.fetch(CPU)
         assert source.taken == taken
+
+
+def test_batches_of_one_process_are_fetched_ahead() -> None:
+    ahead, source = FetchAhead(trainer_like(train_dataset=Streamed())), Counted(20)
+    for taken in (2, 6, 8):
+        step(ahead, source, 2)
+        ahead.fetch(CPU)
+        assert source.taken == taken
+
+
+def test_tensors_are_found_in_every_mapping() -> None:
+    epoch, rows = fetch_ahead._Epoch(iter([])), [torch.zeros(number) for number in range(4)]
+    inner = BatchEncoding({"ids": rows[2], "rows": [rows[3]], "kind": "text"})
+    epoch._fetched += BatchEncoding({"ids": rows[0]}), {"mask": rows[1], "inner": inner}
+    assert [tensor.numel() for tensor in epoch.tensors()] == [0, 1, 2, 3]
+
+
+def test_batches_are_fetched_before_a_step_waits_for_its_losses(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(FetchAhead, "fetch", noted("fetch", FetchAhead.fetch))
+    monkeypatch.setattr(stacking, "sum_as_logged", noted("wait", stacking.sum_as_logged))
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", noted("backward", backward))
+    check = EmbedAndHead.check_unchanged
+    monkeypatch.setattr(EmbedAndHead, "check_unchanged", noted("check", check))
+    trained(package("qwen3_moe"), tmp_path, "on", gradient_accumulation_steps=2, max_steps=1)
+    assert events[-4:] == ["backward", "fetch", "check", "wait"]
+
+
+def test_fetching_ahead_counts_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: now)
+    clock = PhaseClock()
+    with clock.fetching():
+        now = 1.0
+    clock.begin()
+    with clock.backward():
+        now = 3.0
+    with clock.fetching_ahead():
+        now = 7.0
+    now = 15.0
+    step = clock.end()
+    assert (step.seconds, step.phases["data"], step.phases["update"], step.phases["backward"]) == (15.0, 5.0, 8.0, 2.0)
+    clock.begin()
+    assert clock.end().phases["data"] == 0.0
 
 
 def test_a_run_trains_on_the_same_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from stacked_training import StackingTrainer, assert_alike, trained
+from stacked_training import StackingTrainer, assert_alike, rows, trained
 from torch import Tensor, nn
-from transformers import TrainerControl
 
+from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.training.trainers import pass_graphs
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import through_layers
 from ktc.training.trainers.pass_graphs import PassGraphs
+from ktc.training.trainers.phases import ExpertsHooks
 from ktc.training.trainers.private_api import has_hooks
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 from ktc.training.trainers.stacking import Stacker, StackMode
@@ -185,6 +187,7 @@ def changes() -> dict[str, Callable[[nn.Linear, nn.Dropout, Any], object]]:
         "another mode": lambda linear, dropout, tuned: dropout.eval(),
         "another dropout": lambda linear, dropout, tuned: setattr(dropout, "p", 0.5),
         "another scale": lambda linear, dropout, tuned: tuned.set_scale("default", 3.0),
+        "a hook": lambda linear, *_: linear.register_forward_hook(lambda *_: None),
         "no adapter": lambda linear, dropout, tuned: tuned.enable_adapters(False),
     }
 
@@ -201,10 +204,65 @@ def test_layers_that_changed_are_not_replayed(monkeypatch: pytest.MonkeyPatch, c
     assert [bool(step(torch.zeros(1, 2, 4)).told) for _ in range(4)] == [False, False, True, True]
 
 
+def test_a_discarded_replay_keeps_no_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, linear = PassGraphs(), nn.Linear(4, 4)
+    made: list[weakref.ref[Kept]] = []
+    alive: list[bool] = []
+
+    class Kept(Fixed):
+        def replayed(self, inputs: Any) -> list[Any]:
+            self.replays += 1
+            return [self]
+
+    def captured(*_: Any) -> Kept:
+        kept = Kept()
+        made.append(weakref.ref(kept))
+        return kept
+
+    def run(chunks: Sequence[ModelCall]) -> list[Tensor]:
+        alive.extend(kept() is not None for kept in made)
+        return [linear(chunk.hidden) for chunk in chunks]
+
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", captured)
+    for change in (False, False, False, True):
+        if change:
+            linear.weight = nn.Parameter(torch.ones(4, 4))
+        graphs.through([SplitLayer(linear, None, None)], [call(torch.zeros(1, 2, 4), count=1)], run)
+    assert alive == [False]
+
+
 def test_captures_that_were_not_worth_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, wasted = stepping(monkeypatch, nn.Linear(4, 4)), pass_graphs._WASTED
+    told = [step(torch.zeros(1, size, 4)).told for size in range(1, 8) for _ in range(4)]
+    replayed, ended = "layers are replayed as CUDA graphs", f"{pass_graphs._NOT}: passes changed too often"
+    assert told == ["", "", replayed, replayed] * wasted + [ended] * 4 * (7 - wasted)
+    step(torch.zeros(1, 1, 4)).begin_run()
+    assert [step(torch.zeros(1, 1, 4)).told for _ in range(3)] == ["", "", replayed]
+
+
+def test_a_new_run_may_capture_what_an_earlier_one_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Dropout(0.5)
+    step = stepping(monkeypatch, layer)
+    assert "random" in [step(torch.zeros(1, 2, 4)).told for _ in range(3)][-1]
+    layer.p = 0.0
+    step(torch.zeros(1, 2, 4)).begin_run()
+    assert "are replayed" in [step(torch.zeros(1, 2, 4)).told for _ in range(3)][-1]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_captures_that_an_evaluation_or_timing_ends_are_no_waste(
+    monkeypatch: pytest.MonkeyPatch, *, timed: bool
+) -> None:
     step = stepping(monkeypatch, nn.Linear(4, 4))
-    replayed = [bool(step(torch.zeros(1, size, 4)).told) for size in range(1, 8) for _ in range(4)]
-    assert replayed == [False, False, True, True] * pass_graphs._WASTED + [False] * 4 * (7 - pass_graphs._WASTED)
+    for _ in range(2 * pass_graphs._WASTED):
+        told = [step(torch.zeros(1, 2, 4)).told for _ in range(4)]
+        assert told[3] == "layers are replayed as CUDA graphs"
+        if timed:
+            with monkeypatch.context() as patch:
+                patch.setattr(pass_graphs, "is_timed", lambda: True)
+                assert step(torch.zeros(1, 2, 4)).told == ""
+        else:
+            step(torch.zeros(1, 2, 4)).drop()
 
 
 def test_layers_that_draw_random_numbers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +285,99 @@ def test_a_failed_capture_is_told_and_the_pass_runs(
     assert len(caplog.records) == 1
 
 
-def test_graphs_are_dropped_before_an_evaluation(package: Callable[[str], Path], tmp_path: Path) -> None:
-    stacker = both(package("qwen3_moe"), tmp_path, gradient_accumulation_steps=4, max_steps=4, lengths=EQUAL)
-    assert stacker.graphs._graphs is None, "after training too"
-    stacker.graphs._graphs = cast("Any", Fixed())
-    stacker.on_step_end(None, None, TrainerControl(should_evaluate=False))
-    assert stacker.graphs._graphs is not None
-    stacker.on_step_end(None, None, TrainerControl(should_evaluate=True))
-    assert stacker.graphs._graphs is None
+class Invalidated:
+    """A capture whose end raises an error of its own after another one."""
+
+    def __init__(self, graph: Any, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_the_first_error_of_a_capture_is_told_and_the_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    device, pool = torch.device("cuda:0"), (0, 7)
+    monkeypatch.setattr(torch.cuda, "graph", Invalidated)
+    monkeypatch.setattr(pass_graphs, "end_failed_capture", lambda *given: ended.append(given))
+
+    def fails(*_: Any) -> None:
+        with pass_graphs._capturing(cast("Any", None), device, pool):
+            pass
+        assert not ended
+        with pass_graphs._capturing(cast("Any", None), device, pool):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    step = stepping(monkeypatch, nn.Linear(4, 4))
+    monkeypatch.setattr(pass_graphs._Graphs, "captured", fails)
+    told = [step(torch.zeros(1, 2, 4)).told for _ in range(3)][-1]
+    assert told.endswith("the capture failed: operation not permitted when stream is capturing")
+    assert ended == [(device, pool)]
+
+
+class Evaluating(WithGraphs):
+    """Notes whether there are graphs in each step, and in an evaluation of its own."""
+
+    made: Evaluating
+    fails_at = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, eval_dataset=kwargs["train_dataset"], **kwargs)
+        type(self).made, self.steps, self.evaluations = self, list[bool](), list[bool]()
+
+    @property
+    def has_graphs(self) -> bool:
+        assert isinstance(self.stacker, Replaying)
+        return self.stacker.graphs._graphs is not None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.steps.append(self.has_graphs)
+            if len(self.steps) == self.fails_at:
+                raise KeyboardInterrupt
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.evaluations.append(self.has_graphs)
+        return {"eval_loss": 0.0}
+
+
+@pytest.mark.parametrize("when", [{"eval_strategy": "steps", "eval_steps": 4}, {"eval_strategy": "epoch"}])
+def test_graphs_are_dropped_before_an_evaluation(
+    package: Callable[[str], Path], tmp_path: Path, when: dict[str, Any]
+) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 5, "lengths": EQUAL, **when}
+    run = trained(package("qwen3_moe"), tmp_path, "on", trainer=Evaluating, **settings)
+    assert isinstance(run, Evaluating)
+    assert run.steps[3]
+    assert run.evaluations[:1] == [False]
+    assert not run.has_graphs, "after training too"
+
+
+def test_graphs_are_dropped_where_a_run_fails_and_where_it_is_asked_to_predict(
+    package: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Evaluating, "fails_at", 4)
+    with pytest.raises(KeyboardInterrupt):
+        trained(
+            package("qwen3_moe"), tmp_path, "on", trainer=Evaluating, gradient_accumulation_steps=4, max_steps=5,
+            lengths=EQUAL,
+        )  # fmt: skip
+    run = Evaluating.made
+    assert run.steps[3]
+    assert isinstance(run.stacker, Replaying)
+    run.stacker.graphs._refused, run.stacker.graphs._wasted = "another run", 9
+    run.stacker.on_train_begin()
+    assert (run.stacker.graphs._refused, run.stacker.graphs._wasted) == ("", 0)
+    assert not run.has_graphs
+    run.stacker.graphs._graphs = cast("Any", Fixed())
+    run.predict(rows((5,)))
+    assert not run.has_graphs
 
 
 def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +394,32 @@ def test_layers_that_no_graph_holds_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert reason(gpu, torch.zeros(2)) == "some of their arguments are on another device"
     assert reason(gpu) == "some of their adapters are on another device"
     layer = layer.requires_grad_(False)
+    assert reason(gpu) == "nothing in them trains"
+    inputs = pass_graphs._Inputs.of([call(torch.zeros(1, 2, 4).requires_grad_())])
     assert reason(gpu) == ""
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+     "register_full_backward_pre_hook"],
+)  # fmt: skip
+def test_hooks_of_others_inside_layers_are_a_reason(monkeypatch: pytest.MonkeyPatch, register: str) -> None:
+    monkeypatch.undo()
+    layer = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Sequential(nn.ReLU()))
+    on_gpu = replace(call(torch.zeros(1, 2, 4).requires_grad_()), devices=(torch.device("cuda:0"),))
+    given = pass_graphs._Inputs((on_gpu,), (), None)
+    monkeypatch.setattr(pass_graphs, "_trained", lambda layers: [])
+    split = SplitLayer(layer, None, None)
+    experts = ExpertsHooks()
+    layer[1].register_forward_pre_hook(experts.before)
+    layer[1].register_forward_hook(experts.after)
+    layer[0].register_forward_pre_hook(StaleChangeGuard((), ""))
+    assert pass_graphs.reason_against([split], given) == ""
+    handle = getattr(layer[1][0], register)(lambda *_: None)
+    assert pass_graphs.reason_against([split], given) == "some of their modules have hooks"
+    handle.remove()
+    assert pass_graphs.reason_against([split], given) == ""
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,35 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 def trainer(made: type[Trainer], folder: Path, losses: list[float], **options: Any) -> Trainer:
     data = [{"x": torch.zeros(1)}] * len(losses)
     return made(Scripted(losses), arguments(folder, max_steps=len(losses), **options), train_dataset=data)
+
+
+# torch: captures ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("captures", [True, False])
+def test_the_allocator_is_told_that_a_capture_failed(monkeypatch: pytest.MonkeyPatch, *, captures: bool) -> None:
+    called: list[tuple[str, int, tuple[int, int]]] = []
+
+    def end(device: int, pool: tuple[int, int]) -> None:
+        if not captures:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        called.append(("end", device, pool))
+
+    assert hasattr(torch._C, "_cuda_endAllocateToPool")
+    assert hasattr(torch._C, "_cuda_releasePool")
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: called.append(("release", *given)))
+    generator = torch.Generator().manual_seed(3)
+    states: list[Any] = []
+    observed = SimpleNamespace(clone_state=generator.clone_state, graphsafe_set_state=states.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, observed))
+    private_api.end_failed_capture(torch.device("cuda:1"), (0, 4))
+    assert called == ([("end", 1, (0, 4)), ("release", 1, (0, 4))] if captures else [])
+    assert [state.initial_seed() for state in states] == [3]
+
+
+def test_an_allocator_without_those_functions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    private_api.end_failed_capture(torch.device("cuda:0"), (0, 4))
 
 
 # torch ----------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ class HostThread {
   explicit HostThread(Mailbox* mailbox);
   HostThread(const HostThread&) = delete;
   HostThread& operator=(const HostThread&) = delete;
-  // Waits for a call that is being made; later requests are not answered.
+  // Waits until the expected requests are answered, or for two seconds in which none has come. Later ones are not
+  // answered.
   ~HostThread();
 
   // That number of requests will come, beside those that are expected already.
