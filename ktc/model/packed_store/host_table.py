@@ -59,7 +59,7 @@ def _show(fqn: str, module: nn.Module, device: torch.device) -> None:
 def _seen_rows(fqn: str, weight: Tensor, device: torch.device) -> Tensor | None:
     """Return a table as a GPU sees it, None with a warning (L467).
 
-    The pages are locked until the last tensor over them is gone, whatever becomes of the module.
+    The pages are locked until the last tensor over them is gone, also where the module was deleted before.
     """
     memory = weight.flatten().view(torch.uint8)
     with torch.cuda.device(device):  # CUDA locks for the current GPU

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -20,7 +21,6 @@ from ktc.model.hf.logit_tiles import step_bytes
 from ktc.model.hf.private_api import attention_of
 from ktc.model.hf.stock_model import vocabulary_of
 from ktc.model.kernels.working_memory import ProductRows, Slots
-from ktc.model.linears.coded_weight import DecodedCopy
 from ktc.model.targets.node_plan import NodePlan
 from ktc.model.targets.target import NodeMemory
 from ktc.stages.capture import CapturedModel
@@ -31,6 +31,9 @@ from ktc.stages.plan.placement import budget_of, device_of
 from ktc.stages.plan.streamed_bytes import sent_experts
 from ktc.stages.plan.tower_passes import TowerPass, tower_pass
 from ktc.stages.plan.types import BatchShape, DeviceMemory, Workload
+
+if TYPE_CHECKING:
+    from ktc.model.linears.coded_weight import DecodedCopy
 
 DEFAULT_LENGTH = 2048
 TRAINING, CHECKPOINTED, GENERATION = "train", "train with gradient checkpointing", "infer"
