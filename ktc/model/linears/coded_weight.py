@@ -2,12 +2,13 @@
 
 In: bytes of panels as the CPU's kernels pack them, and rows in bf16. Out: F.linear's result. Few rows are multiplied
 one by one, some by tensor cores from decoded tiles, and for many the weight is decoded for the product alone. Where
-Triton is missing, PyTorch's code decodes it for each call.
+Triton is missing, PyTorch's code decodes it for each call, with a warning (L469).
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ktc.diagnostics import Diagnostic, render
 from ktc.foundation.formats import FORMATS, WeightFormat
 from ktc.model.experts import grouped_products
 from ktc.model.experts.coded_check import check_codes, random_matrices, require_equal
@@ -22,6 +24,8 @@ from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.panel_codes import codes_of
 from ktc.model.experts.panels import WIDTH, by_output, panels_of
 from ktc.model.experts.stream_sizes import MOST_ROWS
+
+log = logging.getLogger(__name__)
 
 FEW_ROWS: Final = 4  # that a program reads the panel again for; tensor cores read it once for 16
 # Of the weight. A smaller one is decoded for more than `FEW_ROWS`: the kernel with tensor cores has too few programs
@@ -91,9 +95,10 @@ class CodedWeight:
 def check_linear(weight_format: WeightFormat, device: torch.device) -> None:
     """Compare products with a layer's codes with PyTorch's, once for each format and device. Raises HostLacks (H247).
 
-    Without Triton PyTorch computes them.
+    Without Triton PyTorch computes them, with a warning (L469).
     """
     if not grouped_products.multiplies_codes(device):
+        _tell_of_decoding(device)
         return
     from ktc.model.linears.coded_row_kernels import rows_times
 
@@ -105,6 +110,14 @@ def check_linear(weight_format: WeightFormat, device: torch.device) -> None:
     bias = torch.randn(matrices.rows, generator=generator).bfloat16().to(device)
     wanted = rows.float() @ decoded[0].float().T + bias.float()
     require_equal("products of a linear layer", panels, rows_times(rows, matrices[:1], bias), wanted)
+
+
+@functools.cache
+def _tell_of_decoding(device: torch.device) -> None:
+    """Warn (L469) that each product decodes its weight. Once per process and device."""
+    message = f"`{device}` has no kernels of Triton: each product of a linear layer decodes its weight to bf16 first"
+    hint = "install Triton and a C compiler; see `ktc explain L469`"
+    log.warning("%s", render([Diagnostic("L469", message, hint=hint, severity="warning")]))
 
 
 @functools.cache

@@ -214,3 +214,12 @@ def test_without_triton_pytorch_decodes_the_weight(monkeypatch: pytest.MonkeyPat
     assert torch.equal(made.dequantised(), weight.bfloat16())
     x = torch.randn(2, made.in_features).bfloat16()
     assert error(made(x), x.double() @ weight.double().T + made.bias.double()) <= 8e-3
+
+
+def test_a_gpu_without_triton_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(grouped_products, "multiplies_codes", lambda _: False)
+    for name in ("q8_0", "q4_k"):
+        coded_weight.check_linear.__wrapped__(name, torch.device("cuda:7"))
+    assert ["L469" in message for message in caplog.messages] == [True]
