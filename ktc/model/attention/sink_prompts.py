@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ktc.model.attention.decode import MOST_TOKENS
 from ktc.model.attention.interface import eager_function
 from ktc.model.attention.sinks import AGREES, READ, ROUNDINGS, attend
 from ktc.model.hf.patching import stock_class
 from ktc.model.hf.private_api import attention_of
-from ktc.model.linears.gemv import is_plain, is_traced
 
 BLOCK: Final = 1024  # rows
 COPIES: Final = 1 << 28  # bytes of keys and values, which are copied for each head
@@ -31,17 +29,20 @@ _ranges: Final[Any] = WeakIdKeyDictionary()  # of masks and their versions: one 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether a call is one of many tokens, without gradients, of plain tensors of one dtype and device."""
+    from ktc.model.attention.decode import MOST_TOKENS  # the plan, which asks `computes_prompts`, needs none of these
+    from ktc.model.linears.gemv import is_plain, is_traced
+
     if query.shape[2] <= MOST_TOKENS or torch.is_grad_enabled() or is_traced():
         return False
     if torch.is_autocast_enabled(query.device.type):
         return False
     same = all(is_plain(one) and (one.dtype, one.device) == (query.dtype, query.device) for one in (query, key, value))
-    return same and (mask is None or _is_mask(mask, query, key))
+    return same and (mask is None or (is_plain(mask) and _is_mask(mask, query, key)))
 
 
 def _is_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     known = mask.dtype == torch.bool or mask.is_floating_point()
-    if not known or not is_plain(mask) or mask.dim() != 4 or mask.device != query.device:
+    if not known or mask.dim() != 4 or mask.device != query.device:
         return False
     batch, heads, rows, columns = mask.shape
     return batch in (1, len(query)) and heads == 1 and rows == query.shape[2] and columns >= key.shape[2]
