@@ -223,7 +223,7 @@ class _Inputs:
         known: dict[int, Any] = {}
         signature = list[Any]()
         for chunk in chunks:
-            signature += place(chunk.hidden), chunk.devices
+            signature += place(chunk.hidden), place(chunk.real), chunk.devices
             for call in chunk.layers:
                 if id(call) not in known:
                     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
@@ -259,7 +259,12 @@ class _Inputs:
                     args, kwargs = pytree.tree_map(copy_of, (call.args, dict(call.kwargs)))
                     calls[id(call)] = replace(call, args=args, kwargs=kwargs)
         chunks = tuple(
-            ModelCall(made[id(chunk.hidden)], chunk.devices, tuple(calls[id(call)] for call in chunk.layers))
+            replace(
+                chunk,
+                hidden=made[id(chunk.hidden)],
+                layers=tuple(calls[id(call)] for call in chunk.layers),
+                real=None if chunk.real is None else made[id(chunk.real)],
+            )
             for chunk in self.chunks
         )
         return _Inputs(chunks, tensors, self.signature)
