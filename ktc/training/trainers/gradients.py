@@ -101,6 +101,10 @@ def average_gradients(
     the optimizer skips it as it does in one process.
     """
     for bucket in _buckets(_present(parameters, groups["cpu"]), bucket_bytes):
+        if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype not in _HALF:
+            dist.all_reduce(bucket[0], group=groups[bucket[0].device.type])  # where it is
+            bucket[0].div_(dist.get_world_size())
+            continue
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat.float() if flat.dtype in _HALF else flat
         dist.all_reduce(flat, group=groups[flat.device.type])
@@ -120,19 +124,26 @@ def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Group the tensors by device and dtype, in their order, with at most `limit` bytes or one tensor in a group."""
+    """Group the tensors by device and dtype, in their order, with at most `limit` bytes or one tensor in a group.
+
+    Tensors of an eighth of that are alone: they are not copied to one another.
+    """
     kinds: defaultdict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[str(tensor.device), tensor.dtype].append(tensor)
     for alike in kinds.values():
         bucket, num_bytes = list[Tensor](), 0
         for tensor in alike:
+            if tensor.nbytes * 8 > limit:
+                yield [tensor]
+                continue
             if bucket and num_bytes + tensor.nbytes > limit:
                 yield bucket
                 bucket, num_bytes = [], 0
             bucket.append(tensor)
             num_bytes += tensor.nbytes
-        yield bucket
+        if bucket:
+            yield bucket
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -55,7 +55,7 @@ class Batch:
     def calls(self, call: ModelCall, *, padded: bool = False) -> list[ModelCall]:
         """Return the calls by which the batch, whose recorded call is given, goes through the layers.
 
-        Those of several lengths are one with padding where that is wanted.
+        Those of several lengths are one call if it is to be `padded`.
         """
         if self.lengths and padded:
             return [as_it_is(call, self.lengths)]

@@ -29,7 +29,7 @@ class _LastLayer(BaseException):
 class ModelCall:
     """The input of the first layer (B, T, H), the device of each layer, and how each is called.
 
-    `real` (R,) int64 are the numbers of those of the B T tokens that are no padding at the end of a row; None: all.
+    `real` (R,) int64 are the numbers of those of the B T tokens that do not pad the end of a row; None: all.
     """
 
     hidden: Tensor

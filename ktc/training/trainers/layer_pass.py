@@ -197,7 +197,7 @@ def _of_experts(
 
 
 def _of_real(route: Routes, real: Tensor | None) -> Routes:
-    """Return the arguments of experts for tokens that are no padding."""
+    """Return the arguments of experts for the `real` tokens."""
     if real is None:
         return route
     hidden, index, weights = (tensor.index_select(0, real.to(tensor.device)) for tensor in route)

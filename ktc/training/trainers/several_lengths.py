@@ -53,7 +53,7 @@ def padded(run: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def as_it_is(call: ModelCall, lengths: Sequence[int]) -> ModelCall:
-    """Return the call of a batch of micro-batches with equally many rows, with the tokens that are no padding."""
+    """Return the call of a batch of micro-batches with equally many rows, which says which tokens are real."""
     rows, longest = call.hidden.shape[:2]
     of_rows = torch.tensor([length for length in lengths for _ in range(rows // len(lengths))])
     real = (torch.arange(longest) < of_rows[:, None]).flatten().nonzero().flatten()
