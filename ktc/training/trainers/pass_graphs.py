@@ -21,6 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ktc.adapters.as_trained import casts_alone
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.private_api import HOOKS
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
@@ -177,7 +178,7 @@ def state_of(layers: Sequence[SplitLayer]) -> list[Any]:
 def hooks_of_others(module: nn.Module) -> int:
     """Return how many functions other than ktc's own are called with a module.
 
-    Those of ktc measure, move tensors or compare attributes, which passes that repeat do alike.
+    Those of ktc measure, cast, move tensors or compare attributes, which passes that repeat do alike.
     """
     names = vars(module)
     hooks = (hook for kind in HOOKS if names[kind] for hook in names[kind].values())
@@ -186,7 +187,7 @@ def hooks_of_others(module: nn.Module) -> int:
 
 def _is_of_ktc(hook: Any) -> bool:
     measures = isinstance(getattr(hook, "__self__", None), ExpertsHooks)
-    return measures or isinstance(hook, StaleChangeGuard) or moves_alone(hook)
+    return measures or isinstance(hook, StaleChangeGuard) or moves_alone(hook) or casts_alone(hook)
 
 
 def _hooks_inside(layers: Sequence[SplitLayer]) -> Iterator[int]:
