@@ -24,7 +24,7 @@ from ktc.model.experts import host_factors
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf.stock_model import finds_positions
-from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits, tokens_of_losses
+from ktc.training.trainers.chunked_loss import causal_model, loss_bytes, reason_for_whole_logits, tokens_of_losses
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
 from ktc.training.trainers.finite_filter import FiniteFilter
@@ -321,10 +321,13 @@ class Stacker(TrainerCallback):
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         # The loss has logits of neighbouring micro-batches together, at most those of a chunk, padded to one length.
         chunk = self._chunk_tokens or (CHUNKS[0] if any(at.type == "cpu" for at in call.devices) else CHUNKS[-1])
-        self._in_one_run = tokens_of_losses(self._trainer, chunk, vocabulary)
+        # a model that is known saves a walk through all modules in each step
+        causal = causal_model(self._trainer) if self._around is None else self._around.causal
+        head = causal.get_output_embeddings()
+        self._in_one_run = tokens_of_losses(self._trainer, head, chunk, vocabulary)
         joins = not whole or own_losses_of(self._trainer) is not None
         together = min(sizes.padded, max(self._in_one_run, sizes.largest)) if joins else sizes.largest
-        loss = loss_bytes(self._trainer, together, vocabulary, whole=bool(whole))
+        loss = loss_bytes(self._trainer, head, together, vocabulary, whole=bool(whole))
         coming = coming_bytes(model, self._trainer.optimizer)
         devices = {"cpu", *map(str, call.devices), *expert_bytes(self._layers)}
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
