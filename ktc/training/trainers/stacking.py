@@ -268,6 +268,7 @@ class Stacker(TrainerCallback):
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
         if with_loss:
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
+            embed_and_head.begin_check()
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 

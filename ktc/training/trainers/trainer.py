@@ -277,7 +277,7 @@ class KTrainerMixin(TrainerHooks):
             model, step = cast("nn.Module", self.model), self.state.global_step + 1
             trained = self.trained_parameters()
             norm = require_finite(model, trained, step, run)
-            self._norm_of_step = None if norm is None else read_norm(norm, trained)
+            self._norm_of_step = None if norm is None else read_norm(*norm, trained)
         return loss.to(self.args.device)
 
 
