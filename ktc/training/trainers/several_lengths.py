@@ -25,7 +25,7 @@ _ROTARY: Final = frozenset({"default", "linear", "llama3", "yarn"})
 # In the padding of a batch: any token, no label, and a mask that says nothing.
 _PADDING: Final[Mapping[str, int]] = {"input_ids": 0, "labels": -100, "attention_mask": 1}
 _MOST_ON_CPU: Final = 16  # tokens of padding for each micro-batch: its head takes longer for more than a run of its own
-_MOST_ON_GPU: Final = 2048  # of a batch: launches for a run of its own take about as long as so many tokens
+_MOST_ON_GPU: Final = 2048  # of padding in a batch: launches for a run of its own take about as long as these tokens
 
 
 def frequencies_depend_on_length(modules: Iterable[nn.Module]) -> bool:

@@ -126,7 +126,7 @@ def with_padding(
 ) -> Stacking:
     """Return what `fewest_passes` does, with layers that pad micro-batches where the step is one pass with padding.
 
-    Then more may wait in host memory: that takes the bus less time than Python takes for each length.
+    Then more may wait in host memory: the bus needs less time for that than Python for each length.
     """
     more = sizes.with_padding(chunk_tokens or CHUNKS[-1])
     if sum(more.tokens) > sizes.whole:
