@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recorded_steps import eager_graphs
 
-from ktc.model.decode_steps.cuda_graph import Wait, _with_calls
+from ktc.model.decode_steps.graph_replay import Wait, with_calls
 from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead, waited_for_by
 from ktc.model.kernels.step_context import StepContext
 
@@ -43,7 +43,7 @@ class _Waits:
 
 
 def waited(wait: Callable[[], None], nodes: Any) -> Wait:
-    return _with_calls(lambda: wait, nodes)
+    return with_calls(lambda: wait, nodes)
 
 
 def test_an_interrupt_is_raised_when_the_step_is_done() -> None:
