@@ -1,8 +1,8 @@
 """A step as a CUDA graph: what records it, begins a replay and waits for one.
 
-In: a function that computes the step at fixed addresses. Out: its output, and `Replay`. A second replay may begin while
-the first is under way, no more: each has an event of its own, and who waits for the first does not wait for the calls of
-experts of the second.
+In: a function that computes the step at fixed addresses. Out: its output, and `Replay`. One more replay may begin while
+another is under way: each has an event of its own, and who waits for the first does not wait for the calls of experts
+of the second.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ In: stock `generate` up to its first captured step. Out: the same tokens, cache 
 The token, its position and what ends an answer are computed behind each step, on its device. The host begins the next
 step at once, waits for the one before, copies its token through page-locked memory, and only then enqueues the choice
 behind the step that is under way. So the host's work is done while the device computes. An answer that a token has
-ended costs one step more, whose position the cache does not show.
+ended costs one step more, whose position the cache does not show. Criteria of a user are asked with each token in turn,
+as by stock code; one that reads the device waits for the step that is under way.
 Where steps are on the CPU, the same loop reads each token at once.
 A step that has to be captured, or that cannot be, is `DecodeGraphs.step`. Errors are those of the earliest step; the
 cache then has the positions of the steps before it.
@@ -28,6 +29,7 @@ from ktc.model.decode_steps.token_choice import TokenChoice
 
 OnTokens = Callable[[Tensor], object]  # of the host, (B,)
 _SLOTS: Final = 2  # tokens that are on their way to the host
+_ROOM: Final = 1024  # tokens, before their memory grows
 
 
 class FirstSteps(WaitingCriteria):
@@ -77,7 +79,8 @@ class RunAhead:
     """The rest of one `generate`, behind its first captured step."""
 
     def __init__(
-        self, model: PreTrainedModel, graphs: DecodeGraphs, ahead: StepAhead, choice: TokenChoice, on_tokens: OnTokens | None
+        self, model: PreTrainedModel, graphs: DecodeGraphs, ahead: StepAhead, choice: TokenChoice,
+        on_tokens: OnTokens | None = None,
     ) -> None:  # fmt: skip
         self._model, self._graphs, self._ahead, self._choice = model, graphs, ahead, choice
         self._on_tokens = on_tokens
@@ -107,7 +110,7 @@ class RunAhead:
         self._begun, self._is_captured = begun, True
         self._length = self._computed = length_of(begun[1][CACHE])  # positions: begun, and known to be right
         self._first = self._length  # what `begun` has computed, its own position included
-        self._ids = ids.new_empty((batch, self._choice.max_length))
+        self._ids = ids.new_empty((batch, min(self._choice.max_length, self._count + _ROOM)))
         self._ids[:, : self._count] = ids
         self._tokens, self._unfinished = ids[:, -1], unfinished
         self._report = ids.new_zeros(batch + 2)
@@ -118,11 +121,12 @@ class RunAhead:
     def _loop(self) -> None:
         unread: _Unread | None = None
         while self._count < self._choice.max_length:
-            if unread is not None and not self._may_run_ahead():
+            stepped = self._again() if unread is None or self._graphs.recorder.ahead else None
+            if stepped is None and unread is not None:
                 if self._is_over(unread):
                     return
-                unread = None
-            logits, step = self._stepped()
+                unread, stepped = None, self._again()
+            logits, step = stepped or self._anew()
             if unread is not None and self._is_over(unread):
                 self._finish(step)  # one too many
                 return
@@ -131,33 +135,25 @@ class RunAhead:
         if unread is not None:
             self._is_over(unread)
 
-    def _may_run_ahead(self) -> bool:
-        """Return whether the next step is a replay beside the one that is under way."""
-        return self._graphs.recorder.ahead and self._has_room()
+    def _again(self) -> tuple[Tensor, PendingStep] | None:
+        """Begin the captured step for the last tokens, and return its logits (B, V). None where it cannot be."""
+        captured, batch = self._begun[0], len(self._tokens)
+        if not self._is_captured or self._length >= captured.memory.capacity:
+            return None
+        ids = captured.inputs["input_ids"][:, 0]
+        ids[:batch].copy_(self._tokens)
+        if batch < len(ids):
+            ids[batch:].copy_(self._tokens[:1].expand(len(ids) - batch))
+        captured.inputs["position_ids"].add_(1)
+        captured.memory.position.add_(1)
+        step = self._graphs.again(self._model, self._begun, self._ahead)
+        if step is None:
+            return None
+        self._under_way.append(step)
+        return captured.output.logits[:batch, -1], step
 
-    def _has_room(self) -> bool:
-        return self._is_captured and self._length < self._begun[0].memory.capacity
-
-    def _stepped(self) -> tuple[Tensor, PendingStep]:
-        """Begin the step of the last tokens, and return its logits (B, V)."""
-        if self._has_room():
-            captured, batch = self._begun[0], len(self._tokens)
-            ids = captured.inputs["input_ids"][:, 0]
-            ids[:batch].copy_(self._tokens)
-            if batch < len(ids):
-                ids[batch:].copy_(self._tokens[:1].expand(len(ids) - batch))
-            captured.inputs["position_ids"].add_(1)
-            captured.memory.position.add_(1)
-            step = self._graphs.again(self._model, self._begun, self._ahead)
-            if step is not None:
-                self._under_way.append(step)
-                return captured.output.logits[:batch, -1], step
-        return self._stepped_anew()
-
-    def _stepped_anew(self) -> tuple[Tensor, PendingStep]:
+    def _anew(self) -> tuple[Tensor, PendingStep]:
         """Let a step be captured, or computed by the model, for the last tokens. None is under way."""
-        while self._under_way:
-            self._finish(self._under_way[0])
         self._show(self._length)
         inputs = dict(self._begun[1])
         more = self._length + 1 - self._first
@@ -177,6 +173,8 @@ class RunAhead:
         """Enqueue the choice of tokens behind a step, and their copy to the host."""
         tokens, impossible = self._choice.chosen(self._ids[:, : self._count], logits)
         tokens, self._unfinished = self._choice.after(tokens, self._unfinished)
+        if self._count == self._ids.shape[1]:
+            self._ids = torch.cat((self._ids, torch.empty_like(self._ids)), -1)
         self._ids[:, self._count] = tokens
         self._tokens = self._ids[:, self._count]
         self._count += 1
@@ -203,9 +201,13 @@ class RunAhead:
         *tokens, is_over, is_impossible = cast("list[int]", unread.there.tolist())
         if is_impossible:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if self._choice.others:
+            ends = cast("Any", self._choice.others)(self._ids[:, : self._count], None)
+            self._unfinished = self._unfinished & ~ends
+            is_over = not bool(self._unfinished.any())
         if self._on_tokens is not None:
             self._on_tokens(torch.tensor(tokens))
-        return bool(is_over)
+        return bool(is_over) or any(criterion.is_set() for criterion in self._choice.ended_by_host)
 
     def _finish(self, step: PendingStep) -> None:
         """Wait for the earliest step. Raises its errors."""
@@ -215,7 +217,7 @@ class RunAhead:
             self._has_failed = True
             self._under_way.popleft()
             raise
-        self._under_way.popleft()
+        self._under_way.popleft()  # not after an interrupt: it may be under way
 
     def _settled(self, error: BaseException) -> BaseException:
         """Wait for what is under way; return the error of the earliest step, or else `error`."""

@@ -2,42 +2,64 @@
 
 In: what `generate` gives its loop, and the logits of a step. Out: the same tokens, and what ends an answer, on the
 device of the logits. Random tokens take as many numbers of the same generator as stock code.
-Not for (None): criteria of others than the length and the tokens that end a text, inner results or scores that the
-caller wants, several processes with one length.
+Not for (None): inner results or scores that the caller wants, several processes with one length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from ktc.model.hf.private_api import pad_token
 
 _WANTED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "is_assistant")
 
 
+class EndedByHost(StoppingCriteria):
+    """Ends all rows when `is_set` says so; the device is not asked."""
+
+    def __init__(self, is_set: Callable[[], bool]) -> None:
+        self.is_set = is_set
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
+        """Return whether each row ends, on the device of the ids."""
+        return torch.full((len(input_ids),), self.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+_OURS: Final = (MaxLengthCriteria, EosTokenCriteria, EndedByHost)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """How tokens are chosen. `max_length` counts the prompt; `ends` (E,) are tokens after which a row is `pad` ()."""
+    """How tokens are chosen. `max_length` counts the prompt; `ends` (E,) are tokens after which a row is `pad` ().
+
+    `ended_by_host` and the criteria `others` are asked on the host.
+    """
 
     processors: LogitsProcessorList
     samples: bool
     max_length: int
     ends: Tensor | None
     pad: Tensor | None
+    ended_by_host: tuple[EndedByHost, ...]
+    others: StoppingCriteriaList
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TokenChoice | None:
         """Return the choice that the arguments of stock code's loop ask for, None where only that code makes it."""
         config, criteria = options.get("generation_config"), list(cast("Any", options.get("stopping_criteria") or ()))
         if config is None or options.get("synced_gpus") or any(getattr(config, name, None) for name in _WANTED):
-            return None
-        if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria):
             return None
         lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
         ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
@@ -50,6 +72,8 @@ class TokenChoice:
             min(lengths),
             torch.cat(ends) if ends else None,
             pad,
+            tuple(one for one in criteria if type(one) is EndedByHost),
+            StoppingCriteriaList(one for one in criteria if type(one) not in _OURS),
         )
 
     def on(self, device: torch.device) -> TokenChoice:

@@ -241,7 +241,7 @@ class CompiledModel(GenerationHooks):
         first = options["stopping_criteria"] = FirstSteps(ahead, options["stopping_criteria"])
         if streamer is not None:
             options["streamer"] = OpenStreamer(streamer)
-        if choice.samples:
+        if choice.samples or streamer is not None:
             options["logits_processor"] = LogitsProcessorList([*choice.processors, BeforeSampling(ahead)])
         with waited_for_by(ahead, StepContext.of(model)):
             result = sample()

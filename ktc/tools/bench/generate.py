@@ -1,8 +1,9 @@
 """`ktc bench generate`: the steps of `generate` at a model's real sizes, with random weights.
 
 A step's time is from token to token of `generate` itself, as a streamer gets them on the host, choice of the token
-included. ktc's next step may be under way then. The first steps do not count: graphs are captured in them. Where the context outgrows
-its graph later (at 256, 512, 1,024 tokens and so on), the step with the new capture counts; the median leaves it out.
+included. ktc's next step may be under way then. The first steps do not count: graphs are captured in them. Where the
+context outgrows its graph later (at 256, 512, 1,024 tokens and so on), the step with the new capture counts; the median
+leaves it out.
 The model is compiled into a folder that is removed at the end.
 """
 

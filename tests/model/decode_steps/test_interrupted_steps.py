@@ -78,12 +78,21 @@ def test_nothing_is_expected_after_an_error_of_the_gpu(errors: tuple[type[BaseEx
 def test_nothing_is_expected_of_a_replay_that_did_not_begin(error: type[BaseException]) -> None:
     nodes = _Nodes()
     with pytest.raises(error):
-        _with_calls(_Waits(error), nodes)  # type: ignore[arg-type]
+        with_calls(_Waits(error), nodes)  # type: ignore[arg-type]
     assert nodes.expected == 0
     nodes.begin = _begun_and_interrupted(nodes)  # type: ignore[method-assign]
     with pytest.raises(_Interrupt):
         waited(_Waits(), nodes)
     assert nodes.expected == 0
+
+
+def test_the_calls_of_the_replay_before_are_answered_first() -> None:
+    nodes, before = _Nodes(), list[int]()
+    nodes.expected = 2  # of the replay before
+    nodes.begin = _begun_and_interrupted(nodes)  # type: ignore[method-assign]
+    with pytest.raises(_Interrupt):
+        with_calls(_Waits, nodes, lambda: before.append(nodes.expected))  # type: ignore[arg-type]
+    assert before == [4] and nodes.expected == 0
 
 
 def _begun_and_interrupted(nodes: _Nodes) -> Callable[[], None]:
