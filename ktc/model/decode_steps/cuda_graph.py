@@ -137,10 +137,10 @@ class DecodeGraphs:
         return model(**inputs)
 
     def again(self, model: PreTrainedModel, begun: Begun, ahead: StepAhead) -> PendingStep | None:
-        """Begin the step that `begun` once more, for what its inputs hold by now. The last one may be under way.
+        """Begin the step that `begun` again, for what its inputs hold by now. The last one may be under way.
 
-        None where the cache is no view of its memory any more, or has no room for another position. The caller shows
-        the positions of the cache.
+        None where the memory of the step is no longer that of the cache. The caller looks for room, and shows the
+        positions of the cache.
         """
         captured, inputs = begun
         with self._busy:

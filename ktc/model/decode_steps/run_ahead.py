@@ -220,7 +220,7 @@ class RunAhead:
         self._under_way.popleft()  # not after an interrupt: it may be under way
 
     def _settled(self, error: BaseException) -> BaseException:
-        """Wait for what is under way; return the error of the earliest step, or else `error`."""
+        """Wait for what is under way; return the error of the earliest step, otherwise `error`."""
         first = error
         while self._under_way:
             of_step = self._under_way.popleft().error_before(error)

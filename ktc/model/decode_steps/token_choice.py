@@ -2,7 +2,7 @@
 
 In: what `generate` gives its loop, and the logits of a step. Out: the same tokens, and what ends an answer, on the
 device of the logits. Random tokens take as many numbers of the same generator as stock code.
-Not for (None): inner results or scores that the caller wants, several processes with one length.
+Not for (None): inner results or scores that the caller requests, several processes with one length.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TokenChoice:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TokenChoice | None:
-        """Return the choice that the arguments of stock code's loop ask for, None where only that code makes it."""
+        """Return the choice that the arguments of stock code's loop request, None where only that code makes it."""
         config, criteria = options.get("generation_config"), list(cast("Any", options.get("stopping_criteria") or ()))
         if config is None or options.get("synced_gpus") or any(getattr(config, name, None) for name in _WANTED):
             return None

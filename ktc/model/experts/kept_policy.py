@@ -15,6 +15,7 @@ from torch import Tensor
 DECAY: Final = 0.9  # of counts, each time that they are read
 _DEVIATIONS: Final = 4.0  # of the difference of two counts, by which a newcomer exceeds the other
 CALL: Final = 27e-6  # seconds of a call on the CPU, besides reading experts: up to four of int4 on 15 threads of a Xeon
+_MOST_LEAD: Final = 1024.0  # experts, more than a step of a layer misses
 BESIDE: Final = 0.9  # of the bus's speed alone, beside the CPU's reads: 44 to 50 of 51 GB/s (an H100 and an H200)
 
 
@@ -67,7 +68,7 @@ def lead_of(share: float, bus: float, nbytes: float) -> float:
     Experts have `nbytes`, `bus` is the speed of copies beside the CPU. With b and c the seconds of an expert there and
     on the CPU, s of m experts end with the others at s * b = CALL + (m - s) * c, and the share is c / (b + c).
     """
-    return CALL * (1 - share) * bus / nbytes if share > 0 else 0.0
+    return min(CALL * (1 - share) * bus / nbytes, _MOST_LEAD) if share > 0 else 0.0
 
 
 def cpu_speed(nbytes: float, seconds: float, calls: int) -> float:

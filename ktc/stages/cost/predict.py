@@ -215,10 +215,11 @@ class _Clock:
         device = experts.devices[0]
         gpu, codes = self._gpu(device), CODES_READ if _is_coded(work) else 1.0
         use = self.amounts.use
+        call = CALL if rest else 0.0
         if experts.is_divided(use):
-            rest *= experts.crowding(use.tokens)
+            rest, call = rest * experts.crowding(use.tokens), 0.0
         return {
-            "cpu": rest / (codes * gpu.cpu_beside_bus.median) + (CALL if rest else 0.0),
+            "cpu": rest / (codes * gpu.cpu_beside_bus.median) + call,
             f"bus:{device}": sent / bus,
             **self._beside(work, device, kept, sent),
         }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import WeightFormat
-from ktc.model.experts import kept_kernels, kept_split, page_lock
+from ktc.model.experts import kept_kernels, kept_policy, kept_split, page_lock
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.expert_stream import renew_streams
@@ -160,7 +160,7 @@ def test_three_engines_compute_what_the_cpu_computes(spec: FusedMoeSpec) -> None
         wanted = module(x, index, weights)
     bound = BOUND_INT8 if "int8" in spec.formats else BOUND
     for places, share in ((0, 0.0), (0, 1.0), (2, 0.5), (4, 0.0)):
-        store = kept_by(module, places, share)
+        store = kept_by(module, places, share, fixed=True)
         assert error(split_call(module, x, index, weights).float(), wanted.float()) <= bound
         read = store.figures().experts
         assert (read["gpu"], read["bus"]) == (places, int((4 - places) * share))
@@ -213,7 +213,10 @@ def test_experts_that_are_chosen_more_often_take_places_without_another_result(l
     assert seen[0] == 0 and seen[-1] == 2
 
 
-def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(load: Load) -> None:
+def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_policy, "CALL", 0.0)  # experts of a kilobyte would all go over the bus
     layer = random_layer(70, 37, 5, 2, 1)
     module = load(layer, spec_of(ISAS[0]))
     store = kept_by(module, 0, 0.01)  # a share that no measured bus has
