@@ -171,7 +171,7 @@ class RunAhead:
 
     def _chosen(self, logits: Tensor, step: PendingStep) -> _Unread:
         """Enqueue the choice of tokens behind a step, and their copy to the host."""
-        tokens, impossible = self._choice.chosen(self._ids[:, : self._count], logits)
+        tokens, impossible = self._choice.chosen(self._ids[:, : self._count], logits.to(self._ids.device))
         tokens, self._unfinished = self._choice.after(tokens, self._unfinished)
         if self._count == self._ids.shape[1]:
             self._ids = torch.cat((self._ids, torch.empty_like(self._ids)), -1)
@@ -189,7 +189,7 @@ class RunAhead:
             self._report[batch + 1] = impossible
         there.copy_(self._report, non_blocking=True)
         if copied is not None:
-            copied.record()
+            copied.record(torch.cuda.current_stream(self._ids.device))  # another one may be the process' current GPU
         return _Unread(step, there, copied)
 
     def _is_over(self, unread: _Unread) -> bool:
