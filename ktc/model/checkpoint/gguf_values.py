@@ -7,7 +7,9 @@ whole blocks of a known type.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ktc.foundation import host
 from ktc.foundation.formats import BLOCKS, STORED
 from ktc.model.checkpoint.block_scales import suspects
 from ktc.model.checkpoint.gguf_types import BLOCK_TYPES
@@ -25,15 +28,28 @@ _BAND: Final = 1 << 20  # weights dequantised per step: some types use forty byt
 
 
 def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`."""
+    """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`. Threads dequantise bands."""
     shape = entry.shape if expert is None else entry.shape[1:]
     out = torch.empty(shape, dtype=dtype)
     rows = out.view(-1, shape[-1])
     done = 0
-    for blocks in _bands(reader, entry, expert):
-        rows[done : done + len(blocks)] = dequantised(blocks, entry.dtype)
-        done += len(blocks)
+    for values in _dequantised(_bands(reader, entry, expert), entry.dtype):
+        rows[done : done + len(values)] = values
+        done += len(values)
     return out
+
+
+def _dequantised(bands_of_blocks: Iterator[Tensor], type_name: str) -> Iterator[Tensor]:
+    """Yield fp32 weights of each band, in their order. NumPy computes them on threads while the next ones are read."""
+    threads = host.usable_threads()
+    waiting = deque[Future[Tensor]]()
+    with ThreadPoolExecutor(threads, "ktc-dequantising") as pool:
+        for blocks in bands_of_blocks:
+            waiting.append(pool.submit(dequantised, blocks, type_name))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def read_blocks(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Tensor:
