@@ -23,9 +23,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._most = host.usable_threads()
-        self._pool = ThreadPoolExecutor(
-            self._most, "ktc-packing", openmp.on_one_thread
-        )  # starts threads when they have work
+        self._pool = ThreadPoolExecutor(self._most, "ktc-packing", openmp.on_one_thread)
         self._waiting = deque[Future[None]]()
 
     def __enter__(self) -> Packing:

@@ -77,7 +77,7 @@ class RunFolder:
             self.path.rmdir()
 
     def keep_settings(self, settings: TrainSettings, rows: TokenisedData) -> None:
-        """Write `train.yaml`, which marks the folder as a run's. A comment tells its data apart from others."""
+        """Write `train.yaml`, which marks the folder as a run's. A comment has the digest of its data."""
         write_file(self.path / SETTINGS, f"{_DATA}{_told(rows)}\n{settings.to_yaml()}")
 
     def keep_adapter(self, model: Any) -> None:
