@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ktc.foundation import host
+from ktc.foundation.anonymous_memory import take_huge_pages
 from ktc.foundation.formats import BLOCKS, STORED
 from ktc.model.checkpoint.block_scales import suspects
 from ktc.model.checkpoint.gguf_types import BLOCK_TYPES
@@ -31,8 +32,10 @@ def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | Non
     """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`. Threads dequantise bands."""
     shape = entry.shape if expert is None else entry.shape[1:]
     out = torch.empty(shape, dtype=dtype)
+    take_huge_pages(out.data_ptr(), out.nbytes)
     rows = out.view(-1, shape[-1])
     done = 0
+    # PyTorch rounds on its own threads here; on each of the others it would open as many.
     for values in _dequantised(_bands(reader, entry, expert), entry.dtype):
         rows[done : done + len(values)] = values
         done += len(values)
