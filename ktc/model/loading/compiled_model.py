@@ -24,6 +24,7 @@ from ktc.model.decode_steps.int8_cache import as_int8, int8_kernels
 from ktc.model.decode_steps.run_ahead import FirstSteps, OpenStreamer, RunAhead
 from ktc.model.decode_steps.step_ahead import BeforeSampling, StepAhead, WaitingCriteria, waited_for_by
 from ktc.model.decode_steps.token_choice import TokenChoice
+from ktc.model.experts.frozen_weights import tell_of_frozen
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import remote_code
@@ -174,15 +175,14 @@ class CompiledModel(GenerationHooks):
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count as the stock model does, packed experts included."""
         counted = int(cast("Any", super()).num_parameters(only_trainable, exclude_embeddings))
-        if only_trainable:
-            return counted
-        modules = cast("nn.Module", self).modules()
-        for module in modules:
-            if isinstance(module, FusedMoe):
-                counted += module.num_parameters()
-            elif isinstance(module, StoredLinear):
-                counted += module.in_features * module.out_features
-        return counted
+        return counted if only_trainable else counted + sum(_packed_parameters(cast("nn.Module", self)))
+
+    def requires_grad_(self, requires_grad: bool = True) -> PreTrainedModel:
+        """Set it for all parameters. Packed weights are none: they stay frozen, with a warning (L470)."""
+        frozen = _packed_parameters(cast("nn.Module", self))
+        if requires_grad and frozen:
+            tell_of_frozen(len(frozen), sum(frozen))
+        return cast("PreTrainedModel", cast("Any", super()).requires_grad_(requires_grad))
 
     def train(self, mode: bool = True) -> PreTrainedModel:
         """Set the mode of all modules. Training releases the memory of captured steps."""
@@ -274,6 +274,17 @@ def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
 def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the compiled form of a stock class, for models that are loaded without `modeling_ktc.py`."""
     return type(stock.__name__, (CompiledModel, stock), {"__doc__": stock.__doc__})
+
+
+def _packed_parameters(model: nn.Module) -> list[int]:
+    """Return the number of weights that are not parameters of the model, of each module that has some."""
+    counts = list[int]()
+    for module in model.modules():
+        if isinstance(module, FusedMoe) and not module.weights.training.trains:
+            counts.append(module.num_parameters())
+        elif isinstance(module, StoredLinear):
+            counts.append(module.in_features * module.out_features)
+    return counts
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from graph_row_engines import with_graphs
 from recorded_steps import eager_graphs
 
+from ktc.inference.serving.batch import RowBatch
+from ktc.inference.serving.model_runner import ModelRunner
 from ktc.model.decode_steps.graph_replay import Wait, with_calls
 from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead, waited_for_by
 from ktc.model.kernels.step_context import StepContext
@@ -118,3 +121,13 @@ def test_a_model_waits_for_a_step_that_interrupts_have_left() -> None:
         graphs.clear()
     graphs.clear()
     assert wait.ended == 1 and graphs._last is None
+
+
+@pytest.mark.parametrize(("error", "ended"), [(_Interrupt, 1), (MemoryError, 0)])
+def test_a_batch_waits_again_after_an_interrupt_alone(error: type[BaseException], ended: int) -> None:
+    batch, wait = RowBatch(ModelRunner(with_graphs("qwen3_moe"))), _Waits(error)
+    batch._wait = wait
+    with pytest.raises(error):
+        batch.finish()
+    assert batch.clear() == []
+    assert wait.ended == ended
