@@ -22,17 +22,9 @@ from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.expert_stream import renew_streams
 from ktc.model.experts.host_node import HostNodes
+from ktc.model.experts.kept_division import CALL, lead_of
 from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
-from ktc.model.experts.kept_policy import (
-    CALL,
-    DECAY,
-    Exchange,
-    cpu_speed,
-    exchanges,
-    first_kept,
-    lead_of,
-    next_share,
-)
+from ktc.model.experts.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.panels import panels_of
