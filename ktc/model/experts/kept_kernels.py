@@ -1,10 +1,10 @@
 """Experts of few rows by their addresses, by Triton: in memory of the GPU, or in pinned memory of the host.
 
 In: the choices of a layer, and a table with the address of each expert that the GPU keeps. `split` gives each choice
-the address that the GPU reads its expert from, or none; `products` multiplies each row with the panels at its address,
-as `coded_kernels.py` does; `sum_of_choices` adds a token's results in the order of its choices. Tables and shares are
-read when a kernel runs, so a CUDA graph follows their changes. Results are equal to the bit from run to run.
-Importing this needs Triton.
+the address that the GPU reads its expert from, or none; `activations` and `products` multiply each row with the panels
+at its address, as `coded_kernels.py` does, or by tensor cores (`nibble_kernels.py`); `sum_of_choices` adds a token's
+results in the order of its choices. Tables and shares are read when a kernel runs, so a CUDA graph follows their
+changes. Results are equal to the bit from run to run. Importing this needs Triton.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -20,13 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktc.model.experts import nibble_kernels
+from ktc.model.experts.activation_kernels import constants_of_form, function, gated
 from ktc.model.experts.coded_kernels import constants_of, panel_sums, row_of
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
+from ktc.model.experts.nibble_kernels import NO_BIAS
 from ktc.model.experts.panel_codes import Numbers
+from ktc.model.kernels.form import ExpertsForm
 
 _WORDS: Final[dict[Numbers, str]] = {"int8": "byte", "e4m3": "byte", "bf16": "weight"}  # others are of 16 bits
-_NO_BIAS: Final = -1
 _SUMMED: Final = 1024  # outputs of a program
+_ACTIVATED: Final = 512
 
 
 def split(
@@ -47,13 +51,15 @@ def split(
 
 
 def products(
-    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = _NO_BIAS
+    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS
 ) -> Tensor:
     """Multiply rows with matrices at addresses: `(P / per_row, K), (P,) int64 -> (P, N)` in fp32.
 
     `matrices` says where they are within an expert, and its bytes are not read. `bias_at` is the first byte of a bias
     in fp32. Rows without an address are left undefined.
     """
+    if nibble_kernels.serves(rows, matrices):
+        return nibble_kernels.products(rows, addresses, matrices, per_row=per_row, bias_at=bias_at)
     codes = addressed_codes(matrices.panels)
     assert codes is not None, "panels that a GPU multiplies"
     out = torch.empty(len(addresses), matrices.shape[1], dtype=torch.float32, device=rows.device)
@@ -61,8 +67,27 @@ def products(
         _products[(matrices.num_panels, len(addresses))](
             rows, addresses, out, matrices.begin, matrices.panel_bytes, matrices.rows, matrices.columns,
             max(bias_at, 0), **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved,
-            WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, BIASED=bias_at != _NO_BIAS, BLOCKS=8,
+            WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, BIASED=bias_at != NO_BIAS, BLOCKS=8,
             num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def activations(
+    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, form: ExpertsForm, *, per_row: int, bias_at: int = NO_BIAS
+) -> Tensor:
+    """Return what the activation makes of gate and up: `(P / per_row, H), (P,) int64 -> (P, I)` in bf16.
+
+    Sums are in fp32, as is the activation, and rounded once. Rows without an address are left undefined.
+    """
+    if nibble_kernels.serves(rows, matrices):
+        return nibble_kernels.activations(rows, addresses, matrices, form, per_row=per_row, bias_at=bias_at)
+    inner = products(rows, addresses, matrices, per_row=per_row, bias_at=bias_at)
+    out = torch.empty(len(addresses), matrices.rows, dtype=torch.bfloat16, device=rows.device)
+    with torch.cuda.device_of(rows):
+        _activations[(triton.cdiv(matrices.rows, _ACTIVATED), len(addresses))](
+            inner, addresses, out, matrices.rows, **constants_of_form(form), PARTS=matrices.parts,
+            INTERLEAVED=matrices.interleaved, BLOCK=_ACTIVATED,
         )  # fmt: skip
     return out
 
@@ -166,6 +191,25 @@ def _products(
         _stored(result, bias, upper, tl.arange(0, 16) + 16, panel, rows, PARTS, INTERLEAVED, BIASED)
     else:
         _stored(result, bias, lower, tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED, BIASED)
+
+
+@triton.jit
+def _activations(
+    inner, addresses, out, columns,
+    FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.load(addresses + pair) == 0:
+        return
+    of_pair, known = inner + pair.to(tl.int64) * (PARTS * columns), column < columns
+    gate = tl.load(of_pair + (column * 2 if INTERLEAVED else column), mask=known, other=0)
+    if PARTS == 2:
+        up = tl.load(of_pair + (column * 2 + 1 if INTERLEAVED else columns + column), mask=known, other=0)
+        h = gated(gate, up, FUNCTION, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
+    else:
+        h = function(gate, FUNCTION, ALPHA, GATE_CAP)
+    tl.store(out + pair.to(tl.int64) * columns + column, h.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
