@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.tracing import never_traced
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
@@ -131,6 +132,11 @@ class StoredLinear(LinearWithoutWeight):
     @property
     def _on_gpu(self) -> bool:
         return self.device.type != "cpu"
+
+    @property
+    def matrix(self) -> CodedMatrices:
+        """The weight on a GPU as its kernels multiply it."""
+        return self._coded.matrix
 
     @property
     def _coded(self) -> CodedWeight:
