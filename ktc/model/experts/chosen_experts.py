@@ -48,13 +48,20 @@ def by_number(
     return kernels.outputs(h, experts, weights_TK, down, matrices.down_bias, dtype)
 
 
-def by_address(layout: PackedLayout, x: Tensor, addresses: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute the choices that have an address: `(T, H) bf16, (T * K,) int64, (T, K) -> (T, H)` in fp32."""
+def by_address(
+    layout: PackedLayout, x: Tensor, experts: Tensor, weights_TK: Tensor, *, table: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Compute the choices that have an address: `(T, H) bf16, (T * K,) int64, (T, K) -> (T, H)` of `dtype`.
+
+    `experts` are addresses, or numbers with a `table` (E,) of addresses.
+    """
     kernels, (gate_up, down), form = _address_kernels(), _addressed(layout), layout.form
     first_bias, down_bias = layout.bias_places if form.biased else (-1, -1)
-    h = kernels.activations(x, addresses, gate_up, form, per_row=weights_TK.shape[1], bias_at=first_bias)
-    rows = kernels.products(h, addresses, down, bias_at=down_bias)
-    return kernels.sum_of_choices(rows, addresses, weights_TK)
+    places = kernels.Places(experts, table)
+    h = kernels.activations(x, places, gate_up, form, per_row=weights_TK.shape[1], bias_at=first_bias)
+    rows = kernels.products(h, places, down, bias_at=down_bias)
+    return kernels.sum_of_choices(rows, places, weights_TK, dtype)
 
 
 def check_chosen(packed: PackedExperts, form: ExpertsForm, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Few rows times codes of four bits at addresses, by tensor cores: Gluon of Triton, whose layouts are explicit.
 
-In: rows in bf16, the address of each row's expert, and where its matrix is. Out: products with sums in fp32, or what
-the activation makes of those of gate and up.
+In: rows in bf16, the place of each row's expert, and where its matrix is. Out: products with sums in fp32, or what the
+activation makes of those of gate and up. Where two programs share the columns, products are in two parts.
 
 A word of 32 bits has the codes of four columns for outputs `lane` and `lane + 16` of a panel (`four_codes` in
 `code_kernels.py`). Its codes as four pairs of bf16 are the operand A of `mma.m16n8k16` as they are: a group of four
@@ -18,6 +18,7 @@ Triton's interpreter has no Gluon: `kept_kernels.py` is the same in plain Triton
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ktc.model.experts.activation_kernels import constants_of_form, function, gated
+from ktc.model.experts.address_kernels import Places, address_of
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.panel_codes import PanelCodes
 from ktc.model.kernels.form import ExpertsForm
@@ -48,36 +50,51 @@ def serves(rows: Tensor, matrices: CodedMatrices) -> bool:
 
 
 def products(
-    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS
+    rows: Tensor, places: Places, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS
 ) -> Tensor:
-    """See `kept_kernels.products`: `(P / per_row, K), (P,) -> (P, N)` in fp32."""
-    out = torch.empty(len(addresses), matrices.shape[1], dtype=torch.float32, device=rows.device)
-    _launch(rows, addresses, matrices, out, per_row, bias_at, None)
+    """See `kept_kernels.products`: `(P / per_row, K), P places -> (parts, P, N)` in fp32."""
+    parts = _parts(matrices, len(places.experts), rows.device)
+    out = torch.empty(parts, len(places.experts), matrices.shape[1], dtype=torch.float32, device=rows.device)
+    _launch(rows, places, matrices, out, per_row, bias_at, None)
     return out
 
 
 def activations(
-    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, form: ExpertsForm, *, per_row: int, bias_at: int
+    rows: Tensor, places: Places, matrices: CodedMatrices, form: ExpertsForm, *, per_row: int, bias_at: int
 ) -> Tensor:
-    """See `kept_kernels.activations`: `(P / per_row, H), (P,) -> (P, I)` in bf16."""
-    out = rows.new_empty(len(addresses), matrices.rows)
-    _launch(rows, addresses, matrices, out, per_row, bias_at, form)
-    return out
+    """See `kept_kernels.activations`: `(P / per_row, H), P places -> (P, I)` in bf16."""
+    out = rows.new_empty(1, len(places.experts), matrices.rows)
+    _launch(rows, places, matrices, out, per_row, bias_at, form)
+    return out[0]
+
+
+def _parts(matrices: CodedMatrices, pairs: int, device: torch.device) -> int:
+    """Return how many programs share the columns of two panels: more where they leave processors idle."""
+    codes = addressed_codes(matrices.panels)
+    assert codes is not None, "panels that a GPU multiplies"
+    programs, spans = triton.cdiv(matrices.num_panels, 2) * pairs, matrices.columns // codes.span
+    return 2 if programs < 2 * _processors(device) and spans >= 4 * _WARPS else 1
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launch(
-    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, out: Tensor, per_row: int, bias_at: int,
+    rows: Tensor, places: Places, matrices: CodedMatrices, out: Tensor, per_row: int, bias_at: int,
     form: ExpertsForm | None,
 ) -> None:  # fmt: skip
     codes = addressed_codes(matrices.panels)
     assert codes is not None and rows.is_contiguous(), "panels that a GPU multiplies, and whole rows"
     of_form = dict.fromkeys(("FUNCTION", "ALPHA", "LIMIT", "UP_OFFSET", "GATE_CAP", "UP_CAP"))
+    constants = _constants(codes) | (of_form if form is None else constants_of_form(form))
     with torch.cuda.device_of(rows):  # Triton launches on the current device
-        _products[(triton.cdiv(matrices.num_panels, 2), len(addresses))](
-            rows, addresses, out, matrices.begin // _UNIT, matrices.panel_bytes // _UNIT, matrices.num_panels,
-            matrices.rows, matrices.columns, max(bias_at, 0), **_constants(codes), PARTS=matrices.parts,
-            INTERLEAVED=matrices.interleaved, PER_ROW=per_row, BIASED=bias_at != NO_BIAS, ACTIVATED=form is not None,
-            **(of_form if form is None else constants_of_form(form)), WARPS=_WARPS, SPANS=_SPANS, num_warps=_WARPS,
+        _products[(triton.cdiv(matrices.num_panels, 2), len(places.experts), len(out))](
+            rows, *places.given, out, matrices.begin // _UNIT, matrices.panel_bytes // _UNIT, matrices.num_panels,
+            matrices.rows, matrices.columns, max(bias_at, 0), **constants, PARTS=matrices.parts,
+            INTERLEAVED=matrices.interleaved, PER_ROW=per_row, TABLE=places.table is not None,
+            BIASED=bias_at != NO_BIAS, ACTIVATED=form is not None, WARPS=_WARPS, SPANS=_SPANS, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -97,11 +114,17 @@ _MMA: Final = (
 
 
 def _e2m1() -> str:
-    """Return the code for E2M1: the sign of a number is 12 bits above its code's, the rest 6 bits above."""
-    lines = [".reg .b32 n, s, a0, a1, a2, a3;"]
-    for pair, (by, sign_by) in enumerate(((6, 12), (2, 8), (-2, 4), (-6, 0))):
-        lines += [_shifted("n", by), "and.b32 n, n, 0x01C001C0;", _shifted("s", sign_by)]
-        lines += [f"lop3.b32 a{pair}, s, 0x80008000, n, 0xEA;"]
+    """Return the code for E2M1: the sign of a number is 12 bits above its code's, the rest 6 bits above.
+
+    Bits of a number are chosen from two shifted words. Of signs every other code's are left in a word, so that those
+    of its neighbours come where the other word's bits are taken. Shifts are to the left, which are multiplications.
+    """
+    lines = [".reg .b32 high, even, odd, n, s, a0, a1, a2, a3;", "shr.u32 high, $4, 8;"]
+    lines += ["and.b32 even, $4, 0x08080808;", "and.b32 odd, $4, 0x80808080;"]
+    shifts = ("$4", 6, "even", 12), ("$4", 2, "odd", 8), ("high", 6, "even", 4), ("high", 2, "odd", 0)
+    for pair, (of, by, signs, sign_by) in enumerate(shifts):
+        lines += [f"shl.b32 n, {of}, {by};", f"shl.b32 s, {signs}, {sign_by};"]
+        lines += [f"lop3.b32 a{pair}, n, 0x01C001C0, s, 0xE2;"]
     return "\n".join(["{", *lines, _MMA, "}"])
 
 
@@ -150,13 +173,13 @@ def _scales_at(scales, at, there, SCALES: gl.constexpr):
 
 @gluon.jit
 def _two_panels(
-    row, words, scales, at, panel_units, there, spans,
+    row, words, scales, at, panel_units, there, first_span, spans,
     NUMBERS: gl.constexpr, SCALES: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HEAD: gl.constexpr,
     WARPS: gl.constexpr, SPANS: gl.constexpr,
 ):  # fmt: skip
     """Return the products of a row with outputs 0 to 15 of two panels, and with the others: (32,) each.
 
-    `at` are the units of 16 bytes before the first panel. A warp has the spans `warp`, `warp + WARPS` and so on.
+    `at` are the units of 16 bytes before the first panel. A warp has every `WARPS`th of the spans from `first_span` on.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, layout))
@@ -167,7 +190,7 @@ def _two_panels(
     begin = at + thread // 16 % 2 * panel_units
     scales_of_unit: gl.constexpr = 16 if SCALES == "power" else 8
     blocks_of_group: gl.constexpr = BLOCKS // GROUPS
-    for first in range(0, spans, WARPS * SPANS):
+    for first in range(first_span, spans, WARPS * SPANS):
         for further in gl.static_range(SPANS):
             span = first + further * WARPS + warp
             known = span < spans
@@ -213,16 +236,16 @@ def _stored(out, sums, lane, panel, rows, PARTS: gl.constexpr, INTERLEAVED: gl.c
     gl.store(out + place, sums, mask=inner < rows)
 
 
-@gluon.jit(do_not_specialize=["bias_at"])
+@gluon.jit(do_not_specialize=["bias_at", "experts"])
 def _products(
-    x, addresses, out, first, panel_units, panels, rows, columns, bias_at,
+    x, addresses, table, experts, out, first, panel_units, panels, rows, columns, bias_at,
     NUMBERS: gl.constexpr, SCALES: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HEAD: gl.constexpr,
-    PARTS: gl.constexpr, INTERLEAVED: gl.constexpr, PER_ROW: gl.constexpr, BIASED: gl.constexpr,
+    PARTS: gl.constexpr, INTERLEAVED: gl.constexpr, PER_ROW: gl.constexpr, TABLE: gl.constexpr, BIASED: gl.constexpr,
     ACTIVATED: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     UP_OFFSET: gl.constexpr, GATE_CAP: gl.constexpr, UP_CAP: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
 ):  # fmt: skip
     panel, pair = gl.program_id(0) * 2, gl.program_id(1)
-    base = gl.load(addresses + pair)
+    base = address_of(addresses, table, pair, experts, TABLE)
     if base == 0:
         return
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
@@ -231,18 +254,22 @@ def _products(
     words = gl.multiple_of(base.to(gl.pointer_type(gl.int32)), 16)
     scales = gl.multiple_of(base.to(gl.pointer_type(kind)), 16)
     row = (x + (pair // PER_ROW).to(gl.int64) * columns).to(gl.pointer_type(gl.int64), bitcast=True)
+    part, spans = gl.program_id(2), columns // (BLOCKS * 32)
+    share = gl.cdiv(spans, gl.num_programs(2))
     lower, upper = _two_panels(
-        row, words, scales, first + panel * panel_units, panel_units, there, columns // (BLOCKS * 32),
+        row, words, scales, first + panel * panel_units, panel_units, there,
+        part * share, gl.minimum((part + 1) * share, spans),
         NUMBERS, SCALES, BLOCKS, GROUPS, HEAD, WARPS, SPANS,
     )  # fmt: skip
     at = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     of_panel, lane = panel + at // 16, at % 16
     if BIASED:
         bias = (base + bias_at).to(gl.pointer_type(gl.float32)) + (of_panel * 32 + lane)
-        lower += gl.load(bias, mask=of_panel < panels, other=0)
-        upper += gl.load(bias + 16, mask=of_panel < panels, other=0)
+        biased = (of_panel < panels) & (part == 0)
+        lower += gl.load(bias, mask=biased, other=0)
+        upper += gl.load(bias + 16, mask=biased, other=0)
     if not ACTIVATED:
-        result = out + pair.to(gl.int64) * PARTS * rows
+        result = out + (part * gl.num_programs(1) + pair).to(gl.int64) * PARTS * rows
         _stored(result, lower, lane, of_panel, rows, PARTS, INTERLEAVED)
         _stored(result, upper, lane + 16, of_panel, rows, PARTS, INTERLEAVED)
     elif PARTS == 2:
