@@ -92,7 +92,7 @@ class Siblings:
         for begin in range(0, len(layers), most):
             some = layers[begin : begin + most]
             sizes = [layer.out_features for layer in some]
-            products += cast("tuple[Tensor, ...]", _rows_times(rows, some).split(sizes, 1))
+            products += cast("tuple[Tensor, ...]", rows_times(rows, some).split(sizes, 1))
         return [product.view(*x.shape[:-1], product.shape[1]) for product in products]
 
 
@@ -158,7 +158,7 @@ def _most(layer: nn.Linear) -> int:
     return byte_row_kernels.MOST if isinstance(layer, StoredLinear) else plain_row_kernels.MOST
 
 
-def _rows_times(rows: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+def rows_times(rows: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return the products of rows (S, K) with layers of one kind, side by side."""
     given = [cast("Tensor | None", layer.bias) for layer in layers]
     biases = [None if bias is None else bias.detach().to(rows.dtype) for bias in given]

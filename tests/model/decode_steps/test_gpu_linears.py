@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ktc.model.decode_steps import gpu_linears
 from ktc.model.decode_steps.gpu_linears import SiblingLinear, join_siblings
+from ktc.model.linears import plain_row_kernels
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 SIZE = 48
@@ -30,13 +32,13 @@ class Attention(nn.Module):
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how many layers the calls of the kernel multiply."""
-    counts, stock = list[int](), gpu_linears._rows_times
+    counts, stock = list[int](), gpu_linears.rows_times
 
-    def counted(rows: Tensor, layers: list[nn.Linear]) -> Tensor:
+    def counted(rows: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
         counts.append(len(layers))
         return stock(rows, layers)
 
-    monkeypatch.setattr(gpu_linears, "_rows_times", counted)
+    monkeypatch.setattr(gpu_linears, "rows_times", counted)
     return counts
 
 
@@ -44,6 +46,10 @@ def attention(**options: object) -> Attention:
     torch.manual_seed(0)
     made = Attention(**options).to(DEVICE, torch.bfloat16).requires_grad_(False)  # pyright: ignore[reportArgumentType]
     return made.eval()
+
+
+def _seen(module: nn.Module, given: object, result: object) -> None:
+    """Do nothing: a hook."""
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -54,7 +60,9 @@ def test_layers_of_one_input_are_one_product_from_the_second_call_on(products: l
     stock, model = attention(), attention()
     assert join_siblings(model, DEVICE.type) == ("q_proj", "k_proj", "v_proj")
     x = torch.randn(1, 2, SIZE, device=DEVICE).bfloat16()
-    results = [[layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)] for x in (x, x.clone(), x.clone())]
+    layers = model.q_proj, model.k_proj, model.v_proj
+    inputs = x, x.clone(), x.clone()
+    results = [[layer(given) for layer in layers] for given in inputs]
     assert products == [1, 1, 1, 3, 3]
     for alone, together, layer in zip(results[0], results[1], (stock.q_proj, stock.k_proj, stock.v_proj), strict=True):
         assert torch.equal(alone, together) and close(alone, layer(x)) and alone.shape == (1, 2, layer.out_features)
@@ -86,19 +94,15 @@ def test_a_product_is_taken_once_and_a_repeated_call_computes_again(products: li
 
 
 def test_more_layers_than_a_kernel_takes_are_several_products(products: list[int]) -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(SIZE, size, bias=size != 9) for size in (9, 17, 33, 40, 8))
-
     torch.manual_seed(0)
-    model = Wide().to(DEVICE, torch.bfloat16).requires_grad_(False)
+    layers = [nn.Linear(SIZE, size, bias=size != 9).to(DEVICE, torch.bfloat16) for size in (9, 17, 33, 40, 8)]
+    model = nn.Sequential(*layers).requires_grad_(False)
     assert len(join_siblings(model, DEVICE.type)) == 5
-    for _ in range(2):
-        x = torch.randn(3, SIZE, device=DEVICE).bfloat16()
-        results = [layer(x) for layer in model.layers]
+    x = torch.randn(3, SIZE, device=DEVICE).bfloat16()
+    for given in (x, x.clone()):
+        results = [layer(given) for layer in layers]
+        assert all(close(one, nn.Linear.forward(layer, x)) for one, layer in zip(results, layers, strict=True))
     assert products[-2:] == [3, 2]
-    assert all(close(result, nn.Linear.forward(layer, x)) for result, layer in zip(results, model.layers, strict=True))
 
 
 def test_other_calls_are_the_stock_layers(products: list[int]) -> None:
@@ -119,7 +123,7 @@ def test_other_calls_are_the_stock_layers(products: list[int]) -> None:
 
 def test_layers_that_are_not_plain_or_alone_keep_their_code() -> None:
     model = attention()
-    model.k_proj.register_forward_hook(lambda *_: None)
+    model.k_proj.register_forward_hook(_seen)
     model.v_proj = nn.Linear(SIZE, 8).to(DEVICE, torch.bfloat16)
     assert join_siblings(model, DEVICE.type) == ("q_proj", "v_proj")
     assert join_siblings(attention().float(), DEVICE.type) == ()
@@ -140,11 +144,13 @@ def test_copies_compute_by_their_own_code(products: list[int]) -> None:
 def test_a_device_whose_kernel_is_wrong_keeps_the_stock_layers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from ktc.model.linears import plain_row_kernels
-
     monkeypatch.setattr(gpu_linears, "multiplies_plain", gpu_linears.multiplies_plain.__wrapped__)
     stock = plain_row_kernels.rows_times
-    monkeypatch.setattr(plain_row_kernels, "rows_times", lambda *given: stock(*given) * 1.1)
+
+    def wrong(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+        return stock(x, weights, biases) * 1.1
+
+    monkeypatch.setattr(plain_row_kernels, "rows_times", wrong)
     with caplog.at_level("WARNING"):
         assert join_siblings(attention(), DEVICE.type) == ()
     assert "one by one" in caplog.text
