@@ -59,6 +59,11 @@ def _cast_factors(adapted: nn.Module, dtype: torch.dtype) -> None:
             factors.to(dtype)
 
 
+def casts_alone(hook: object) -> bool:
+    """Return whether a hook of a module is one of these layers, which is the same in each call."""
+    return hook is _leave or (isinstance(hook, partial) and hook.func is _enter)
+
+
 def _enter(dtype: torch.dtype, layer: nn.Module, args: object) -> None:
     context: Any = torch.autocast(next(layer.parameters()).device.type, dtype)
     context.__enter__()

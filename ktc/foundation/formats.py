@@ -227,6 +227,7 @@ def _read_only(number: int, name: str, weights: int, block_bytes: int) -> Blocks
 POWERS: Final = tuple(2.0 ** (exponent - 128) for exponent in range(256))
 _TINY: Final = 2.0**-126  # the inverse of a smaller scale may overflow; as fp16 it is zero anyway
 _E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled, to be integers
+_MIDDLES: Final = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between two numbers of `_E2M1`
 
 
 def _scaled(weights: Tensor, scale: Tensor) -> Tensor:
@@ -255,9 +256,11 @@ def _to_q4_1(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _to_mxfp4(weights: Tensor) -> tuple[Tensor, None, Tensor]:
     largest = weights.abs().amax(1, keepdim=True)
     exponent = (largest.log2().floor() + 125).masked_fill(largest == 0, 0).clamp(0, 254)
-    candidates = weights.new_tensor(POWERS)[exponent.long()] * weights.new_tensor(_E2M1)
-    codes = (candidates[:, None] - weights[..., None]).abs().argmin(-1)
-    return exponent, None, codes
+    scaled = weights.abs() / weights.new_tensor(POWERS)[exponent.long()]  # exact: by a power of two
+    codes = (scaled > _MIDDLES[0]).byte()  # a tie is rounded towards zero
+    for middle in _MIDDLES[1:]:
+        codes += scaled > middle
+    return exponent, None, codes | ((weights < 0) & (codes > 0)).byte() << 3
 
 
 def _e4m3(values: Tensor) -> Tensor:

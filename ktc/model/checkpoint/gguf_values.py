@@ -7,7 +7,9 @@ whole blocks of a known type.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -15,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ktc.foundation import host
+from ktc.foundation.anonymous_memory import take_huge_pages
 from ktc.foundation.formats import BLOCKS, STORED
 from ktc.model.checkpoint.block_scales import suspects
 from ktc.model.checkpoint.gguf_types import BLOCK_TYPES
@@ -28,11 +32,23 @@ def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | Non
     """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`."""
     shape = entry.shape if expert is None else entry.shape[1:]
     out = torch.empty(shape, dtype=dtype)
+    take_huge_pages(out.data_ptr(), out.nbytes)
     rows = out.view(-1, shape[-1])
-    done = 0
-    for blocks in _bands(reader, entry, expert):
-        rows[done : done + len(blocks)] = dequantised(blocks, entry.dtype)
-        done += len(blocks)
+
+    def decode(blocks: Tensor, begin: int) -> None:
+        rows[begin : begin + len(blocks)] = dequantised(blocks, entry.dtype)
+
+    threads = host.usable_threads()
+    waiting = deque[Future[None]]()
+    with ThreadPoolExecutor(threads, "ktc-decoding") as pool:  # NumPy releases the interpreter in its loops
+        begin = 0
+        for blocks in _bands(reader, entry, expert):
+            waiting.append(pool.submit(decode, blocks, begin))
+            begin += len(blocks)
+            if len(waiting) > threads:  # so that few bands are in memory
+                waiting.popleft().result()
+        for future in waiting:
+            future.result()
     return out
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.anonymous_memory import take_huge_pages
 from ktc.foundation.regular_files import open_descriptor
 from ktc.model.checkpoint.header import TensorEntry
 
@@ -76,6 +77,7 @@ class TensorReader:
             count = stop - first
         shape = (count, *entry.shape[1:]) if entry.shape else ()
         out = torch.empty(shape, dtype=TORCH_DTYPE[entry.dtype])
+        take_huge_pages(out.data_ptr(), out.nbytes)
         row_bytes = (entry.end - entry.begin) // max(1, entry.shape[0] if entry.shape else 1)
         self._read_into(out, entry, entry.begin + first * row_bytes)
         return out

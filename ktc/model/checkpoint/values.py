@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ktc.foundation.anonymous_memory import take_huge_pages
 from ktc.model.checkpoint import gguf_values, nvfp4
 from ktc.model.checkpoint.header import TensorEntry
 from ktc.model.checkpoint.index import CheckpointIndex
@@ -139,6 +140,7 @@ def read_rows(
     all_scales = _as_rows(index.tensors[quantised.scale.key], matrices * per_matrix)
     zeros, matrix_scale = _zero_points(reader, index, quantised), _matrix_scale(reader, index, quantised)
     out = torch.empty((run.stop - run.start, columns), dtype=dtype)
+    take_huge_pages(out.data_ptr(), out.nbytes)
     band = max(1, _BAND // (columns * per_scale)) * per_scale
     done = 0
     while done < len(out):  # up to the end of a matrix or a band, from the beginning of a row of scales

@@ -127,8 +127,13 @@ class ExpertStream:
 
 @functools.cache
 def chunk_bytes_on(device: torch.device, buffer: int = DEFAULT_BUFFER) -> ChunkBytes:
-    """Return the bytes of a chunk on a device beside such a ring, by what is free there at the first call."""
-    return chunk_bytes(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0, buffer)
+    """Return the bytes of a chunk on a device beside such a ring, by the memory that this process can have there.
+
+    A plan counts the same: what weights have taken before the first call makes chunks no smaller.
+    """
+    if device.type != "cuda":
+        return chunk_bytes(0, buffer)
+    return chunk_bytes(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), buffer)
 
 
 _Key = tuple[ExpertsForm, torch.device, int, range, bool, int, ChunkBytes]

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.foundation.formats import FORMATS, STORED, Dense, WeightFormat
 from ktc.foundation.host import NumaNode
-from ktc.model.experts.anonymous_memory import HUGE_PAGE, anonymous
 from ktc.model.experts.lora import NO_LORA, ExpertsLora, lora_arguments
 from ktc.model.experts.panels import Panels, panels_of
 from ktc.model.experts.saved_buffers import SavedBuffers

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ktc.model.experts.anonymous_memory import HUGE_PAGE, anonymous
+from ktc.foundation.anonymous_memory import HUGE_PAGE, anonymous
 
 # PyTorch's own allocator keeps smaller blocks, and they have few pages to touch.
 SMALLEST: Final = 1 << 20

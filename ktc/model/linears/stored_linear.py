@@ -10,6 +10,7 @@ Refused: blocks of another type or size (ValueError), input of another dtype or 
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NoReturn, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation import host
 from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.tracing import never_traced
@@ -27,6 +29,7 @@ from ktc.model.linears.coded_weight import CodedWeight
 from ktc.model.linears.gemv import address, threads_for
 
 _CPU: Final = torch.device("cpu")
+_BAND: Final = 8192  # rows that a thread packs: whole panels
 
 
 class StoredLinear(LinearWithoutWeight):
@@ -65,12 +68,25 @@ class StoredLinear(LinearWithoutWeight):
         blocks = blocks.contiguous()
         if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[0] != self.out_features:
             raise ValueError(f"expected blocks of {self.out_features} rows, found {tuple(blocks.shape)}")
-        self._native.pack(packed.data_ptr(), blocks.data_ptr(), *blocks.shape)
+        self._pack(packed, blocks)
         if not self._on_gpu or self.packed is None:
             self.packed = packed.to(self.device)
         else:
             self.packed.copy_(packed)
         self.loads.loaded("weight")
+
+    def _pack(self, packed: Tensor, blocks: Tensor) -> None:
+        """Pack rows by bands of whole panels, on several threads: a head has hundreds of thousands."""
+        native = self._native
+
+        def pack(first: int) -> None:
+            band = blocks[first : first + _BAND]
+            begin = packed.data_ptr() + native.packed_bytes(self.in_features, first)
+            native.pack(begin, band.data_ptr(), *band.shape)
+
+        bands = range(0, self.out_features, _BAND)
+        with ThreadPoolExecutor(min(len(bands), host.usable_threads()), "ktc-packing") as pool:
+            list(pool.map(pack, bands))
 
     def stay_on_host(self) -> None:
         """Keep the blocks in host memory, in a layer that `copy_from` reads and that is never called."""

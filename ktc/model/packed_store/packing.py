@@ -1,7 +1,7 @@
 """Experts that are packed on several threads, while the next ones are read.
 
 In: functions that pack, each of another expert. Out: their results in memory once `finish` returns. At most one per
-thread waits, so that memory stays small. Only the kernel's own loops run on the threads: the interpreter is released.
+thread waits, so that memory stays small. Checks and the kernel's loops run there, which release the interpreter.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
 from ktc.foundation import host
+from ktc.foundation.anonymous_memory import HUGE_PAGE, take_huge_pages
 from ktc.foundation.progress import Progress, Tally
-from ktc.model.experts.anonymous_memory import HUGE_PAGE
 from ktc.model.experts.block_reference import random_blocks
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed import huge_pages
@@ -111,6 +111,8 @@ def _require_floats(tensors: Mapping[str, Tensor]) -> None:
 
 def _value(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if device.type == "cpu":
+        take_huge_pages(value.data_ptr(), value.nbytes)
     if value.dim() < 2:
         return value.fill_(1 if name.rpartition(".")[2] == "weight" else 0)
     number = seed * 0x1_0000_0001 + zlib.crc32(name.encode())  # a generator of the CPU uses half of its bits

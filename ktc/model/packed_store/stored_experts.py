@@ -25,7 +25,7 @@ from ktc.model.packed_store.finite_weights import are_numbers, is_finite, not_fi
 
 Pack = Callable[[], None]
 Loader = Callable[[TensorReader, CheckpointIndex, int | None], Pack]
-"""It reads and checks an expert of a row, and returns the function that packs it, on any thread."""
+"""It reads an expert of a row, and returns the function that checks and packs it, on any thread."""
 
 
 def misfit_of_experts(experts: FusedMoe, source: WeightSource, leaf: str) -> str:
@@ -93,9 +93,9 @@ class _StoredRow:
 
     def load_codes(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
         codes, scales = read_codes(reader, index, self.source, expert)
-        number = self._checked(is_finite(scales) and are_numbers(codes), expert)
 
         def pack() -> None:
+            number = self._checked(is_finite(scales) and are_numbers(codes), expert)
             pieces = (by_part(self.source, self.experts.form, self.leaf, tensor) for tensor in (codes, scales))
             for (part, piece), (_, scale) in zip(*pieces, strict=True):
                 self.experts.weights.load_codes(number, part, piece, scale)
@@ -104,10 +104,10 @@ class _StoredRow:
 
     def load_blocks(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
         blocks = read_blocks(reader, index, self.source, expert)
-        number = self._checked(gguf_values.are_finite(blocks, self.source.plain_blocks or ""), expert)
         as_rows = replace(self.experts.form, transposed=False)  # blocks are read as rows of outputs
 
         def pack() -> None:
+            number = self._checked(gguf_values.are_finite(blocks, self.source.plain_blocks or ""), expert)
             for part, piece in by_part(self.source, as_rows, self.leaf, blocks):
                 self.experts.weights.load_blocks(number, part, piece)
 

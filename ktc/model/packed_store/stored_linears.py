@@ -6,8 +6,6 @@ In: the model and a row. Out: whether the row fits, and its bytes in the layer. 
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import nn
 
 from ktc.diagnostics import InputRefused
@@ -33,8 +31,12 @@ def rows_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool) -
 
     def load(reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
         blocks = read_blocks(reader, index, source, None)
-        if not (allow_nonfinite or gguf_values.are_finite(blocks, layer.format)):
-            raise InputRefused(not_finite(source, expert))
-        return partial(layer.load_blocks, blocks)
+
+        def pack() -> None:
+            if not (allow_nonfinite or gguf_values.are_finite(blocks, layer.format)):
+                raise InputRefused(not_finite(source, expert))
+            layer.load_blocks(blocks)
+
+        return pack
 
     return load

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ktc.diagnostics import Diagnostic, InputRefused
+from ktc.foundation.anonymous_memory import collapse
 from ktc.foundation.progress import Progress
 from ktc.model.checkpoint import CheckpointIndex, Span, WeightSource
 from ktc.model.checkpoint.reader import TensorReader
 from ktc.model.checkpoint.values import read_weight
-from ktc.model.experts.anonymous_memory import collapse
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.stock_layout import StockTensor
 from ktc.model.graph.typed import named_modules, owner_of

@@ -59,16 +59,16 @@ def in_tiles(trainer: Any) -> bool:
     return bool(getattr(trainer, "has_loss_in_tiles", False))
 
 
-def tokens_of_losses(trainer: Any, tokens: int, vocabulary: int) -> int:
-    """Return how many of `tokens` tokens have their losses in one run."""
+def tokens_of_losses(trainer: Any, head: Any, tokens: int, vocabulary: int) -> int:
+    """Return how many of `tokens` tokens have their losses in one run. `head` is the model's output embedding."""
     if not in_tiles(trainer):
         return tokens
-    return tokens_of_run(tokens, vocabulary, on_gpu=causal_model(trainer).get_output_embeddings().weight.is_cuda)
+    return tokens_of_run(tokens, vocabulary, on_gpu=head.weight.is_cuda)
 
 
-def loss_bytes(trainer: Any, tokens: int, vocabulary: int, *, whole: bool) -> int:
+def loss_bytes(trainer: Any, head: Any, tokens: int, vocabulary: int, *, whole: bool) -> int:
     """Return the bytes that the loss of `tokens` tokens needs on the device of the head, with `whole` logits or not."""
-    head, logits = causal_model(trainer).get_output_embeddings(), tokens * vocabulary
+    logits = tokens * vocabulary
     if in_tiles(trainer):
         return tile_bytes(tokens, vocabulary, head.weight.element_size(), on_gpu=head.weight.is_cuda)
     cast_head = head.weight.numel() * frozen_head.cast_item(head.weight.dtype, trainer.args)

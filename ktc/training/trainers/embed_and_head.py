@@ -44,6 +44,7 @@ class EmbedAndHead:
         self.causal = causal_model(trainer)
         self._modes: list[dict[str, Any]] = []  # the attributes of all modules, after they were set to training
         self._changed: list[Tensor] = []  # per micro-batch of a step, whether its input differed from the recorded one
+        self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []  # of earlier passes, on their way to the host
         self._own = own_losses_of(trainer)
         self.whole_loss, self.in_parts = whole_loss, False
         self.checks_at_once = True
@@ -61,7 +62,7 @@ class EmbedAndHead:
     def in_training(self) -> Generator[None]:
         """Begin a step. Every module is set to training, and `train()` of the model is not repeated inside."""
         model, optimizer = self._model, self._trainer.optimizer
-        self._changed = []
+        self._changed, self._arriving = [], []
         if not self._modes or not all(attributes["training"] for attributes in self._modes):
             model.train()
             self._modes = [vars(module) for module in model.modules()]
@@ -161,8 +162,19 @@ class EmbedAndHead:
             raise CannotStack(_CHANGED)
         self._changed.append((x != recorded).any())
         # the others are read later together: each reading makes the host wait for the GPU
-        if len(self._changed) == 1 and self.checks_at_once:
+        if len(self._changed) == 1 and not self._arriving and self.checks_at_once:
             self.check_unchanged()
+
+    def begin_check(self) -> None:
+        """Send what `check_unchanged` reads to the host, before the device gets work that it would wait for."""
+        if self._changed and self._changed[0].is_cuda:
+            changed = torch.stack(self._changed).any()
+            flag = torch.empty(changed.shape, dtype=changed.dtype, pin_memory=True)
+            flag.copy_(changed, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(changed.device))
+            self._arriving.append((flag, arrived))
+            self._changed = []
 
     def check_unchanged(self) -> None:
         """Check that every micro-batch entered the layers as it was recorded.
@@ -170,7 +182,11 @@ class EmbedAndHead:
         Raises:
             CannotStack: one has changed.
         """
-        if self._changed and bool(torch.stack(self._changed).any()):
+        arriving, self._arriving = self._arriving, []
+        for _, arrived in arriving:
+            arrived.synchronize()
+        changed = [bool(flag) for flag, _ in arriving]
+        if any(changed) or (self._changed and bool(torch.stack(self._changed).any())):
             raise CannotStack(_CHANGED)
 
 

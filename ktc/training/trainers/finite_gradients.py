@@ -7,6 +7,7 @@ In: the trained parameters, after the last backward of a step. Refused (T548): a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -20,8 +21,10 @@ from ktc.training.trainers.checkpoints import last_kept
 from ktc.training.trainers.gradient_norm import total_norm
 
 
-def require_finite(model: nn.Module, parameters: Sequence[nn.Parameter], step: int, run: Path) -> Tensor | None:
-    """Check the gradients of a step, and return their norm, None without any.
+def require_finite(
+    model: nn.Module, parameters: Sequence[nn.Parameter], step: int, run: Path
+) -> tuple[Tensor, float] | None:
+    """Check the gradients of a step, and return their norm and its value, None without any.
 
     One norm is read for all of them: the host waits for the backward.
 
@@ -29,16 +32,19 @@ def require_finite(model: nn.Module, parameters: Sequence[nn.Parameter], step: i
         KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(gradients) if gradients else None
-    if norm is None or bool(norm.isfinite()):
-        return norm
+    if not gradients:
+        return None
+    norm = total_norm(gradients)
+    value = float(norm)
+    if math.isfinite(value):
+        return norm, value
     gradient = next((gradient for gradient in gradients if not bool(gradient.isfinite().all())), None)
     if gradient is None:  # their squares are too large for a sum
-        return norm
+        return norm, value
     name = next((name for name, parameter in model.named_parameters() if parameter.grad is gradient), "")
     place = _expert(model, name, gradient)
-    value = "NaN" if bool(gradient.isnan().any()) else "infinite"
-    message = f"step {step}: the gradient of `{name}`{place} is {value}; the step was not taken, {last_kept(run)}"
+    kind = "NaN" if bool(gradient.isnan().any()) else "infinite"
+    message = f"step {step}: the gradient of `{name}`{place} is {kind}; the step was not taken, {last_kept(run)}"
     hint = "read the rows of this step, or start again with a lower learning rate"
     raise KtcError(Diagnostic("T548", message, hint=hint))
 

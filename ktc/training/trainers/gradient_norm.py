@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Final, cast
 
 import torch
@@ -19,7 +20,18 @@ from ktc.foundation.temporary_values import context_value
 from ktc.model.experts.weight_training import State, state_of
 
 _LARGE: Final = 1 << 16  # values
-ReadNorm = tuple[Tensor, State]  # a norm, with the state of the gradients that it was read of
+_MARGIN: Final = 1e-5  # of a norm, whose factor is rounded
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNorm:
+    """A norm, its value on the host, and the state of the gradients that it was read of."""
+
+    norm: Tensor
+    value: float
+    state: State
+
+
 _known: Final[ContextVar[ReadNorm | None]] = ContextVar("_known", default=None)
 
 
@@ -28,9 +40,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return get_total_norm([_with_same_norm(gradient) for gradient in gradients])
 
 
-def read_norm(norm: Tensor, parameters: Iterable[Tensor]) -> ReadNorm:
+def read_norm(norm: Tensor, value: float, parameters: Iterable[Tensor]) -> ReadNorm:
     """Return a norm with the state of the gradients that it was read of; they must outlive it."""
-    return norm, state_of(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return ReadNorm(norm, value, state_of(parameter.grad for parameter in parameters if parameter.grad is not None))
 
 
 def known(norm: ReadNorm | None) -> AbstractContextManager[ReadNorm | None]:
@@ -39,12 +51,19 @@ def known(norm: ReadNorm | None) -> AbstractContextManager[ReadNorm | None]:
 
 
 def clip(parameters: Tensor | Iterable[Tensor], most: float) -> Tensor:
-    """Scale the gradients of parameters in place so that their norm is `most` at most; return what it was."""
+    """Scale the gradients of parameters in place so that their norm is `most` at most; return what it was.
+
+    Gradients of a smaller norm would be multiplied by 1, for which those in host memory are read and written.
+    """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    norm, state = _known.get() or (None, ())
-    if norm is None or state != state_of(gradients):
+    read = _known.get()
+    if read is not None and read.state == state_of(gradients):
+        norm = read.norm
+        if read.value + _MARGIN <= most * (1 - _MARGIN):
+            return norm
+    else:
         norm = total_norm(gradients)
     clip_grads_with_norm_(trained, most, norm)
     return norm

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ktc.diagnostics import Diagnostic, InputRefused, listing
+from ktc.training.trainers.private_api import copy_all
 
 BUCKET_BYTES = 25 << 20  # DDP's size too: large enough to fill a network, small enough to copy
 _BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl"}
@@ -101,10 +102,22 @@ def average_gradients(
     the optimizer skips it as it does in one process.
     """
     for bucket in _buckets(_present(parameters, groups["cpu"]), bucket_bytes):
+        if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype not in _HALF:
+            _average(bucket[0], groups)  # where it is
+            continue
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat.float() if flat.dtype in _HALF else flat
-        dist.all_reduce(flat, group=groups[flat.device.type])
-        _scatter(flat.div_(dist.get_world_size()), bucket)
+        _average(flat, groups)
+        _scatter(flat, bucket)
+
+
+def _average(flat: Tensor, groups: Mapping[str, Group]) -> None:
+    """Replace values by their mean over the processes."""
+    if flat.is_cuda:
+        dist.all_reduce(flat, dist.ReduceOp.AVG, group=groups["cuda"])  # nccl divides too
+    else:
+        dist.all_reduce(flat, group=groups["cpu"])
+        flat.div_(dist.get_world_size())
 
 
 def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
@@ -120,23 +133,28 @@ def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Group the tensors by device and dtype, in their order, with at most `limit` bytes or one tensor in a group."""
+    """Group the tensors by device and dtype, in their order, with at most `limit` bytes or one tensor in a group.
+
+    Tensors of an eighth of that are alone: they are not copied to one another.
+    """
     kinds: defaultdict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[str(tensor.device), tensor.dtype].append(tensor)
     for alike in kinds.values():
         bucket, num_bytes = list[Tensor](), 0
         for tensor in alike:
+            if tensor.nbytes * 8 > limit:
+                yield [tensor]
+                continue
             if bucket and num_bytes + tensor.nbytes > limit:
                 yield bucket
                 bucket, num_bytes = [], 0
             bucket.append(tensor)
             num_bytes += tensor.nbytes
-        yield bucket
+        if bucket:
+            yield bucket
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    copy_all(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

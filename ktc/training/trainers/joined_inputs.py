@@ -32,7 +32,7 @@ from ktc.training.trainers.private_api import (
     pytree,
     wraps_forward_in_autocast,
 )
-from ktc.training.trainers.several_lengths import calls_of_each, has_room, padded
+from ktc.training.trainers.several_lengths import as_it_is, calls_of_each, has_room, padded
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 Inputs = Mapping[str, Any]
@@ -52,8 +52,13 @@ class Batch:
     count: int = 1
     lengths: tuple[int, ...] = ()
 
-    def calls(self, call: ModelCall) -> list[ModelCall]:
-        """Return the calls by which the batch, whose recorded call is given, goes through the layers."""
+    def calls(self, call: ModelCall, *, padded: bool = False) -> list[ModelCall]:
+        """Return the calls by which the batch, whose recorded call is given, goes through the layers.
+
+        Those of several lengths are one call if it is to be `padded`.
+        """
+        if self.lengths and padded:
+            return [as_it_is(call, self.lengths)]
         calls = calls_of_each(call, self.lengths) if self.lengths else [call]
         assert calls is not None, "a batch of several lengths was compared with its micro-batches, or `has_parts`"
         return calls

@@ -27,11 +27,15 @@ class _LastLayer(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """The input of the first layer (B, T, H), the device of each layer, and how each is called."""
+    """The input of the first layer (B, T, H), the device of each layer, and how each is called.
+
+    `real` (R,) int64 are the numbers of those of the B T tokens that do not pad the end of a row; None: all.
+    """
 
     hidden: Tensor
     devices: tuple[torch.device, ...]
     layers: tuple[LayerCall, ...]
+    real: Tensor | None = None
 
 
 def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall:
@@ -150,10 +154,13 @@ def _same(x: Tensor, previous: Tensor) -> bool:
 
 # A call as several ----------------------------------------------------------------------------------------------------
 def divided(call: ModelCall, tokens: int) -> list[ModelCall]:
-    """Divide a call along the batch into calls of at most `tokens` tokens, or one sequence, where that is exact."""
+    """Divide a call along the batch into calls of at most `tokens` tokens, or one sequence, where that is exact.
+
+    One with padding stays whole: it has no more tokens than a chunk.
+    """
     rows, length = call.hidden.shape[:2]
     most = max(1, tokens // length)
-    if rows <= most or not is_divisible(call):
+    if rows <= most or call.real is not None or not is_divisible(call):
         return [call]
     return [_rows_of(call, slice(first, min(first + most, rows))) for first in range(0, rows, most)]
 
@@ -198,7 +205,8 @@ def in_chunks(calls: Sequence[ModelCall], tokens: int) -> list[tuple[ModelCall, 
     chunks: list[tuple[ModelCall, int]] = []
     for call in calls:
         length = call.hidden.shape[1]
-        if chunks and (chunks[-1][0].hidden.shape[0] + 1) * length <= tokens:
+        whole = chunks and chunks[-1][0].real is None and call.real is None
+        if whole and (chunks[-1][0].hidden.shape[0] + 1) * length <= tokens:
             joined = _joined(chunks[-1][0], call)
             if joined is not None:
                 chunks[-1] = (joined, chunks[-1][1] + 1)

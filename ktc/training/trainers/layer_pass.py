@@ -95,7 +95,7 @@ def through_layers(
             calls = [chunk.layers[index] for chunk in chunks]
             of_layer = kept.of_layer(index, len(layers))
             level = Offloaded.NOTHING if of_layer.parts else offloaded
-            states = _through(split, calls, states, compiled, level, of_layer)
+            states = _through(split, calls, states, compiled, level, of_layer, [chunk.real for chunk in chunks])
     return states
 
 
@@ -105,7 +105,7 @@ def _trains(layer: nn.Module) -> bool:
 
 def _through(
     split: SplitLayer, calls: Sequence[LayerCall], states: Sequence[Tensor], compiled: CompiledParts | None,
-    offloaded: Offloaded, kept: Kept,
+    offloaded: Offloaded, kept: Kept, real: Sequence[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
     part = partial(_part, keeps_graph=bool(kept.parts))
     runs = [
@@ -130,7 +130,7 @@ def _through(
             cast("Routes", part(run, run.route, *given)) for run, given in zip(runs, inputs, strict=True)
         ]
         with calls[0].autocasting():
-            routed = _of_experts(split.experts, routes, kept)
+            routed = _of_experts(split.experts, routes, kept, real)
     inputs = [given + carried for given, carried in zip(inputs, routed, strict=True)]
     return [part(run, run.finish, *given) for run, given in zip(runs, inputs, strict=True)]
 
@@ -166,12 +166,17 @@ def stays_on(experts: nn.Module, device: torch.device) -> bool:
     return offload is not None and offload.resident and device.type != "cpu" and [*offload.devices] == [device]
 
 
-def _of_experts(experts: nn.Module, routes: Sequence[Routes], kept: Kept) -> Sequence[Carried]:
+def _of_experts(
+    experts: nn.Module, routes: Sequence[Routes], kept: Kept, real: Sequence[Tensor | None]
+) -> Sequence[Carried]:
     """Compute the tokens of all chunks in one call of the experts, and return each chunk's output.
 
     Experts on the CPU leave it in host memory. From a GPU it is offloaded there until backward, which recomputes each
-    chunk's last part, or with `kept.results` it stays.
+    chunk's last part, or with `kept.results` it stays. Of a chunk with padding they compute the `real` tokens, and the
+    output is zero for others.
     """
+    sizes = [route[0].shape[0] for route in routes]
+    routes = [_of_real(route, tokens) for route, tokens in zip(routes, real, strict=True)]
     rows = [route[0].shape[0] for route in routes]
     device = fused_in(experts).backend(sum(rows)).device
     gathered = zip(*routes, strict=True)
@@ -179,14 +184,31 @@ def _of_experts(experts: nn.Module, routes: Sequence[Routes], kept: Kept) -> Seq
         out = in_span("experts", experts, *(to_host(tensors) for tensors in gathered))
         on_host = all(route[0].device.type == "cpu" for route in routes)
         pieces = torch.split(out, rows) if on_host else parts(out, rows, pin=True)
-        return [(piece, None) for piece in pieces]
+        return [(_with_padding(*piece), None) for piece in zip(pieces, sizes, real, strict=True)]
     stays = kept.results and all(stays_on(experts, route[0].device) for route in routes)
     with saved_in_place(products=bool(kept.parts)) if stays else nullcontext():
         out = in_span("experts", experts, *(_joined(tensors, device) for tensors in gathered))
+    whole = [out] if len(rows) == 1 else torch.split(out, rows)
+    pieces = [_with_padding(*piece) for piece in zip(whole, sizes, real, strict=True)]
     if stays:
-        return [(out, None)] if len(rows) == 1 else [(piece.clone(), None) for piece in torch.split(out, rows)]
-    pieces = zip(torch.split(out, rows), routes, strict=True)
-    return [_offloaded(piece.to(route[0].device)) for piece, route in pieces]
+        shared = len(rows) > 1
+        return [(x.clone() if shared and at is None else x, None) for x, at in zip(pieces, real, strict=True)]
+    return [_offloaded(piece.to(route[0].device)) for piece, route in zip(pieces, routes, strict=True)]
+
+
+def _of_real(route: Routes, real: Tensor | None) -> Routes:
+    """Return the arguments of experts for the `real` tokens."""
+    if real is None:
+        return route
+    hidden, index, weights = (tensor.index_select(0, real.to(tensor.device)) for tensor in route)
+    return hidden, index, weights
+
+
+def _with_padding(out: Tensor, size: int, real: Tensor | None) -> Tensor:
+    """Return the rows of tokens and of the padding between them, whose rows are zero."""
+    if real is None:
+        return out
+    return out.new_zeros(size, out.shape[1]).index_copy(0, real.to(out.device), out)
 
 
 def _joined(pieces: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ktc.adapters.as_trained import casts_alone
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.private_api import HOOKS
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
@@ -177,7 +178,7 @@ def state_of(layers: Sequence[SplitLayer]) -> list[Any]:
 def hooks_of_others(module: nn.Module) -> int:
     """Return how many functions other than ktc's own are called with a module.
 
-    Those of ktc measure, move tensors or compare attributes, which passes that repeat do alike.
+    Those of ktc measure, cast, move tensors or compare attributes, which passes that repeat do alike.
     """
     names = vars(module)
     hooks = (hook for kind in HOOKS if names[kind] for hook in names[kind].values())
@@ -186,7 +187,7 @@ def hooks_of_others(module: nn.Module) -> int:
 
 def _is_of_ktc(hook: Any) -> bool:
     measures = isinstance(getattr(hook, "__self__", None), ExpertsHooks)
-    return measures or isinstance(hook, StaleChangeGuard) or moves_alone(hook)
+    return measures or isinstance(hook, StaleChangeGuard) or moves_alone(hook) or casts_alone(hook)
 
 
 def _hooks_inside(layers: Sequence[SplitLayer]) -> Iterator[int]:
@@ -223,7 +224,7 @@ class _Inputs:
         known: dict[int, Any] = {}
         signature = list[Any]()
         for chunk in chunks:
-            signature += place(chunk.hidden), chunk.devices
+            signature += place(chunk.hidden), place(chunk.real), chunk.devices
             for call in chunk.layers:
                 if id(call) not in known:
                     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
@@ -259,7 +260,12 @@ class _Inputs:
                     args, kwargs = pytree.tree_map(copy_of, (call.args, dict(call.kwargs)))
                     calls[id(call)] = replace(call, args=args, kwargs=kwargs)
         chunks = tuple(
-            ModelCall(made[id(chunk.hidden)], chunk.devices, tuple(calls[id(call)] for call in chunk.layers))
+            replace(
+                chunk,
+                hidden=made[id(chunk.hidden)],
+                layers=tuple(calls[id(call)] for call in chunk.layers),
+                real=None if chunk.real is None else made[id(chunk.real)],
+            )
             for chunk in self.chunks
         )
         return _Inputs(chunks, tensors, self.signature)

@@ -92,6 +92,11 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
 
 
 # torch: processes -----------------------------------------------------------------------------------------------------
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to others of their shapes, on a GPU by few launches; torch has no public name for it."""
+    cast("Any", torch)._foreach_copy_([*targets], [*sources])
+
+
 def store_of_the_run(prefix: str) -> Any:
     """Return the key-value store that launched this run of several processes, its keys below `prefix`.
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.private_api import pytree
-from ktc.training.trainers.split_layer import LayerCall
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer
 
 # By which frequencies do not depend on lengths.
 _ROTARY: Final = frozenset({"default", "linear", "llama3", "yarn"})
@@ -50,6 +50,42 @@ def padded(run: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return functional.pad(value, (0, longest - value.shape[1]), value=_PADDING[name])
 
     return {name: torch.cat([filled(name, inputs[name]) for inputs in run]) for name in run[0]}
+
+
+def as_it_is(call: ModelCall, lengths: Sequence[int]) -> ModelCall:
+    """Return the call of a batch of micro-batches with equally many rows, which says which tokens are real."""
+    rows, longest = call.hidden.shape[:2]
+    of_rows = torch.tensor([length for length in lengths for _ in range(rows // len(lengths))])
+    real = (torch.arange(longest) < of_rows[:, None]).flatten().nonzero().flatten()
+    if call.hidden.is_cuda:
+        real = real.pin_memory().to(call.hidden.device, non_blocking=True)
+    return replace(call, real=real)
+
+
+class HiddenPadding:
+    """Whether no token of a model's layers sees padding behind it, as far as it is known."""
+
+    def __init__(self, layers: Sequence[SplitLayer]) -> None:
+        attention = [split.attention for split in layers]
+        self._is_causal = all(module is not None and getattr(module, "is_causal", False) for module in attention)
+        self._hides: dict[int, bool] = {}  # by the number of masks: the same code makes them in each step
+
+    def of(self, call: ModelCall) -> bool:
+        """Return it for a batch's call. Waits for the device where it has other masks than calls before."""
+        if not self._is_causal:
+            return False
+        layers = {id(layer): (layer.args, dict(layer.kwargs)) for layer in call.layers}
+        leaves = {id(leaf): leaf for leaf in pytree.tree_leaves([*layers.values()]) if isinstance(leaf, Tensor)}
+        masks = [leaf for leaf in leaves.values() if leaf.ndim == 4]
+        if len(masks) not in self._hides:
+            self._hides[len(masks)] = not any(_shows_later(mask) for mask in masks)
+        return self._hides[len(masks)]
+
+
+def _shows_later(mask: Tensor) -> bool:
+    """Return whether a mask (B, 1, T, T), of flags or of 0 and very negative numbers, shows a token a later one."""
+    seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return bool(seen.triu(1).any())
 
 
 def calls_of_each(call: ModelCall, lengths: Sequence[int]) -> list[ModelCall] | None:

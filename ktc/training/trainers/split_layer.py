@@ -85,8 +85,11 @@ def split_layers(model: nn.Module) -> tuple[SplitLayer, ...]:
 
 
 def fused_in(experts: nn.Module) -> FusedMoe:
-    """Return the experts inside the wrappers of PEFT."""
-    return next(module for module in experts.modules() if isinstance(module, FusedMoe))
+    """Return the experts inside the wrappers of PEFT, which steps need several times per layer."""
+    inner: Any = experts
+    while inner is not None and not isinstance(inner, FusedMoe):
+        inner = getattr(inner, "base_layer", None)
+    return inner if inner is not None else next(module for module in experts.modules() if isinstance(module, FusedMoe))
 
 
 def _outermost_list(name: str, modules: Mapping[str, nn.Module]) -> str | None:

@@ -24,7 +24,7 @@ from ktc.model.experts import host_factors
 from ktc.model.experts.compiled_functions import has_compiler
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf.stock_model import finds_positions
-from ktc.training.trainers.chunked_loss import loss_bytes, reason_for_whole_logits, tokens_of_losses
+from ktc.training.trainers.chunked_loss import causal_model, loss_bytes, reason_for_whole_logits, tokens_of_losses
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.embed_and_head import EmbedAndHead, TrainingStep
 from ktc.training.trainers.finite_filter import FiniteFilter
@@ -38,8 +38,8 @@ from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.recorded_step import RecordedStep, Recorder
-from ktc.training.trainers.several_lengths import as_batch
-from ktc.training.trainers.split_layer import CannotStack, SplitLayer, split_layers
+from ktc.training.trainers.several_lengths import HiddenPadding, as_batch
+from ktc.training.trainers.split_layer import CannotStack, SplitLayer, fused_in, split_layers
 from ktc.training.trainers.stack_size import (
     CHUNKS,
     MANY,
@@ -49,7 +49,7 @@ from ktc.training.trainers.stack_size import (
     free_bytes,
     prepare_experts,
 )
-from ktc.training.trainers.step_passes import PassMemory, Stacking, StepSizes, fewest_passes, passes
+from ktc.training.trainers.step_passes import PassMemory, Stacking, StepSizes, fewest_passes, passes, with_padding
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class Stacker(TrainerCallback):
         # None before the first step. Stacking ends only if the first stack shows that it is impossible.
         self.decision: Stacking | None = None
         self._decided_for: StepSizes | None = None
+        self._padding: HiddenPadding | None = None  # of the layers
         self._in_one_run = 0  # the tokens of several micro-batches that may have their losses together
         self._told: set[Stacking] = set()
         self._graphs = PassGraphs()
@@ -148,6 +149,7 @@ class Stacker(TrainerCallback):
             self._layers = split_layers(model)
             self._recorder = Recorder(self._trainer, model, self._layers)
             self._around = EmbedAndHead(self._trainer, model, self._layers)
+            self._padding = HiddenPadding(self._layers)
         except CannotStack as why:
             self._give_up(why)
 
@@ -237,7 +239,12 @@ class Stacker(TrainerCallback):
     ) -> None:
         """Run forward and backward of batches that share each layer's experts. Add their losses to `losses`."""
         assert self.decision is not None
-        of_batches = [batch.calls(call) for batch, call in zip(batches, calls, strict=True)]
+        assert self._padding is not None, "it is made with the layers"
+        pads = self.decision.padded
+        of_batches = [
+            batch.calls(call, padded=pads and bool(batch.lengths) and self._padding.of(call))
+            for batch, call in zip(batches, calls, strict=True)
+        ]
         pieces = [divided(call, self.decision.chunk_tokens) for of_batch in of_batches for call in of_batch]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
         outs = self._through_layers([chunk for chunk, _ in chunks])
@@ -261,6 +268,7 @@ class Stacker(TrainerCallback):
         with_loss = [(final, grad) for final, grad in trained if grad is not None]
         if with_loss:
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
+            embed_and_head.begin_check()
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
@@ -314,10 +322,13 @@ class Stacker(TrainerCallback):
         vocabulary = int(getattr(cast("Any", model).config.get_text_config(), "vocab_size", 0))
         # The loss has logits of neighbouring micro-batches together, at most those of a chunk, padded to one length.
         chunk = self._chunk_tokens or (CHUNKS[0] if any(at.type == "cpu" for at in call.devices) else CHUNKS[-1])
-        self._in_one_run = tokens_of_losses(self._trainer, chunk, vocabulary)
+        # a model that is known saves a walk through all modules in each step
+        causal = causal_model(self._trainer) if self._around is None else self._around.causal
+        head = causal.get_output_embeddings()
+        self._in_one_run = tokens_of_losses(self._trainer, head, chunk, vocabulary)
         joins = not whole or own_losses_of(self._trainer) is not None
         together = min(sizes.padded, max(self._in_one_run, sizes.largest)) if joins else sizes.largest
-        loss = loss_bytes(self._trainer, together, vocabulary, whole=bool(whole))
+        loss = loss_bytes(self._trainer, head, together, vocabulary, whole=bool(whole))
         coming = coming_bytes(model, self._trainer.optimizer)
         devices = {"cpu", *map(str, call.devices), *expert_bytes(self._layers)}
         free = {device: max(0, free_bytes(device) - coming.get(device, 0)) for device in devices}
@@ -325,7 +336,8 @@ class Stacker(TrainerCallback):
         if not is_divisible(call) or sizes.largest == sizes.length**2:
             sizes = replace(sizes, undivided=sizes.largest)
         memory = PassMemory(free, loss, bytes_per_pair(model))
-        size = fewest_passes(self._layers, longest, sizes, memory, self._chunk_tokens)
+        way = with_padding if self._launches(sizes.whole, call) else fewest_passes
+        size = way(self._layers, longest, sizes, memory, self._chunk_tokens)
         (most,) = self._most([-size.tokens])
         known = Stacking(False, "", 0) if self.decision is None else self.decision
         decision = replace(
@@ -342,6 +354,12 @@ class Stacker(TrainerCallback):
             bounded = f"the free memory on `{size.scarce}` bounds a pass"
             return replace(decision, reason=bounded, tokens=max(decision.tokens, sizes.length))
         return decision
+
+    def _launches(self, tokens: int, call: ModelCall) -> bool:
+        """Return whether GPUs compute a pass: launches for each length cost more than computing some padding."""
+        experts = (fused_in(split.experts) for split in self._layers if split.experts is not None)
+        computing = {*call.devices, *(fused.backend(tokens).device for fused in experts)}
+        return all(device.type != "cpu" for device in computing)
 
     def _gives_up_for_memory(self, model: nn.Module) -> bool:
         """Return whether micro-batches are computed one by one where a pass holds less than two, from the first step.

@@ -53,6 +53,10 @@ class StepSizes:
         """The most tokens of the step where its micro-batches are padded to one length."""
         return self.largest * len(self.tokens)
 
+    def with_padding(self) -> StepSizes:
+        """Return the sizes of the step with every micro-batch as large as the largest."""
+        return replace(self, tokens=(self.largest,) * len(self.tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
@@ -69,6 +73,7 @@ class Stacking:
     bytes_per_token: tuple[tuple[str, int], ...] = ()
     offloaded: Offloaded = Offloaded.NOTHING  # what waits for backward in host memory
     kept: Kept = NOTHING_KEPT  # what waits for backward on the GPU beside the states of layers
+    padded: bool = False  # whether micro-batches of several lengths go through the layers as one batch with padding
     scarce: str = ""  # the device whose memory is the first that a longer pass would fill
     whole_loss: str = ""  # why the loss of a micro-batch is not computed in ktc's chunks of tokens; "" if it is
     not_compiled: str = ""  # the layers on a GPU that are not compiled, and why
@@ -89,13 +94,14 @@ class Stacking:
         waiting = f"; {self.offloaded.told}" if self.offloaded else ""
         kept = f"; {self.kept.told}" if self.kept.told else ""
         graphs = f"; {self.graphs}" if self.graphs else ""
-        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{graphs}{loss}{layers}{around}{rows}"
+        padded = "; layers pad micro-batches of several lengths, and experts compute no padding" if self.padded else ""
+        return f"stacked, {sizes}: {self.reason}{waiting}{kept}{graphs}{padded}{loss}{layers}{around}{rows}"
 
     def without_sizes(self) -> Stacking:
         """Return what is news of a decision: other sizes are not."""
         return replace(
             self, reason="", tokens=0, chunk_tokens=0, bytes_per_token=(), offloaded=Offloaded.NOTHING,
-            kept=NOTHING_KEPT, scarce="",
+            kept=NOTHING_KEPT, padded=False, scarce="",
         )  # fmt: skip
 
 
@@ -106,6 +112,22 @@ class PassMemory:
     free: Mapping[str, int]
     loss: int
     pair: int
+
+
+def with_padding(
+    layers: Sequence[SplitLayer], call: ModelCall, sizes: StepSizes, memory: PassMemory, chunk_tokens: int | None
+) -> Stacking:
+    """Return what `fewest_passes` does, with layers that pad micro-batches where that costs no memory that is scarce.
+
+    That is where the step with padding is one pass, of which no more waits in host memory.
+    """
+    without = fewest_passes(layers, call, sizes, memory, chunk_tokens)
+    more = sizes.with_padding()
+    if more == sizes:
+        return without
+    padded = fewest_passes(layers, call, more, memory, chunk_tokens)
+    waits = padded.offloaded > without.offloaded or padded.kept.results < without.kept.results
+    return without if waits or padded.tokens < more.whole else replace(padded, padded=True)
 
 
 def fewest_passes(

@@ -269,16 +269,15 @@ class KTrainerMixin(TrainerHooks):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         self._norm_of_step = None
+        if self._rank_liveness is not None and ends_step:  # before the check, for which the host waits for the GPU
+            self._rank_liveness.arrive()
+            gradients.average_gradients(self.trained_parameters(), self._groups)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             run = Path(cast("str", self.args.output_dir))
             model, step = cast("nn.Module", self.model), self.state.global_step + 1
             trained = self.trained_parameters()
             norm = require_finite(model, trained, step, run)
-            self._norm_of_step = None if norm is None else read_norm(norm, trained)
-        if self._rank_liveness is not None and ends_step:
-            self._rank_liveness.arrive()
-            gradients.average_gradients(self.trained_parameters(), self._groups)
-            self._norm_of_step = None  # it was that of this process
+            self._norm_of_step = None if norm is None else read_norm(*norm, trained)
         return loss.to(self.args.device)
 
 

@@ -20,7 +20,7 @@ from ktc.model.experts.block_reference import dequantise_blocks, random_blocks
 from ktc.model.kernels.fused_moe_spec import KERNELS
 from ktc.model.kernels.linear_spec import PackedLinearSpec
 from ktc.model.kernels.packed_size import packed_linear_bytes
-from ktc.model.linears import coded_row_kernels, coded_weight
+from ktc.model.linears import coded_row_kernels, coded_weight, stored_linear
 from ktc.model.linears.stored_linear import StoredLinear
 from ktc.model.loading import refresh
 from ktc.model.packed_store.memory import tensor_bytes
@@ -111,6 +111,15 @@ def test_blocks_are_replaced_where_they_are(spec: PackedLinearSpec, request: pyt
     x = torch.randn(3, made.in_features, generator=generator).bfloat16()
     assert made.packed is not None
     assert_cycle(made, lambda: made.load_blocks(stored), lambda: made(x), made.packed.data_ptr)
+
+
+def test_bands_of_rows_are_packed_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = QUICK[0]
+    whole, _ = layer(spec, 100, 2)
+    monkeypatch.setattr(stored_linear, "_BAND", 32)
+    in_bands, _ = layer(spec, 100, 2)
+    assert whole.packed is not None and in_bands.packed is not None
+    assert torch.equal(in_bands.packed, whole.packed)
 
 
 def test_what_would_need_the_values_is_refused() -> None:

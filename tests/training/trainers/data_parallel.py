@@ -36,7 +36,7 @@ THAWED = "layers.1.self_attn.q_proj.lora_B"
 
 
 class Killed(TrainerCallback):
-    """The kernel takes this process, or it raises an error, in the step after `step`."""
+    """The kernel takes this process, it raises an error, or has a gradient that is NaN, in the step after `step`."""
 
     def __init__(self, step: int, how: str) -> None:
         self._step, self._how = step, how
@@ -44,6 +44,10 @@ class Killed(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._step and self._how == "error":
             raise OSError("the disk is full")
+        if state.global_step == self._step and self._how == "nan":
+            factor = next(parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad)
+            factor.register_hook(lambda gradient: gradient * float("nan"))
+            return
         if state.global_step == self._step:
             os.kill(os.getpid(), signal.SIGKILL)
 

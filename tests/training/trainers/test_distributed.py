@@ -156,6 +156,15 @@ def test_an_error_in_one_process_is_told_by_the_others(out: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_gradient_of_one_process_that_is_not_finite_ends_all(out: Path, tmp_path: Path) -> None:
+    failed = start(out, tmp_path, 2, fate="nan", until=1)
+    assert failed.returncode != 0
+    assert "T548: step 2: the gradient of" in failed.stderr
+    assert not (tmp_path / "losses-0.json").exists()
+    assert not (tmp_path / "losses-1.json").exists()
+
+
+@pytest.mark.slow
 def test_processes_that_train_different_parameters_are_refused(out: Path, tmp_path: Path) -> None:
     refused = start(out, tmp_path, 2, unlike=True)
     assert refused.returncode != 0

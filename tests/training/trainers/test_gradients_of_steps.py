@@ -174,3 +174,14 @@ def test_the_norm_of_a_step_is_computed_once_unless_gradients_may_have_changed(
     run.train()
     logged = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
     assert norms == pytest.approx([logged[0] / 2, logged[0]] if kind == "changed" else logged)
+
+
+def test_gradients_of_a_smaller_norm_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = nn.Parameter(torch.zeros(2))
+    factor.grad = torch.tensor([3.0, 4.0])
+    scaled: list[float] = []
+    monkeypatch.setattr(gradient_norm, "clip_grads_with_norm_", lambda _, most, __: scaled.append(most))
+    with gradient_norm.known(gradient_norm.read_norm(torch.tensor(5.0), 5.0, [factor])):
+        assert [float(gradient_norm.clip([factor], most)) for most in (6.0, 5.0, 4.0)] == [5, 5, 5]
+    gradient_norm.clip([factor], 6.0)  # of a norm that is not known
+    assert scaled == [5.0, 4.0, 6.0]

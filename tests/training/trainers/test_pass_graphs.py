@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from stacked_training import StackingTrainer, assert_alike, rows, trained
 from torch import Tensor, nn
 
+from ktc.adapters import as_trained
 from ktc.model.manifest.stale_change_guard import StaleChangeGuard
 from ktc.training.trainers import pass_graphs
 from ktc.training.trainers.layer_calls import ModelCall
@@ -420,6 +421,17 @@ def test_hooks_of_others_inside_layers_are_a_reason(monkeypatch: pytest.MonkeyPa
     assert pass_graphs.reason_against([split], given) == "some of their modules have hooks"
     handle.remove()
     assert pass_graphs.reason_against([split], given) == ""
+
+
+def test_adapters_under_autocast_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    layer = nn.Sequential(nn.Linear(4, 4))
+    attached = cast("Any", get_peft_model(layer, LoraConfig(target_modules=["0"], use_dora=True)))
+    monkeypatch.setattr(type(attached), "dtype", torch.bfloat16, raising=False)
+    as_trained.cast_as_trained(attached, "LORA")
+    assert layer[0]._forward_pre_hooks
+    assert layer[0]._forward_hooks
+    assert not any(pass_graphs._hooks_inside([SplitLayer(layer, None, None)]))
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])

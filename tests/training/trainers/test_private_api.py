@@ -54,6 +54,13 @@ def trainer(made: type[Trainer], folder: Path, losses: list[float], **options: A
     return made(Scripted(losses), arguments(folder, max_steps=len(losses), **options), train_dataset=data)
 
 
+# torch: many tensors --------------------------------------------------------------------------------------------------
+def test_many_tensors_are_copied() -> None:
+    targets = [torch.zeros(2), torch.zeros(3, 1)]
+    private_api.copy_all(targets, [torch.ones(2), torch.full((3, 1), 2.0)])
+    assert [target.sum().item() for target in targets] == [2, 6]
+
+
 # torch: captures ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("captures", [True, False])
 def test_the_allocator_is_told_that_a_capture_failed(monkeypatch: pytest.MonkeyPatch, *, captures: bool) -> None:

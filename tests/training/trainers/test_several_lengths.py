@@ -13,12 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
 
-from ktc.training.trainers import chunked_loss
+from ktc.model.experts.module import FusedMoe
+from ktc.training.trainers import chunked_loss, stacking, step_passes
 from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.joined_inputs import joined, rows_of, without_padding
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.several_lengths import calls_of_each, frequencies_depend_on_length, has_parts
-from ktc.training.trainers.split_layer import LayerCall
+from ktc.training.trainers.layer_pass import Offloaded
+from ktc.training.trainers.several_lengths import (
+    HiddenPadding,
+    calls_of_each,
+    frequencies_depend_on_length,
+    has_parts,
+)
+from ktc.training.trainers.split_layer import LayerCall, SplitLayer
+from ktc.training.trainers.stacking import Stacker
+from ktc.training.trainers.step_passes import PassMemory, Stacking, StepSizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,6 +113,100 @@ def test_arguments_of_another_kind_end_them_after_a_step(
     assert shapes[-10:] == [*JOINED, (2, 17), (2, 17), (1, 20), (1, 12), (1, 9), (1, 5)]
     assert "for some micro-batches: those of several lengths" in str(ours.stacker.decision)
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """The shapes of the chunks of each pass, whose layers pad as on a GPU."""
+    seen: list[list[tuple[int, int]]] = []
+    stock = Stacker._through_layers
+
+    def counted(self: Any, chunks: Any) -> Any:
+        seen.append([tuple(chunk.hidden.shape[:2]) for chunk in chunks])
+        return stock(self, chunks)
+
+    monkeypatch.setattr(Stacker, "_through_layers", counted)
+    monkeypatch.setattr(Stacker, "_launches", lambda *_: True)
+    return seen
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["attention", "experts"])
+def test_layers_pad_where_launches_cost_more(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], *, experts: bool
+) -> None:
+    settings: dict[str, Any] = {"lengths": LENGTHS, "trainer": InOrder, "max_steps": 2, "experts": experts}
+    ours = trained(package, tmp_path, "on", **settings)
+    assert chunks == [JOINED] * 2
+    assert "layers pad micro-batches of several lengths" in str(ours.stacker.decision)
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_experts_compute_no_padding(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    stock = FusedMoe.forward
+
+    def counted(self: Any, hidden: Tensor, *args: Any) -> Tensor:
+        tokens.append(len(hidden))
+        return stock(self, hidden, *args)
+
+    monkeypatch.setattr(FusedMoe, "forward", counted)
+    trained(package, tmp_path, "on", lengths=LENGTHS, trainer=InOrder, max_steps=1)
+    assert chunks == [JOINED]
+    assert {*tokens} == {sum(LENGTHS)}
+
+
+def test_layers_that_see_later_tokens_do_not_pad(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = stacking.split_layers
+
+    def both_ways(model: nn.Module) -> Any:
+        layers = stock(model)
+        vars(layers[-1].attention)["is_causal"] = False
+        return layers
+
+    monkeypatch.setattr(stacking, "split_layers", both_ways)
+    trained(package, tmp_path, "on", lengths=LENGTHS, trainer=InOrder, max_steps=1)
+    assert chunks == [[(2, 17), (2, 17), (1, 20), (1, 12), (1, 9), (1, 5)]]
+
+
+def test_masks_that_show_later_tokens_are_found() -> None:
+    causal = nn.Identity()
+    causal.is_causal = True  # type: ignore[assignment]
+    layers = [SplitLayer(causal, causal, None)]
+    hidden, past = torch.randn(2, 3, 4), torch.ones(2, 1, 3, 3).tril().bool()
+    ahead = past.clone()
+    ahead[0, 0, 0, 2] = True
+
+    def of(*masks: Tensor) -> ModelCall:
+        return ModelCall(hidden, (hidden.device,), (LayerCall(None, masks, {}, ()),))
+
+    added = torch.zeros(past.shape).masked_fill(~past, torch.finfo(torch.float32).min)
+    assert all(HiddenPadding(layers).of(of(*masks)) for masks in ([], [past], [added], [past, added]))
+    assert not HiddenPadding(layers).of(of(past, ahead))
+    assert not HiddenPadding(layers).of(of(torch.zeros(past.shape)))
+    assert not HiddenPadding([SplitLayer(causal, nn.Identity(), None)]).of(of(past))
+
+
+def test_padding_is_left_out_where_it_costs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of 40 + 8 tokens, 80 with padding."""
+    sizes, memory = StepSizes((40, 8), 40), PassMemory({}, 0, 0)
+    call = ModelCall(torch.empty(1, 40, 4), (torch.device("cpu"),), ())
+
+    def found(room: int, offloaded: Offloaded = Offloaded.NOTHING) -> Stacking:
+        def fewest(_: Any, __: Any, sizes: StepSizes, *___: Any) -> Stacking:
+            waits = offloaded if sizes.whole > 48 else Offloaded.NOTHING
+            return Stacking(True, "", room, offloaded=waits)
+
+        monkeypatch.setattr(step_passes, "fewest_passes", fewest)
+        return step_passes.with_padding((), call, sizes, memory, None)
+
+    assert found(80).padded
+    assert not found(79).padded
+    assert not found(80, Offloaded.INPUT).padded
+    assert not step_passes.with_padding((), call, StepSizes((40, 40), 40), memory, None).padded
 
 
 def test_rotary_frequencies_of_a_length_are_found() -> None:

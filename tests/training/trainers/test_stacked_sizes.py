@@ -249,9 +249,9 @@ def test_the_padding_of_joined_micro_batches_counts_for_their_loss(
     together: list[int] = []
     stock = stacking.loss_bytes
 
-    def counted(trainer: Any, tokens: int, *args: Any, **kwargs: Any) -> int:
+    def counted(trainer: Any, head: Any, tokens: int, *args: Any, **kwargs: Any) -> int:
         together.append(tokens)
-        return stock(trainer, tokens, *args, **kwargs)
+        return stock(trainer, head, tokens, *args, **kwargs)
 
     monkeypatch.setattr(stacking, "loss_bytes", counted)
     stacker._chunk_tokens = 80

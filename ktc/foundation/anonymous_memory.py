@@ -24,14 +24,28 @@ def anonymous(size: int, what: str) -> mmap.mmap:
     return mapping
 
 
+def take_huge_pages(address: int, size: int) -> None:
+    """Let the whole huge pages within `size` bytes of private memory at `address`, not yet written, be such pages.
+
+    Such memory is written three times as fast, and nothing is left to `collapse`.
+    """
+    _advise(address, size, getattr(mmap, "MADV_HUGEPAGE", None))
+
+
 def collapse(address: int, size: int) -> None:
     """Move the whole huge pages within `size` bytes of private memory at `address` to such pages.
 
     The content stays. Memory is read faster then; where the system has no huge page, nothing changes.
     """
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _advise(address, size, mmap.MADV_HUGEPAGE, _COLLAPSE)
+
+
+def _advise(address: int, size: int, *advices: int | None) -> None:
     begin, end = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + size) // HUGE_PAGE * HUGE_PAGE
-    if begin >= end or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if begin >= end:
         return
     madvise = ctypes.CDLL(None).madvise
-    for advice in (mmap.MADV_HUGEPAGE, _COLLAPSE):
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(advice))
+    for advice in advices:
+        if advice is not None:
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(advice))
