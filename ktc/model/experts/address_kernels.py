@@ -33,7 +33,7 @@ class Places(NamedTuple):
 def address_of(experts, table, pair, count, TABLE: tl.constexpr):
     """Return the address of a choice's expert.
 
-    A number that is no expert's has one that no memory has, so that reading it is an error of the GPU.
+    A number beyond the experts has an address without memory, so that reading it is an error of the GPU.
     """
     expert = tl.load(experts + pair)
     if TABLE:

@@ -1,8 +1,8 @@
 """Experts of few rows by their addresses, by Triton: in memory of the GPU, or in pinned memory of the host.
 
 In: the choices of a layer, and a table with the address of each expert that the GPU keeps. `split` gives each choice
-the address that the GPU reads its expert from, or none; `activations` and `products` multiply each row with the panels
-at its address, as `coded_kernels.py` does, or by tensor cores (`nibble_kernels.py`); `sum_of_choices` adds a token's
+the address that the GPU reads its expert from, or none. `activations` and `products` multiply each row with the panels
+at its address, as `coded_kernels.py` does, or by tensor cores (`nibble_kernels.py`). `sum_of_choices` adds a token's
 results in the order of its choices. Tables and shares are read when a kernel runs, so a CUDA graph follows their
 changes. Results are equal to the bit from run to run. Importing this needs Triton.
 """

@@ -35,7 +35,7 @@ from ktc.model.kernels.form import ExpertsForm
 
 NO_BIAS: Final = -1
 _UNIT: Final = 16  # bytes that a thread reads at once
-_WARPS: Final = 8
+WARPS_OF_PROGRAM: Final = 8
 _SPANS: Final = 1  # that a warp reads before it multiplies
 _SERVED: Final = (("e2m1", "power"), ("signed4", "bf16"), ("signed4", "fp16"))
 
@@ -73,7 +73,7 @@ def _parts(matrices: CodedMatrices, pairs: int, device: torch.device) -> int:
     codes = addressed_codes(matrices.panels)
     assert codes is not None, "panels that a GPU multiplies"
     programs, spans = triton.cdiv(matrices.num_panels, 2) * pairs, matrices.columns // codes.span
-    return 2 if programs < 2 * _processors(device) and spans >= 4 * _WARPS else 1
+    return 2 if programs < 2 * _processors(device) and spans >= 4 * WARPS_OF_PROGRAM else 1
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _launch(
             rows, *places.given, out, matrices.begin // _UNIT, matrices.panel_bytes // _UNIT, matrices.num_panels,
             matrices.rows, matrices.columns, max(bias_at, 0), **constants, PARTS=matrices.parts,
             INTERLEAVED=matrices.interleaved, PER_ROW=per_row, TABLE=places.table is not None,
-            BIASED=bias_at != NO_BIAS, ACTIVATED=form is not None, WARPS=_WARPS, SPANS=_SPANS, num_warps=_WARPS,
+            BIASED=bias_at != NO_BIAS, ACTIVATED=form is not None, WARPS=WARPS_OF_PROGRAM, SPANS=_SPANS, num_warps=WARPS_OF_PROGRAM,
         )  # fmt: skip
 
 
