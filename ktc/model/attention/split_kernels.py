@@ -90,7 +90,7 @@ def attend(
             SCAN=max(1, _SCANNED // tiling.positions), num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
         _merge[(B * H * T, -(-values.shape[-1] // _MERGED))](
-            sums, state[0], state[1], out if sinks is None else sinks.detach().float().contiguous(), out,
+            sums, state[0], state[1], out if sinks is None else sinks.detach().contiguous(), out,
             tiling.programs, T, HEADS=H, SEVERAL=T > 1, VALUE=values.shape[-1], SINKS=sinks is not None,
             PROGRAMS=max(_most_programs(query.device), triton.next_power_of_2(tiling.programs)), BLOCK=_MERGED,
             TOGETHER=_TOGETHER, num_warps=4,
@@ -312,7 +312,7 @@ def _merge(
     total = tl.load(totals + row * programs + every, mask=every < programs, other=0)
     most = tl.max(peak, 0)
     if SINKS:
-        sink = tl.load(sinks + head) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         most = tl.maximum(most, sink)
     most = tl.where(most == float("-inf"), 0.0, most)
     whole = tl.sum(total * tl.exp2(peak - most), 0)

@@ -5,7 +5,9 @@ and have inputs of one width are `siblings`: plain ones in bf16, or ones in Q8_0
 called with the same tensor as the first; from the next call on the first call computes the products of all of these,
 which the other calls take. A call with another tensor, or with one that was changed, is computed by itself. Results are
 the same to the bit, whether layers are computed together or not.
-Calls of many rows, with gradients, or in another dtype are the layer's own. Copies of a model are not joined.
+Plain layers without siblings and the products of routers are multiplied by the same kernel, which reads a weight faster
+than PyTorch's. Calls of many rows, with gradients, or in another dtype are the layer's own. Copies of a model are not
+joined.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ import functools
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ktc.model.experts.tracing import never_traced
 from ktc.model.graph.typed import named_modules
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.hf.patching import Patch
+from ktc.model.hf.router import FusedRouter
 from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.coded_weight import FEW_ROWS
 from ktc.model.linears.gemv import is_plain, is_traced
@@ -34,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _COLUMNS, _SIZES = 520, (70, 33, 64)  # of the layers that are compared with PyTorch's product
 _BOUND: Final = 0.01  # of the relative error of bf16 numbers
+_LARGEST: Final = 1 << 27  # bytes of a plain weight without siblings: PyTorch reads larger ones as fast
 
 
 @dataclass(slots=True)
@@ -118,12 +123,38 @@ def join_siblings(model: nn.Module, device: str = "cuda") -> tuple[str, ...]:
             if isinstance(child, nn.Linear) and (kind := _kind(child, device)) is not None:
                 groups.setdefault(kind, []).append((child_name, child))
         for group in groups.values():
-            if len(group) > 1:
+            if len(group) > 1 or _is_faster_alone(group[0][1]):
                 siblings = Siblings([layer for _, layer in group])
                 for child_name, layer in group:
                     cast("Any", SiblingLinear.put_on(layer)).siblings = siblings
                     names.append(f"{name}.{child_name}" if name else child_name)
     return tuple(names)
+
+
+def multiply_few_rows(model: nn.Module, device: str = "cuda") -> None:
+    """Let routers on devices of this type multiply few rows by the kernel of plain weights."""
+    for _, module in named_modules(model):
+        if isinstance(module, FusedRouter) and not module.routing.layout.layer:
+            weight: Tensor = getattr(module, module.routing.layout.weight)
+            if weight.device.type == device and multiplies_plain(weight.device):
+                module.routing = replace(module.routing, multiply=few_rows_or_all)
+
+
+def few_rows_or_all(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return F.linear's result."""
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    plain = all(is_plain(one) and one.dtype == torch.bfloat16 and one.is_contiguous() for one in tensors)
+    trains = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    few = 0 < x.numel() <= FEW_ROWS * x.shape[-1] and x.dim() == 2
+    if not few or not plain or trains or is_traced() or torch.is_autocast_enabled(x.device.type):
+        return functional.linear(x, weight, bias)
+    from ktc.model.linears import plain_row_kernels
+
+    return plain_row_kernels.rows_times(x.detach(), [weight.detach()], [None if bias is None else bias.detach()])
+
+
+def _is_faster_alone(layer: nn.Linear) -> bool:
+    return not isinstance(layer, StoredLinear) and layer.weight.nbytes <= _LARGEST
 
 
 def _kind(layer: nn.Linear, device: str) -> object:

@@ -31,12 +31,12 @@ from ktc.model.experts.activation_kernels import constants_of_form, function, ga
 from ktc.model.experts.address_kernels import Places, address_of
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.panel_codes import PanelCodes
+from ktc.model.experts.panels import WIDTH
 from ktc.model.kernels.form import ExpertsForm
 
 NO_BIAS: Final = -1
 _UNIT: Final = 16  # bytes that a thread reads at once
-WARPS_OF_PROGRAM: Final = 8
-_SPANS: Final = 1  # that a warp reads before it multiplies
+NUM_WARPS: Final = 8  # of a program
 _SERVED: Final = (("e2m1", "power"), ("signed4", "bf16"), ("signed4", "fp16"))
 
 
@@ -70,10 +70,8 @@ def activations(
 
 def _parts(matrices: CodedMatrices, pairs: int, device: torch.device) -> int:
     """Return how many programs share the columns of two panels: more where they leave processors idle."""
-    codes = addressed_codes(matrices.panels)
-    assert codes is not None, "panels that a GPU multiplies"
-    programs, spans = triton.cdiv(matrices.num_panels, 2) * pairs, matrices.columns // codes.span
-    return 2 if programs < 2 * _processors(device) and spans >= 4 * WARPS_OF_PROGRAM else 1
+    programs, blocks = triton.cdiv(matrices.num_panels, 2) * pairs, matrices.columns // WIDTH
+    return 2 if programs < 2 * _processors(device) and blocks >= 8 * NUM_WARPS else 1
 
 
 @functools.cache
@@ -94,7 +92,7 @@ def _launch(
             rows, *places.given, out, matrices.begin // _UNIT, matrices.panel_bytes // _UNIT, matrices.num_panels,
             matrices.rows, matrices.columns, max(bias_at, 0), **constants, PARTS=matrices.parts,
             INTERLEAVED=matrices.interleaved, PER_ROW=per_row, TABLE=places.table is not None,
-            BIASED=bias_at != NO_BIAS, ACTIVATED=form is not None, WARPS=WARPS_OF_PROGRAM, SPANS=_SPANS, num_warps=WARPS_OF_PROGRAM,
+            BIASED=bias_at != NO_BIAS, ACTIVATED=form is not None, WARPS=NUM_WARPS, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
@@ -162,57 +160,81 @@ def _times(words, x0, x1, sums, NUMBERS: gl.constexpr):
 
 
 @gluon.jit
-def _scales_at(scales, at, there, SCALES: gl.constexpr):
-    """Return scales in fp32; a byte `e` of `power` is 2^(e - 127) here, since numbers are not doubled."""
-    scale = gl.load(scales + at, mask=there, other=0)
+def _four_scales(words, four, SCALES: gl.constexpr):
+    """Return the scales in words, in fp32: (threads,) -> (threads, 4).
+
+    A byte `e` of `power` is 2^(e - 127) here, since numbers are not doubled; and 0 is 0, in place of 2^-127.
+    """
     if SCALES == "power":
-        return gl.maximum(scale.to(gl.int32) << 23, 0x400000).to(gl.float32, bitcast=True)
+        return ((words[:, None] >> (8 * four) & 255) << 23).to(gl.float32, bitcast=True)
     else:
-        return scale.to(gl.float32)
+        half = (words[:, None] >> (16 * four)).to(gl.int16)
+        return half.to(gl.bfloat16 if SCALES == "bf16" else gl.float16, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def _read(
+    words, scales, begin, quad, in_line, four, block, inside,
+    SCALES: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HEAD: gl.constexpr,
+):  # fmt: skip
+    """Return the codes of a block of 32 columns, (threads, 4) of each half, and its scales, (threads,) of each half."""
+    unit, in_span = begin + block // BLOCKS * (HEAD + BLOCKS * 32), block % BLOCKS
+    place = (unit + HEAD + in_span * 32 + in_line * 4 + quad) * 4
+    first = gl.load(words + (place[:, None] + four), mask=inside[:, None], other=0)
+    second = gl.load(words + ((place + 64)[:, None] + four), mask=inside[:, None], other=0)
+    words_of_unit: gl.constexpr = 4 if SCALES == "power" else 2  # each has four scales
+    of_group = unit * words_of_unit + in_span // (BLOCKS // GROUPS) * 8 + quad
+    lower = gl.load(scales + of_group, mask=inside, other=0)
+    upper = gl.load(scales + (of_group + 4), mask=inside, other=0)
+    return first, second, lower, upper
+
+
+@gluon.jit
+def _added(row, read, block, there, in_line, four, lower, upper, NUMBERS: gl.constexpr, SCALES: gl.constexpr):
+    """Add the products of a block to the sums of outputs 0 to 15, and to those of the others."""
+    zero = gl.zeros_like(lower)
+    sums = zero, zero, zero, zero
+    for half in gl.static_range(2):
+        x = gl.load(row + (block * 8 + half * 4 + in_line), mask=there, other=0)
+        x0, x1 = x.to(gl.int32), (x >> 32).to(gl.int32)
+        if NUMBERS == "e2m1":
+            x0 = gl.inline_asm_elementwise(_RAISED, "=r,r", [x0], gl.int32, True, 1)
+            x1 = gl.inline_asm_elementwise(_RAISED, "=r,r", [x1], gl.int32, True, 1)
+        sums = _times(read[half], x0[:, None], x1[:, None], sums, NUMBERS)
+    lower += sums[0] * _four_scales(read[2], four, SCALES)
+    upper += sums[2] * _four_scales(read[3], four, SCALES)
+    return lower, upper
 
 
 @gluon.jit
 def _two_panels(
-    row, words, scales, at, panel_units, there, first_span, spans,
+    row, words, scales, at, panel_units, there, first_block, blocks,
     NUMBERS: gl.constexpr, SCALES: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HEAD: gl.constexpr,
-    WARPS: gl.constexpr, SPANS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Return the products of a row with outputs 0 to 15 of two panels, and with the others: (32,) each.
 
-    `at` are the units of 16 bytes before the first panel. A warp has every `WARPS`th of the spans from `first_span` on.
+    `at` are the units of 16 bytes before the first panel. A warp has every `WARPS`th block of 32 columns from
+    `first_block` on, and reads two of them before it multiplies.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, layout))
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
     warp, quad, in_line = thread // 32, thread // 4 % 4, thread % 4  # four lanes, and one line of four
-    zero = gl.full([32 * WARPS, 4], 0, gl.float32, layout=layout)
-    lower, upper = zero, zero
+    lower = gl.full([32 * WARPS, 4], 0, gl.float32, layout=layout)
+    upper = lower
     begin = at + thread // 16 % 2 * panel_units
-    scales_of_unit: gl.constexpr = 16 if SCALES == "power" else 8
-    blocks_of_group: gl.constexpr = BLOCKS // GROUPS
-    for first in range(first_span, spans, WARPS * SPANS):
-        for further in gl.static_range(SPANS):
-            span = first + further * WARPS + warp
-            known = span < spans
-            inside = known & there
-            unit = begin + span * (HEAD + BLOCKS * 32)
-            for block in gl.static_range(BLOCKS):
-                if block % blocks_of_group == 0:
-                    sums = zero, zero, zero, zero
-                for half in gl.static_range(2):
-                    line = half * 4 + in_line
-                    place = (unit + HEAD + block * 32 + line * 4 + quad) * 4
-                    codes = gl.load(words + (place[:, None] + four), mask=inside[:, None], other=0)
-                    x = gl.load(row + (span * (BLOCKS * 8) + block * 8 + line), mask=known, other=0)
-                    x0, x1 = x.to(gl.int32), (x >> 32).to(gl.int32)
-                    if NUMBERS == "e2m1":
-                        x0 = gl.inline_asm_elementwise(_RAISED, "=r,r", [x0], gl.int32, True, 1)
-                        x1 = gl.inline_asm_elementwise(_RAISED, "=r,r", [x1], gl.int32, True, 1)
-                    sums = _times(codes, x0[:, None], x1[:, None], sums, NUMBERS)
-                if (block + 1) % blocks_of_group == 0:
-                    of_group = (unit * scales_of_unit + block // blocks_of_group * 32 + quad * 4)[:, None] + four
-                    lower += sums[0] * _scales_at(scales, of_group, inside[:, None], SCALES)
-                    upper += sums[2] * _scales_at(scales, of_group + 16, inside[:, None], SCALES)
+    for first in range(first_block, blocks, 2 * WARPS):
+        block, other = first + warp, first + WARPS + warp
+        known, other_known = block < blocks, other < blocks
+        of_block = _read(
+            words, scales, begin, quad, in_line, four, block, there & known, SCALES, BLOCKS, GROUPS, HEAD
+        )  # fmt: skip
+        of_other = _read(
+            words, scales, begin, quad, in_line, four, other, there & other_known, SCALES, BLOCKS, GROUPS, HEAD
+        )  # fmt: skip
+        lower, upper = _added(row, of_block, block, known, in_line, four, lower, upper, NUMBERS, SCALES)
+        lower, upper = _added(row, of_other, other, other_known, in_line, four, lower, upper, NUMBERS, SCALES)
     if NUMBERS == "e2m1":
         lower, upper = lower * 4611686018427387904.0, upper * 4611686018427387904.0  # 2^62
     is_first = (in_line == 0)[:, None]  # of four threads with the same sums
@@ -242,7 +264,7 @@ def _products(
     NUMBERS: gl.constexpr, SCALES: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HEAD: gl.constexpr,
     PARTS: gl.constexpr, INTERLEAVED: gl.constexpr, PER_ROW: gl.constexpr, TABLE: gl.constexpr, BIASED: gl.constexpr,
     ACTIVATED: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    UP_OFFSET: gl.constexpr, GATE_CAP: gl.constexpr, UP_CAP: gl.constexpr, WARPS: gl.constexpr, SPANS: gl.constexpr,
+    UP_OFFSET: gl.constexpr, GATE_CAP: gl.constexpr, UP_CAP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     panel, pair = gl.program_id(0) * 2, gl.program_id(1)
     base = address_of(addresses, table, pair, experts, TABLE)
@@ -250,16 +272,16 @@ def _products(
         return
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     there = panel + gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, layout)) // 16 % 2 < panels
-    kind: gl.constexpr = gl.uint8 if SCALES == "power" else (gl.bfloat16 if SCALES == "bf16" else gl.float16)
+    kind: gl.constexpr = gl.int32 if SCALES == "power" else gl.int64  # of four scales
     words = gl.multiple_of(base.to(gl.pointer_type(gl.int32)), 16)
     scales = gl.multiple_of(base.to(gl.pointer_type(kind)), 16)
     row = (x + (pair // PER_ROW).to(gl.int64) * columns).to(gl.pointer_type(gl.int64), bitcast=True)
-    part, spans = gl.program_id(2), columns // (BLOCKS * 32)
-    share = gl.cdiv(spans, gl.num_programs(2))
+    part, blocks = gl.program_id(2), columns // 32
+    share = gl.cdiv(blocks, gl.num_programs(2))
     lower, upper = _two_panels(
         row, words, scales, first + panel * panel_units, panel_units, there,
-        part * share, gl.minimum((part + 1) * share, spans),
-        NUMBERS, SCALES, BLOCKS, GROUPS, HEAD, WARPS, SPANS,
+        part * share, gl.minimum((part + 1) * share, blocks),
+        NUMBERS, SCALES, BLOCKS, GROUPS, HEAD, WARPS,
     )  # fmt: skip
     at = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     of_panel, lane = panel + at // 16, at % 16

@@ -21,7 +21,9 @@ from torch import Tensor
 
 MOST: Final = 3
 """Weights of a call."""
-_TILE: Final = {"ROWS": 4, "BLOCK": 1024, "num_warps": 4}
+# On an H200 a row times 4,096 and twice 512 outputs of 2,880 columns takes 10.1 us, three calls of cuBLAS 23. Times
+# 2,880 outputs of 4,096 columns it takes 8.1 and 11.8, times 32 of 2,880 columns 2.2 and 6.1.
+_TILE: Final = {"ROWS": 2, "BLOCK": 1024, "num_warps": 4}
 
 
 def rows_times(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:

@@ -59,7 +59,7 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 def test_layers_of_one_input_are_one_product_from_the_second_call_on(products: list[int]) -> None:
     stock, model = attention(), attention()
-    assert join_siblings(model, DEVICE.type) == ("q_proj", "k_proj", "v_proj")
+    assert join_siblings(model, DEVICE.type) == ("q_proj", "k_proj", "v_proj", "o_proj")
     x = torch.randn(1, 2, SIZE, device=DEVICE).bfloat16()
     layers = model.q_proj, model.k_proj, model.v_proj
     inputs = x, x.clone(), x.clone()
@@ -90,7 +90,7 @@ def test_a_product_is_taken_once_and_a_repeated_call_computes_again(products: li
     model(torch.randn(1, SIZE, device=DEVICE).bfloat16())
     x = torch.randn(1, SIZE, device=DEVICE).bfloat16()
     first = model.q_proj(x), model.k_proj(x), model.k_proj(x)
-    assert products[3:] == [3, 1]
+    assert products[4:] == [3, 1]
     assert torch.equal(first[1], first[2]) and first[1].data_ptr() != first[2].data_ptr()
 
 
@@ -119,14 +119,14 @@ def test_other_calls_are_the_stock_layers(products: list[int]) -> None:
         assert products == []
         for _ in range(2):
             model(x)
-    assert products == [1] * 6
+    assert products == [1] * 8
 
 
 def test_layers_that_are_not_plain_or_alone_keep_their_code() -> None:
     model = attention()
     model.k_proj.register_forward_hook(_seen)
     model.v_proj = nn.Linear(SIZE, 8).to(DEVICE, torch.bfloat16)
-    assert join_siblings(model, DEVICE.type) == ("q_proj", "v_proj")
+    assert join_siblings(model, DEVICE.type) == ("q_proj", "v_proj", "o_proj")
     assert join_siblings(attention().float(), DEVICE.type) == ()
     assert join_siblings(attention(), "meta") == ()
 
@@ -139,7 +139,7 @@ def test_copies_compute_by_their_own_code(products: list[int]) -> None:
     products.clear()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(other.q_proj, SiblingLinear) and close(other(x), model(x.clone()))
-    assert products == [3, 3]
+    assert products == [3, 1, 3, 1]
 
 
 def test_a_device_whose_kernel_is_wrong_keeps_the_stock_layers(
@@ -155,3 +155,24 @@ def test_a_device_whose_kernel_is_wrong_keeps_the_stock_layers(
     with caplog.at_level("WARNING"):
         assert join_siblings(attention(), DEVICE.type) == ()
     assert "one by one" in caplog.text
+
+
+def test_routers_multiply_few_rows_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(*size, device=DEVICE).bfloat16() for size in ((8, SIZE), (8,)))
+    rows, kernel = list[int](), plain_row_kernels.rows_times
+
+    def counted(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+        rows.append(len(x))
+        return kernel(x, weights, biases)
+
+    monkeypatch.setattr(plain_row_kernels, "rows_times", counted)
+    for size in (1, 4, 5):
+        x = torch.randn(size, SIZE, device=DEVICE).bfloat16()
+        for given in (bias, None):
+            wanted = nn.functional.linear(x, weight, given)
+            assert close(gpu_linears.few_rows_or_all(x, weight, given), wanted)
+    assert rows == [1, 1, 4, 4]
+    trained = torch.randn(1, SIZE, device=DEVICE).bfloat16().requires_grad_()
+    gpu_linears.few_rows_or_all(trained, weight, bias).sum().backward()
+    assert trained.grad is not None and len(rows) == 4
