@@ -31,7 +31,7 @@ from ktc.training.trainers.joined_inputs import (
     without_padding,
 )
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.several_lengths import frequencies_depend_on_length, has_parts
+from ktc.training.trainers.several_lengths import by_length, frequencies_depend_on_length, has_parts
 from ktc.training.trainers.split_layer import SplitLayer
 
 OfPass = tuple[list[Batch], list[ModelCall]]
@@ -72,7 +72,7 @@ class Recorder:
             self.against = reason_for_each(self._trainer, stock_step)
         why = self.against or embed_and_head.against_parts or observed(self._modules) or reason_against_tokens(inputs)
         if self.joins_lengths and not why:
-            inputs = without_padding(inputs)
+            inputs = by_length(without_padding(inputs))
         step = RecordedStep(self, embed_and_head, inputs, num_items, why)
         embed_and_head.in_parts = not why
         embed_and_head.checks_at_once = first or bool(why)  # other code differs in the first step or in none

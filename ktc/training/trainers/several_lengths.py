@@ -25,6 +25,7 @@ _ROTARY: Final = frozenset({"default", "linear", "llama3", "yarn"})
 # In the padding of a batch: any token, no label, and a mask that says nothing.
 _PADDING: Final[Mapping[str, int]] = {"input_ids": 0, "labels": -100, "attention_mask": 1}
 _MOST_ON_CPU: Final = 16  # tokens of padding for each micro-batch: its head takes longer for more than a run of its own
+_MOST_ON_GPU: Final = 2048  # of padding in a batch: launches for a run of its own take about as long as these tokens
 
 
 def frequencies_depend_on_length(modules: Iterable[nn.Module]) -> bool:
@@ -36,10 +37,32 @@ def frequencies_depend_on_length(modules: Iterable[nn.Module]) -> bool:
 
 def has_room(run: Sequence[Mapping[str, Tensor]], tokens: int) -> bool:
     """Return whether micro-batches with equally many rows, padded, have at most `tokens` tokens and little padding."""
-    lengths = [inputs["input_ids"].shape[1] for inputs in run]
-    rows, padding = run[0]["input_ids"].shape[0], len(run) * max(lengths) - sum(lengths)
-    on_cpu = run[0]["input_ids"].device.type == "cpu"
-    return rows * len(run) * max(lengths) <= tokens and not (on_cpu and rows * padding > _MOST_ON_CPU * len(run))
+    lengths, rows = [inputs["input_ids"].shape[1] for inputs in run], run[0]["input_ids"].shape[0]
+    if is_launched(run[0]):
+        return pads_little([rows * length for length in lengths], tokens)
+    padding = rows * (len(run) * max(lengths) - sum(lengths))
+    return rows * len(run) * max(lengths) <= tokens and padding <= _MOST_ON_CPU * len(run)
+
+
+def pads_little(sizes: Sequence[int], tokens: int) -> bool:
+    """Return whether a GPU computes micro-batches of these sizes sooner together, padded to `tokens` at most."""
+    whole = len(sizes) * max(sizes)
+    return whole <= tokens and whole - sum(sizes) <= _MOST_ON_GPU
+
+
+def is_launched(inputs: Mapping[str, Tensor]) -> bool:
+    """Return whether a GPU computes what is around the layers of a micro-batch."""
+    return inputs["input_ids"].device.type != "cpu"
+
+
+def by_length(inputs: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+    """Return the micro-batches of a step in the order in which batches need least padding, as they are on the CPU.
+
+    A sum of losses does not depend on it but by rounding.
+    """
+    if not inputs or not is_launched(inputs[0]):
+        return list(inputs)
+    return sorted(inputs, key=lambda given: given["input_ids"].shape[1])
 
 
 def padded(run: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

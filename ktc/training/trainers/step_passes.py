@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded
+from ktc.training.trainers.several_lengths import pads_little
 from ktc.training.trainers.split_layer import SplitLayer
 from ktc.training.trainers.stack_size import (
     CHUNKS,
@@ -53,9 +54,15 @@ class StepSizes:
         """The most tokens of the step where its micro-batches are padded to one length."""
         return self.largest * len(self.tokens)
 
-    def with_padding(self) -> StepSizes:
-        """Return the sizes of the step with every micro-batch as large as the largest."""
-        return replace(self, tokens=(self.largest,) * len(self.tokens))
+    def with_padding(self, tokens: int) -> StepSizes:
+        """Return the sizes of the step with its padding on a GPU, in batches of at most `tokens` tokens."""
+        padded, run = list[int](), list[int]()
+        for size in sorted(self.tokens):
+            if run and not pads_little([*run, size], tokens):
+                padded += [run[-1]] * len(run)
+                run = []
+            run.append(size)
+        return replace(self, tokens=(*padded, *[run[-1]] * len(run)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +124,16 @@ class PassMemory:
 def with_padding(
     layers: Sequence[SplitLayer], call: ModelCall, sizes: StepSizes, memory: PassMemory, chunk_tokens: int | None
 ) -> Stacking:
-    """Return what `fewest_passes` does, with layers that pad micro-batches where that costs no memory that is scarce.
+    """Return what `fewest_passes` does, with layers that pad micro-batches where the step is one pass with padding.
 
-    That is where the step with padding is one pass, of which no more waits in host memory.
+    Then more may wait in host memory: the bus needs less time for that than Python for each length.
     """
-    without = fewest_passes(layers, call, sizes, memory, chunk_tokens)
-    more = sizes.with_padding()
-    if more == sizes:
-        return without
-    padded = fewest_passes(layers, call, more, memory, chunk_tokens)
-    waits = padded.offloaded > without.offloaded or padded.kept.results < without.kept.results
-    return without if waits or padded.tokens < more.whole else replace(padded, padded=True)
+    more = sizes.with_padding(chunk_tokens or CHUNKS[-1])
+    if sum(more.tokens) > sizes.whole:
+        padded = fewest_passes(layers, call, more, memory, chunk_tokens)
+        if padded.tokens >= more.whole:
+            return replace(padded, padded=True)
+    return fewest_passes(layers, call, sizes, memory, chunk_tokens)
 
 
 def fewest_passes(

@@ -14,11 +14,10 @@ from torch.nn import functional
 from torch.utils.data import SequentialSampler
 
 from ktc.model.experts.module import FusedMoe
-from ktc.training.trainers import chunked_loss, stacking, step_passes
+from ktc.training.trainers import chunked_loss, several_lengths, stacking, step_passes
 from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.joined_inputs import joined, rows_of, without_padding
 from ktc.training.trainers.layer_calls import ModelCall
-from ktc.training.trainers.layer_pass import Offloaded
 from ktc.training.trainers.several_lengths import (
     HiddenPadding,
     calls_of_each,
@@ -58,6 +57,7 @@ class InOrder(StackingTrainer):
 
 LENGTHS = (17, 17, 17, 17, 20, 12, 9, 5)
 JOINED = [(2, 17), (2, 17), (2, 20), (2, 9)]
+ON_GPU = [(3, 12), (2, 17), (2, 17), (1, 20)]  # in the order of their lengths, 40 tokens at most
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["chunks", "whole logits"])
@@ -127,6 +127,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
 
     monkeypatch.setattr(Stacker, "_through_layers", counted)
     monkeypatch.setattr(Stacker, "_launches", lambda *_: True)
+    monkeypatch.setattr(several_lengths, "is_launched", lambda _: True)
     return seen
 
 
@@ -136,7 +137,7 @@ def test_layers_pad_where_launches_cost_more(
 ) -> None:
     settings: dict[str, Any] = {"lengths": LENGTHS, "trainer": InOrder, "max_steps": 2, "experts": experts}
     ours = trained(package, tmp_path, "on", **settings)
-    assert chunks == [JOINED] * 2
+    assert chunks == [ON_GPU] * 2
     assert "layers pad micro-batches of several lengths" in str(ours.stacker.decision)
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
@@ -153,7 +154,7 @@ def test_experts_compute_no_padding(
 
     monkeypatch.setattr(FusedMoe, "forward", counted)
     trained(package, tmp_path, "on", lengths=LENGTHS, trainer=InOrder, max_steps=1)
-    assert chunks == [JOINED]
+    assert chunks == [ON_GPU]
     assert {*tokens} == {sum(LENGTHS)}
 
 
@@ -169,7 +170,7 @@ def test_layers_that_see_later_tokens_do_not_pad(
 
     monkeypatch.setattr(stacking, "split_layers", both_ways)
     trained(package, tmp_path, "on", lengths=LENGTHS, trainer=InOrder, max_steps=1)
-    assert chunks == [[(2, 17), (2, 17), (1, 20), (1, 12), (1, 9), (1, 5)]]
+    assert chunks == [[(1, 5), (1, 9), (1, 12), (2, 17), (2, 17), (1, 20)]]
 
 
 def test_masks_that_show_later_tokens_are_found() -> None:
@@ -190,23 +191,29 @@ def test_masks_that_show_later_tokens_are_found() -> None:
     assert not HiddenPadding([SplitLayer(causal, nn.Identity(), None)]).of(of(past))
 
 
-def test_padding_is_left_out_where_it_costs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_left_out_where_it_takes_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step of 40 + 8 tokens, 80 with padding."""
     sizes, memory = StepSizes((40, 8), 40), PassMemory({}, 0, 0)
     call = ModelCall(torch.empty(1, 40, 4), (torch.device("cpu"),), ())
 
-    def found(room: int, offloaded: Offloaded = Offloaded.NOTHING) -> Stacking:
-        def fewest(_: Any, __: Any, sizes: StepSizes, *___: Any) -> Stacking:
-            waits = offloaded if sizes.whole > 48 else Offloaded.NOTHING
-            return Stacking(True, "", room, offloaded=waits)
-
-        monkeypatch.setattr(step_passes, "fewest_passes", fewest)
-        return step_passes.with_padding((), call, sizes, memory, None)
+    def found(room: int, chunk: int | None = None, given: StepSizes = sizes) -> Stacking:
+        monkeypatch.setattr(step_passes, "fewest_passes", lambda *_: Stacking(True, "", room))
+        return step_passes.with_padding((), call, given, memory, chunk)
 
     assert found(80).padded
     assert not found(79).padded
-    assert not found(80, Offloaded.INPUT).padded
-    assert not step_passes.with_padding((), call, StepSizes((40, 40), 40), memory, None).padded
+    assert not found(80, chunk=79).padded
+    assert not found(80, given=StepSizes((40, 40), 40)).padded
+
+
+def test_batches_of_a_gpu_pad_two_thousand_tokens_at_most() -> None:
+    def sizes(*tokens: int, most: int = 8192) -> tuple[int, ...]:
+        return StepSizes(tokens, max(tokens)).with_padding(most).tokens
+
+    assert sizes(1024, 64, 128, 512) == (512, 512, 512, 1024)
+    assert sizes(1024, 512, 512, 512) == (1024,) * 4
+    assert sizes(1024, 512, 512, 512, most=4000) == (512, 512, 512, 1024)
+    assert sizes(7, 7) == (7, 7)
 
 
 def test_rotary_frequencies_of_a_length_are_found() -> None:
