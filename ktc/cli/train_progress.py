@@ -46,7 +46,7 @@ class TrainProgress:
         """Show an event of the run; this is its `observe`."""
         if event == "data":
             show_data(self._session, cast("PreparedData", value))
-        elif event == "adapter":
+        elif event in ("adapter", "trained"):
             self._session.diagnose(cast("tuple[Diagnostic, ...]", value))
         elif event == "folder":
             self._session.diagnose(cast("RunFolder", value).left_out)

@@ -154,9 +154,9 @@ void HostThread::dismiss() {
   loop_->requests.dismiss();
 }
 
-bool HostThread::wait(double seconds) {
+bool HostThread::wait(double seconds, std::uint32_t left) {
   return loop_->requests.wait(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)));
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds)), left);
 }
 
 std::uint32_t HostThread::expected() const {

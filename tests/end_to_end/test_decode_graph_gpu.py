@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ktc
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
+from ktc.model.decode_steps.token_choice import TokenChoice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -122,6 +123,27 @@ def test_a_running_batch_replays_graphs_while_rows_join_and_leave(
         pair.require_same_rows()
         pair.require_near_eager()
     assert not [record for record in caplog.records if "L451" in record.getMessage()]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}])
+def test_steps_that_run_ahead_choose_the_tokens_of_stock_codes_loop(
+    options: dict[str, Any], rows: int, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load("deepseek_v2")
+    ids = torch.randint(3, model.config.vocab_size, (rows, 12), generator=torch.Generator().manual_seed(4)).cuda()
+
+    def tokens(end: int | None) -> Tensor:
+        torch.manual_seed(3)
+        given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": end} | options
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=280, **given)
+        return torch.cat((found.flatten(), torch.randint(1 << 30, (1,), device="cuda")))  # the generator's next number
+
+    ahead = tokens(None)
+    end = int(ahead[12 + 200])
+    ended = tokens(end)
+    monkeypatch.setattr(TokenChoice, "of", classmethod(lambda *_: None))
+    assert torch.equal(tokens(None), ahead) and torch.equal(tokens(end), ended)
 
 
 def test_an_adapter_and_its_absence_are_captured_each(load: Callable[..., Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,11 @@ from ktc.compiler import inspect
 from ktc.diagnostics import InputRefused
 from ktc.foundation import host
 from ktc.foundation.formats import WeightFormat
-from ktc.model.checkpoint import open_index
+from ktc.model.checkpoint import gguf_values, open_index
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.quantised_reference import dequantise
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
-from ktc.model.packed_store import weight_store
+from ktc.model.packed_store import stored_experts, weight_store
 from ktc.stages.capture.weights import map_weights
 from ktc.stages.codegen.build import build
 from ktc.stages.codegen.render import render
@@ -110,6 +112,14 @@ def in_fp8(folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     return model, worth
 
 
+def on_named_thread(check: Callable[..., bool], names: set[str]) -> Callable[..., bool]:
+    def named(*given: Any) -> bool:
+        names.add(threading.current_thread().name)
+        return check(*given)
+
+    return named
+
+
 def plan_of(folder: Path, setting: str = "") -> Plan:
     (folder / "p.ktr").write_text(f'import "std/moe.ktr"\nrule e {{ match moe.block => cpu_moe({setting}) }}\n')
     return inspect(folder, folder / "p.ktr").plan
@@ -130,6 +140,7 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
     make: Callable[[Path], tuple[PreTrainedModel, dict[str, Tensor]]],
     codes: tuple[WeightFormat, int],
     stored: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, worth = make(tmp_path)
     plan = plan_of(tmp_path)
@@ -147,7 +158,11 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are_stored(
         sizes_of_layer = (found.num_experts, found.hidden, found.intermediate, found.top_k)
         experts = experts_of(*(size or 0 for size in sizes_of_layer), kernel=kernel)
         model.get_submodule(f"model.layers.{layer}.mlp").experts = experts
+    checking = set[str]()
+    for room, check in ((stored_experts, "is_finite"), (gguf_values, "are_finite")):
+        monkeypatch.setattr(room, check, on_named_thread(getattr(room, check), checking))
     weight_store.fill(model, [s for s in sources if ".experts." in s.target], index, {})
+    assert checking and all(name.startswith("ktc-packing") for name in checking), "the reading thread reads alone"
     module = model.get_submodule(EXPERTS)
     assert isinstance(module, FusedMoe)
     assert module.missing() == ()

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Replay, StepRecorder, Wait
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
+from ktc.model.decode_steps.graph_replay import Compute, Replay, Wait
 
 
 def record_eagerly(

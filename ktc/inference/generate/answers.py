@@ -177,12 +177,9 @@ def _config(opened: LanguageModel, sampling: Sampling, room: int | None) -> Any:
 
 def _on(interrupted: Event) -> Any:
     """Return a stopping criterion of transformers that ends all rows when the event is set."""
-    import torch
+    from ktc.model.decode_steps.token_choice import EndedByHost
 
-    def criterion(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        return torch.full((len(input_ids),), interrupted.is_set(), dtype=torch.bool, device=input_ids.device)
-
-    return criterion
+    return EndedByHost(interrupted.is_set)
 
 
 def _answer(opened: LanguageModel, tokens: list[int], stop: Sequence[str], interrupted: bool) -> Answer:

@@ -116,10 +116,18 @@ class RowBatch:
         return logits
 
     def finish(self) -> None:
-        """Wait for the step, asleep. Raises what its kernels have raised on the CPU or on a GPU."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
+        """Wait for the step, asleep. Raises what its kernels have raised on the CPU or on a GPU.
+
+        After an interrupt the step is still under way: the next call, such as that of `clear`, waits again.
+        """
+        if self._wait is None:
+            return
+        try:
+            self._wait()
+        except Exception:
+            self._wait = None
+            raise
+        self._wait = None
 
     @property
     def lacks_steps(self) -> bool:

@@ -24,15 +24,8 @@ from ktc.foundation.memory_faults import memory_fault
 from ktc.inference.serving.row_memory import RowMemory, RowPlaces
 from ktc.model.attention.sparse import Sparse, indexed_layers, unindexed
 from ktc.model.attention.step_index import IndexedLayer
-from ktc.model.decode_steps.cuda_graph import (
-    Compute,
-    DecodeGraphs,
-    Replay,
-    StepRecorder,
-    Wait,
-    layer_name,
-    record_step,
-)
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder, layer_name, record_step
+from ktc.model.decode_steps.graph_replay import Compute, Replay, Wait
 from ktc.model.decode_steps.model_state import foreign_hook
 from ktc.model.experts.host_node import HostNodes
 

@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache
 
 from ktc.inference.serving.row_cache import RowCache
 from ktc.inference.serving.row_layers import PagedStepLayer
-from ktc.model.decode_steps.cuda_graph import DecodeGraphs, Replay, record_step
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, record_step
+from ktc.model.decode_steps.graph_replay import Replay
 from ktc.model.decode_steps.model_state import foreign_hook
 
 MOST_ROWS: Final = 8  # with more, products take the time of a step, and not the calls between them

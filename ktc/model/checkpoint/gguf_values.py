@@ -29,27 +29,30 @@ _BAND: Final = 1 << 20  # weights dequantised per step: some types use forty byt
 
 
 def read_dequantised(reader: TensorReader, entry: TensorEntry, expert: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`."""
+    """Return the whole tensor, or the matrix of one expert of a stack, rounded to `dtype`. Threads dequantise bands."""
     shape = entry.shape if expert is None else entry.shape[1:]
     out = torch.empty(shape, dtype=dtype)
     take_huge_pages(out.data_ptr(), out.nbytes)
     rows = out.view(-1, shape[-1])
-
-    def decode(blocks: Tensor, begin: int) -> None:
-        rows[begin : begin + len(blocks)] = dequantised(blocks, entry.dtype)
-
-    threads = host.usable_threads()
-    waiting = deque[Future[None]]()
-    with ThreadPoolExecutor(threads, "ktc-decoding") as pool:  # NumPy releases the interpreter in its loops
-        begin = 0
-        for blocks in _bands(reader, entry, expert):
-            waiting.append(pool.submit(decode, blocks, begin))
-            begin += len(blocks)
-            if len(waiting) > threads:  # so that few bands are in memory
-                waiting.popleft().result()
-        for future in waiting:
-            future.result()
+    done = 0
+    # PyTorch rounds on its own threads here; on each of the others it would open as many.
+    for values in _dequantised(_bands(reader, entry, expert), entry.dtype):
+        rows[done : done + len(values)] = values
+        done += len(values)
     return out
+
+
+def _dequantised(bands_of_blocks: Iterator[Tensor], type_name: str) -> Iterator[Tensor]:
+    """Yield fp32 weights of each band, in their order. NumPy computes them on threads while the next ones are read."""
+    threads = host.usable_threads()
+    waiting = deque[Future[Tensor]]()
+    with ThreadPoolExecutor(threads, "ktc-dequantising") as pool:
+        for blocks in bands_of_blocks:
+            waiting.append(pool.submit(dequantised, blocks, type_name))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def read_blocks(reader: TensorReader, entry: TensorEntry, expert: int | None) -> Tensor:

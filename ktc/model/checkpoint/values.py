@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -62,34 +63,44 @@ def _read_expert(reader: TensorReader, entry: TensorEntry, source: WeightSource,
 
 def read_codes(
     reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return codes (rows, columns) and scales (rows, groups), fp32, of a source that has `plain_codes`.
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Read a source that has `plain_codes`; return a function for any thread, which does the work that follows.
 
-    Codes of int4 are int8; of fp8 they are bytes.
+    It returns codes (rows, columns) and scales (rows, groups), fp32. Codes of int4 are int8; of fp8 they are bytes.
     """
     assert source.quantised is not None, "only quantised weights have codes"
-    *stack, rows, columns = source.quantised.shape
+    *stack, rows, _ = source.quantised.shape
     matrix = expert if source.transform == "per_expert" and expert is not None else 0
     run = _shifted(slice(0, rows), matrix * rows)
     codes = reader.read(_as_rows(index.tensors[source.source_key], math.prod(stack) * rows), run)
     per_matrix = -(-rows // source.quantised.block[0])
     entry = _as_rows(index.tensors[source.quantised.scale.key], math.prod(stack) * per_matrix)
-    scales = _scale_values(reader.read(entry, _shifted(slice(0, per_matrix), matrix * per_matrix)))
-    of_row = scales.repeat_interleave(source.quantised.block[0], 0)[:rows]
+    scales = reader.read(entry, _shifted(slice(0, per_matrix), matrix * per_matrix))
+    return partial(_codes_and_scales, source, source.quantised, codes, scales)
+
+
+def _codes_and_scales(
+    source: WeightSource, quantised: Quantised, codes: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    *_, rows, columns = quantised.shape
+    of_row = _scale_values(scales).repeat_interleave(quantised.block[0], 0)[:rows]
     assert source.plain_codes is not None, "other codes are dequantised"
-    of_row = of_row.repeat_interleave(-(-source.quantised.block[1] // source.plain_codes[1]), 1)
-    return codes.view(torch.uint8) if source.quantised.method == "fp8" else nibbles(codes)[:, :columns] - 8, of_row
+    of_row = of_row.repeat_interleave(-(-quantised.block[1] // source.plain_codes[1]), 1)
+    return codes.view(torch.uint8) if quantised.method == "fp8" else nibbles(codes)[:, :columns] - 8, of_row
 
 
-def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None) -> Tensor:
-    """Return the blocks (rows, bytes of a row) of a source with `plain_blocks` or `plain_rows`, of one expert or all.
+def read_blocks(
+    reader: TensorReader, index: CheckpointIndex, source: WeightSource, expert: int | None
+) -> Callable[[], Tensor]:
+    """Read a source with `plain_blocks` or `plain_rows`, one expert or all; return a function for any thread.
 
-    They are laid out as GGUF files have them, INT4 as `ktc.model.checkpoint.uint4` does. Rows are outputs for any
-    steps.
+    It returns blocks (rows, bytes of a row), laid out as GGUF files have them, INT4 as `ktc.model.checkpoint.uint4`
+    does. Rows are outputs for any steps.
     """
     entry = index.tensors[source.source_key]
     if source.quantised is None:
-        return gguf_values.read_blocks(reader, entry, expert)
+        blocks = gguf_values.read_blocks(reader, entry, expert)
+        return lambda: blocks
     if source.quantised.method == "int4":
         return _int4_blocks(reader, index, source, source.quantised)
     if source.quantised.method == "nvfp4":
@@ -100,25 +111,28 @@ def read_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSour
         reader.read(_as_rows(index.tensors[key], math.prod(stack) * rows), of_expert)
         for key in (entry.name, source.quantised.scale.key)
     )
-    return gguf_values.mxfp4_blocks(codes, scales.view(torch.uint8))
+    return partial(gguf_values.mxfp4_blocks, codes, scales.view(torch.uint8))
 
 
-def _nvfp4_blocks(reader: TensorReader, index: CheckpointIndex, source: WeightSource, quantised: Quantised) -> Tensor:
+def _nvfp4_blocks(
+    reader: TensorReader, index: CheckpointIndex, source: WeightSource, quantised: Quantised
+) -> Callable[[], Tensor]:
     codes, scales = (reader.read(index.tensors[key]) for key in (source.source_key, quantised.scale.key))
     matrix_scale = _matrix_scale(reader, index, quantised)
     assert matrix_scale is not None, "the row was checked"
-    return nvfp4.blocks_of(codes, scales, matrix_scale)
+    return partial(nvfp4.blocks_of, codes, scales, matrix_scale)
 
 
 def _int4_blocks(
     reader: TensorReader, index: CheckpointIndex, source: WeightSource, quantised: Quantised
-) -> Tensor:  # fmt: skip
+) -> Callable[[], Tensor]:  # fmt: skip
+    words, scales = (reader.read(index.tensors[key]) for key in (source.source_key, quantised.scale.key))
+    return partial(_int4_of, source.int4_group, quantised, words, scales, _zero_points(reader, index, quantised))
+
+
+def _int4_of(group: int, quantised: Quantised, words: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Return blocks of a scale, a zero point and codes. Codes without zero points are offset by 8."""
-    _, columns = quantised.shape
-    group = source.int4_group
-    codes = nibbles(reader.read(index.tensors[source.source_key]))[:, :columns]
-    scales = reader.read(index.tensors[quantised.scale.key]).float()
-    zeros = _zero_points(reader, index, quantised)
+    codes, scales = nibbles(words)[:, : quantised.shape[-1]], scales.float()
     of_groups = torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros.int()
     repeats = quantised.block[1] // group
     of_groups, scales = (t.repeat_interleave(repeats, 1) for t in (of_groups + 8, scales))

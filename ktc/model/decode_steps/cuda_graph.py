@@ -28,10 +28,9 @@ from transformers.cache_utils import Cache
 
 from ktc.diagnostics import Diagnostic, render
 from ktc.model.attention.sparse import indexed_layers
-from ktc.model.decode_steps.filled_scalars import FilledScalars
-from ktc.model.decode_steps.host_constants import GivenConstants, HostConstant, NotedConstants
+from ktc.model.decode_steps.graph_replay import Record, Replay, Wait, record_graph, with_calls
 from ktc.model.decode_steps.model_state import ModelState, foreign_hook
-from ktc.model.decode_steps.step_ahead import PendingStep
+from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead
 from ktc.model.decode_steps.step_memory import DOUBLED, StepMemory, batch_of, capacity_for, length_of, rounded, unfit
 from ktc.model.experts.beside import SideStream, StreamOrder
 from ktc.model.experts.host_node import HostNodes, Launch, on_current_stream
@@ -46,63 +45,8 @@ _IGNORED: Final = frozenset({CACHE, "cache_position", "use_cache", "return_dict"
 _READ: Final = ("input_ids", "position_ids", "attention_mask")
 _MAKE_MASKS: Final = "create_masks_for_generate"  # of a model with masks of its own, or of transformers
 _MEMORIES: Final = 6  # at most, of all sizes
-_WARM: Final = 2  # steps before the capture, in which libraries and allocators set themselves up
 Inputs = dict[str, Any]
-Compute = Callable[[], Any]  # to the output of a causal LM
-Wait = Callable[[], None]  # called again after an interrupt
-Replay = Callable[[], Wait]  # begins a recorded step; the function that it returns waits until the step is done
-Record = Callable[[Compute, torch.device, Sequence[Tensor], HostNodes | None, StepContext], tuple[Any, Replay]]
-
-
-def record_graph(
-    compute: Compute, device: torch.device, changing: Sequence[Tensor], nodes: HostNodes | None, context: StepContext
-) -> tuple[Any, Replay]:
-    """Return the output of `compute`, and a function that replays it as a CUDA graph.
-
-    Who waits for a replay sleeps while experts on the CPU, those of `nodes`, need the cores, and spins for the rest.
-    A replay that raises is over, also where an interrupt came after its launch.
-    Raises RuntimeError for an operation that cannot be captured, as one that waits for the GPU.
-    """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    graph, cached = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
-    constants = list[HostConstant]()  # of the last step before the capture
-    torch.clear_autocast_cache()  # its casts of weights end with the context, and the graph would keep their addresses
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM):
-                constants.clear()
-                try:
-                    with NotedConstants(constants):
-                        compute()
-                finally:
-                    stream.synchronize()  # host functions in it read memory that an error would free
-        captured = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
-        with captured, GivenConstants(constants), FilledScalars():
-            output = compute()
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-    done = torch.cuda.Event(blocking=nodes is not None and nodes.launched)
-
-    def wait() -> None:
-        if nodes is not None:
-            nodes.until_answered(done.query)
-        done.synchronize()
-
-    def replay(_: Sequence[HostConstant] = constants) -> Wait:  # the graph reads them: they live as long as it does
-        try:
-            with torch.cuda.device(device):
-                graph.replay()
-                done.record(torch.cuda.current_stream(device))
-            return wait
-        except Exception:
-            raise
-        except BaseException:
-            torch.cuda.current_stream(device).synchronize()
-            raise
-
-    return output, replay
+Begun = tuple["CapturedStep", Inputs]  # a step, and the inputs for which it was begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +123,34 @@ class DecodeGraphs:
             self._settle()
             reason = self._unserved(model, inputs)
             captured = reason or self._captured(model, inputs)
+            if ahead is not None:
+                ahead.begun = None
             if isinstance(captured, CapturedStep):
                 output, step = captured.begin(model, inputs)
                 if ahead is None:
                     step.finish()
                 else:
                     self._last = step
-                    ahead.last = step
+                    ahead.last, ahead.begun = step, (captured, inputs)
                 return output
         self.tell(captured)
         return model(**inputs)
+
+    def again(self, model: PreTrainedModel, begun: Begun, ahead: StepAhead) -> PendingStep | None:
+        """Begin the step that `begun` again, for what its inputs hold by now. The last one may be under way.
+
+        None where the memory of the step is no longer that of the cache. The caller looks for room, and shows the
+        positions of the cache.
+        """
+        captured, inputs = begun
+        with self._busy:
+            if self._last is not ahead.last:
+                self._settle()
+            memory, cache = captured.memory, inputs[CACHE]
+            if self._steps.get(id(memory)) is not captured or not memory.is_used_by(cache):
+                return None
+            step = self._last = ahead.last = PendingStep(captured.replayed(model))
+            return step
 
     def clear(self) -> None:
         """Release the graphs and memories of all steps, and log warnings again.
@@ -347,15 +309,11 @@ class CapturedStep:
         self.memory.encode(values["attention_mask"], length)
         for name, value in values.items():
             self.inputs[name].copy_(value)
-        wait = self.replay()
+        replayed = self.replayed(model)
 
         def end() -> None:
             try:
-                try:
-                    wait()
-                finally:  # an error of the GPU may be a consequence of theirs
-                    if self.nodes is not None:
-                        self.nodes.check(lambda packed: layer_name(model, packed))
+                replayed()
             except BaseException:
                 self.memory.show(cache, length)
                 raise
@@ -371,6 +329,19 @@ class CapturedStep:
                 raise first  # noqa: B904 - its cause is set
             raise
         return type(self.output)(logits=logits, past_key_values=cache), step
+
+    def replayed(self, model: PreTrainedModel) -> Wait:
+        """Begin a replay. The function that this returns waits until it is done, and raises its errors."""
+        wait = self.replay()
+
+        def end() -> None:
+            try:
+                wait()
+            finally:  # an error of the GPU may be a consequence of theirs
+                if self.nodes is not None:
+                    self.nodes.check(lambda packed: layer_name(model, packed))
+
+        return end
 
 
 def capture(model: PreTrainedModel, memory: StepMemory, inputs: Inputs, recorder: StepRecorder) -> CapturedStep:
@@ -408,44 +379,16 @@ def record_step(
         raise ValueError(f"the model returns `{more[0]}`")
     stores = tuple(dict.fromkeys(m.kept.store for m in model.modules() if isinstance(m, FusedMoe) and m.kept))
 
+    last: Wait | None = None
+
     def advanced() -> Wait:
+        nonlocal last
         for store in stores:
             store.advance()
-        return replay() if nodes is None else _with_calls(replay, nodes)
+        last = replay() if nodes is None else with_calls(replay, nodes, last)
+        return last
 
     return inputs, output, advanced, nodes
-
-
-def _with_calls(replay: Replay, nodes: HostNodes) -> Wait:
-    """Begin a replay whose calls of experts are expected. After an error of the GPU none is any more.
-
-    After an interrupt of the wait, the GPU still requests them: it is raised when the step is done, unless another one
-    comes.
-    """
-    try:
-        nodes.begin()
-        wait = replay()
-    except BaseException:
-        nodes.dismiss()
-        raise
-
-    def until_done() -> None:
-        try:
-            wait()
-        except RuntimeError:
-            nodes.dismiss()
-            raise
-
-    def waited() -> None:
-        try:
-            until_done()
-        except Exception:
-            raise
-        except BaseException:
-            until_done()
-            raise
-
-    return waited
 
 
 def step_inputs(memory: StepMemory, inputs: Mapping[str, Any]) -> Inputs:

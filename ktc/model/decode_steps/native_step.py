@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ktc.model.decode_steps.cuda_graph import Compute, DecodeGraphs, Replay, StepRecorder, Wait
+from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
+from ktc.model.decode_steps.graph_replay import Compute, Replay, Wait
 from ktc.model.kernels.kernel_library import Kernel, permitted_threads
 from ktc.model.kernels.step_context import StepContext
 from ktc.model.steps.program import StepProgram, record_program

@@ -66,10 +66,14 @@ class PendingStep:
 
 
 class StepAhead:
-    """The last step that one `generate` has begun, in `last`; the one before is done."""
+    """The last step that one `generate` has begun, in `last`.
+
+    `begun` is the captured step and its inputs, None where the last step was not captured.
+    """
 
     def __init__(self) -> None:
         self.last: PendingStep | None = None
+        self.begun: Any = None
 
     def finish(self) -> None:
         """Wait for the last step, and raise its error."""

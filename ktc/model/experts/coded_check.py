@@ -84,9 +84,9 @@ def check_addressed(panels: Panels, device: torch.device) -> None:
 def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     """Return all results of a split of three choices, of which one is kept and one goes over the bus."""
     table = torch.tensor([0, 9, 0, 0], device=device)
-    share = torch.tensor([WHOLE_SHARE // 2], dtype=torch.int32, device=device)
+    share = torch.tensor([WHOLE_SHARE // 2, WHOLE_SHARE // 8], dtype=torch.int32, device=device)
     counts = torch.zeros(4, dtype=torch.int32, device=device)
-    traffic = torch.zeros(3, dtype=torch.int64, device=device)
+    traffic = torch.zeros(4, dtype=torch.int64, device=device)
     results = split(torch.tensor([[3, 1, 0]], device=device), table, share, counts, traffic, 5, 2)
     return torch.cat([of_split.flatten() for of_split in (*results, counts, traffic)])
 

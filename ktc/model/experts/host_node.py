@@ -48,6 +48,7 @@ class HostNodes:
         self._beside = Beside(order or SideStream())
         self._calls: list[tuple[PackedExperts, HostCall]] = []
         self._partial: list[HostCall] = []
+        self.begun = 0  # replays
         self._before = 0  # nanoseconds of partial calls that were dropped
         self._memories: dict[tuple[object, ...], CallMemory] = {}
 
@@ -99,6 +100,7 @@ class HostNodes:
 
     def begin(self) -> None:
         """Take note that the captured calls come again: a replay begins."""
+        self.begun += 1
         for mailbox in self._used():
             mailbox.begin()
 
@@ -107,10 +109,14 @@ class HostNodes:
         """Whether CUDA calls some experts."""
         return bool(self._calls) and (not self._by_thread or None in self._mailboxes.values())
 
-    def until_answered(self, is_over: Callable[[], bool]) -> None:
-        """Sleep until a thread has made all calls of a replay: see `Mailbox.until_answered`."""
+    def until_answered(self, is_over: Callable[[], bool], number: int | None = None) -> None:
+        """Sleep until a thread has made all calls of the replay `number` by `begun`, or of all that have begun.
+
+        See `Mailbox.until_answered`.
+        """
+        later = 0 if number is None else self.begun - number
         for mailbox in self._used():
-            mailbox.until_answered(is_over)
+            mailbox.until_answered(is_over, later)
 
     def dismiss(self) -> None:
         """Take note that calls which have begun do not come: the GPU has failed."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.grouped_products import multiplies_codes
-from ktc.model.experts.kept_policy import DECAY, Exchange, exchanges, first_kept, next_share
+from ktc.model.experts.kept_policy import BESIDE, DECAY, Exchange, cpu_speed, exchanges, first_kept, lead_of, next_share
 from ktc.model.experts.kept_split import WHOLE_SHARE
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import PackedLayout
@@ -136,9 +136,9 @@ class KeptExperts:
         with torch.inference_mode(mode=False):  # steps within it and outside write to them
             self._memory = torch.empty(places, self._place_bytes, dtype=torch.uint8, device=device)
             self.table = torch.zeros(len(layers), most, dtype=torch.int64, device=device)
-            self.share = torch.zeros(1, dtype=torch.int32, device=device)
+            self.share = torch.zeros(2, dtype=torch.int32, device=device)  # and the lead
             self.counts = torch.zeros(len(layers), most, dtype=torch.int32, device=device)
-            self.traffic = torch.zeros(len(layers), 3, dtype=torch.int64, device=device)
+            self.traffic = torch.zeros(len(layers), 4, dtype=torch.int64, device=device)
             self._addresses = torch.zeros(len(layers), most, dtype=torch.int64)  # of the next step
             self._weights = torch.zeros(len(layers), most)  # decayed counts
             self._seen = torch.zeros(len(layers), most, dtype=torch.int32)
@@ -147,12 +147,12 @@ class KeptExperts:
         self._copies.keep(self._memory)
         self._bus_speed = self._copies.bus_speed(packed[0].packed) if locked else 0.0
         self._share = share if locked else 0.0
-        self.share.fill_(round(self._share * WHOLE_SHARE))
+        self._share_out()
         self.layers = tuple(KeptLayer(self, number, *layer) for number, layer in enumerate(layers))
         self._places: dict[int, int] = {}  # by expert, those on their way included
         self._exchanges: deque[Exchange] = deque()
         self._sent: deque[_Sent] = deque()
-        self._steps, self._cpu_seen = 0, 0
+        self._steps, self._cpu_seen, self._calls_seen = 0, 0, 0
         self._turn = threading.Lock()  # of places: they are read beside the ring's thread
         self._readers: dict[Copies, Mark] = {}  # the last copy from a place, by the copies that made it
         self._busy_seen: weakref.WeakKeyDictionary[HostNodes, int] = weakref.WeakKeyDictionary()  # of each step
@@ -246,7 +246,10 @@ class KeptExperts:
     # Between two steps
 
     def advance(self) -> None:
-        """Use experts that have arrived, and begin to send at most one. No step may be under way, and none waits."""
+        """Use experts that have arrived, and begin to send at most one. No step waits for it.
+
+        A step may be under way: tables change behind it, in the order of the device's stream.
+        """
         if self.fixed:
             return
         self._steps += 1
@@ -268,7 +271,7 @@ class KeptExperts:
 
     def figures(self) -> KeptTraffic:
         """Return what all steps have read. Waits for the device."""
-        of_layers = self.traffic.cpu()
+        of_layers = self.traffic[:, :3].cpu()
         nbytes = of_layers * torch.tensor(self._nbytes)[:, None]
         return KeptTraffic(_by_engine(of_layers), _by_engine(nbytes))
 
@@ -295,11 +298,17 @@ class KeptExperts:
         busy = {nodes: nodes.nanoseconds for nodes in self._busy_seen}
         taken = sum(after - self._busy_seen[nodes] for nodes, after in busy.items())
         self._busy_seen.update(busy)
-        read = self.figures().nbytes["cpu"]
+        read, calls = self.figures().nbytes["cpu"], int(self.traffic[:, 3].sum())
         new, self._cpu_seen = read - self._cpu_seen, read
+        made, self._calls_seen = calls - self._calls_seen, calls
         if new > 0 and taken > 0 and self._steps > 1:  # until then libraries set themselves up
-            self._share = next_share(self._share, self._bus_speed, new / taken * 1e9)
-            self.share.fill_(round(self._share * WHOLE_SHARE))
+            self._share = next_share(self._share, self._bus_speed, cpu_speed(new, 1e-9 * taken, made))
+            self._share_out()
+
+    def _share_out(self) -> None:
+        """Let the next step divide experts by the present share. With `fixed`, nothing depends on a measurement."""
+        lead = 0.0 if self.fixed else lead_of(self._share, BESIDE * self._bus_speed, max(self._nbytes))
+        self.share.copy_(torch.tensor([round(self._share * WHOLE_SHARE), round(lead * WHOLE_SHARE)]))
 
     def _send(self, expert: int, place: int) -> Arrival:
         layer, number = divmod(expert, self.table.shape[1])

@@ -34,8 +34,9 @@ def split(
 ) -> tuple[Tensor, Tensor]:
     """Divide the chosen experts of a layer among GPU memory, bus and CPU: see `kept_split.split`.
 
-    Add each chosen expert to `counts` (E,) int32, and to `traffic` (3,) int64 how many were read where. `table` (E,) is
-    int64, `share` (1,) int32; `host` is the address of the layer's packed experts, each of `nbytes`.
+    Add each chosen expert to `counts` (E,) int32, and to `traffic` (4,) int64 how many were read where, and whether the
+    CPU read any. `table` (E,) is int64, `share` (2,) int32; `host` is the address of the layer's packed experts, each
+    of `nbytes`.
     """
     addresses, left = index_TK.new_empty(index_TK.numel()), torch.empty_like(index_TK)
     with torch.cuda.device_of(index_TK):
@@ -92,7 +93,7 @@ def _split(
     kept = tl.load(table + expert, mask=known, other=0)
     missing = tl.where(kept == 0, is_chosen, 0)
     misses = tl.sum(missing, 0)
-    over_bus = tl.minimum((misses + 1) * tl.load(share) >> 16, misses)  # `kept_split.over_bus`
+    over_bus = tl.minimum((misses + 1) * tl.load(share) + tl.load(share + 1) >> 16, misses)  # `kept_split.over_bus`
     sent = (missing == 1) & (tl.cumsum(missing, 0) <= over_bus)
     place = tl.where(sent, host + expert.to(tl.int64) * nbytes, kept)
     address = tl.sum(tl.where(is_of == 1, place[None, :], 0), 1)
@@ -104,6 +105,7 @@ def _split(
     tl.store(traffic, tl.load(traffic) + hits)
     tl.store(traffic + 1, tl.load(traffic + 1) + over_bus)
     tl.store(traffic + 2, tl.load(traffic + 2) + misses - over_bus)
+    tl.store(traffic + 3, tl.load(traffic + 3) + (misses > over_bus))
 
 
 @triton.jit

@@ -90,9 +90,12 @@ class Mailbox:
         if self._captured:
             self._thread.expect(self._captured)
 
-    def until_answered(self, is_over: Callable[[], bool]) -> None:
-        """Sleep until all expected requests are answered. `is_over` is asked now and then whether none will come."""
-        while not self._thread.wait(_LOOK) and not is_over():
+    def until_answered(self, is_over: Callable[[], bool], later: int = 0) -> None:
+        """Sleep until all expected requests are answered, less those of the last `later` replays.
+
+        `is_over` is asked now and then whether none will come.
+        """
+        while not self._thread.wait(_LOOK, later * self._captured) and not is_over():
             pass
 
     def dismiss(self) -> None:

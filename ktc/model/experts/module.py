@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.model.experts.backend import ExpertsBackend, Offload, choose
 from ktc.model.experts.cpu_backend import Activations
+from ktc.model.experts.frozen_weights import tell_of_frozen
 from ktc.model.experts.kept_experts import KeptLayer
 from ktc.model.experts.lora import ExpertsLora
 from ktc.model.experts.private_api import ConversionHook, LoadHooks
@@ -98,6 +99,13 @@ class FusedMoe(LoadHooks, ConversionHook, nn.Module):
     def __setitem__(self, expert: object, module: object) -> None:
         """Refuse (L437) another module for a single expert."""
         self[expert]
+
+    def requires_grad_(self, requires_grad: bool = True) -> FusedMoe:
+        """Set it for the weights where they train. Packed ones stay frozen, with a warning (L470)."""
+        if requires_grad and not self.weights.training.trains:
+            tell_of_frozen(1, self.num_parameters())
+            return self
+        return super().requires_grad_(requires_grad)
 
     def num_parameters(self) -> int:
         """Count weights and biases, as the stock module has them."""

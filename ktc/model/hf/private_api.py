@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ def register_layers(config: LoraConfig, layers: Mapping[type[nn.Module], type[nn
     cast("Any", config)._register_custom_module(dict(layers))
 
 
+def pad_token(generation_config: object) -> Tensor | None:
+    """Return the padding token that `generate` has prepared, as a tensor, None without one."""
+    token = getattr(generation_config, "_pad_token_tensor", None)
+    return token if isinstance(token, Tensor) else None
+
+
 class GenerationHooks:
     """A base before the class of a model: steps inside `generate`, as methods with public names."""
 
@@ -155,6 +162,11 @@ class GenerationHooks:
     def prefill(self, read: Callable[[], Any]) -> Any:
         """Call `read`, which reads the prompt."""
         return read()
+
+    def decoding(self) -> AbstractContextManager[Any]:
+        """Return a context in which stock code computes decoding steps; releases before 5.2 have none."""
+        make = getattr(self, "_optimize_model_for_decode", None)
+        return nullcontext() if make is None else make()
 
     def sample(self, options: dict[str, Any], sample: Callable[[], Any]) -> Any:
         """Call `sample`, which chooses tokens with `options`, such as `stopping_criteria`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, cast
 
@@ -32,6 +33,13 @@ def _on_one_thread() -> None:
 os.register_at_fork(after_in_child=_on_one_thread)
 
 
+def on_one_thread() -> None:
+    """Let PyTorch's operations on this thread open no parallel region; other threads keep theirs."""
+    torch.get_num_threads()  # a thread takes the process' number at its first question
+    with suppress(OSError, AttributeError):
+        _torch_library().omp_set_num_threads(1)
+
+
 def functions() -> Functions:
     """Return the addresses of the runtime's functions; zeros if PyTorch has none, or another interface.
 
@@ -40,11 +48,15 @@ def functions() -> Functions:
     return _found() if os.getpid() == _PROCESS else NONE
 
 
+def _torch_library() -> ctypes.CDLL:
+    """Return a library whose symbols are looked up in what it was linked with too."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
 @functools.cache
 def _found() -> Functions:
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        loaded = ctypes.CDLL(str(library))  # a symbol is looked up in what this library was linked with
+        loaded = _torch_library()
         addresses = tuple(ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _NAMES)
     except (OSError, AttributeError):
         return NONE

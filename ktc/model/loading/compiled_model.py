@@ -21,7 +21,10 @@ from ktc.diagnostics import Diagnostic, InputRefused, suggest
 from ktc.model.decode_steps.cuda_graph import CACHE, DecodeGraphs
 from ktc.model.decode_steps.growing_cache import growing
 from ktc.model.decode_steps.int8_cache import as_int8, int8_kernels
+from ktc.model.decode_steps.run_ahead import FirstSteps, OpenStreamer, RunAhead
 from ktc.model.decode_steps.step_ahead import BeforeSampling, StepAhead, WaitingCriteria, waited_for_by
+from ktc.model.decode_steps.token_choice import TokenChoice
+from ktc.model.experts.frozen_weights import tell_of_frozen
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
 from ktc.model.hf import remote_code
@@ -172,15 +175,14 @@ class CompiledModel(GenerationHooks):
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count as the stock model does, packed experts included."""
         counted = int(cast("Any", super()).num_parameters(only_trainable, exclude_embeddings))
-        if only_trainable:
-            return counted
-        modules = cast("nn.Module", self).modules()
-        for module in modules:
-            if isinstance(module, FusedMoe):
-                counted += module.num_parameters()
-            elif isinstance(module, StoredLinear):
-                counted += module.in_features * module.out_features
-        return counted
+        return counted if only_trainable else counted + sum(_packed_parameters(cast("nn.Module", self)))
+
+    def requires_grad_(self, requires_grad: bool = True) -> PreTrainedModel:
+        """Set it for all parameters. Packed weights are none: they stay frozen, with a warning (L470)."""
+        frozen = _packed_parameters(cast("nn.Module", self))
+        if requires_grad and frozen:
+            tell_of_frozen(len(frozen), sum(frozen))
+        return cast("PreTrainedModel", cast("Any", super()).requires_grad_(requires_grad))
 
     def train(self, mode: bool = True) -> PreTrainedModel:
         """Set the mode of all modules. Training releases the memory of captured steps."""
@@ -211,12 +213,16 @@ class CompiledModel(GenerationHooks):
             return read()
 
     def sample(self, options: dict[str, Any], sample: Callable[[], Any]) -> Any:
-        """Choose tokens as stock code does; a GPU computes a step while stock code prepares the choice after it.
+        """Choose tokens as stock code does; a GPU computes a step while the host prepares the next one (`RunAhead`).
 
-        A streamer reads each token itself, and so each step is waited for.
+        With a user's criteria stock code prepares the choice after a step meanwhile; with a streamer too, which reads
+        each token, each step is waited for.
         """
         graphs, criteria = self.decode_graphs, options.get("stopping_criteria")
         config = options.get("generation_config")
+        choice = None if graphs is None else TokenChoice.of(options)
+        if graphs is not None and choice is not None and self.takes_compiled_steps(config):
+            return self._sample_ahead(graphs, choice, options, sample)
         ahead: StepAhead | None = None
         if graphs is not None and graphs.recorder.ahead and criteria is not None and options.get("streamer") is None:
             ahead = StepAhead()
@@ -226,6 +232,31 @@ class CompiledModel(GenerationHooks):
                 options["logits_processor"] = LogitsProcessorList([*processors, BeforeSampling(ahead)])
         with waited_for_by(ahead, StepContext.of(cast("nn.Module", self))):
             return sample()
+
+    def _sample_ahead(
+        self, graphs: DecodeGraphs, choice: TokenChoice, options: dict[str, Any], sample: Callable[[], Any]
+    ) -> Any:
+        """Let stock code take the first steps, and continue behind the first that is captured."""
+        model, streamer, ahead = cast("PreTrainedModel", self), options.get("streamer"), StepAhead()
+        first = options["stopping_criteria"] = FirstSteps(ahead, options["stopping_criteria"])
+        if streamer is not None:
+            options["streamer"] = OpenStreamer(streamer)
+        if choice.samples or streamer is not None:
+            options["logits_processor"] = LogitsProcessorList([*choice.processors, BeforeSampling(ahead)])
+        with waited_for_by(ahead, StepContext.of(model)):
+            result = sample()
+            if first.begun is not None:
+                assert first.ids is not None and first.unfinished is not None, "the criteria were asked"
+                with self.decoding():
+                    rest = RunAhead(model, graphs, ahead, choice, None if streamer is None else streamer.put)
+                    sequences = rest.run(first.begun, first.ids, first.unfinished)
+                if isinstance(result, torch.Tensor):
+                    result = sequences
+                else:
+                    result.sequences = sequences
+        if streamer is not None:
+            streamer.end()
+        return result
 
     def get_compiled_call(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Return the function for decoding steps: captured ones where the plan has them."""
@@ -243,6 +274,17 @@ def _stock(model_class: type[Any]) -> type[PreTrainedModel]:
 def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the compiled form of a stock class, for models that are loaded without `modeling_ktc.py`."""
     return type(stock.__name__, (CompiledModel, stock), {"__doc__": stock.__doc__})
+
+
+def _packed_parameters(model: nn.Module) -> list[int]:
+    """Return the number of weights that are not parameters of the model, of each module that has some."""
+    counts = list[int]()
+    for module in model.modules():
+        if isinstance(module, FusedMoe) and not module.weights.training.trains:
+            counts.append(module.num_parameters())
+        elif isinstance(module, StoredLinear):
+            counts.append(module.in_features * module.out_features)
+    return counts
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

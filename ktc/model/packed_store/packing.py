@@ -1,7 +1,8 @@
-"""Experts that are packed on several threads, while the next ones are read.
+"""Experts that are laid out, checked and packed on several threads, while the next ones are read.
 
-In: functions that pack, each of another expert. Out: their results in memory once `finish` returns. At most one per
-thread waits, so that memory stays small. Checks and the kernel's loops run there, which release the interpreter.
+In: functions, each of another expert. Out: their results in memory once `finish` returns. At most one per thread waits,
+so that memory stays small. Most of their time is spent in the kernel's loops and in PyTorch's operations, which release
+the interpreter and open no threads of their own here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import TracebackType
 import torch
 
 from ktc.foundation import host
+from ktc.model.kernels import openmp
 from ktc.model.packed_store.stored_experts import Pack
 
 
@@ -21,7 +23,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._most = host.usable_threads()
-        self._pool = ThreadPoolExecutor(self._most, "ktc-packing")  # starts threads when they have work
+        self._pool = ThreadPoolExecutor(self._most, "ktc-packing", openmp.on_one_thread)
         self._waiting = deque[Future[None]]()
 
     def __enter__(self) -> Packing:

@@ -92,9 +92,10 @@ class _StoredRow:
         return (cast("ExpertPart", self.source.part),)
 
     def load_codes(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
-        codes, scales = read_codes(reader, index, self.source, expert)
+        read = read_codes(reader, index, self.source, expert)
 
         def pack() -> None:
+            codes, scales = read()
             number = self._checked(is_finite(scales) and are_numbers(codes), expert)
             pieces = (by_part(self.source, self.experts.form, self.leaf, tensor) for tensor in (codes, scales))
             for (part, piece), (_, scale) in zip(*pieces, strict=True):
@@ -103,10 +104,11 @@ class _StoredRow:
         return pack
 
     def load_blocks(self, reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
-        blocks = read_blocks(reader, index, self.source, expert)
+        read = read_blocks(reader, index, self.source, expert)
         as_rows = replace(self.experts.form, transposed=False)  # blocks are read as rows of outputs
 
         def pack() -> None:
+            blocks = read()
             number = self._checked(gguf_values.are_finite(blocks, self.source.plain_blocks or ""), expert)
             for part, piece in by_part(self.source, as_rows, self.leaf, blocks):
                 self.experts.weights.load_blocks(number, part, piece)

@@ -30,9 +30,10 @@ def rows_loader(model: nn.Module, source: WeightSource, allow_nonfinite: bool) -
         return None
 
     def load(reader: TensorReader, index: CheckpointIndex, expert: int | None) -> Pack:
-        blocks = read_blocks(reader, index, source, None)
+        read = read_blocks(reader, index, source, None)
 
         def pack() -> None:
+            blocks = read()
             if not (allow_nonfinite or gguf_values.are_finite(blocks, layer.format)):
                 raise InputRefused(not_finite(source, expert))
             layer.load_blocks(blocks)

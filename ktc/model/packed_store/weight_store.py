@@ -55,7 +55,8 @@ def fill(
     with TensorReader(index.folder) as reader, Packing() as packing, torch.no_grad():
         for source, size in zip(sources, sizes, strict=True):
             dtype = cast("Tensor", getattr(*owner_of(model, source.target))).dtype  # of values restored from codes
-            put_stored = stored_loader(model, source, allow_nonfinite) or rows_loader(model, source, allow_nonfinite)
+            of_experts = stored_loader(model, source, allow_nonfinite)
+            put_stored = of_experts or rows_loader(model, source, allow_nonfinite)
             for expert in experts_of(source):
                 if put_stored is not None:
                     packing.add(put_stored(reader, index, expert))
@@ -65,10 +66,12 @@ def fill(
                     raise InputRefused(not_finite(source, expert))
                 _put(model, source, expert, tensor, placement)
                 del tensor  # before the next read: one piece is in memory at a time
-            packing.finish()  # gate and up of an expert share panels, and may be two rows
+            if of_experts is not None:
+                packing.finish()  # gate and up of an expert share panels, and may be two rows
             done += size
             if progress is not None:
                 progress(done, total)
+        packing.finish()
 
 
 def stored_bytes(source: WeightSource, index: CheckpointIndex) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 
 from ktc.foundation.formats import FORMATS, Blocks, Codes
 from ktc.foundation.rates import CODES_READ, Figure, GpuRates, Rates
+from ktc.model.experts.kept_policy import CALL, lead_of
 from ktc.stages.cost.amounts import Amounts
 from ktc.stages.cost.traffic import states, traffic_of
 from ktc.stages.cost.types import Prediction, Use, Work
@@ -30,6 +31,7 @@ _ISSUED: Final = 2.6  # an operator of a model, with wrappers, hooks and views t
 _CALL: Final = 110 * _ISSUED  # outside the layers: embedding, positions, mask, the preparation of `generate`
 _STEP: Final = 64  # Python between two steps of a CUDA graph, and the copies around one
 _NODES: Final = 4.2  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
+_ANSWERED: Final = 3e-6  # seconds in which a thread sees a GPU's request and the GPU its answer, without the call
 _MICRO_BATCH: Final = 70  # a trainer's own work on a sequence: a stacked step runs head and loss once for many
 # What of the others' time remains, where a GPU, buses and Python work side by side: one thread issues both kernels and
 # copies, and the ring of sent weights holds about a layer.
@@ -177,9 +179,11 @@ class _Clock:
         Where a call is divided, no engine works beside some of Python's.
         """
         gpu, use = self._gpu(device), self.amounts.use
-        host = gpu.host_node if self.issue.cuda_graph else gpu.launch
+        both = 2 * gpu.launch.median
+        if self.issue.cuda_graph:  # two kernels, between which a thread of the host sees the request and answers
+            both = 2 * _NODES * gpu.graph_node.median + _ANSWERED
         alone = OVERHEAD * gpu.operator.median if work.experts and work.experts.is_divided(use) else 0.0
-        return (1 + use.trains) * (use.tokens * work.moved / gpu.bus.median + 2 * host.median) + alone
+        return (1 + use.trains) * (use.tokens * work.moved / gpu.bus.median + both) + alone
 
     # Routed experts --------------------------------------------------------------------------------------------------
     def _experts(self, work: Work) -> dict[str, float]:
@@ -200,18 +204,23 @@ class _Clock:
     def split(self, work: Work) -> dict[str, float]:
         """Return the busy seconds of the engines that read the experts of a step at once; none where one does."""
         experts = work.experts
-        read = None if experts is None else experts.engines(self.amounts.use)
-        if experts is None or read is None:
+        if experts is None or experts.bus_share is None:
+            return {}
+        bus = self._gpu(experts.devices[0]).bus_beside_cpu.median
+        lead = 0.0 if experts.fixed else lead_of(experts.bus_share, bus, work.weights / experts.count)
+        read = experts.engines(self.amounts.use, lead)
+        if read is None:
             return {}
         kept, sent, rest = (number * work.weights / experts.count for number in read)
         device = experts.devices[0]
         gpu, codes = self._gpu(device), CODES_READ if _is_coded(work) else 1.0
         use = self.amounts.use
+        call = CALL if rest else 0.0
         if experts.is_divided(use):
-            rest *= experts.crowding(use.tokens)
+            rest, call = rest * experts.crowding(use.tokens), 0.0
         return {
-            "cpu": rest / (codes * gpu.cpu_beside_bus.median),
-            f"bus:{device}": sent / gpu.bus_beside_cpu.median,
+            "cpu": rest / (codes * gpu.cpu_beside_bus.median) + call,
+            f"bus:{device}": sent / bus,
             **self._beside(work, device, kept, sent),
         }
 

@@ -62,8 +62,9 @@ class RoutedExperts:
     `devices` compute calls of at least `least` tokens, from weights that are `resident` there or cross the bus, each
     its share in `chunks`. Their adapters are updated on `adapters_on`, "" for the device of the work.
     In decoding steps that are CUDA graphs, the first device reads the part `kept` of the experts from its memory and,
-    by `bus_share`, some of the others over the bus; None: it reads none in them. So it does by `division` in calls of
-    more rows, which are not sent. A row of hidden states has `hidden` bytes, one between the products `inner`.
+    by `bus_share`, some of the others over the bus; None: it reads none in them. With `fixed` the share alone decides.
+    So it does by `division` in calls of more rows, which are not sent. A row of hidden states has `hidden` bytes, one
+    between the products `inner`.
     """
 
     count: int
@@ -75,6 +76,7 @@ class RoutedExperts:
     adapters_on: str = ""
     kept: float = 0.0
     bus_share: float | None = None
+    fixed: bool = False
     hidden: int = 0
     inner: int = 0
     division: Division | None = None
@@ -83,10 +85,10 @@ class RoutedExperts:
         """Return the share of experts that `tokens` tokens use, where every expert is as likely."""
         return 1 - (1 - self.top_k / self.count) ** tokens
 
-    def engines(self, use: Use) -> tuple[float, float, float] | None:
+    def engines(self, use: Use, lead: float = 0.0) -> tuple[float, float, float] | None:
         """Return how many experts of a step a GPU's memory, the bus and the CPU read; None where one engine does.
 
-        The bus reads whole experts of those that are not kept.
+        The bus reads whole experts of those that are not kept, by `kept_split.over_bus`.
         """
         if self.bus_share is None or use.trains or self.sent_to(use.tokens):
             return None
@@ -98,7 +100,7 @@ class RoutedExperts:
         if use.phase != "decode" or use.tokens > SPLIT_ROWS:
             return None
         fewer = int(misses)
-        below, above = (min(number, int((number + 1) * self.bus_share)) for number in (fewer, fewer + 1))
+        below, above = (min(number, int((number + 1) * self.bus_share + lead)) for number in (fewer, fewer + 1))
         sent = below + (misses - fewer) * (above - below)
         return chosen - misses, sent, misses - sent
 

@@ -219,7 +219,7 @@ class _Works:
                 count, top_k, prefill.devices, prefill.tokens, prefill.resident, chunks,
                 adapters_on=prefill.devices[0] if on_gpu else "",
                 kept=(prefill.kept or 0) / count, bus_share=None if prefill.kept is None else prefill.share,
-                hidden=nbytes, inner=inner,
+                fixed=prefill.fixed_split, hidden=nbytes, inner=inner,
                 division=Division(prefill.divided, prefill.crowded) if prefill.divided else None,
             )  # fmt: skip
         return replace(

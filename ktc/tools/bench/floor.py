@@ -139,7 +139,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 class Kernels:
-    """Counts the kernels of `COUNTED` steps of one `generate`, after `first` tokens.
+    """Counts the kernels of `COUNTED` steps of one `generate`, after `first` tokens and the one that follows.
 
     `of_step` is 0 where the steps were not counted: a graph captured among them runs a step eagerly.
     """
@@ -150,12 +150,13 @@ class Kernels:
         self.of_step = 0.0
 
     def token(self) -> None:
-        """Take note of a token, whose step is done."""
+        """Take note of a token that the host has."""
         self._tokens += 1
         if self._tokens == self._first:
+            torch.cuda.synchronize()  # the next step may be under way: it is not one of those
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.start()
-        elif self._tokens == self._first + COUNTED and self._profile is not None:
+        elif self._tokens == self._first + COUNTED + 1 and self._profile is not None:
             torch.cuda.synchronize()
             self._profile.stop()
             events = self._profile.events()

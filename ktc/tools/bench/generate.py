@@ -1,8 +1,9 @@
 """`ktc bench generate`: the steps of `generate` at a model's real sizes, with random weights.
 
-A step's time is from token to token of `generate` itself, choice of the token included; the GPU has finished then,
-since the choice reads its result. The first steps do not count: graphs are captured in them. Where the context outgrows
-its graph later (at 256, 512, 1,024 tokens and so on), the step with the new capture counts; the median leaves it out.
+A step's time is from token to token of `generate` itself, as a streamer gets them on the host, choice of the token
+included. ktc's next step may be under way then. The first steps do not count: graphs are captured in them. Where the
+context outgrows its graph later (at 256, 512, 1,024 tokens and so on), the step with the new capture counts; the median
+leaves it out.
 The model is compiled into a folder that is removed at the end.
 """
 
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from ktc import compiler
 from ktc.foundation import host
@@ -171,7 +172,7 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
     if (graphs := getattr(model, "decode_graphs", None)) is not None:
         graphs.clear()  # each row has its own memory, and its own warnings
     stores = () if impl == "hf" else kept_stores(model)
-    more = COUNTED if impl == "ktc" and graphs is not None and ids.is_cuda else 0  # steps behind those that are timed
+    more = COUNTED + 1 if impl == "ktc" and graphs is not None and ids.is_cuda else 0  # behind those that are timed
     kernels = Kernels(new_tokens) if more else None
     tokens = Tokens(clock, kernels, stores, new_tokens)
     reset_peaks()
@@ -187,7 +188,7 @@ def _row(impl: str, model: Any, ids: torch.Tensor, new_tokens: int, limits: Limi
             pad_token_id=0,
             disable_compile=impl != "ktc",
             return_dict_in_generate=True,
-            stopping_criteria=StoppingCriteriaList([tokens]),
+            streamer=tokens,
         )
     finally:
         logging.getLogger(cuda_graph.__name__).removeHandler(warnings)
@@ -283,28 +284,34 @@ def experts_bytes(model: nn.Module, tokens: int) -> float:
     return total
 
 
-class Tokens(StoppingCriteria):
-    """Ends a step of the clock at each token and stops nothing; the first step is that of the prompt."""
+class Tokens(BaseStreamer):
+    """Ends a step of the clock at each token that the host gets; the first step is that of the prompt."""
 
     def __init__(
         self, clock: StepClock, kernels: Kernels | None = None, stores: Sequence[KeptExperts] = (), last: int = 0
     ) -> None:
         """Count what `stores` read from the first step that counts to the `last` token, if there are any."""
         self._clock, self._kernels, self._stores = clock, kernels, stores
-        self._last, self._counts = last, list[Mapping[str, int]]()
+        self._last, self._counts, self._has_prompt = last, list[Mapping[str, int]](), False
 
     def read_of_step(self) -> Mapping[str, float]:
         """Return the bytes of experts that each engine read in a step, without the captures of the first steps."""
         before, after = self._counts
         return {engine: (after[engine] - before[engine]) / (self._last - _UNCOUNTED) for engine in ENGINES}
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        self._clock.step()
+    def put(self, value: Any) -> None:
+        """Receive the prompts (B, L), then tokens (B,)."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        self._clock.passed()
         if len(self._clock.seconds) in (_UNCOUNTED, self._last):
             self._counts.append(bytes_by(self._stores))
         if self._kernels is not None:
             self._kernels.token()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def end(self) -> None:
+        """Do nothing."""
 
 
 class _FirstWarning(logging.Handler):

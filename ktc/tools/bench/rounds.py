@@ -105,7 +105,7 @@ def measured() -> Generator[list[Seconds]]:
 
 @dataclass(slots=True)
 class StepClock:
-    """The seconds of consecutive steps, each until the GPUs have done its work. `finished` gets those so far."""
+    """The seconds of consecutive steps. `finished` gets those so far."""
 
     finished: Callable[[Sequence[float]], None] = lambda seconds: None
     seconds: list[float] = field(default_factory=list[float])
@@ -118,8 +118,16 @@ class StepClock:
         self._last = time.perf_counter()
 
     def step(self) -> None:
-        """End a step and begin the next."""
+        """End a step when the GPUs have done its work, and begin the next."""
         began = self._last
         self.start()
+        self._ended(began)
+
+    def passed(self) -> None:
+        """End a step whose result the host has, and begin the next, for which the GPUs may work already."""
+        began, self._last = self._last, time.perf_counter()
+        self._ended(began)
+
+    def _ended(self, began: float) -> None:
         self.seconds.append(self._last - began)
         self.finished(self.seconds)

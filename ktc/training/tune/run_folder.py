@@ -24,6 +24,7 @@ from ktc.model.loading.trained_beside import write_record
 from ktc.training.trainers import checkpoint_state
 from ktc.training.trainers.checkpoints import checkpoints
 from ktc.training.tune.settings import TrainSettings
+from ktc.training.tune.tokenised import TokenisedData
 
 SETTINGS = "train.yaml"
 _LOCK = ".lock"
@@ -39,11 +40,14 @@ _OURS = (
     SETTINGS,
 )
 
+_DATA = "# data: "  # the first line of train.yaml
+
 # The settings that determine the numbers of a run. Resuming needs the same values.
 _FIXED = (
-    "data", "method", "beta", "format", "template", "eval_data", "eval_split", "streaming", "length", "truncate",
-    "packing", "train_on_prompt", "rank", "alpha", "dropout", "rslora", "targets", "batch", "accumulation", "precision",
-    "router_aux_loss", "seed",
+    "data", "method", "beta", "format", "column", "template", "eval_data", "eval_split", "streaming", "length",
+    "truncate", "packing", "train_on_prompt", "rank", "alpha", "dropout", "rslora", "targets", "learning_rate",
+    "scheduler", "warmup", "weight_decay", "max_grad_norm", "batch", "accumulation", "precision", "router_aux_loss",
+    "seed",
 )  # fmt: skip
 
 
@@ -72,9 +76,9 @@ class RunFolder:
         with suppress(OSError):
             self.path.rmdir()
 
-    def keep_settings(self, settings: TrainSettings) -> None:
-        """Write `train.yaml`, which marks the folder as a run's."""
-        write_file(self.path / SETTINGS, settings.to_yaml())
+    def keep_settings(self, settings: TrainSettings, rows: TokenisedData) -> None:
+        """Write `train.yaml`, which marks the folder as a run's. A comment has the digest of its data."""
+        write_file(self.path / SETTINGS, f"{_DATA}{_told(rows)}\n{settings.to_yaml()}")
 
     def keep_adapter(self, model: Any) -> None:
         """Save a PEFT model's adapter, each file atomically and the config last."""
@@ -187,6 +191,20 @@ def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -
         was = ", ".join(f"`{name}` was `{getattr(kept, name)}`" for name in changed)
         hint = "restore these settings, or start a new run with another `--output`"
         raise InputRefused(Diagnostic("T525", f"the run in `{path}` began with other settings: {was}", hint=hint))
+
+
+def require_same_data(path: Path, rows: TokenisedData) -> None:
+    """Raise InputRefused (T525) if a run began with other tokens. Earlier versions of ktc did not keep their digest."""
+    first, *_ = (path / SETTINGS).read_text(encoding="utf-8").split("\n")
+    was, now = first.removeprefix(_DATA), _told(rows)
+    if first.startswith(_DATA) and was != now:
+        message = f"the run in `{path}` began with other data: {was:.100}; now {now}"
+        hint = "restore the data, or start a new run with another `--output`"
+        raise InputRefused(Diagnostic("T525", message, hint=hint))
+
+
+def _told(rows: TokenisedData) -> str:
+    return f"{rows.summary.rows:,} rows, {rows.summary.tokens:,} tokens, digest {rows.digest[:16]}"
 
 
 def settings_file(path: Path) -> Path:

@@ -293,6 +293,8 @@ def _contradictions(settings: TrainSettings) -> Iterator[tuple[str, str]]:
             "a run of 0 `epochs` has no steps",
             "give `epochs` a larger number, or `max_steps`; `--dry-run` reads the data",
         )
+    if settings.learning_rate == 0:
+        yield "with a `learning_rate` of 0 nothing is learned", "give it a larger number; `--dry-run` reads the data"
     for name in ("early_stopping", "eval_steps"):
         if getattr(settings, name) and not (settings.eval_data or settings.eval_split):
             yield f"`{name}` needs held-out data", "give `eval_data` or `eval_split`"

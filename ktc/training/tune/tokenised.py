@@ -8,6 +8,7 @@ cannot be found (T518), no answer left (T519).
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
 from collections.abc import Iterator, Sequence
@@ -93,6 +94,8 @@ class TokenisedData:
     good: tuple[bool, ...] = ()
     stored: StoredRows | None = None
     images: tuple[RowImages, ...] = ()
+    digest: str = ""
+    """Of the tokens and labels of all rows, before weights repeat them."""
 
     def first_rows(self, count: int) -> TokenisedData:
         """Return the first rows alone, in memory."""
@@ -162,6 +165,7 @@ class _Tokenised:
     joined: _Noted
     border: BorderInToken | None = None  # of the first row of `joined`
     images: list[RowImages] = field(default_factory=list[RowImages])
+    digest: Any = field(default_factory=hashlib.sha256)
     dropped: int = 0
     cut: int = 0
 
@@ -223,6 +227,7 @@ def tokenise(
         tuple(known.good[number] for number in order) if known.good else (),
         None if file is None else StoredRows(file, order),
         tuple(known.images[number] for number in order) if any(row.files for row in known.images) else (),
+        known.digest.hexdigest(),
     )
 
 
@@ -284,7 +289,9 @@ def _add(
     known.sources.append(example.source)
     if known.file is None:  # streamed rows have none
         known.images.append(images)
+    known.digest.update(array("q", [len(cut), example.row.good is True]))
     for number, sequence in enumerate(cut):
+        known.digest.update(array("q", [len(sequence.ids), *sequence.ids, *sequence.labels]))
         known.lengths[number].append(len(sequence.ids))
         known.learned[number].append(sum(label != NOT_LEARNED for label in sequence.labels))
     if example.row.good is not None:

@@ -86,13 +86,13 @@ def settings_for(paths: RunPaths, config: Path | None, flags: dict[str, Any]) ->
 
 
 def _warn(event: str, value: object) -> None:
-    """Warn of findings about the data, the adapter and a resumed run's damaged checkpoints; ignore other events."""
+    """Warn of findings about data, adapter, a resumed run's damaged checkpoints and its steps; ignore other events."""
     findings: tuple[Diagnostic, ...] = ()
     if isinstance(value, run_folder.RunFolder):
         findings = value.left_out
     elif isinstance(value, PreparedData):
         findings = value.notes
-    elif event == "adapter":
+    elif event in ("adapter", "trained"):
         findings = cast("tuple[Diagnostic, ...]", value)
     for finding in findings:
         warnings.warn(f"{finding.message} ({finding.hint})" if finding.hint else finding.message, stacklevel=2)
@@ -106,7 +106,7 @@ def require_usable(paths: RunPaths) -> None:
 def run(
     paths: RunPaths, settings: TrainSettings, *, observe: Observe = _warn, stop: Stop = lambda: False
 ) -> TrainResult:
-    """Run the training. `observe` receives `data`, `folder`, `adapter`, `model`, each `step` and `saved`.
+    """Run the training. `observe` receives `data`, `folder`, `adapter`, `model`, each `step`, `trained` and `saved`.
 
     `stop` is called after each step; a run that it stops saves a checkpoint first. Each of several processes calls
     this, and rank 0 writes.
@@ -123,6 +123,8 @@ def run(
             if paths.trace is not None:
                 undone.enter_context(_empty_trace(paths.trace))
         data = prepare(paths, settings)
+        if paths.resume:
+            run_folder.require_same_data(paths.output, data.train)
         observe("data", data)
         return TrainingRun(paths, settings, data, observe, stop).finish()
 

@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from ktc.diagnostics import InputRefused
+from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import environment
 from ktc.model.hf.tokenizer import read_tokenizer
 from ktc.model.loading.load import load
@@ -99,6 +99,8 @@ class TrainingRun:
             if folder is not None and resume is None and not trainer.state.global_step:
                 folder.discard()  # refused in its first step
             raise
+        if folder is not None and not stopper.steps:
+            self._observe("trained", (_no_step(trainer.state),))
         report = report_of(trainer).report(finished=not stopper.stopped)
         if folder is not None:
             if sample is not None:
@@ -110,7 +112,7 @@ class TrainingRun:
         paths = self._paths
         folder = run_folder.claim(paths.output, resume=paths.resume, force=paths.force)
         self._open.callback(folder.release)
-        folder.keep_settings(self._settings)
+        folder.keep_settings(self._settings, self._data.train)
         self._observe("folder", folder)
         return folder
 
@@ -189,15 +191,30 @@ def _tensorboard(output: Path) -> TrainerCallback:
 
 
 class _Stopper(TrainerCallback):
-    """Ends the run after a complete step, with a checkpoint. All processes stop at the same step."""
+    """Ends the run after a complete step, with a checkpoint. All processes stop at the same step.
+
+    A resumed run has the intervals of its settings: transformers takes those of the checkpoint.
+    """
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self.stopped = False
+        self.steps = 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.steps += 1
         if _any_process(self._stop(), args) and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
+
+
+def _no_step(state: TrainerState) -> Diagnostic:
+    """Return the warning (T550) of a run that had all its steps already."""
+    message = f"nothing was trained: the checkpoint has {state.global_step} steps, and the run has {state.max_steps}"
+    hint = "`--epochs` or `--max-steps` with a larger number continues it"
+    return Diagnostic("T550", message, hint=hint, severity="warning")
 
 
 def _any_process(asked: bool, args: TrainingArguments) -> bool:

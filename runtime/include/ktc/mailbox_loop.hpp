@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -36,11 +37,16 @@ class MailboxLoop {
       expected_.store(0, std::memory_order_release);
       call().store(0, std::memory_order_relaxed);
     }
-    none_left_.notify_all();
+    few_left_.notify_all();
   }
-  bool wait(std::chrono::nanoseconds most) {
+  // Waits until no more than `left` requests are expected.
+  bool wait(std::chrono::nanoseconds most, std::uint32_t left = 0) {
     std::unique_lock lock(busy_);
-    return none_left_.wait_for(lock, most, [this] { return expected() == 0; });
+    waits_for_ = std::max(waits_for_, left);
+    ++waiting_;
+    const bool are_few = few_left_.wait_for(lock, most, [this, left] { return expected() <= left; });
+    if (--waiting_ == 0) waits_for_ = 0;
+    return are_few;
   }
   // The thread ends when all expected requests are answered, or when none has come for `kLastPatience`.
   void end() {
@@ -124,9 +130,9 @@ class MailboxLoop {
       std::atomic_ref<std::uint32_t>(mailbox_.done).store(1, std::memory_order_release);
       const std::uint32_t left = expected();
       if (left > 0) expected_.store(left - 1, std::memory_order_release);
-      if (left > 1) return;
+      if (waiting_ == 0 || expected() > waits_for_) return;
     }
-    none_left_.notify_all();
+    few_left_.notify_all();
   }
 
   Mailbox& mailbox_;
@@ -134,7 +140,9 @@ class MailboxLoop {
   std::uint64_t generation_ = 0;            // how often requests were dismissed
   std::atomic<bool> ended_{false};
   std::mutex busy_;
-  std::condition_variable needed_, none_left_;
+  std::uint32_t waits_for_ = 0;  // the most that a waiting thread lets be left
+  int waiting_ = 0;              // threads
+  std::condition_variable needed_, few_left_;
 };
 
 }  // namespace ktc::inline KTC_UNIT

@@ -178,7 +178,7 @@ def test_packed_int4_is_what_compressed_tensors_reads(
     assert (row.plain_rows is not None) == (group != -1 and scale_dtype != torch.float32 and not rounded_codes)
     if row.plain_rows is not None:  # a kernel multiplies the same weights
         with TensorReader(tmp_path) as reader:
-            blocks = read_blocks(reader, index, row, None)
+            blocks = read_blocks(reader, index, row, None)()
         assert gguf_values.are_finite(blocks, row.plain_rows)
         assert torch.equal(dequantise_blocks(blocks, row.plain_rows).to(scale_dtype), expected)
 
@@ -252,7 +252,7 @@ def test_nvfp4_is_what_compressed_tensors_reads_and_experts_are_kept_as_they_are
     assert {row.kept_as for row in rows if row.expert is not None} == {("nvfp4", 32)}
     assert {row.plain_rows for row in rows if row.expert is None} == {"nvfp4"}
     with TensorReader(tmp_path) as reader:
-        blocks = read_blocks(reader, index, rows[0], rows[0].expert)
+        blocks = read_blocks(reader, index, rows[0], rows[0].expert)()
         weight = values.read_weight(reader, index, rows[0], rows[0].expert, torch.bfloat16)
     assert gguf_values.are_finite(blocks, "nvfp4")
     assert torch.equal(dequantise_blocks(blocks, "nvfp4").bfloat16(), weight)

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from graph_row_engines import with_graphs
 from recorded_steps import eager_graphs
 
-from ktc.model.decode_steps.cuda_graph import Wait, _with_calls
+from ktc.inference.serving.batch import RowBatch
+from ktc.inference.serving.model_runner import ModelRunner
+from ktc.model.decode_steps.graph_replay import Wait, with_calls
 from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead, waited_for_by
 from ktc.model.kernels.step_context import StepContext
 
@@ -43,7 +46,7 @@ class _Waits:
 
 
 def waited(wait: Callable[[], None], nodes: Any) -> Wait:
-    return _with_calls(lambda: wait, nodes)
+    return with_calls(lambda: wait, nodes)
 
 
 def test_an_interrupt_is_raised_when_the_step_is_done() -> None:
@@ -78,12 +81,21 @@ def test_nothing_is_expected_after_an_error_of_the_gpu(errors: tuple[type[BaseEx
 def test_nothing_is_expected_of_a_replay_that_did_not_begin(error: type[BaseException]) -> None:
     nodes = _Nodes()
     with pytest.raises(error):
-        _with_calls(_Waits(error), nodes)  # type: ignore[arg-type]
+        with_calls(_Waits(error), nodes)  # type: ignore[arg-type]
     assert nodes.expected == 0
     nodes.begin = _begun_and_interrupted(nodes)  # type: ignore[method-assign]
     with pytest.raises(_Interrupt):
         waited(_Waits(), nodes)
     assert nodes.expected == 0
+
+
+def test_the_calls_of_the_replay_before_are_answered_first() -> None:
+    nodes, before = _Nodes(), list[int]()
+    nodes.expected = 2  # of the replay before
+    nodes.begin = _begun_and_interrupted(nodes)  # type: ignore[method-assign]
+    with pytest.raises(_Interrupt):
+        with_calls(_Waits, nodes, lambda: before.append(nodes.expected))  # type: ignore[arg-type]
+    assert before == [4] and nodes.expected == 0
 
 
 def _begun_and_interrupted(nodes: _Nodes) -> Callable[[], None]:
@@ -109,3 +121,13 @@ def test_a_model_waits_for_a_step_that_interrupts_have_left() -> None:
         graphs.clear()
     graphs.clear()
     assert wait.ended == 1 and graphs._last is None
+
+
+@pytest.mark.parametrize(("error", "ended"), [(_Interrupt, 1), (MemoryError, 0)])
+def test_a_batch_waits_again_after_an_interrupt_alone(error: type[BaseException], ended: int) -> None:
+    batch, wait = RowBatch(ModelRunner(with_graphs("qwen3_moe"))), _Waits(error)
+    batch._wait = wait
+    with pytest.raises(error):
+        batch.finish()
+    assert batch.clear() == []
+    assert wait.ended == ended

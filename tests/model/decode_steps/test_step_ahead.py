@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -60,16 +60,20 @@ class _Choice(LogitsProcessor):
         return scores
 
 
+_SCORES: dict[str, Any] = {"output_scores": True, "return_dict_in_generate": True}  # stock code's loop alone has them
+
+
 def test_generate_prepares_a_choice_while_a_step_is_computed(
     compiled_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, steps = generated(compiled_model), _Steps()
     monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(StepRecorder(steps.record, "cpu", call_at_once)))
-    assert torch.equal(generated(compiled_model, logits_processor=LogitsProcessorList([_Choice(steps.log)])), wanted)
+    given: dict[str, Any] = {"logits_processor": LogitsProcessorList([_Choice(steps.log)]), **_SCORES}
+    assert torch.equal(cast("Any", generated(compiled_model, **given)).sequences, wanted)
     assert steps.log == ["choice"] + 23 * ["begin", "choice", "wait"]
     steps.log.clear()
     streamer, row = Mock(BaseStreamer), 1
-    generated(compiled_model, row, logits_processor=LogitsProcessorList([_Choice(steps.log)]), streamer=streamer)
+    generated(compiled_model, row, streamer=streamer, **given)
     assert steps.log == ["choice"] + 23 * ["begin", "wait", "choice"]
 
 
@@ -82,7 +86,7 @@ def test_an_error_of_a_step_ends_generate_and_leaves_the_cache_before_it(
         cache, steps.fails = DynamicCache(config=compiled_model.config), fails
         steps.log.clear()
         with pytest.raises(RuntimeError, match="experts failed"):
-            generated(compiled_model, past_key_values=cache)
+            generated(compiled_model, past_key_values=cache, **_SCORES)
         assert steps.log.count("begin") == fails and length_of(cache) == 9 + fails - 1
 
 
@@ -198,7 +202,7 @@ def test_a_drawn_token_waits_for_its_step(compiled_model: Any, monkeypatch: pyte
         return multinomial(*args, **kwargs)
 
     monkeypatch.setattr(torch, "multinomial", drawn)
-    generated(compiled_model, max_new_tokens=4, do_sample=True)
+    generated(compiled_model, max_new_tokens=4, do_sample=True, **_SCORES)
     assert steps.log == ["draw"] + 3 * ["begin", "wait", "draw"]
 
 

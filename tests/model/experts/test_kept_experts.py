@@ -17,13 +17,22 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import WeightFormat
-from ktc.model.experts import kept_kernels, kept_split, page_lock
+from ktc.model.experts import kept_kernels, kept_policy, kept_split, page_lock
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.expert_stream import renew_streams
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
-from ktc.model.experts.kept_policy import DECAY, Exchange, exchanges, first_kept, next_share
+from ktc.model.experts.kept_policy import (
+    CALL,
+    DECAY,
+    Exchange,
+    cpu_speed,
+    exchanges,
+    first_kept,
+    lead_of,
+    next_share,
+)
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.panels import panels_of
@@ -69,23 +78,25 @@ def test_the_kernel_and_its_reference_split_alike() -> None:
         for part in (0, WHOLE_SHARE // 3, WHOLE_SHARE):
             results = list[tuple[Tensor, ...]]()
             for module in (kept_kernels, kept_split):
-                share = torch.tensor([part], dtype=torch.int32, device=DEVICE)
+                share = torch.tensor([part, WHOLE_SHARE // 3 if part else 0], dtype=torch.int32, device=DEVICE)
                 counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
-                traffic = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+                traffic = torch.zeros(4, dtype=torch.int64, device=DEVICE)
                 results.append((*module.split(index, table, share, counts, traffic, 1 << 40, 64), counts, traffic))
             for one, other in zip(*results, strict=True):
                 assert torch.equal(one, other)
             addresses, left, counts, traffic = results[0]
-            assert int(traffic.sum()) == int(counts.sum()) == len(index.unique()) - 1
+            assert int(traffic[:3].sum()) == int(counts.sum()) == len(index.unique()) - 1
+            assert bool(traffic[3]) == bool(traffic[2])
             assert torch.equal(left.flatten() == COMPUTED_ELSEWHERE, addresses != 0)
 
 
-def last_of_both(sent: int, misses: int, bus: float, cpu: float) -> float:
-    return max(sent / bus, (misses - sent) / cpu)
+def last_of_both(sent: int, misses: int, bus: float, cpu: float, call: float = 0.0) -> float:
+    return max(sent / bus, call * (sent < misses) + (misses - sent) / cpu)
 
 
-def sent_by(misses: int, share: float) -> int:
-    return int(kept_split.over_bus(torch.tensor(misses), torch.tensor(round(share * WHOLE_SHARE), dtype=torch.int32)))
+def sent_by(misses: int, share: float, lead: float = 0.0) -> int:
+    numbers = (torch.tensor(round(part * WHOLE_SHARE), dtype=torch.int32) for part in (share, lead))
+    return int(kept_split.over_bus(torch.tensor(misses), *numbers))
 
 
 @pytest.mark.parametrize(("bus", "cpu"), [(50.0, 66.0), (47.0, 84.0), (25.0, 140.0), (50.0, 20.0)])
@@ -95,6 +106,24 @@ def test_bus_and_cpu_end_as_early_as_whole_experts_allow(bus: float, cpu: float)
         ours = sent_by(misses, bus / (bus + cpu))
         assert times[ours] <= min(times) * 1.001, f"{ours} of {misses}"
     assert sent_by(5, 0.0) == 0 and sent_by(5, 1.0) == 5
+
+
+@pytest.mark.parametrize("megabytes", [0.8, 2.65, 17.3])
+@pytest.mark.parametrize(("bus", "cpu"), [(47.0, 102.0), (25.0, 140.0), (50.0, 20.0)])
+def test_what_a_call_costs_the_cpu_decides_with_the_bytes(bus: float, cpu: float, megabytes: float) -> None:
+    share, lead = bus / (bus + cpu), lead_of(bus / (bus + cpu), bus * 1e9, megabytes * 1e6)
+    per_expert = megabytes * 1e6 / 1e9
+    for misses in range(33):
+        times = [last_of_both(sent, misses, bus / per_expert, cpu / per_expert, CALL) for sent in range(misses + 1)]
+        ours = sent_by(misses, share, lead)
+        assert times[ours] <= min(times) * 1.001, f"{ours} of {misses}"
+    assert sent_by(1, share, lead) == (per_expert / bus <= per_expert / cpu + CALL)
+    assert lead_of(0.0, 0.0, 1e6) == 0.0, "no bus"
+
+
+def test_the_speed_of_the_cpu_is_that_behind_the_cost_of_a_call() -> None:
+    assert cpu_speed(2.65e6 * 8, 4 * CALL + 8 * 26e-6, 4) == pytest.approx(2.65e6 / 26e-6)
+    assert cpu_speed(1e6, CALL, 1) == 1e6 / (CALL / 2), "a machine whose calls cost less"
 
 
 @pytest.mark.parametrize("begin", [0.05, 0.37, 0.95])
@@ -114,7 +143,8 @@ def test_a_share_is_near_the_best_after_four_looks_and_stays_there(begin: float,
 def test_the_first_of_the_others_by_number_go_over_the_bus() -> None:
     index, table = torch.tensor([[7, 2, 5, 4]]), torch.zeros(8, dtype=torch.int64)
     table[5] = 11
-    rest = torch.tensor([WHOLE_SHARE // 2], dtype=torch.int32), torch.zeros(8), torch.zeros(3, dtype=torch.int64)
+    share = torch.tensor([WHOLE_SHARE // 2, 0], dtype=torch.int32)
+    rest = share, torch.zeros(8), torch.zeros(4, dtype=torch.int64)
     addresses, left = kept_split.split(index, table, *rest, 1000, 10)
     assert addresses.tolist() == [0, 1020, 11, 1040] and left.tolist() == [[7, -1, -1, -1]]
 
@@ -130,7 +160,7 @@ def test_three_engines_compute_what_the_cpu_computes(spec: FusedMoeSpec) -> None
         wanted = module(x, index, weights)
     bound = BOUND_INT8 if "int8" in spec.formats else BOUND
     for places, share in ((0, 0.0), (0, 1.0), (2, 0.5), (4, 0.0)):
-        store = kept_by(module, places, share)
+        store = kept_by(module, places, share, fixed=True)
         assert error(split_call(module, x, index, weights).float(), wanted.float()) <= bound
         read = store.figures().experts
         assert (read["gpu"], read["bus"]) == (places, int((4 - places) * share))
@@ -183,7 +213,10 @@ def test_experts_that_are_chosen_more_often_take_places_without_another_result(l
     assert seen[0] == 0 and seen[-1] == 2
 
 
-def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(load: Load) -> None:
+def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_policy, "CALL", 0.0)  # experts of a kilobyte would all go over the bus
     layer = random_layer(70, 37, 5, 2, 1)
     module = load(layer, spec_of(ISAS[0]))
     store = kept_by(module, 0, 0.01)  # a share that no measured bus has
@@ -197,7 +230,7 @@ def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(load: Load) 
             torch.cuda.synchronize()
         spent.append(nodes.nanoseconds)
     assert sorted(set(spent)) == spent, "calls that were dropped stay counted"
-    assert int(store.share) > WHOLE_SHARE // 50
+    assert int(store.share[0]) > WHOLE_SHARE // 50
 
 
 def test_fixed_tables_stay_as_they_are(load: Load) -> None:
@@ -230,7 +263,7 @@ def test_kernels_that_read_experts_by_address_are_checked_before_their_use(
 ) -> None:
     panels = panels_of(*form)
     check_addressed.__wrapped__(panels, DEVICE)
-    monkeypatch.setattr(kept_split, "over_bus", lambda misses, share: misses)
+    monkeypatch.setattr(kept_split, "over_bus", lambda misses, share, lead: misses)
     with pytest.raises(HostLacks, match=r"H247.*choices"):
         check_addressed.__wrapped__(panels, DEVICE)
     monkeypatch.setattr(kept_kernels, "sum_of_choices", lambda rows, addresses, weights: rows[:1])

@@ -41,3 +41,17 @@ def test_the_first_error_is_raised_and_nothing_more_is_packed_after_it(monkeypat
         packing.add(lambda: packed.append(2))
         packing.finish()
     assert packed == []
+
+
+def test_operations_of_a_packing_thread_open_no_threads_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_threads", lambda: 2)
+    before, inside = torch.get_num_threads(), set[int]()
+    torch.set_num_threads(3)
+    try:
+        with Packing() as packing:
+            for _ in range(4):
+                packing.add(lambda: inside.add(torch.get_num_threads()))
+            packing.finish()
+        assert (inside, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)

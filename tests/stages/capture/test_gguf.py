@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -223,6 +224,32 @@ def test_without_the_package_gguf_it_says_so(qwen: Path, monkeypatch: pytest.Mon
 # Blocks as they are
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bands_are_dequantised_on_threads_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    folder, used, dequantised = (
+        gguf_twins.write("olmoe", tmp_path / "model").folder,
+        set[str](),
+        gguf_values.dequantised,
+    )
+    index = open_index(folder)
+    entry = max(index.tensors.values(), key=lambda entry: entry.shape[0] * (entry.dtype in BLOCK_TYPES))
+    with TensorReader(folder) as reader:
+        blocks = gguf_values.read_blocks(reader, entry, None)
+        expected = dequantised(blocks, entry.dtype).reshape(entry.shape).bfloat16()
+
+        def named(*given: Any) -> torch.Tensor:
+            used.add(threading.current_thread().name.partition("_")[0])
+            return dequantised(*given)
+
+        monkeypatch.setattr(gguf_values, "dequantised", named)
+        monkeypatch.setattr(gguf_values, "_BAND", 5 * entry.shape[-1])
+        monkeypatch.setattr("ktc.foundation.host.usable_threads", lambda: threads)
+        assert torch.equal(gguf_values.read_dequantised(reader, entry, None, torch.bfloat16), expected)
+    assert used == {"ktc-dequantising"} and len(blocks) > 20
+
+
 def blocks_of(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Compare the blocks of each stack, dequantised, with the weights that the same row gives; returns their number."""
     index, seen = open_index(folder), 0
@@ -230,7 +257,7 @@ def blocks_of(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> int:
         for source in map_weights(model, index).sources:
             kind = source.plain_blocks
             if kind is not None:
-                blocks = values.read_blocks(reader, index, source, 1)
+                blocks = values.read_blocks(reader, index, source, 1)()
                 weights = values.read_weight(reader, index, source, 1, dtype)
                 plain = gguf_values.dequantised(blocks, kind)
                 assert torch.equal(plain.t() if source.steps else plain, weights), source.source_key

@@ -100,9 +100,10 @@ def test_the_bytes_of_a_step_leave_out_those_of_the_first_steps() -> None:
     store, clock = Store(), StepClock()
     clock.start()
     tokens = Tokens(clock, None, cast("Any", [store]), 8)
+    tokens.put(torch.zeros(1, 5))
     for token in range(12):
         store.counted += 1000 if token < 3 else 10  # graphs are captured in the first steps
-        tokens(torch.zeros(1, 1), None)
+        tokens.put(torch.zeros(1))
     assert tokens.read_of_step() == {"gpu": 10.0, "bus": 0.0, "cpu": 20.0}
 
 

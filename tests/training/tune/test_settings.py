@@ -86,6 +86,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         {"method": "dpo", "streaming": True},
         {"report_to": ("wandbb",)},
         {"epochs": 0.0},
+        {"learning_rate": 0.0},
     ):
         with pytest.raises(InputRefused, match="T503"):
             TrainSettings(**settings)

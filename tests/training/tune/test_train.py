@@ -114,7 +114,7 @@ def test_the_adapter_gives_the_stock_model_the_same_logits(done: TrainResult, ou
 def test_the_settings_that_are_kept_give_the_run_again(done: TrainResult, out: Path) -> None:
     kept = run_folder.SETTINGS
     again = settings_for(RunPaths(out, done.output.with_name("again")), done.output / kept, {})
-    assert again.to_yaml() == (done.output / kept).read_text()
+    assert (done.output / kept).read_text().partition("\n")[2] == again.to_yaml(), "after a line about its data"
     assert (again.max_steps, again.precision) == (4, "fp32")
 
 
@@ -204,8 +204,29 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert [each.loss for each in second.report.history] == [each.loss for each in done.report.history]
-    with pytest.raises(InputRefused, match=r"T525.*`rank` was `None`"):
-        settings_for(on, None, {"rank": 4})
+    for name, value, was in (("rank", 4, "None"), ("learning_rate", 2e-2, "0.01"), ("weight_decay", 0.1, "0.0")):
+        with pytest.raises(InputRefused, match=rf"T525.*`{name}` was `{was}`"):
+            settings_for(on, None, {name: value})
+    with pytest.warns(UserWarning, match="nothing was trained: the checkpoint has 4 steps, and the run has 4"):
+        third = run(on, settings_for(on, None, {}))
+    assert [each.loss for each in third.report.history] == [each.loss for each in done.report.history]
+
+
+def test_a_run_is_resumed_on_the_same_rows_alone_and_with_other_intervals(
+    out: Path, data: Path, tmp_path: Path
+) -> None:
+    changing, run_there = tmp_path / "rows.jsonl", tmp_path / "run"
+    changing.write_text(data.read_text())
+    ktc.train(out, changing, output=run_there, **{**SETTINGS, "max_steps": 2})
+    kept = (run_there / "train.yaml").read_text()
+    changing.write_text(data.read_text().replace("Paris", "Berlin"))
+    with pytest.raises(InputRefused, match=r"T525.*began with other data: 3 rows, \d+ tokens, digest .*; now 3 rows"):
+        ktc.train(out, output=run_there, resume="auto", max_steps=4)
+    assert (run_there / "train.yaml").read_text() == kept
+    changing.write_text(data.read_text())
+    resumed = ktc.train(out, output=run_there, resume="auto", max_steps=5, save_steps=5, logging_steps=2)
+    assert [line.step for line in resumed.report.history if line.loss is not None] == [1, 2, 4]
+    assert sorted(path.name for path in run_there.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-5"]
 
 
 def test_the_kernels_are_timed_and_phases_add_up_to_the_step(out: Path, data: Path, tmp_path: Path) -> None:

@@ -119,8 +119,6 @@ def _hooked_calls(call: Callable[[], object], kinds: Mapping[str, list[nn.Module
 
 
 def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, clock: StepClock) -> None:
-    from transformers import StoppingCriteriaList
-
     from ktc.tools.bench.generate import Tokens
 
     cast("Any", model).generate(
@@ -130,7 +128,7 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, clock:
         min_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([Tokens(clock)]),
+        streamer=Tokens(clock),
     )
 
 

@@ -32,8 +32,8 @@ class HostThread {
   // None of those that are expected will come, since the GPU has failed.
   void dismiss();
   std::uint32_t expected() const;
-  // Waits until no request is expected, and returns false after `seconds`.
-  bool wait(double seconds);
+  // Waits until no more than `left` requests are expected, and returns false after `seconds`.
+  bool wait(double seconds, std::uint32_t left = 0);
 
  private:
   class Loop;

@@ -66,6 +66,26 @@ const Test dismissed("mailbox: a call that was dismissed while it was made is no
   served.thread.join();
 });
 
+const Test few("mailbox: a wait for all but some requests ends before the last of them", [] {
+  Served served;
+  HostCall call([] {});
+  served.loop.expect(3);
+  std::atomic<bool> has_one_left{false};
+  std::thread waiting([&] { has_one_left = served.loop.wait(kLong, 1); });
+  CHECK(!served.loop.wait(std::chrono::nanoseconds(0), 2));
+  for (int made = 1; made <= 2; ++made) {
+    CHECK(!has_one_left);
+    served.request(call);
+    until([&] { return served.is_done(); });
+  }
+  waiting.join();
+  CHECK(has_one_left && !served.loop.wait(std::chrono::nanoseconds(0)));
+  served.request(call);
+  CHECK(served.loop.wait(kLong));
+  served.loop.end();
+  served.thread.join();
+});
+
 const Test ended("mailbox: a thread that ends answers the requests that are expected", [] {
   Served served;
   HostCall call([] {});
