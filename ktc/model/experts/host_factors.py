@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -198,7 +198,8 @@ _NORM: Final = "_ktc_norm"  # an attribute of a gradient in host memory
 def _note_norm(parameter: Tensor, factor: Tensor, values: Tensor) -> None:
     """Keep the norm of a parameter's new gradient, whose values are on the device: the host would read all of them."""
     assert parameter.grad is not None, "it was written"
-    norm = torch.linalg.vector_norm(values) if factor.numel() == parameter.numel() else None
+    whole = factor.numel() == parameter.numel()
+    norm = cast("Tensor", torch.linalg.vector_norm(values)) if whole else None
     if norm is not None and norm.is_cuda:
         norm.record_stream(torch.cuda.default_stream(norm.device))
     vars(parameter.grad)[_NORM] = None if norm is None else (norm, version_of(parameter.grad))
