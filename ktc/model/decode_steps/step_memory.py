@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from ktc.model.attention.step_index import IndexedLayer, StepIndex
 from ktc.model.decode_steps.growing_cache import GrowingLayer
 from ktc.model.experts.packed import zeros_on_huge_pages
+from ktc.model.kernels.triton_support import lacking
 
 _WHOLE: Final = (DynamicLayer, GrowingLayer)
 _SHORTEST: Final = 256  # positions
@@ -272,8 +273,13 @@ class StepLayer(StaticLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values (rows, heads, 1, d) at the position, and return those of all positions."""
         keys, values = cast("Tensor", self.keys), cast("Tensor", self.values)
-        keys.index_copy_(2, self.position, key_states)
-        values.index_copy_(2, self.position, value_states)
+        if writes_at_once(keys, values, key_states, value_states):
+            from ktc.model.decode_steps import cache_kernels
+
+            cache_kernels.write(keys, values, self.position, key_states.detach(), value_states.detach())
+        else:
+            keys.index_copy_(2, self.position, key_states)
+            values.index_copy_(2, self.position, value_states)
         return keys, values
 
     def get_seq_length(self, *args: Any) -> Any:
@@ -283,3 +289,14 @@ class StepLayer(StaticLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of positions, and the first of them."""
         return self.max_cache_len, 0
+
+
+def writes_at_once(*tensors: Tensor, device: str = "cuda") -> bool:
+    """Return whether one kernel writes keys and values: plain tensors of one dtype on a GPU, in rows of one piece."""
+    first = tensors[0]
+    if first.device.type != device or lacking(first.device):
+        return False
+    return all(
+        type(one) is Tensor and one.dtype == first.dtype and one.device == first.device and one.stride(-1) == 1
+        for one in tensors
+    )

@@ -62,7 +62,7 @@ class TokenChoice:
         if config is None or options.get("synced_gpus") or any(getattr(config, name, None) for name in _WANTED):
             return None
         lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-        ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
+        ends = [criterion.eos_token_id.reshape(-1) for criterion in criteria if type(criterion) is EosTokenCriteria]
         pad = pad_token(config)
         if not lengths or (ends and pad is None):
             return None

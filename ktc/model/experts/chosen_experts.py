@@ -1,13 +1,12 @@
 """The experts that few tokens choose, multiplied where a GPU keeps them: no rows are sorted, and no weights are copied.
 
 In: the choices of at most `MOST_ROWS` tokens, and what says where experts are: their numbers in plain matrices, or
-their addresses. Out: the layer's results. `by_number` takes two kernels, `by_address` four.
+their addresses. Out: the layer's results. `by_number` takes two kernels, `by_address` three or four.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Final, cast
 
@@ -17,12 +16,11 @@ from torch import Tensor
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.coded_matrices import CodedMatrices
-from ktc.model.experts.compiled_functions import compiled_on
 from ktc.model.experts.grouped_products import multiplies_codes
 from ktc.model.experts.kept_experts import MOST_ROWS, can_keep
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import Matrices, PackedLayout
-from ktc.model.experts.reference import activated, fused_moe_reference
+from ktc.model.experts.reference import fused_moe_reference
 from ktc.model.kernels.form import ExpertsForm
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
@@ -50,14 +48,20 @@ def by_number(
     return kernels.outputs(h, experts, weights_TK, down, matrices.down_bias, dtype)
 
 
-def by_address(layout: PackedLayout, x: Tensor, addresses: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute the choices that have an address: `(T, H) bf16, (T * K,) int64, (T, K) -> (T, H)` in fp32."""
+def by_address(
+    layout: PackedLayout, x: Tensor, experts: Tensor, weights_TK: Tensor, *, table: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Compute the choices that have an address: `(T, H) bf16, (T * K,) int64, (T, K) -> (T, H)` of `dtype`.
+
+    `experts` are addresses, or numbers with a `table` (E,) of addresses.
+    """
     kernels, (gate_up, down), form = _address_kernels(), _addressed(layout), layout.form
     first_bias, down_bias = layout.bias_places if form.biased else (-1, -1)
-    inner = kernels.products(x, addresses, gate_up, per_row=weights_TK.shape[1], bias_at=first_bias)
-    h = compiled_on(x.device, _activation(form))(inner)
-    rows = kernels.products(h, addresses, down, bias_at=down_bias)
-    return kernels.sum_of_choices(rows, addresses, weights_TK)
+    places = kernels.Places(experts, table)
+    h = kernels.activations(x, places, gate_up, form, per_row=weights_TK.shape[1], bias_at=first_bias)
+    rows = kernels.products(h, places, down, bias_at=down_bias)
+    return kernels.sum_of_choices(rows, places, weights_TK, dtype)
 
 
 def check_chosen(packed: PackedExperts, form: ExpertsForm, device: torch.device) -> None:
@@ -98,14 +102,6 @@ def _addressed(layout: PackedLayout) -> tuple[CodedMatrices, CodedMatrices]:
     """Return where the matrices are within an expert."""
     nothing = torch.empty(0, layout.nbytes, dtype=torch.uint8)
     return cast("tuple[CodedMatrices, CodedMatrices]", layout.coded(nothing)[:2])
-
-
-@functools.cache
-def _activation(form: ExpertsForm) -> Callable[[Tensor], Tensor]:
-    def activation(gate_up: Tensor) -> Tensor:
-        return activated(form, gate_up).to(torch.bfloat16)
-
-    return activation
 
 
 def _address_kernels() -> ModuleType:

@@ -69,13 +69,15 @@ def check_codes(panels: Panels, device: torch.device) -> None:
 def check_addressed(panels: Panels, device: torch.device) -> None:
     """Compare what reads experts by their addresses, once for each format and device. Raises HostLacks (H247)."""
     from ktc.model.experts import kept_kernels
+    from ktc.model.experts.address_kernels import Places
 
     matrices, decoded = random_matrices(panels, device)
     one, other = (of_expert.clone() for of_expert in matrices.packed)
     addresses = torch.tensor([other.data_ptr(), 0, one.data_ptr()], device=device)
     rows = torch.randn(3, matrices.columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     weights = torch.tensor([[0.5, 1, 2]], device=device)
-    computed = kept_kernels.sum_of_choices(kept_kernels.products(rows, addresses, matrices), addresses, weights)
+    places = Places(addresses)
+    computed = kept_kernels.sum_of_choices(kept_kernels.products(rows, places, matrices), places, weights)
     wanted = 0.5 * (decoded[1].float() @ rows[0].float()) + 2 * (decoded[0].float() @ rows[2].float())
     require_equal("products at addresses", panels, computed[0], wanted)
     require_equal("choices", panels, _chosen(kept_kernels.split, device), _chosen(kept_split.split, device))

@@ -1,10 +1,10 @@
 """Experts of few rows by their addresses, by Triton: in memory of the GPU, or in pinned memory of the host.
 
 In: the choices of a layer, and a table with the address of each expert that the GPU keeps. `split` gives each choice
-the address that the GPU reads its expert from, or none; `products` multiplies each row with the panels at its address,
-as `coded_kernels.py` does; `sum_of_choices` adds a token's results in the order of its choices. Tables and shares are
-read when a kernel runs, so a CUDA graph follows their changes. Results are equal to the bit from run to run.
-Importing this needs Triton.
+the address that the GPU reads its expert from, or none. `activations` and `products` multiply each row with the panels
+at its address, as `coded_kernels.py` does, or by tensor cores (`nibble_kernels.py`). `sum_of_choices` adds a token's
+results in the order of its choices. Tables and shares are read when a kernel runs, so a CUDA graph follows their
+changes. Results are equal to the bit from run to run. Importing this needs Triton.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -20,13 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ktc.model.experts import nibble_kernels
+from ktc.model.experts.activation_kernels import constants_of_form, function, gated
+from ktc.model.experts.address_kernels import Places, address_of
 from ktc.model.experts.coded_kernels import constants_of, panel_sums, row_of
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
+from ktc.model.experts.nibble_kernels import NO_BIAS
 from ktc.model.experts.panel_codes import Numbers
+from ktc.model.kernels.form import ExpertsForm
 
 _WORDS: Final[dict[Numbers, str]] = {"int8": "byte", "e4m3": "byte", "bf16": "weight"}  # others are of 16 bits
-_NO_BIAS: Final = -1
-_SUMMED: Final = 1024  # outputs of a program
+_SUMMED: Final = 256  # outputs of a program
+_ACTIVATED: Final = 512
 
 
 def split(
@@ -48,34 +53,56 @@ def split(
 
 
 def products(
-    rows: Tensor, addresses: Tensor, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = _NO_BIAS
+    rows: Tensor, places: Places, matrices: CodedMatrices, *, per_row: int = 1, bias_at: int = NO_BIAS
 ) -> Tensor:
-    """Multiply rows with matrices at addresses: `(P / per_row, K), (P,) int64 -> (P, N)` in fp32.
+    """Multiply rows with matrices at addresses: `(P / per_row, K), P places -> (parts, P, N)` in fp32.
 
-    `matrices` says where they are within an expert, and its bytes are not read. `bias_at` is the first byte of a bias
-    in fp32. Rows without an address are left undefined.
+    The products are the sums of the parts. `matrices` says where they are within an expert, and its bytes are not read.
+    `bias_at` is the first byte of a bias in fp32. Rows without an address are left undefined.
     """
+    if nibble_kernels.serves(rows, matrices):
+        return nibble_kernels.products(rows, places, matrices, per_row=per_row, bias_at=bias_at)
     codes = addressed_codes(matrices.panels)
     assert codes is not None, "panels that a GPU multiplies"
-    out = torch.empty(len(addresses), matrices.shape[1], dtype=torch.float32, device=rows.device)
+    out = torch.empty(1, len(places.experts), matrices.shape[1], dtype=torch.float32, device=rows.device)
     with torch.cuda.device_of(rows):
-        _products[(matrices.num_panels, len(addresses))](
-            rows, addresses, out, matrices.begin, matrices.panel_bytes, matrices.rows, matrices.columns,
+        _products[(matrices.num_panels, len(places.experts))](
+            rows, *places.given, out, matrices.begin, matrices.panel_bytes, matrices.rows, matrices.columns,
             max(bias_at, 0), **constants_of(codes), PARTS=matrices.parts, INTERLEAVED=matrices.interleaved,
-            WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, BIASED=bias_at != _NO_BIAS, BLOCKS=8,
-            num_warps=4,
+            WORD=_WORDS.get(codes.numbers, "short"), PER_ROW=per_row, TABLE=places.table is not None,
+            BIASED=bias_at != NO_BIAS, BLOCKS=8, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def sum_of_choices(rows: Tensor, addresses: Tensor, weights_TK: Tensor) -> Tensor:
-    """Add the rows of each token that have an address, with their weights: `(T * K, H), (T * K,), (T, K) -> (T, H)`."""
-    tokens, hidden = len(weights_TK), rows.shape[1]
-    out = torch.empty(tokens, hidden, dtype=torch.float32, device=rows.device)
+def activations(
+    rows: Tensor, places: Places, matrices: CodedMatrices, form: ExpertsForm, *, per_row: int, bias_at: int = NO_BIAS
+) -> Tensor:
+    """Return what the activation makes of gate and up: `(P / per_row, H), P places -> (P, I)` in bf16.
+
+    Sums are in fp32, as is the activation, and rounded once. Rows without an address are left undefined.
+    """
+    if nibble_kernels.serves(rows, matrices):
+        return nibble_kernels.activations(rows, places, matrices, form, per_row=per_row, bias_at=bias_at)
+    inner = products(rows, places, matrices, per_row=per_row, bias_at=bias_at)
+    out = torch.empty(len(places.experts), matrices.rows, dtype=torch.bfloat16, device=rows.device)
+    with torch.cuda.device_of(rows):
+        _activations[(triton.cdiv(matrices.rows, _ACTIVATED), len(places.experts))](
+            inner, *places.given, out, matrices.rows, **constants_of_form(form), PARTS=matrices.parts,
+            INTERLEAVED=matrices.interleaved, TABLE=places.table is not None, BLOCK=_ACTIVATED,
+        )  # fmt: skip
+    return out
+
+
+def sum_of_choices(rows: Tensor, places: Places, weights_TK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Add the rows of each token that have an address, with their weights: `(parts, T * K, H), (T, K) -> (T, H)`."""
+    tokens, (parts, pairs, hidden) = len(weights_TK), rows.shape
+    out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
     with torch.cuda.device_of(rows):
         _sum_of_choices[(triton.cdiv(hidden, _SUMMED), tokens)](
-            rows, addresses, weights_TK, out, hidden, CHOICES=weights_TK.shape[1], BLOCK=_SUMMED
-        )
+            rows, places.experts, weights_TK, out, hidden, pairs * hidden, CHOICES=weights_TK.shape[1], ROW_PARTS=parts,
+            TABLE=places.table is not None, BLOCK=_SUMMED,
+        )  # fmt: skip
     return out
 
 
@@ -143,16 +170,16 @@ def _stored(out, bias, sums, lane, panel, rows, PARTS: tl.constexpr, INTERLEAVED
     tl.store(out + of_lane, sums, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["bias_at"])
+@triton.jit(do_not_specialize=["bias_at", "count"])
 def _products(
-    x, addresses, out, first, panel_bytes, rows, columns, bias_at,
+    x, experts, table, count, out, first, panel_bytes, rows, columns, bias_at,
     NUMBERS: tl.constexpr, SCALES: tl.constexpr, LEAST: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     HEAD: tl.constexpr, NBYTES: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    WORD: tl.constexpr, PER_ROW: tl.constexpr, BIASED: tl.constexpr, BLOCKS: tl.constexpr,
+    WORD: tl.constexpr, PER_ROW: tl.constexpr, TABLE: tl.constexpr, BIASED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     panel, pair = tl.program_id(0), tl.program_id(1)
-    base = tl.load(addresses + pair)
+    base = address_of(experts, table, pair, count, TABLE)
     if base == 0:
         return
     row = x + (pair // PER_ROW).to(tl.int64) * columns
@@ -170,12 +197,46 @@ def _products(
         _stored(result, bias, lower, tl.arange(0, 32), panel, rows, PARTS, INTERLEAVED, BIASED)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _activations(
+    inner, experts, table, count, out, columns,
+    FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if address_of(experts, table, pair, count, TABLE) == 0:
+        return
+    of_pair, known = inner + pair.to(tl.int64) * (PARTS * columns), column < columns
+    gate = tl.load(of_pair + (column * 2 if INTERLEAVED else column), mask=known, other=0)
+    if PARTS == 2:
+        up = tl.load(of_pair + (column * 2 + 1 if INTERLEAVED else columns + column), mask=known, other=0)
+        h = gated(gate, up, FUNCTION, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
+    else:
+        h = function(gate, FUNCTION, ALPHA, GATE_CAP)
+    tl.store(out + pair.to(tl.int64) * columns + column, h.to(out.dtype.element_ty), mask=known)
+
+
 @triton.jit
-def _sum_of_choices(rows, addresses, weights, out, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def _row(rows, pair, hidden, part_stride, at, weights, ROW_PARTS: tl.constexpr):
+    """Return the row of a choice times its weight, of which there are parts."""
+    row = tl.load(rows + pair * hidden + at, mask=at < hidden, other=0)
+    for part in tl.static_range(1, ROW_PARTS):
+        row += tl.load(rows + part * part_stride + pair * hidden + at, mask=at < hidden, other=0)
+    return row * tl.load(weights + pair).to(tl.float32)
+
+
+@triton.jit
+def _sum_of_choices(
+    rows, experts, weights, out, hidden, part_stride,
+    CHOICES: tl.constexpr, ROW_PARTS: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token, at = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0, tl.float32)
-    for choice in range(CHOICES):
+    for choice in tl.static_range(CHOICES):
         pair = token.to(tl.int64) * CHOICES + choice
-        if tl.load(addresses + pair) != 0:
-            total += tl.load(rows + pair * hidden + at, mask=at < hidden, other=0) * tl.load(weights + pair)
-    tl.store(out + token.to(tl.int64) * hidden + at, total, mask=at < hidden)
+        if TABLE:  # noqa: SIM114 - decided as the kernel is compiled
+            total += _row(rows, pair, hidden, part_stride, at, weights, ROW_PARTS)
+        elif tl.load(experts + pair) != 0:
+            total += _row(rows, pair, hidden, part_stride, at, weights, ROW_PARTS)
+    tl.store(out + token.to(tl.int64) * hidden + at, total.to(out.dtype.element_ty), mask=at < hidden)

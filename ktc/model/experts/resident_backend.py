@@ -50,11 +50,11 @@ class GpuResident:
 
     def _few(self, x: Tensor, index: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiply the chosen experts where they are."""
-        x, weights, resident = x.contiguous(), weights.contiguous(), self._stream.resident
-        places = resident.places.index_select(0, index.flatten())  # an error of the device for one that does not exist
+        x, weights, resident, chosen = x.contiguous(), weights.contiguous(), self._stream.resident, index.flatten()
         if isinstance(resident, ResidentMatrices):
+            places = resident.places.index_select(0, chosen)  # an error of the device for one that does not exist
             return by_number(self._stream.form, resident.whole(), x, places, weights, dtype)
-        return by_address(resident.layout, x, places, weights)
+        return by_address(resident.layout, x, chosen, weights, table=resident.places, dtype=dtype)
 
     def _grouped(self, x: Tensor, index: Tensor, weights: Tensor, _: torch.dtype) -> Tensor:
         """Sort the rows by expert, and multiply all experts in one product, or copies of the chosen ones."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -191,6 +191,7 @@ class Routing:
     """A router's form and layout, its kernel and the most threads that it may use. Without a kernel PyTorch routes.
 
     A model that has the kernel of a CPU may be moved to a GPU, where `on_gpu` computes calls without gradients.
+    `multiply` is F.linear, or another product with the router's own weight.
     """
 
     form: RouterForm
@@ -198,6 +199,7 @@ class Routing:
     kernel: Kernel | None
     threads: int
     on_gpu: GpuRouting = field(default_factory=GpuRouting)
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear
 
     def logits(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, as the stock module computes them."""
@@ -209,7 +211,7 @@ class Routing:
         bias: Tensor | None = getattr(module, layout.bias) if layout.bias else None
         if self.form.logits:
             weight, bias = weight.float(), None if bias is None else bias.float()
-        return functional.linear(x, weight, bias)
+        return self.multiply(x, weight, bias)
 
     def __call__(self, logits: Tensor, bias: Tensor | None, hidden: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return weights (T, k) and expert numbers (T, k) for logits (T, E) and a bias (E,) of the choice.

@@ -10,6 +10,7 @@ Importing this needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -21,6 +22,7 @@ from ktc.model.experts.code_kernels import number_of, scale_of
 from ktc.model.experts.coded_kernels import SCALE_DTYPES, constants_of, panel_sums
 from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.panels import WIDTH
+from ktc.model.linears import byte_row_kernels
 
 _MANY_PANELS: Final = 512
 # Outputs of a program, blocks of columns in a step, and warps. Few panels leave most of a GPU idle, so that a program
@@ -31,6 +33,8 @@ _MANY: Final = {"LANES": 32, "BLOCKS": 8, "num_warps": 4}
 
 def rows_times(x: Tensor, matrix: CodedMatrices, bias: Tensor | None) -> Tensor:
     """Multiply rows with the transpose of a matrix: `(S, K), (1, N, K), (N,) -> (S, N)`."""
+    if byte_row_kernels.serves(x, [matrix]):
+        return byte_row_kernels.rows_times(x, [matrix], [bias])
     packed, codes = matrix.packed, matrix.codes
     out = x.new_empty(len(x), matrix.rows)
     if len(x):
@@ -43,6 +47,13 @@ def rows_times(x: Tensor, matrix: CodedMatrices, bias: Tensor | None) -> Tensor:
                 *given, *bytes_of, **constants_of(codes), BIASED=bias is not None, WIDE=wide, PARTS=parts, **sizes
             )
     return out
+
+
+def rows_times_each(x: Tensor, matrices: Sequence[CodedMatrices], biases: Sequence[Tensor | None]) -> Tensor:
+    """Multiply rows with several matrices, side by side: `(S, K), (1, N, K) each -> (S, sum of N)`."""
+    if byte_row_kernels.serves(x, matrices):
+        return byte_row_kernels.rows_times(x, matrices, biases)
+    return torch.cat([rows_times(x, *of_one) for of_one in zip(matrices, biases, strict=True)], 1)
 
 
 @triton.jit

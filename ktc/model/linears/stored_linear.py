@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ktc.diagnostics import Diagnostic, InputRefused
 from ktc.foundation import host
+from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.packed import huge_pages
 from ktc.model.experts.tracing import never_traced
 from ktc.model.kernels.kernel_library import KERNEL_LOCK, Arguments, Kernel, NativePackedLinear, permitted_threads
@@ -147,6 +148,11 @@ class StoredLinear(LinearWithoutWeight):
     @property
     def _on_gpu(self) -> bool:
         return self.device.type != "cpu"
+
+    @property
+    def matrix(self) -> CodedMatrices:
+        """The weight on a GPU as its kernels multiply it."""
+        return self._coded.matrix
 
     @property
     def _coded(self) -> CodedWeight:

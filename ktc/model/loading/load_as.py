@@ -34,6 +34,7 @@ from ktc.model.attention.sparse_check import check_sparse_steps
 from ktc.model.attention.split_decode import SplitDecode, check_split_decode
 from ktc.model.checkpoint import WeightSource, open_index, read_sources
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs
+from ktc.model.decode_steps.gpu_linears import join_siblings, multiply_few_rows
 from ktc.model.decode_steps.gpu_norms import fuse_norms
 from ktc.model.decode_steps.gpu_rotary import fuse_rotary
 from ktc.model.decode_steps.native_step import native_steps
@@ -167,6 +168,8 @@ def completed(
         keep_experts(model)
         fuse_norms(model)
         fuse_rotary(model)
+        join_siblings(model)
+        multiply_few_rows(model)
         cast("Any", model).decode_graphs = DecodeGraphs()
     entry = next((kernel.entry for kernel in manifest.kernels if kernel.spec["op"] == "step"), None)
     if entry is not None and made_from.library is not None and not reference:

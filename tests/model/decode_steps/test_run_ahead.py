@@ -11,7 +11,14 @@ import torch
 from decoding_models import generated
 from recorded_steps import call_at_once, record_eagerly
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from ktc.model.decode_steps import run_ahead, step_memory
@@ -141,6 +148,8 @@ def test_criteria_of_a_user_are_asked_as_by_stock_code(
     assert torch.equal(generated(compiled_model, stopping_criteria=StoppingCriteriaList([asked]), **never), expected)
     assert len(asked.given) == len(wanted.given) == 8
     assert all(torch.equal(one, other) for one, other in zip(asked.given, wanted.given, strict=True))
+    token: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(expected[0, 14])])}
+    assert torch.equal(generated(compiled_model, **token), by_stock_loop(**token))
     answers = iter([False] * 4 + [True] * 9)
     ended = EndedByHost(lambda: next(answers))
     assert generated(compiled_model, stopping_criteria=StoppingCriteriaList([ended])).shape[1] == 9 + 5
