@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 
 from ktc.model.experts.lora import ExpertsLora, Lora
-from ktc.model.experts.private_api import at_end_of_backward
+from ktc.model.experts.private_api import at_end_of_backward, version_of
 
 Parameters = tuple[Tensor | None, ...]
 _AHEAD: Final = 3  # layers whose factors are sent ahead: a ring of weights holds about as many
@@ -178,15 +178,40 @@ def add_gradients(parameters: Sequence[Tensor | None], factors: Sequence[Tensor 
         offset = total.storage_offset() + factor.storage_offset() - parameter.storage_offset()
         same = total.as_strided(factor.shape, factor.stride(), offset)
         if gradient.device.type != "cuda":
-            same.copy_(same + gradient if before else gradient)
+            added = same + gradient if before else gradient
+            same.copy_(added)
+            _note_norm(parameter, factor, added)
             continue
         stream = _stream(gradient.device)
         stream.wait_stream(torch.cuda.current_stream(gradient.device))
         with torch.cuda.stream(stream):
             added = gradient + same.to(gradient.device, non_blocking=True) if before else gradient
             same.copy_(added, non_blocking=True)
+            _note_norm(parameter, factor, added)
         gradient.record_stream(stream)
         at_end_of_backward(stream.synchronize)
+
+
+_NORM: Final = "_ktc_norm"  # an attribute of a gradient in host memory
+
+
+def _note_norm(parameter: Tensor, factor: Tensor, values: Tensor) -> None:
+    """Keep the norm of a parameter's new gradient, whose values are on the device: the host would read all of them."""
+    assert parameter.grad is not None, "it was written"
+    whole = factor.numel() == parameter.numel()
+    norm = cast("Tensor", torch.linalg.vector_norm(values)) if whole else None
+    if norm is not None and norm.is_cuda:
+        norm.record_stream(torch.cuda.default_stream(norm.device))
+    vars(parameter.grad)[_NORM] = None if norm is None else (norm, version_of(parameter.grad))
+
+
+def norm_of(gradient: Tensor) -> Tensor | None:
+    """Return the norm of a gradient as `add_gradients` has written it, on a device.
+
+    None for others, and after changes that autograd sees.
+    """
+    norm, version = vars(gradient).get(_NORM) or (None, 0)
+    return norm if version == version_of(gradient) else None
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 FEWEST: Final = 17  # tokens of a call that is divided: the steps of fewer read experts by address
+CALL: Final = 27e-6  # seconds of a call on the CPU, besides reading experts: up to four of int4 on 15 threads of a Xeon
+_MOST_LEAD: Final = 1024.0  # experts, more than a step of a layer misses
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +52,12 @@ def even_over_bus(misses: float, rows: float, share: float, division: Division) 
     """Return how many of `misses` experts with equally many rows are sent."""
     cost = share * division.cost(rows)
     return misses * cost / (1 - share + cost) if cost else 0.0
+
+
+def lead_of(share: float, bus: float, nbytes: float) -> float:
+    """Return by how many experts more the bus reads as many seconds as the CPU with a call, than by its share alone.
+
+    Experts have `nbytes`, `bus` is the speed of copies beside the CPU. With b and c the seconds of an expert there and
+    on the CPU, s of m experts end with the others at s * b = CALL + (m - s) * c, and the share is c / (b + c).
+    """
+    return min(CALL * (1 - share) * bus / nbytes, _MOST_LEAD) if share > 0 else 0.0

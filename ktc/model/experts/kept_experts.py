@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.grouped_products import multiplies_codes
-from ktc.model.experts.kept_policy import BESIDE, DECAY, Exchange, cpu_speed, exchanges, first_kept, lead_of, next_share
+from ktc.model.experts.kept_division import lead_of
+from ktc.model.experts.kept_policy import BESIDE, DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import WHOLE_SHARE
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.packed_layout import PackedLayout

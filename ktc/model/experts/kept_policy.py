@@ -12,10 +12,10 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
+from ktc.model.experts.kept_division import CALL
+
 DECAY: Final = 0.9  # of counts, each time that they are read
 _DEVIATIONS: Final = 4.0  # of the difference of two counts, by which a newcomer exceeds the other
-CALL: Final = 27e-6  # seconds of a call on the CPU, besides reading experts: up to four of int4 on 15 threads of a Xeon
-_MOST_LEAD: Final = 1024.0  # experts, more than a step of a layer misses
 BESIDE: Final = 0.9  # of the bus's speed alone, beside the CPU's reads: 44 to 50 of 51 GB/s (an H100 and an H200)
 
 
@@ -60,15 +60,6 @@ def _first(values: Tensor, among: Tensor, most: int) -> list[int]:
     numbers = among.nonzero().flatten()
     order = torch.argsort(values[numbers], stable=True)[:most]
     return cast("list[int]", numbers[order].tolist())
-
-
-def lead_of(share: float, bus: float, nbytes: float) -> float:
-    """Return by how many experts more the bus reads as many seconds as the CPU with a call, than by its share alone.
-
-    Experts have `nbytes`, `bus` is the speed of copies beside the CPU. With b and c the seconds of an expert there and
-    on the CPU, s of m experts end with the others at s * b = CALL + (m - s) * c, and the share is c / (b + c).
-    """
-    return min(CALL * (1 - share) * bus / nbytes, _MOST_LEAD) if share > 0 else 0.0
 
 
 def cpu_speed(nbytes: float, seconds: float, calls: int) -> float:

@@ -47,7 +47,7 @@ def over_bus(misses: Tensor, share: Tensor, lead: Tensor) -> Tensor:
     """Return how many of some experts the bus reads, by its share (of `WHOLE_SHARE`) of the speed of bus and CPU.
 
     `lead` (in `WHOLE_SHARE` of an expert) is what the bus reads by the time in which a call of the CPU reads nothing:
-    see `kept_policy.lead_of`. So few experts are the bus' alone where a call costs the CPU more than they do.
+    see `kept_division.lead_of`. So few experts are the bus' alone where a call costs the CPU more than they do.
 
     Whichever of both ends last ends earliest with this number. The nearest one to the share would give a slow bus one
     expert too many: three of six at 0.42, which take it a sixth longer than four take the CPU.

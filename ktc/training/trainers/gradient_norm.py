@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ktc.foundation.temporary_values import context_value
+from ktc.model.experts.host_factors import norm_of
 from ktc.model.experts.weight_training import State, state_of
 
 _LARGE: Final = 1 << 16  # values
@@ -35,9 +36,15 @@ class ReadNorm:
 _known: Final[ContextVar[ReadNorm | None]] = ContextVar("_known", default=None)
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all values, a scalar; infinite or NaN if one of them is."""
-    return get_total_norm([_with_same_norm(gradient) for gradient in gradients])
+def total_norm(gradients: Sequence[Tensor], *, as_written: bool = False) -> Tensor:
+    """Return the 2-norm of all values, a scalar; infinite or NaN if one of them is.
+
+    Gradients in host memory may be `as_written` by a backward on a GPU, which knows their norms.
+    """
+    known = [norm_of(gradient) if as_written else None for gradient in gradients]
+    return get_total_norm(
+        [_with_same_norm(gradient) if norm is None else norm for gradient, norm in zip(gradients, known, strict=True)]
+    )
 
 
 def read_norm(norm: Tensor, value: float, parameters: Iterable[Tensor]) -> ReadNorm:

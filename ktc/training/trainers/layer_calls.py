@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ktc.training.trainers.private_api import pytree
+from ktc.training.trainers.private_api import pytree, without_masks
 from ktc.training.trainers.split_layer import CannotStack, LayerCall, SplitLayer
 
 
@@ -72,6 +72,8 @@ def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall
 def finished(layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Tensor], None]) -> Generator[None]:
     """Let the model's layers return `final`, once, inside the context. `compare` receives the first layer's input.
 
+    Masks have any values there.
+
     Raises:
         CannotStack: the model is called a second time.
     """
@@ -89,7 +91,7 @@ def finished(layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Ten
 
         return forward
 
-    with _in_place_of(layers, [passing(index) for index in range(len(layers))]):
+    with without_masks(), _in_place_of(layers, [passing(index) for index in range(len(layers))]):
         yield
 
 

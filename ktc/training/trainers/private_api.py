@@ -8,10 +8,11 @@ No other file of this room may use a private name.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, masking_utils
 
 from ktc.foundation.temporary_values import attributes
 from ktc.model.hf.patching import Patch, with_attributes
@@ -95,6 +96,24 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors to others of their shapes, on a GPU by few launches; torch has no public name for it."""
     cast("Any", torch)._foreach_copy_([*targets], [*sources])
+
+
+@contextmanager
+def without_masks() -> Generator[None]:
+    """Let the functions of transformers that make masks return any mask, for layers that read none.
+
+    They ask the device whether rows are packed or a mask hides anything, for which the host would wait.
+    """
+    stock: Callable[..., Any] = cast("Any", masking_utils)._preprocess_mask_arguments
+    signature = inspect.signature(stock)
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["attention_mask"] = torch.empty(1, 1, 1, 1)  # one of four dimensions is returned as it is
+        return stock(*bound.args, **bound.kwargs)
+
+    with attributes(masking_utils, _preprocess_mask_arguments=given):
+        yield
 
 
 def store_of_the_run(prefix: str) -> Any:

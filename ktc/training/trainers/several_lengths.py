@@ -25,6 +25,7 @@ _ROTARY: Final = frozenset({"default", "linear", "llama3", "yarn"})
 # In the padding of a batch: any token, no label, and a mask that says nothing.
 _PADDING: Final[Mapping[str, int]] = {"input_ids": 0, "labels": -100, "attention_mask": 1}
 _MOST_ON_CPU: Final = 16  # tokens of padding for each micro-batch: its head takes longer for more than a run of its own
+_MULTIPLE: Final = 64
 _MOST_ON_GPU: Final = 2048  # of padding in a batch: launches for a run of its own take about as long as these tokens
 
 
@@ -39,15 +40,21 @@ def has_room(run: Sequence[Mapping[str, Tensor]], tokens: int) -> bool:
     """Return whether micro-batches with equally many rows, padded, have at most `tokens` tokens and little padding."""
     lengths, rows = [inputs["input_ids"].shape[1] for inputs in run], run[0]["input_ids"].shape[0]
     if is_launched(run[0]):
-        return pads_little([rows * length for length in lengths], tokens)
+        return pads_little(lengths, tokens, rows)
     padding = rows * (len(run) * max(lengths) - sum(lengths))
     return rows * len(run) * max(lengths) <= tokens and padding <= _MOST_ON_CPU * len(run)
 
 
-def pads_little(sizes: Sequence[int], tokens: int) -> bool:
-    """Return whether a GPU computes micro-batches of these sizes sooner together, padded to `tokens` at most."""
-    whole = len(sizes) * max(sizes)
-    return whole <= tokens and whole - sum(sizes) <= _MOST_ON_GPU
+def pads_little(lengths: Sequence[int], tokens: int, rows: int = 1) -> bool:
+    """Return whether a GPU computes micro-batches of these lengths sooner together, padded to `tokens` at most."""
+    whole = len(lengths) * padded_length(lengths)
+    return rows * whole <= tokens and rows * (whole - sum(lengths)) <= _MOST_ON_GPU
+
+
+def padded_length(lengths: Sequence[int]) -> int:
+    """Return the length to which a GPU pads several: libraries plan attention anew for each shape, 50 ms and more."""
+    longest = max(lengths)
+    return longest if min(lengths) == longest else -(-longest // _MULTIPLE) * _MULTIPLE
 
 
 def is_launched(inputs: Mapping[str, Tensor]) -> bool:
@@ -66,8 +73,12 @@ def by_length(inputs: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tenso
 
 
 def padded(run: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the inputs of micro-batches with equally many rows as those of one batch, as long as the longest."""
-    longest = max(inputs["input_ids"].shape[1] for inputs in run)
+    """Return the inputs of micro-batches with equally many rows as those of one batch, as long as the longest.
+
+    On a GPU rows of several lengths may be longer (`padded_length`).
+    """
+    lengths = [inputs["input_ids"].shape[1] for inputs in run]
+    longest = padded_length(lengths) if is_launched(run[0]) else max(lengths)
 
     def filled(name: str, value: Tensor) -> Tensor:
         return functional.pad(value, (0, longest - value.shape[1]), value=_PADDING[name])
@@ -177,9 +188,8 @@ def _of_its_own(part: Tensor) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def as_batch(finals: Sequence[Tensor]) -> Tensor:
+def as_batch(finals: Sequence[Tensor], longest: int) -> Tensor:
     """Return the outputs of micro-batches (B, T, H) as those of their batch, with zeros in its padding."""
     if len(finals) == 1:
         return finals[0]
-    longest = max(final.shape[1] for final in finals)
     return torch.cat([functional.pad(final, (0, 0, 0, longest - final.shape[1])) for final in finals])

@@ -249,7 +249,10 @@ class Stacker(TrainerCallback):
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
         outs = self._through_layers([chunk for chunk, _ in chunks])
         of_calls = iter(_by_micro_batch(outs, [[piece.hidden.shape[0] for piece in of_call] for of_call in pieces]))
-        finals = [as_batch([next(of_calls) for _ in of_batch]) for of_batch in of_batches]
+        finals = [
+            as_batch([next(of_calls) for _ in of_batch], call.hidden.shape[1])
+            for of_batch, call in zip(of_batches, calls, strict=True)
+        ]
         leaves = [final.detach().requires_grad_() for final in finals]
         for batch, call, leaf in zip(batches, calls, leaves, strict=True):
             with span("lm_head", leaf.device):

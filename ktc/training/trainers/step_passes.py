@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ktc.training.trainers.layer_calls import ModelCall
 from ktc.training.trainers.layer_pass import NOTHING_KEPT, Kept, Offloaded
-from ktc.training.trainers.several_lengths import pads_little
+from ktc.training.trainers.several_lengths import padded_length, pads_little
 from ktc.training.trainers.split_layer import SplitLayer
 from ktc.training.trainers.stack_size import (
     CHUNKS,
@@ -59,10 +59,10 @@ class StepSizes:
         padded, run = list[int](), list[int]()
         for size in sorted(self.tokens):
             if run and not pads_little([*run, size], tokens):
-                padded += [run[-1]] * len(run)
+                padded += [padded_length(run)] * len(run)
                 run = []
             run.append(size)
-        return replace(self, tokens=(*padded, *[run[-1]] * len(run)))
+        return replace(self, tokens=(*padded, *[padded_length(run)] * len(run)))
 
 
 @dataclass(frozen=True, slots=True)

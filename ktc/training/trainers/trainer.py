@@ -276,7 +276,7 @@ class KTrainerMixin(TrainerHooks):
             run = Path(cast("str", self.args.output_dir))
             model, step = cast("nn.Module", self.model), self.state.global_step + 1
             trained = self.trained_parameters()
-            norm = require_finite(model, trained, step, run)
+            norm = require_finite(model, trained, step, run, averaged=self._rank_liveness is not None)
             self._norm_of_step = None if norm is None else read_norm(*norm, trained)
         return loss.to(self.args.device)
 

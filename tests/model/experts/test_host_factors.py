@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.model.experts import host_factors
-from ktc.model.experts.host_factors import add_gradients, on_device, one_pass, parameters_on_host
+from ktc.model.experts.host_factors import add_gradients, norm_of, on_device, one_pass, parameters_on_host
 from ktc.model.experts.lora import ExpertsLora, Lora
 
 CPU = torch.device("cpu")
@@ -90,3 +90,24 @@ def test_gradients_are_added_in_the_layout_of_their_parameters() -> None:
         assert b.grad is not None
         torch.testing.assert_close(a.grad.view(2, 2, 3), times * wanted[0])
         torch.testing.assert_close(b.grad.view(5, 2, 2).permute(2, 0, 1), times * wanted[1])
+
+
+def test_the_norm_of_a_gradient_is_known_until_others_change_it() -> None:
+    lora = layer(1.0)
+    assert lora.down is not None
+    parameters: tuple[Tensor | None, ...] = (None, None, *lora.down.parameters)
+    given = [torch.randn(factor.shape) for factor in lora.factors if factor is not None]
+    for times in (1, 2):
+        add_gradients(parameters, lora.factors, (None, None, *given))
+        for parameter, values in zip(lora.down.parameters, given, strict=True):
+            assert parameter.grad is not None
+            norm = norm_of(parameter.grad)
+            assert norm is not None
+            torch.testing.assert_close(norm, times * values.norm())
+    changed, stays = (parameter.grad for parameter in lora.down.parameters)
+    assert changed is not None
+    assert stays is not None
+    changed.mul_(2)
+    assert norm_of(changed) is None
+    assert norm_of(stays) is not None
+    assert norm_of(stays.clone()) is None

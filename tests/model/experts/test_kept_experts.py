@@ -17,22 +17,14 @@ from torch import Tensor
 
 from ktc.diagnostics import HostLacks
 from ktc.foundation.formats import WeightFormat
-from ktc.model.experts import kept_kernels, kept_policy, kept_split, page_lock
+from ktc.model.experts import kept_division, kept_kernels, kept_policy, kept_split, page_lock
 from ktc.model.experts.backend import Offload
 from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.expert_stream import renew_streams
 from ktc.model.experts.host_node import HostNodes
+from ktc.model.experts.kept_division import CALL, lead_of
 from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
-from ktc.model.experts.kept_policy import (
-    CALL,
-    DECAY,
-    Exchange,
-    cpu_speed,
-    exchanges,
-    first_kept,
-    lead_of,
-    next_share,
-)
+from ktc.model.experts.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.panels import panels_of
@@ -216,7 +208,8 @@ def test_experts_that_are_chosen_more_often_take_places_without_another_result(l
 def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_policy, "CALL", 0.0)  # experts of a kilobyte would all go over the bus
+    for module_of_call in (kept_division, kept_policy):
+        monkeypatch.setattr(module_of_call, "CALL", 0.0)  # experts of a kilobyte would all go over the bus
     layer = random_layer(70, 37, 5, 2, 1)
     module = load(layer, spec_of(ISAS[0]))
     store = kept_by(module, 0, 0.01)  # a share that no measured bus has

@@ -17,6 +17,7 @@ import ktc
 from ktc.diagnostics import KtcError
 from ktc.model.loading.peft_glue import read_lora_config
 from ktc.training import KTrainer
+from ktc.training.trainers import gradient_norm
 from ktc.training.trainers.gradient_norm import clip, total_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,3 +90,12 @@ def test_the_norm_is_that_of_all_values_together() -> None:
         torch.testing.assert_close(clipped, gradient / float(exact), rtol=1e-5, atol=1e-8)
     gradients[3][1, 2, 3] = float("nan")
     assert not bool(total_norm(gradients).isfinite())
+
+
+def test_norms_of_gradients_as_backward_has_written_them_are_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient_norm, "norm_of", lambda _: torch.tensor(3.0))
+    gradients = [torch.zeros(4), torch.zeros(2)]
+    assert float(total_norm(gradients, as_written=True)) == pytest.approx(18**0.5)
+    assert float(total_norm(gradients)) == 0

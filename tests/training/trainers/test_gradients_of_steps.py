@@ -166,7 +166,7 @@ def test_the_norm_of_a_step_is_computed_once_unless_gradients_may_have_changed(
     norms: list[float] = []
     stock = gradient_norm.total_norm
     for module in (gradient_norm, finite_gradients):
-        monkeypatch.setattr(module, "total_norm", lambda given: norms.append(float(stock(given))) or stock(given))
+        monkeypatch.setattr(module, "total_norm", lambda given, **_: norms.append(float(stock(given))) or stock(given))
     model = adapted(out)
     of_llama_factory = llama_factory._kt_trainer(type("Own", (Trainer,), {}), Event())
     kinds: dict[str, Any] = {"plain": KTrainer, "changed": Doubling, "llama_factory": of_llama_factory}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Qwen3MoeConfig, Trainer, TrainingArguments, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ktc.training.trainers import private_api
@@ -59,6 +59,27 @@ def test_many_tensors_are_copied() -> None:
     targets = [torch.zeros(2), torch.zeros(3, 1)]
     private_api.copy_all(targets, [torch.ones(2), torch.full((3, 1), 2.0)])
     assert [target.sum().item() for target in targets] == [2, 6]
+
+
+# transformers: masks --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("masked", [True, False])
+def test_masks_that_no_layer_reads_are_not_made(monkeypatch: pytest.MonkeyPatch, *, masked: bool) -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=1)
+    config._attn_implementation = "sdpa"
+    given: dict[str, Any] = {
+        "inputs_embeds": torch.zeros(2, 3, 4), "attention_mask": torch.ones(2, 3) if masked else None,
+        "position_ids": torch.arange(3)[None], "past_key_values": None,
+    }  # fmt: skip
+    asked: list[None] = []
+    stock = torch.Tensor.all
+    monkeypatch.setattr(torch.Tensor, "all", lambda *args: asked.append(None) or stock(*args))
+    masking_utils.create_causal_mask(config, **given)
+    assert asked or masked, "the host waits for an answer"
+    asked.clear()
+    with private_api.without_masks():
+        made = masking_utils.create_causal_mask(config, **given)
+    assert not asked
+    assert made.ndim == 4
 
 
 # torch: captures ------------------------------------------------------------------------------------------------------

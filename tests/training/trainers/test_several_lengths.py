@@ -128,6 +128,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     monkeypatch.setattr(Stacker, "_through_layers", counted)
     monkeypatch.setattr(Stacker, "_launches", lambda *_: True)
     monkeypatch.setattr(several_lengths, "is_launched", lambda _: True)
+    monkeypatch.setattr(several_lengths, "_MULTIPLE", 1)
     return seen
 
 
@@ -139,6 +140,21 @@ def test_layers_pad_where_launches_cost_more(
     ours = trained(package, tmp_path, "on", **settings)
     assert chunks == [ON_GPU] * 2
     assert "layers pad micro-batches of several lengths" in str(ours.stacker.decision)
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["padded layers", "own lengths"])
+def test_lengths_of_a_gpu_are_multiples(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch, *, causal: bool
+) -> None:
+    monkeypatch.setattr(several_lengths, "_MULTIPLE", 8)
+    monkeypatch.setattr(HiddenPadding, "of", lambda *_: causal)
+    settings: dict[str, Any] = {"lengths": LENGTHS, "trainer": InOrder, "max_steps": 2}
+    ours = trained(package, tmp_path, "on", **settings)
+    of_one = [(1, 5), (1, 9), (2, 17), (2, 17), (1, 20)]
+    assert chunks[-1] == (
+        [(2, 16), (1, 12), (2, 17), (2, 17), (1, 20)] if causal else [*of_one[:2], (1, 12), *of_one[2:]]
+    )
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
@@ -193,6 +209,7 @@ def test_masks_that_show_later_tokens_are_found() -> None:
 
 def test_padding_is_left_out_where_it_takes_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step of 40 + 8 tokens, 80 with padding."""
+    monkeypatch.setattr(several_lengths, "_MULTIPLE", 1)
     sizes, memory = StepSizes((40, 8), 40), PassMemory({}, 0, 0)
     call = ModelCall(torch.empty(1, 40, 4), (torch.device("cpu"),), ())
 
@@ -210,7 +227,7 @@ def test_batches_of_a_gpu_pad_two_thousand_tokens_at_most() -> None:
     def sizes(*tokens: int, most: int = 8192) -> tuple[int, ...]:
         return StepSizes(tokens, max(tokens)).with_padding(most).tokens
 
-    assert sizes(1024, 64, 128, 512) == (512, 512, 512, 1024)
+    assert sizes(1024, 64, 128, 500) == (512, 512, 512, 1024)
     assert sizes(1024, 512, 512, 512) == (1024,) * 4
     assert sizes(1024, 512, 512, 512, most=4000) == (512, 512, 512, 1024)
     assert sizes(7, 7) == (7, 7)
