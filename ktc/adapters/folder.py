@@ -46,6 +46,8 @@ def no_adapter(folder: Path) -> Diagnostic:
 def no_original(folder: Path, option: str = "") -> Diagnostic:
     """Return the diagnostic (A603) of a folder that is not a model, which `option` names, if not an argument."""
     message = f"`{folder}` is neither a compiled model nor a checkpoint: it has no `config.json`"
+    if not option and (folder / CONFIG).is_file():
+        return Diagnostic("A603", f"`{folder}` is an adapter", hint="name its model first: `ktc merge MODEL ADAPTER`")
     return Diagnostic("A603", message, hint=f"name the folder of the original{f' with `{option}`' if option else ''}")
 
 

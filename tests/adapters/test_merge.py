@@ -18,6 +18,7 @@ from ktc.adapters.export import export
 from ktc.adapters.merge import merge
 from ktc.adapters.save import require_new
 from ktc.cli.app import main
+from ktc.cli.early_checks import require_original
 from ktc.diagnostics import InputRefused
 from ktc.model.checkpoint.reader import TensorReader
 
@@ -107,6 +108,8 @@ def test_what_would_be_left_out_stops_it(left_out: str, tmp_path: Path) -> None:
 def test_originals_and_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     base, adapter = saved("qwen3_moe", tmp_path)
     assert code(lambda: merge(adapter, base)) == "A609"
+    with pytest.raises(InputRefused, match=r"A603: `.*` is an adapter\nhelp: name its model first"):
+        require_original(adapter)
     config = json.loads((base / "config.json").read_text())
     quantised = config | {"quantization_config": {"quant_method": "fp8"}}
     (base / "config.json").write_text(json.dumps(quantised))

@@ -200,7 +200,7 @@ def test_a_process_of_torchrun_keeps_its_sigterm(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_closed_pipe_is_no_bug() -> None:
-    command = f"{sys.executable} -m ktc doctor --json | true"
+    command = f"{sys.executable} -m ktc list --json | true"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env={**os.environ})
     assert "Traceback" not in done.stderr
     assert "bug" not in done.stderr

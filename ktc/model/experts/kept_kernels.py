@@ -132,7 +132,7 @@ def _split(
     tl.store(traffic, tl.load(traffic) + hits)
     tl.store(traffic + 1, tl.load(traffic + 1) + over_bus)
     tl.store(traffic + 2, tl.load(traffic + 2) + misses - over_bus)
-    tl.store(traffic + 3, tl.load(traffic + 3) + (misses > over_bus))
+    tl.store(traffic + 3, tl.load(traffic + 3) + tl.where(misses > over_bus, 1, 0))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -173,7 +173,7 @@ class Kernel:
 
     def native(self, *sizes: int) -> Any:
         """Return the kernel as the protocol of its kind; only one for experts takes sizes."""
-        return getattr(_opened(self.library.path, self.library.digest), self.entry)(*sizes)
+        return getattr(self.library.extension(), self.entry)(*sizes)
 
     def opened(self, threads: int) -> tuple[Any, Engine]:
         """Return the kernel, and the engine of its calls with at most this number of threads; each is made once."""
@@ -187,12 +187,13 @@ class Kernel:
 
         With `separate` they are the library's also where PyTorch has as many, for a caller on another thread.
         """
+        self.library.extension()
         return _engine(self.library.path, self.library.digest, threads, nodes, separate)
 
     @property
     def host_thread(self) -> NativeHostThread:
         """The class of threads that make calls of this library's kernels."""
-        return _opened(self.library.path, self.library.digest).HostThread
+        return self.library.extension().HostThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +201,23 @@ class KernelLibrary:
     """A built library: where it is, the sha256 of its bytes, and its entries (`Spec.entry`) with their dtype.
 
     `builds` has, by entry, the digest of what the code of the entry was built from. A library that was opened from a
-    compiled model has none: the manifest keeps them.
+    compiled model has none: the manifest keeps them. `renewal` is the command that compiles its model again, if known.
     """
 
     path: Path
     digest: str
     entries: tuple[tuple[str, str], ...]
     builds: tuple[tuple[str, str], ...] = ()
+    renewal: str = field(default="", compare=False)
+
+    def extension(self) -> Any:
+        """Return the extension. Raises InputRefused (L410 to L412), with the command that compiles the model again."""
+        try:
+            return _opened(self.path, self.digest)
+        except InputRefused as refused:
+            again = f"{_AGAIN}: `{self.renewal}`" if self.renewal else _AGAIN
+            named = (replace(one, hint=one.hint.replace(_AGAIN, again)) for one in refused.diagnostics)
+            raise InputRefused(*named) from refused
 
     def kernel(self, entry: str) -> Kernel:
         """Return one entry, for `PackedExperts`."""
@@ -216,6 +227,7 @@ class KernelLibrary:
         return Kernel(self, entry, dtypes[entry])
 
 
+_AGAIN: Final = "compile the model again"
 _OPENED: Final[dict[tuple[str, str, int], tuple[Any, Engine]]] = {}  # by digest: the hash of a `Kernel` takes 1 us
 
 
@@ -300,16 +312,14 @@ def interface_digest() -> str:
 @functools.cache
 def _opened(path: Path, digest: str) -> _Module:
     if not path.is_file():
-        raise InputRefused(
-            Diagnostic("L410", f"there is no kernel library at `{path}`", hint="compile the model again")
-        )
+        raise InputRefused(Diagnostic("L410", f"there is no kernel library at `{path}`", hint=_AGAIN))
     present = file_digest(path)
     if present != digest:
         raise InputRefused(
             Diagnostic(
                 "L411",
                 f"the kernel library `{path}` was altered: expected sha256 `{digest[:12]}`, found `{present[:12]}`",
-                hint="compile the model again; a library is code and is loaded only as it was built",
+                hint=f"{_AGAIN}; a library is code and is loaded only as it was built",
             )
         )
     # Several compiled models may live in one process. pybind11 remembers an extension by its full name, and would give
@@ -323,11 +333,11 @@ def _opened(path: Path, digest: str) -> _Module:
         loader.exec_module(module)
     except ImportError as error:
         raise InputRefused(
-            Diagnostic("L412", f"the kernel library `{path}` cannot be loaded: {error}", hint="compile the model again")
+            Diagnostic("L412", f"the kernel library `{path}` cannot be loaded: {error}", hint=_AGAIN)
         ) from error
     if getattr(module, "interface", None) != interface_digest():
         message = f"the kernel library `{path}` was built by another version of ktc: its functions have other arguments"
-        raise InputRefused(Diagnostic("L412", message, hint="compile the model again"))
+        raise InputRefused(Diagnostic("L412", message, hint=_AGAIN))
     return cast("_Module", module)
 
 

@@ -263,7 +263,8 @@ def check_fit(manifest: Manifest, folder: Path, checkpoint: Path, reference: boo
         return None
     host.restrict(host.detect(), manifest.isa)
     entries = tuple((kernel.entry, str(kernel.spec["dtype"])) for kernel in manifest.kernels)
-    return KernelLibrary(folder / manifest.library.file, manifest.library.sha256, entries)
+    file, digest = folder / manifest.library.file, manifest.library.sha256
+    return KernelLibrary(file, digest, entries, renewal=manifest.renewal(folder))
 
 
 def _version_mismatches(manifest: Manifest, folder: Path, with_library: bool) -> list[Diagnostic]:
@@ -288,10 +289,11 @@ def check_source(manifest: Manifest, checkpoint: Path) -> None:
     """Raise `InputRefused` (L405) if the checkpoint is missing or its config has changed."""
     path = checkpoint / "config.json"
     if not path.is_file():
+        hint = "say where it is: `--weights FOLDER`, in Python `load(weights=FOLDER)`"
         message = f"the model's checkpoint is no longer at `{checkpoint}`"
-        raise InputRefused(
-            Diagnostic("L405", message, hint="say where it is: `--weights FOLDER`, in Python `load(weights=FOLDER)`")
-        )
+        if checkpoint != Path(manifest.model.folder):  # it was given
+            message = f"the model's checkpoint is not at `{checkpoint}`: it has no `{path.name}`"
+        raise InputRefused(Diagnostic("L405", message, hint=hint))
     if file_digest(path) != manifest.model.config_sha256:
         message = f"`{path}` has changed since the model was compiled"
         hint = "compile again, or name the original: `--weights FOLDER`, in Python `load(weights=FOLDER)`"

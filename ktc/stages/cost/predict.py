@@ -29,7 +29,7 @@ _UPDATE: Final = 45  # operators of a small module: Python's part in clipping an
 # small module.
 _ISSUED: Final = 2.6  # an operator of a model, with wrappers, hooks and views that are not counted
 _CALL: Final = 110 * _ISSUED  # outside the layers: embedding, positions, mask, the preparation of `generate`
-_STEP: Final = 64  # Python between two steps of a CUDA graph, and the copies around one
+_STEP: Final = 2  # the choice of a token between two steps of a CUDA graph, beside which Python works
 _NODES: Final = 4.2  # a kernel of a model in a CUDA graph, in nodes that wait for nothing
 _ANSWERED: Final = 3e-6  # seconds in which a thread sees a GPU's request and the GPU its answer, without the call
 _MICRO_BATCH: Final = 70  # a trainer's own work on a sequence: a stacked step runs head and loss once for many

@@ -52,7 +52,7 @@ def pads_little(lengths: Sequence[int], tokens: int, rows: int = 1) -> bool:
 
 
 def padded_length(lengths: Sequence[int]) -> int:
-    """Return the length to which a GPU pads several: libraries plan attention anew for each shape, 50 ms and more."""
+    """Return the length to which a GPU pads several: libraries plan attention again for each shape, 50 ms and more."""
     longest = max(lengths)
     return longest if min(lengths) == longest else -(-longest // _MULTIPLE) * _MULTIPLE
 

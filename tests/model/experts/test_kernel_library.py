@@ -22,11 +22,13 @@ def test_a_library_whose_functions_have_other_arguments_is_refused(
     monkeypatch.setattr(importlib.machinery, "ExtensionFileLoader", importlib.machinery.SourceFileLoader)
     path = tmp_path / "old.so"
     path.write_text(module)
-    kernel: Any = KernelLibrary(path, file_digest(path), (("experts", "bf16"),)).kernel("experts")
-    with pytest.raises(InputRefused, match="L412") as refused:
-        kernel.engine(1)
-    (found,) = refused.value.diagnostics
-    assert "old.so" in found.message and found.hint == "compile the model again"
+    for renewal, hint in (("", ""), ("ktc compile M R -o OUT --force", ": `ktc compile M R -o OUT --force`")):
+        library = KernelLibrary(path, file_digest(path), (("experts", "bf16"),), renewal=renewal)
+        kernel: Any = library.kernel("experts")
+        with pytest.raises(InputRefused, match="L412") as refused:
+            kernel.engine(1)
+        (found,) = refused.value.diagnostics
+        assert path.name in found.message and found.hint == f"compile the model again{hint}"
 
 
 def test_the_interface_is_the_text_that_a_compiler_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

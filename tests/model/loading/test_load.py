@@ -203,6 +203,11 @@ def test_a_manifest_that_does_not_fit_is_refused(
     assert refused.value.diagnostics[0].hint
 
 
+def test_a_checkpoint_that_was_given_is_not_one_that_has_moved(compiled: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match=r"L405: the model's checkpoint is not at `.*/nothing`: it has no `config"):
+        load(compiled, weights=tmp_path / "nothing")
+
+
 def test_another_patch_release_is_accepted(compiled: Path, tmp_path: Path) -> None:
     def patch(manifest: dict[str, Any]) -> None:
         major, minor = manifest["versions"]["torch"].split(".")[:2]
