@@ -14,7 +14,9 @@ from ktc.model.attention.up_projection import UpProjection, up_projection
 from ktc.model.decode_steps import gpu_linears
 from ktc.model.decode_steps.gpu_linears import SiblingLinear, join_siblings
 from ktc.model.linears import plain_row_kernels
+from ktc.model.linears.absent_weight import LinearWithoutWeight
 from ktc.model.linears.plain import is_plain_linear
+from ktc.model.loading import refresh
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 SIZE = 48
@@ -191,3 +193,11 @@ def test_other_code_sees_plain_layers_where_they_were_plain() -> None:
     assert isinstance(up_projection(projection, 2, 8), UpProjection)
     model.q_proj.register_forward_hook(_seen)
     assert not is_plain_linear(model.q_proj)
+
+
+def test_a_joined_layer_fits_one_that_is_not_when_weights_are_replaced() -> None:
+    made, target = LinearWithoutWeight(SIZE, 8), LinearWithoutWeight(SIZE, 8)
+    SiblingLinear.put_on(target)
+    misfit = refresh._misfit  # pyright: ignore[reportPrivateUsage]
+    assert misfit(made, target) == ""
+    assert "another kind" in misfit(made, nn.Linear(SIZE, 8))
