@@ -31,7 +31,7 @@ from ktc.model.hf.router import FusedRouter
 from ktc.model.kernels.triton_support import lacking
 from ktc.model.linears.coded_weight import FEW_ROWS
 from ktc.model.linears.gemv import is_plain, is_traced
-from ktc.model.linears.plain import is_plain_linear
+from ktc.model.linears.plain import SameProduct, is_plain_linear
 from ktc.model.linears.stored_linear import StoredLinear
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Siblings:
         return [product.view(*x.shape[:-1], product.shape[1]) for product in products]
 
 
-class SiblingLinear(Patch):
+class SiblingLinear(Patch, SameProduct):
     """The code of a linear layer that is multiplied together with others of its module."""
 
     siblings: Siblings

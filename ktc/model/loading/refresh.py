@@ -28,6 +28,7 @@ from ktc.model.checkpoint import open_index
 from ktc.model.experts.load_state import LoadState
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.private_api import unsaved_buffers
+from ktc.model.hf.patching import stock_class
 from ktc.model.linears.absent_weight import LinearWithoutWeight
 from ktc.model.linears.lora_linear import FusedLinear
 from ktc.model.linears.stored_linear import StoredLinear
@@ -219,7 +220,8 @@ def _plain_module(model: nn.Module, fqn: str) -> nn.Module | None:
 
 
 def _misfit(made: nn.Module, target: nn.Module) -> str:
-    if isinstance(made, Packed) and (type(made) is not type(target) or made.extra_repr() != target.extra_repr()):
+    is_same = stock_class(made) is stock_class(target)  # a loaded layer may be patched
+    if isinstance(made, Packed) and (not is_same or made.extra_repr() != target.extra_repr()):
         return f"a `{type(target).__name__}` of another kind"
     for name, tensor in _own_tensors(made):
         other = getattr(target, name, None)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ktc.model.experts.compiled_functions import compiled_on, has_compiler
 from ktc.model.hf.foreign_errors import first_line
 from ktc.model.kernels.triton_support import lacking
+from ktc.model.linears.plain import SameProduct, has_linear_code
 from ktc.model.packed_store.placement import hooks_move_alone
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def is_frozen_linear(head: nn.Module) -> bool:
     Hooks that move its inputs to its device change nothing.
     """
     changed = "forward" in vars(head) or not hooks_move_alone(head)
-    return type(head) is nn.Linear and not changed and not any(weight.requires_grad for weight in head.parameters())
+    is_linear = type(head) is nn.Linear or (isinstance(head, SameProduct) and has_linear_code(type(head)))
+    return is_linear and not changed and not any(weight.requires_grad for weight in head.parameters())
 
 
 def cast_item(weight: torch.dtype, args: Any) -> int:

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ktc.model.attention.up_projection import UpProjection, up_projection
 from ktc.model.decode_steps import gpu_linears
 from ktc.model.decode_steps.gpu_linears import SiblingLinear, join_siblings
 from ktc.model.linears import plain_row_kernels
+from ktc.model.linears.absent_weight import LinearWithoutWeight
+from ktc.model.linears.plain import is_plain_linear
+from ktc.model.loading import refresh
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 SIZE = 48
@@ -176,3 +180,24 @@ def test_routers_multiply_few_rows_by_the_kernel(monkeypatch: pytest.MonkeyPatch
     trained = torch.randn(1, SIZE, device=DEVICE).bfloat16().requires_grad_()
     gpu_linears.few_rows_or_all(trained, weight, bias).sum().backward()
     assert trained.grad is not None and len(rows) == 4
+
+
+def test_other_code_sees_plain_layers_where_they_were_plain() -> None:
+    model = attention()
+    join_siblings(model, DEVICE.type)
+    assert isinstance(model.q_proj, SiblingLinear) and is_plain_linear(model.q_proj)
+    projection = nn.Linear(SIZE, 2 * 24, bias=False).to(DEVICE, torch.bfloat16)
+    stock = up_projection(projection, 2, 8)
+    join_siblings(nn.Sequential(projection), DEVICE.type)
+    assert isinstance(projection, SiblingLinear) and isinstance(stock, UpProjection)
+    assert isinstance(up_projection(projection, 2, 8), UpProjection)
+    model.q_proj.register_forward_hook(_seen)
+    assert not is_plain_linear(model.q_proj)
+
+
+def test_a_joined_layer_fits_one_that_is_not_when_weights_are_replaced() -> None:
+    made, target = LinearWithoutWeight(SIZE, 8), LinearWithoutWeight(SIZE, 8)
+    SiblingLinear.put_on(target)
+    misfit = refresh._misfit  # pyright: ignore[reportPrivateUsage]
+    assert misfit(made, target) == ""
+    assert "another kind" in misfit(made, nn.Linear(SIZE, 8))
