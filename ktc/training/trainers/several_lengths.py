@@ -1,8 +1,9 @@
 """Micro-batches of several lengths as one batch: rows end with padding, which no code around the layers mixes in.
 
 In: micro-batches of whole rows, and the recorded call of the batch that they form. Out: that batch, each micro-batch's
-call as a part of the recorded one, and the layers' outputs as a batch again. Layers run on rows of their own lengths.
-A causal model's states, masks and positions of a row do not depend on later tokens; the padding has no labels.
+call as a part of the recorded one, and the layers' outputs as a batch again. Layers run on rows of their own lengths,
+or of a GPU on the batch as it is, and experts on its real tokens. A causal model's states, masks and positions of a row
+do not depend on later tokens; the padding has no labels.
 Refused: rotary embeddings whose frequencies depend on the longest row.
 """
 
