@@ -80,6 +80,11 @@ class RunFolder:
         """Write `train.yaml`, which marks the folder as a run's. A comment has the digest of its data."""
         write_file(self.path / SETTINGS, f"{_DATA}{_told(rows)}\n{settings.to_yaml()}")
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a run has ended here."""
+        return (self.path / checkpoint_state.CONFIG).is_file()
+
     def keep_adapter(self, model: Any) -> None:
         """Save a PEFT model's adapter, each file atomically and the config last."""
         with files_into(self.path) as draft:
