@@ -63,7 +63,7 @@ class ReturnsPairs(nn.Module):
 def test_layers_that_return_more_than_hidden_states_are_refused(rows: int) -> None:
     model = ReturnsPairs()
     layers = [SplitLayer(layer, None, None) for layer in model.layers]
-    with pytest.raises(CannotStack, match="between its layers|more from its layers"):
+    with pytest.raises(CannotStack, match=r"between its layers|more from its layers"):
         record(layers, lambda: model(torch.ones(rows, 3, 2)))
 
 
