@@ -4,8 +4,8 @@ In: a model whose decoding steps become CUDA graphs. Out: the same model. Linear
 and have inputs of one width are `siblings`: plain ones in bf16, or ones in Q8_0 as stored. They learn which of them are
 called with the same tensor as the first; from the next call on the first call computes the products of all of these,
 which the other calls take. A call with another tensor, or with one that was changed, is computed by itself, as is one
-whose weight or bias was changed since the first call. Writes through `.data` count as no change. Results are the same to
-the bit, whether layers are computed together or not.
+whose weight or bias was changed since the first call. Writes through `.data` count as no change. Results are the same
+to the bit, whether layers are computed together or not.
 Plain layers without siblings and the products of routers are multiplied by the same kernel, which reads a weight faster
 than PyTorch's. Calls of many rows, with gradients, or in another dtype are the layer's own. Copies of a model are not
 joined.

@@ -294,12 +294,12 @@ def test_a_layer_in_another_dtype_raises_the_error_of_stock_code() -> None:
 def test_a_layer_whose_product_was_not_taken_is_multiplied_alone_again(products: list[int]) -> None:
     model = learnt()
     products.clear()
-    for _ in range(3):
-        x = row()
+    inputs = row(), row(), row()
+    for x in inputs:
         model.q_proj(x)
         model.v_proj(x)
     assert products == [3, 2, 2]
-    model(x)
+    model(inputs[-1])
     model(row())
     assert products[3:] == [2, 1, 1, 3, 1]
 
