@@ -3,8 +3,9 @@
 In: a model whose decoding steps become CUDA graphs. Out: the same model. Linear layers of one module that are on a GPU
 and have inputs of one width are `siblings`: plain ones in bf16, or ones in Q8_0 as stored. They learn which of them are
 called with the same tensor as the first; from the next call on the first call computes the products of all of these,
-which the other calls take. A call with another tensor, or with one that was changed, is computed by itself. Results are
-the same to the bit, whether layers are computed together or not.
+which the other calls take. A call with another tensor, or with one that was changed, is computed by itself, as is one
+whose weight or bias was changed since the first call. Writes through `.data` count as no change. Results are the same
+to the bit, whether layers are computed together or not.
 Plain layers without siblings and the products of routers are multiplied by the same kernel, which reads a weight faster
 than PyTorch's. Calls of many rows, with gradients, or in another dtype are the layer's own. Copies of a model are not
 joined.
@@ -16,13 +17,15 @@ import functools
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ktc.model.experts.load_state import LoadState
+from ktc.model.experts.private_api import version_of
 from ktc.model.experts.tracing import never_traced
 from ktc.model.graph.typed import named_modules
 from ktc.model.hf.foreign_errors import first_line
@@ -41,18 +44,21 @@ _BOUND: Final = 0.01  # of the relative error of bf16 numbers
 _LARGEST: Final = 1 << 27  # bytes of a plain weight without siblings: PyTorch reads larger ones as fast
 
 
+_State = tuple[object, ...]  # changes with the values of tensors
+
+
 @dataclass(slots=True)
 class _Call:
-    """The first call with an input, and the products that further calls with it take."""
+    """The first call with an input, and the products that further calls with it take, with their layers' states."""
 
     first: int
     input: weakref.ref[Tensor]
-    version: int
-    products: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    state: _State
+    products: dict[int, tuple[Tensor, _State | None]]
 
     def is_of(self, x: Tensor) -> bool:
         """Return whether `x` is the input, with the values that it had."""
-        return self.input() is x and x._version == self.version
+        return self.input() is x and _state_of(x) == self.state
 
 
 class Siblings:
@@ -77,20 +83,35 @@ class Siblings:
             return self._products((number,), x)[0]
         last = self._last
         if last is not None and number != last.first and last.is_of(x):
-            product = last.products.pop(number, None)
-            if product is not None:
-                return product
-            followers = self._followers.get(last.first, ())
-            if number not in followers:
-                self._followers[last.first] = (*followers, number)
-            return self._products((number,), x)[0]
-        followers = self._followers.get(number, ())
+            if number not in last.products:
+                followers = self._followers.get(last.first, ())
+                if number not in followers:
+                    self._followers[last.first] = (*followers, number)
+                return self._products((number,), x)[0]
+            product, state = last.products.pop(number)
+            return product if state == _weights_of(layer) else self._products((number,), x)[0]
+        followers = self._next_followers(number, x)
         product, *others = self._products((number, *followers), x)
-        self._last = _Call(number, weakref.ref(x), x._version, dict(zip(followers, others, strict=True)))
+        states = [_weights_of(cast("nn.Linear", self._layers[follower]())) for follower in followers]
+        products = dict(zip(followers, zip(others, states, strict=True), strict=True))
+        self._last = _Call(number, weakref.ref(x), _state_of(x), products)
         return product
+
+    def _next_followers(self, first: int, x: Tensor) -> tuple[int, ...]:
+        """Return the followers of a first layer that still serve its input.
+
+        Forget others, and those of the last call whose products were not taken.
+        """
+        if self._last is not None and self._last.products:
+            taken = (one for one in self._followers[self._last.first] if one not in self._last.products)
+            self._followers[self._last.first] = tuple(taken)
+        followers = tuple(one for one in self._followers.get(first, ()) if _follows(self._layers[one](), x))
+        self._followers[first] = followers
+        return followers
 
     @never_traced
     def _products(self, numbers: Sequence[int], x: Tensor) -> list[Tensor]:
+        """Return the products, each in one piece."""
         layers = [cast("nn.Linear", self._layers[number]()) for number in numbers]
         rows, products = x.detach().reshape(-1, x.shape[-1]).contiguous(), list[Tensor]()
         most = _most(layers[0])
@@ -98,7 +119,7 @@ class Siblings:
             some = layers[begin : begin + most]
             sizes = [layer.out_features for layer in some]
             products += cast("tuple[Tensor, ...]", rows_times(rows, some).split(sizes, 1))
-        return [product.view(*x.shape[:-1], product.shape[1]) for product in products]
+        return [product.contiguous().view(*x.shape[:-1], product.shape[1]) for product in products]
 
 
 class SiblingLinear(Patch, SameProduct):
@@ -178,8 +199,29 @@ def _serves(layer: nn.Linear, x: Tensor) -> bool:
     if torch.is_autocast_enabled(x.device.type):
         return False
     trains = x.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())
-    plain = isinstance(layer, StoredLinear) or (is_plain(weight) and weight.is_contiguous())
-    return plain and not (torch.is_grad_enabled() and trains)
+    in_bf16 = weight.dtype == torch.bfloat16 and is_plain(weight) and weight.is_contiguous()
+    return (isinstance(layer, StoredLinear) or in_bf16) and not (torch.is_grad_enabled() and trains)
+
+
+def _follows(layer: nn.Linear | None, x: Tensor) -> bool:
+    """Return whether a layer can be multiplied before its own call, which raises what is wrong with it."""
+    return layer is not None and _weights_of(layer) is not None and _serves(layer, x)
+
+
+def _weights_of(layer: nn.Linear) -> _State | None:
+    """Return what changes with the weight and the bias of a layer, None where a change cannot be seen."""
+    bias, loads = cast("Tensor | None", layer.bias), 0
+    weight: Tensor | None = layer.weight
+    if isinstance(layer, StoredLinear):
+        is_ready = layer.loads.state is LoadState.KERNEL_LAYOUT
+        weight, loads = layer.packed if is_ready else None, layer.loads.generation
+    if weight is None or weight.is_inference() or (bias is not None and bias.is_inference()):
+        return None
+    return loads, _state_of(weight), None if bias is None else _state_of(bias)
+
+
+def _state_of(tensor: Tensor) -> _State:
+    return tensor.data_ptr(), version_of(tensor)
 
 
 def _most(layer: nn.Linear) -> int:

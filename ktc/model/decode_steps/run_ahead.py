@@ -29,7 +29,6 @@ from ktc.model.decode_steps.token_choice import TokenChoice
 
 OnTokens = Callable[[Tensor], object]  # of the host, (B,)
 _SLOTS: Final = 2  # tokens that are on their way to the host
-_ROOM: Final = 1024  # tokens, before their memory grows
 
 
 class FirstSteps(WaitingCriteria):
@@ -102,16 +101,15 @@ class RunAhead:
                 raise first  # noqa: B904 - its cause is set
             raise
         self._show(self._length)
-        return self._ids[:, : self._count]
+        return self._ids
 
     def _begin(self, begun: Begun, ids: Tensor, unfinished: Tensor) -> None:
         batch, self._count = ids.shape
+        self._ids = ids
         self._choice = self._choice.on(ids.device)
         self._begun, self._is_captured = begun, True
         self._length = self._computed = length_of(begun[1][CACHE])  # positions: begun, and known to be right
         self._first = self._length  # what `begun` has computed, its own position included
-        self._ids = ids.new_empty((batch, min(self._choice.max_length, self._count + _ROOM)))
-        self._ids[:, : self._count] = ids
         self._tokens, self._unfinished = ids[:, -1], unfinished
         self._report = ids.new_zeros(batch + 2)
         pinned = ids.is_cuda
@@ -171,12 +169,10 @@ class RunAhead:
 
     def _chosen(self, logits: Tensor, step: PendingStep) -> _Unread:
         """Enqueue the choice of tokens behind a step, and their copy to the host."""
-        tokens, impossible = self._choice.chosen(self._ids[:, : self._count], logits.to(self._ids.device))
+        tokens, impossible = self._choice.chosen(self._ids, logits.to(self._ids.device))
         tokens, self._unfinished = self._choice.after(tokens, self._unfinished)
-        if self._count == self._ids.shape[1]:
-            self._ids = torch.cat((self._ids, torch.empty_like(self._ids)), -1)
-        self._ids[:, self._count] = tokens
-        self._tokens = self._ids[:, self._count]
+        self._ids = torch.cat((self._ids, tokens[:, None]), -1)  # as stock code: others may keep or change them
+        self._tokens = self._ids[:, -1]
         self._count += 1
         batch, there, copied = len(tokens), self._there[0], self._copied[0]
         self._there.rotate()
@@ -201,8 +197,10 @@ class RunAhead:
         *tokens, is_over, is_impossible = cast("list[int]", unread.there.tolist())
         if is_impossible:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if self._choice.others or self._on_tokens is not None:
+            self._show(self._computed)  # they may read the cache
         if self._choice.others:
-            ends = cast("Any", self._choice.others)(self._ids[:, : self._count], None)
+            ends = cast("Any", self._choice.others)(self._ids, None)
             self._unfinished = self._unfinished & ~ends
             is_over = not bool(self._unfinished.any())
         if self._on_tokens is not None:

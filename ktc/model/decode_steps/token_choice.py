@@ -21,7 +21,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ktc.model.hf.private_api import pad_token
+from ktc.model.hf.private_api import defers_stop, pad_token
 
 _WANTED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "is_assistant")
 
@@ -42,9 +42,10 @@ _OURS: Final = (MaxLengthCriteria, EosTokenCriteria, EndedByHost)
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """How tokens are chosen. `max_length` counts the prompt; `ends` (E,) are tokens after which a row is `pad` ().
+    """How tokens are chosen. `max_length` counts the prompt; `ends` (E,) are tokens that end a row.
 
-    `ended_by_host` and the criteria `others` are asked on the host.
+    With `pads`, tokens of a row that is finished are `pad` (). `ended_by_host` and the criteria `others` are asked on the
+    host.
     """
 
     processors: LogitsProcessorList
@@ -52,19 +53,26 @@ class TokenChoice:
     max_length: int
     ends: Tensor | None
     pad: Tensor | None
+    pads: bool
     ended_by_host: tuple[EndedByHost, ...]
     others: StoppingCriteriaList
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> TokenChoice | None:
-        """Return the choice that the arguments of stock code's loop request, None where only that code makes it."""
+    def of(cls, options: Mapping[str, Any], device: torch.device) -> TokenChoice | None:
+        """Return the choice that the arguments of stock code's loop request, None where only that code makes it.
+
+        So it is where stock code ends its loop a step later than its criteria say.
+        """
         config, criteria = options.get("generation_config"), list(cast("Any", options.get("stopping_criteria") or ()))
         if config is None or options.get("synced_gpus") or any(getattr(config, name, None) for name in _WANTED):
+            return None
+        if defers_stop(device):
             return None
         lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
         ends = [criterion.eos_token_id.reshape(-1) for criterion in criteria if type(criterion) is EosTokenCriteria]
         pad = pad_token(config)
-        if not lengths or (ends and pad is None):
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as stock code asks
+        if not lengths or (pads and pad is None):
             return None
         return cls(
             LogitsProcessorList(options.get("logits_processor") or ()),
@@ -72,6 +80,7 @@ class TokenChoice:
             min(lengths),
             torch.cat(ends) if ends else None,
             pad,
+            pads,
             tuple(one for one in criteria if type(one) is EndedByHost),
             StoppingCriteriaList(one for one in criteria if type(one) not in _OURS),
         )
@@ -93,11 +102,12 @@ class TokenChoice:
 
     def after(self, tokens: Tensor, unfinished: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens with padding in rows that are finished, and the rows (B,) bool that are not behind them."""
-        if self.ends is None:
-            return tokens, unfinished
-        assert self.pad is not None, "there is one with tokens that end a text"
-        tokens = torch.where(unfinished, tokens, self.pad)
-        return tokens, unfinished & (tokens[:, None] != self.ends).all(-1)
+        if self.pads:
+            assert self.pad is not None, "there is one with criteria that pad"
+            tokens = torch.where(unfinished, tokens, self.pad)
+        if self.ends is not None:
+            unfinished = unfinished & (tokens[:, None] != self.ends).all(-1)
+        return tokens, unfinished
 
 
 def drawn(probabilities: Tensor) -> Tensor:

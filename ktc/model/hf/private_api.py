@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -121,6 +122,14 @@ def pad_token(generation_config: object) -> Tensor | None:
     """Return the padding token that `generate` has prepared, as a tensor, None without one."""
     token = getattr(generation_config, "_pad_token_tensor", None)
     return token if isinstance(token, Tensor) else None
+
+
+def defers_stop(device: torch.device) -> bool:
+    """Return whether stock code's loop on a device can end a step later than its criteria say, as since 5.23."""
+    from transformers.generation import utils
+
+    check: Any = getattr(utils, "DeferredStopCheck", None)
+    return check is not None and bool(check.is_supported(device, None, False, False))
 
 
 class GenerationHooks:

@@ -220,7 +220,7 @@ class CompiledModel(GenerationHooks):
         """
         graphs, criteria = self.decode_graphs, options.get("stopping_criteria")
         config = options.get("generation_config")
-        choice = None if graphs is None else TokenChoice.of(options)
+        choice = None if graphs is None else TokenChoice.of(options, torch.device(graphs.recorder.device))
         if graphs is not None and choice is not None and self.takes_compiled_steps(config):
             return self._sample_ahead(graphs, choice, options, sample)
         ahead: StepAhead | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -201,3 +202,108 @@ def test_a_joined_layer_fits_one_that_is_not_when_weights_are_replaced() -> None
     misfit = refresh._misfit  # pyright: ignore[reportPrivateUsage]
     assert misfit(made, target) == ""
     assert "another kind" in misfit(made, nn.Linear(SIZE, 8))
+
+
+def learnt() -> Attention:
+    model = attention()
+    join_siblings(model, DEVICE.type)
+    model(torch.randn(1, SIZE, device=DEVICE).bfloat16())
+    return model
+
+
+def row(*rows: int) -> Tensor:
+    return torch.randn(*rows or (1,), SIZE, device=DEVICE).bfloat16()
+
+
+def replaced(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+
+
+def multiplied(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def biased(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.bias.add_(1)
+
+
+def moved(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+@pytest.mark.parametrize("change", [replaced, multiplied, biased, moved])
+def test_a_weight_that_was_changed_behind_the_first_call_is_multiplied_as_it_is(
+    change: Callable[[nn.Linear], None],
+) -> None:
+    model, x = learnt(), row()
+    model.q_proj(x)
+    change(model.k_proj)
+    assert close(model.k_proj(x), nn.Linear.forward(model.k_proj, x))
+
+
+def test_an_input_with_other_memory_is_multiplied_by_itself() -> None:
+    model, x = learnt(), row()
+    model.q_proj(x)
+    x.data = row()
+    assert close(model.k_proj(x), nn.Linear.forward(model.k_proj, x))
+
+
+def in_columns(model: Attention) -> None:
+    model.k_proj.weight = nn.Parameter(model.k_proj.weight.t().contiguous().t(), requires_grad=False)
+
+
+def another(model: Attention) -> None:
+    model.k_proj = nn.Linear(SIZE, 20).to(DEVICE, torch.bfloat16).requires_grad_(False)
+    gc.collect()
+
+
+def on_meta(model: Attention) -> None:
+    model.k_proj.to("meta")
+
+
+def in_fp32(model: Attention) -> None:
+    model.k_proj.float()
+
+
+def trained(model: Attention) -> None:
+    model.k_proj.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [in_columns, another, on_meta, in_fp32, trained])
+def test_a_layer_that_cannot_be_joined_any_more_leaves_its_siblings(
+    products: list[int], change: Callable[[Attention], None]
+) -> None:
+    model, x = learnt(), row()
+    change(model)
+    products.clear()
+    assert close(model.q_proj(x), nn.Linear.forward(model.q_proj, x))
+    assert close(model.v_proj(x), nn.Linear.forward(model.v_proj, x)) and products == [2]
+    if change is trained:
+        assert model.k_proj(x).requires_grad
+
+
+def test_a_layer_in_another_dtype_raises_the_error_of_stock_code() -> None:
+    model = learnt()
+    model.q_proj.float()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model.q_proj(row())
+
+
+def test_a_layer_whose_product_was_not_taken_is_multiplied_alone_again(products: list[int]) -> None:
+    model = learnt()
+    products.clear()
+    inputs = row(), row(), row()
+    for x in inputs:
+        model.q_proj(x)
+        model.v_proj(x)
+    assert products == [3, 2, 2]
+    model(inputs[-1])
+    model(row())
+    assert products[3:] == [2, 1, 1, 3, 1]
+
+
+def test_joined_products_of_several_rows_are_in_one_piece() -> None:
+    model, x = learnt(), row(2, 1)
+    assert all(layer(x).is_contiguous() for layer in (model.q_proj, model.k_proj, model.v_proj))

@@ -21,11 +21,12 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ktc.model.decode_steps import run_ahead, step_memory
+from ktc.model.decode_steps import step_memory, token_choice
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder
 from ktc.model.decode_steps.step_ahead import PendingStep
 from ktc.model.decode_steps.step_memory import length_of
 from ktc.model.decode_steps.token_choice import EndedByHost, TokenChoice, drawn
+from ktc.model.loading import compiled_model as loading
 
 
 class _Steps:
@@ -155,6 +156,74 @@ def test_criteria_of_a_user_are_asked_as_by_stock_code(
     assert generated(compiled_model, stopping_criteria=StoppingCriteriaList([ended])).shape[1] == 9 + 5
 
 
+class _EndsRows(StoppingCriteria):
+    """Ends rows apart, with the attribute for which stock code pads."""
+
+    def __init__(self) -> None:
+        self.eos_token_id = torch.tensor([511])
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        count = input_ids.shape[1] - 9
+        return torch.tensor([count >= 6, count >= 12])
+
+
+def test_rows_are_padded_for_any_criterion_that_has_an_end_token(
+    compiled_model: Any, steps: _Steps, by_stock_loop: Callable[..., Any]
+) -> None:
+    ends: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([_EndsRows()]), "eos_token_id": None}
+    wanted = by_stock_loop(**ends)
+    assert bool((wanted[0, 9 + 6 :] == 0).all())
+    assert torch.equal(generated(compiled_model, **ends), wanted)
+
+
+class _Flat(LogitsProcessor):
+    """Keeps the ids that it is given, which are in one piece."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        self.given.append((input_ids.view(-1), input_ids.flatten().clone()))
+        return scores
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_ids_that_are_given_out_are_in_memory_of_their_own(compiled_model: Any, steps: _Steps, rows: int) -> None:
+    flat = _Flat()
+    ids = generated(compiled_model, rows, logits_processor=LogitsProcessorList([flat]))
+    assert ids.is_contiguous() and ids.untyped_storage().nbytes() == ids.nbytes
+    assert all(torch.equal(one, other) for one, other in flat.given)
+
+
+def test_a_user_sees_the_length_of_the_cache_as_by_stock_code(
+    compiled_model: Any, steps: _Steps, by_stock_loop: Callable[..., Any]
+) -> None:
+    def seen(generate: Callable[..., Any]) -> list[int]:
+        cache, lengths = DynamicCache(config=compiled_model.config), list[int]()
+
+        class Length(StoppingCriteria):
+            def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+                lengths.append(cache.get_seq_length())
+                return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        generate(past_key_values=cache, stopping_criteria=StoppingCriteriaList([Length()]), max_new_tokens=8)
+        streamed = DynamicCache(config=compiled_model.config)
+        put = Mock(BaseStreamer, put=lambda _: lengths.append(streamed.get_seq_length()))
+        generate(past_key_values=streamed, streamer=put, max_new_tokens=8)
+        return lengths
+
+    assert seen(lambda **options: generated(compiled_model, 1, **options)) == seen(lambda **o: by_stock_loop(1, **o))
+
+
+def test_a_loop_that_ends_a_step_later_is_stock_codes(
+    compiled_model: Any, steps: _Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = generated(compiled_model, 1)
+    monkeypatch.setattr(token_choice, "defers_stop", lambda _: True)
+    monkeypatch.setattr(loading, "RunAhead", Mock(side_effect=AssertionError("stock code's loop goes on")))
+    assert torch.equal(generated(compiled_model, 1), wanted)
+
+
 @pytest.mark.parametrize("fails", [{3}, {3, 4}, {23}])
 def test_an_error_of_a_step_leaves_the_cache_before_it(compiled_model: Any, steps: _Steps, fails: set[int]) -> None:
     cache, steps.fails = DynamicCache(config=compiled_model.config), fails
@@ -197,7 +266,6 @@ def test_a_cache_that_outgrows_its_memory_goes_on(
     ahead: bool,
 ) -> None:
     monkeypatch.setattr(step_memory, "_SHORTEST", 4)
-    monkeypatch.setattr(run_ahead, "_ROOM", 3)
     recorder = StepRecorder(steps.record, "cpu", call_at_once, ahead=ahead)
     monkeypatch.setattr(compiled_model, "decode_graphs", DecodeGraphs(recorder))
     wanted = by_stock_loop(3, max_new_tokens=30)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ktc.model.hf.private_api import ATTENTION, EXPERTS, gate_code, initialise_buffers, register_layers
+from ktc.model.hf.private_api import ATTENTION, EXPERTS, defers_stop, gate_code, initialise_buffers, register_layers
 
 
 def test_the_ties_of_an_instance_count_before_those_of_its_class() -> None:
@@ -137,3 +137,11 @@ def test_peft_takes_a_layer_of_ours_for_a_class() -> None:
     register_layers(config, {nn.Linear: Ours})
     found = get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
     assert type(found.base_model.model[0]) is Ours
+
+
+def test_a_loop_on_a_gpu_of_nvidia_or_a_cpu_ends_as_its_criteria_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation import utils
+
+    assert not defers_stop(torch.device("cpu")) and not defers_stop(torch.device("cuda"))
+    if hasattr(utils, "DeferredStopCheck"):  # since 5.23
+        assert defers_stop(torch.device("mps"))
