@@ -32,6 +32,7 @@ from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.expert_adapters import beside_experts
 from ktc.training.trainers.fetch_ahead import FetchAhead
 from ktc.training.trainers.finite_gradients import require_finite
+from ktc.training.trainers.frozen_beside import warn_of_frozen
 from ktc.training.trainers.gradient_norm import ReadNorm, read_norm
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import (
@@ -129,6 +130,7 @@ class KTrainerMixin(TrainerHooks):
             InputRefused: T524 for a checkpoint that is damaged, or of another adapter or optimizer.
         """
         model = _checked_adapter(cast("nn.Module", self.model))
+        warn_of_frozen(model)
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
         noted = attributes(self, _parameters=None, _norm_of_step=None, _ahead=FetchAhead(self))

@@ -199,12 +199,15 @@ def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -
 
 
 def require_same_data(path: Path, rows: TokenisedData) -> None:
-    """Raise InputRefused (T525) if a run began with other tokens. Earlier versions of ktc did not keep their digest."""
+    """Raise InputRefused (T525) if a run began with other tokens. Earlier versions of ktc did not keep their digest.
+
+    Of images the tokens alone are in it, not what the files show.
+    """
     first, *_ = (path / SETTINGS).read_text(encoding="utf-8").split("\n")
     was, now = first.removeprefix(_DATA), _told(rows)
     if first.startswith(_DATA) and was != now:
         message = f"the run in `{path}` began with other data: {was:.100}; now {now}"
-        hint = "restore the data, or start a new run with another `--output`"
+        hint = "restore the data, the tokenizer and its chat template, or start a new run with another `--output`"
         raise InputRefused(Diagnostic("T525", message, hint=hint))
 
 

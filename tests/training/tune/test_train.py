@@ -247,8 +247,11 @@ def test_a_run_is_resumed_on_the_same_rows_alone_and_with_other_intervals(
     ktc.train(out, changing, output=run_there, **{**SETTINGS, "max_steps": 2})
     kept = (run_there / "train.yaml").read_text()
     changing.write_text(data.read_text().replace("Paris", "Berlin"))
-    with pytest.raises(InputRefused, match=r"T525.*began with other data: 3 rows, \d+ tokens, digest .*; now 3 rows"):
+    with pytest.raises(
+        InputRefused, match=r"T525.*began with other data: 3 rows, \d+ tokens, digest .*; now 3 rows"
+    ) as refused:
         ktc.train(out, output=run_there, resume="auto", max_steps=4)
+    assert "the tokenizer and its chat template" in str(refused.value)
     assert (run_there / "train.yaml").read_text() == kept
     changing.write_text(data.read_text())
     resumed = ktc.train(out, output=run_there, resume="auto", max_steps=5, save_steps=5, logging_steps=2)
