@@ -7,7 +7,7 @@ a layer it is stock code, which reaches parameters alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, cast
+from typing import Final
 
 from peft import PeftModel
 from torch import nn
@@ -20,7 +20,7 @@ _OF_PEFT: Final = (".modules_to_save.", ".token_adapter.")  # copies that PEFT t
 
 def warn_of_frozen(model: PeftModel) -> None:
     """Warn where a base weight of a layer trains, and packed weights of that layer do not."""
-    base = cast("nn.Module", model.get_base_model())
+    base = model.get_base_model()
     adapter = str(getattr(model.base_model, "prefix", "lora_"))
     if any(_trains(layer, adapter) and packed_parameters(layer) for layer in _layers(base)):
         packed = packed_parameters(base)

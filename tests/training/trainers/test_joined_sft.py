@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 
 from ktc.training import KTSFTTrainer
-from ktc.training.trainers import sft
+from ktc.training.trainers import several_lengths, sft
 from ktc.training.trainers.embed_and_head import EmbedAndHead
 from ktc.training.trainers.stacking import Stacker, StackMode
 
@@ -127,6 +129,37 @@ def test_micro_batches_run_together_and_log_what_separate_ones_do(
     assert ours.stacker.decision.one_by_one == ""
     assert max(runs) > 1
     assert_alike(ours, trained(package, tmp_path, "off", evaluated=(17, 9, 12), eval_strategy="epoch", **settings))
+
+
+def test_padded_layers_and_columns_log_what_separate_ones_do(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several_lengths, "_MULTIPLE", 8)
+    lengths = (17, 17, 15, 15, 9, 9, 5, 5, 17, 17, 12, 12)
+    ours = trained(package, tmp_path, "on", lengths=lengths)
+    assert ours.stacker.decision is not None
+    assert ours.stacker.decision.padded
+    assert any(length % 8 == 0 for of_pass in chunks for _, length in of_pass)
+    assert_alike(ours, trained(package, tmp_path, "off", lengths=lengths))
+
+
+def test_the_head_knows_the_columns_of_a_padded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two micro-batches of 5 and 4 tokens, 5 tokens of which are learned, in 16 columns."""
+    asked: list[object] = []
+
+    class Asked(Exception):
+        pass
+
+    def model(**inputs: Any) -> Any:
+        raise Asked
+
+    monkeypatch.setattr(sft, "with_all_positions", lambda utilities: asked.append(utilities) or nullcontext())
+    losses = sft.SftLosses(SimpleNamespace())  # type: ignore[arg-type]
+    losses._learned = 0.9
+    for columns in (5, 16):
+        with pytest.raises(Asked):
+            losses._losses(2, [], (5, 4), model, {"input_ids": torch.zeros(2, columns)})
+    assert len(asked) == 1, "9 of 10 positions, and 9 of 32"
 
 
 def test_packed_rows_log_what_separate_ones_do(package: Path, tmp_path: Path, runs: list[int]) -> None:

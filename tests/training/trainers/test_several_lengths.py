@@ -25,7 +25,6 @@ from ktc.training.trainers.several_lengths import (
     has_parts,
 )
 from ktc.training.trainers.split_layer import LayerCall, SplitLayer
-from ktc.training.trainers.stacking import Stacker
 from ktc.training.trainers.step_passes import PassMemory, Stacking, StepSizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,23 +114,6 @@ def test_arguments_of_another_kind_end_them_after_a_step(
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
-@pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """The shapes of the chunks of each pass, whose layers pad as on a GPU."""
-    seen: list[list[tuple[int, int]]] = []
-    stock = Stacker._through_layers
-
-    def counted(self: Any, chunks: Any) -> Any:
-        seen.append([tuple(chunk.hidden.shape[:2]) for chunk in chunks])
-        return stock(self, chunks)
-
-    monkeypatch.setattr(Stacker, "_through_layers", counted)
-    monkeypatch.setattr(Stacker, "_launches", lambda *_: True)
-    monkeypatch.setattr(several_lengths, "is_launched", lambda _: True)
-    monkeypatch.setattr(several_lengths, "_MULTIPLE", 1)
-    return seen
-
-
 @pytest.mark.parametrize("experts", [False, True], ids=["attention", "experts"])
 def test_layers_pad_where_launches_cost_more(
     package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], *, experts: bool
@@ -157,6 +139,18 @@ def test_lengths_of_a_gpu_are_multiples(
     )
     assert ours.stacker.decision is not None
     assert ours.stacker.decision.padded is causal, "what a step has done"
+    assert_alike(ours, trained(package, tmp_path, "off", **settings))
+
+
+def test_micro_batches_of_several_rows_pad_too(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several_lengths, "_MULTIPLE", 8)
+    lengths = tuple(length for length in (7, 6, 5, 9) for _ in range(2))
+    settings: dict[str, Any] = {"lengths": lengths, "batch": 2, "trainer": InOrder, "max_steps": 1}
+    ours = trained(package, tmp_path, "on", **settings)
+    assert ours.stacker.decision is not None and ours.stacker.decision.padded
+    assert chunks[-1] == [(4, 8), (2, 7), (2, 9)]
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
