@@ -256,6 +256,13 @@ def test_kernels_that_read_experts_by_address_are_checked_before_their_use(
 ) -> None:
     panels = panels_of(*form)
     check_addressed.__wrapped__(panels, DEVICE)
+    with monkeypatch.context() as within:
+        stock = kept_kernels.activations
+        within.setattr(
+            kept_kernels, "activations", lambda *given, per_row, **_: stock(*given, per_row=per_row)
+        )  # without biases
+        with pytest.raises(HostLacks, match=r"H247.*activations"):
+            check_addressed.__wrapped__(panels, DEVICE)
     monkeypatch.setattr(kept_split, "over_bus", lambda misses, share, lead: misses)
     with pytest.raises(HostLacks, match=r"H247.*choices"):
         check_addressed.__wrapped__(panels, DEVICE)
