@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.expert_stream import renew_streams
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.kept_division import CALL, lead_of
-from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
+from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, KeptTraffic, can_keep
 from ktc.model.experts.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
 from ktc.model.experts.module import FusedMoe
@@ -224,6 +225,28 @@ def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
         spent.append(nodes.nanoseconds)
     assert sorted(set(spent)) == spent, "calls that were dropped stay counted"
     assert int(store.share[0]) > WHOLE_SHARE // 50
+
+
+def test_the_time_of_the_cpu_is_read_when_its_calls_are_done(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = kept_by(load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0])), 0, 0.5)
+    order, figures = list[str](), store.figures
+
+    class Nodes:
+        @property
+        def nanoseconds(self) -> int:
+            order.append("time")
+            return len(order)
+
+    def waited() -> KeptTraffic:
+        order.append("figures")
+        return figures()
+
+    nodes: Any = Nodes()
+    store.uses(nodes)
+    monkeypatch.setattr(store, "figures", waited)
+    order.clear()
+    store.advance()
+    assert order == ["figures", "time"]
 
 
 def test_fixed_tables_stay_as_they_are(load: Load) -> None:
