@@ -175,13 +175,13 @@ class CompiledModel(GenerationHooks):
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count as the stock model does, packed experts included."""
         counted = int(cast("Any", super()).num_parameters(only_trainable, exclude_embeddings))
-        return counted if only_trainable else counted + sum(_packed_parameters(cast("nn.Module", self)))
+        return counted if only_trainable else counted + sum(packed_parameters(cast("nn.Module", self)))
 
     def requires_grad_(self, requires_grad: bool = True) -> PreTrainedModel:
         """Set it for all parameters. Packed weights are none: they stay frozen, with a warning (L470)."""
-        frozen = _packed_parameters(cast("nn.Module", self))
+        frozen = packed_parameters(cast("nn.Module", self))
         if requires_grad and frozen:
-            tell_of_frozen(len(frozen), sum(frozen))
+            tell_of_frozen(len(frozen), sum(frozen), cast("nn.Module", self))
         return cast("PreTrainedModel", cast("Any", super()).requires_grad_(requires_grad))
 
     def train(self, mode: bool = True) -> PreTrainedModel:
@@ -276,7 +276,7 @@ def compiled_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(stock.__name__, (CompiledModel, stock), {"__doc__": stock.__doc__})
 
 
-def _packed_parameters(model: nn.Module) -> list[int]:
+def packed_parameters(model: nn.Module) -> list[int]:
     """Return the number of weights that are not parameters of the model, of each module that has some."""
     counts = list[int]()
     for module in model.modules():

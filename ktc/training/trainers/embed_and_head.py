@@ -21,7 +21,7 @@ from ktc.model.hf.patching import with_attributes
 from ktc.model.loading.compiled_model import CompiledModel
 from ktc.training.trainers.chunked_loss import WholeLogits, causal_model, in_chunks_of_tokens
 from ktc.training.trainers.joined_inputs import Batch, Inputs, rows_of
-from ktc.training.trainers.layer_calls import ModelCall, finished, record
+from ktc.training.trainers.layer_calls import ModelCall, caller_of, finished, record
 from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.private_api import prepared_inputs
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer
@@ -42,6 +42,7 @@ class EmbedAndHead:
     def __init__(self, trainer: Any, model: nn.Module, layers: Sequence[SplitLayer], whole_loss: str = "") -> None:
         self._trainer, self._model, self._layers = trainer, model, layers
         self.causal = causal_model(trainer)
+        self._caller = caller_of(model, layers)
         self._modes: list[dict[str, Any]] = []  # the attributes of all modules, after they were set to training
         self._changed: list[Tensor] = []  # per micro-batch of a step, whether its input differed from the recorded one
         self._arriving: list[tuple[Tensor, torch.cuda.Event]] = []  # of earlier passes, on their way to the host
@@ -154,7 +155,7 @@ class EmbedAndHead:
             yield
 
     def _run(self, stock_step: TrainingStep, inputs: Inputs, num_items: Any, call: ModelCall, final: Tensor) -> Tensor:
-        with finished(self._layers, final, partial(self._compare, call.hidden)):
+        with finished(self._layers, final, partial(self._compare, call.hidden), self._caller):
             return stock_step(self._model, dict(inputs), num_items)
 
     def _compare(self, recorded: Tensor, x: Tensor) -> None:

@@ -22,12 +22,12 @@ from ktc.training.trainers.gradient_norm import total_norm
 
 
 def require_finite(
-    model: nn.Module, parameters: Sequence[nn.Parameter], step: int, run: Path, *, averaged: bool = False
+    model: nn.Module, parameters: Sequence[nn.Parameter], step: int, run: Path, *, as_written: bool = False
 ) -> tuple[Tensor, float] | None:
     """Check the gradients of a step, and return their norm and its value, None without any.
 
-    One norm is read for all of them: the host waits for the backward. They are as backward has written them, or
-    `averaged` since.
+    One norm is read for all of them: the host waits for the backward. They are `as_written` by it, or may have
+    changed since.
 
     Raises:
         KtcError: T548, with the first parameter whose gradient is not finite, and its expert.
@@ -35,7 +35,7 @@ def require_finite(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return None
-    norm = total_norm(gradients, as_written=not averaged)
+    norm = total_norm(gradients, as_written=as_written)
     value = float(norm)
     if math.isfinite(value):
         return norm, value

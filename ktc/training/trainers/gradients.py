@@ -49,9 +49,14 @@ def open_groups(parameters: Iterable[Tensor], timeout: timedelta) -> Mapping[str
 
 @functools.lru_cache(maxsize=8)
 def _group(world: object, device: str, timeout: timedelta) -> Group:
-    serves = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    serves = _backends(None)
     wanted = _BACKENDS.get(device, serves.get(device, "gloo"))
     return None if serves.get(device) == wanted else dist.new_group(backend=wanted, timeout=timeout)
+
+
+def _backends(group: Group) -> dict[str, str]:
+    """Return the backend of each kind of device in a group."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
 
 
 def barrier(groups: Mapping[str, Group]) -> None:
@@ -113,10 +118,11 @@ def average_gradients(
 
 def _average(flat: Tensor, groups: Mapping[str, Group]) -> None:
     """Replace values by their mean over the processes."""
-    if flat.is_cuda:
-        dist.all_reduce(flat, dist.ReduceOp.AVG, group=groups["cuda"])  # nccl divides too
+    group = groups[flat.device.type]
+    if _backends(group).get(flat.device.type) == "nccl":
+        dist.all_reduce(flat, dist.ReduceOp.AVG, group=group)  # it divides too
     else:
-        dist.all_reduce(flat, group=groups["cpu"])
+        dist.all_reduce(flat, group=group)
         flat.div_(dist.get_world_size())
 
 

@@ -7,16 +7,18 @@ something between their layers, or pass on more than hidden states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
+from ktc.model.hf.patching import with_attributes
 from ktc.training.trainers.private_api import pytree, without_masks
 from ktc.training.trainers.split_layer import CannotStack, LayerCall, SplitLayer
 
@@ -65,14 +67,23 @@ def record(layers: Sequence[SplitLayer], run: Callable[[], object]) -> ModelCall
             run()
         except _LastLayer:
             return ModelCall(hidden[0], tuple(x.device for x in hidden), tuple(calls))
+        except (CannotStack, torch.OutOfMemoryError):
+            raise
+        except Exception as why:  # as where it unpacks a pair that a layer is to return
+            if not calls:
+                raise
+            reason = f"the model takes more from its layers than hidden states ({type(why).__name__})"
+            raise CannotStack(reason) from why
     raise CannotStack(f"the model called {len(calls)} of its {len(layers)} layers")
 
 
 @contextmanager
-def finished(layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Tensor], None]) -> Generator[None]:
+def finished(
+    layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Tensor], None], around: nn.Module | None = None
+) -> Generator[None]:
     """Let the model's layers return `final`, once, inside the context. `compare` receives the first layer's input.
 
-    Masks have any values there.
+    `around` is the module that calls them: masks have any values while it runs, and no others'.
 
     Raises:
         CannotStack: the model is called a second time.
@@ -91,7 +102,32 @@ def finished(layers: Sequence[SplitLayer], final: Tensor, compare: Callable[[Ten
 
         return forward
 
-    with without_masks(), _in_place_of(layers, [passing(index) for index in range(len(layers))]):
+    unmasked = nullcontext() if around is None else _without_masks_in(around)
+    with unmasked, _in_place_of(layers, [passing(index) for index in range(len(layers))]):
+        yield
+
+
+def caller_of(model: nn.Module, layers: Sequence[SplitLayer]) -> nn.Module | None:
+    """Return the module whose list the layers are in, which calls them."""
+    inside = {id(split.layer) for split in layers}
+    for module in model.modules():
+        lists = (child for child in module.children() if isinstance(child, nn.ModuleList))
+        if any(inside <= set(map(id, child)) for child in lists):
+            return module
+    return None
+
+
+@contextmanager
+def _without_masks_in(module: nn.Module) -> Generator[None]:
+    """Let this module run without masks. Another model, as a teacher's in the same loss, reads its own."""
+    stock = module.forward
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with without_masks():
+            return stock(*args, **kwargs)
+
+    with with_attributes(module, forward=forward):
         yield
 
 

@@ -102,14 +102,15 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def without_masks() -> Generator[None]:
     """Let the functions of transformers that make masks return any mask, for layers that read none.
 
-    They ask the device whether rows are packed or a mask hides anything, for which the host would wait.
+    They ask the device whether rows are packed or a mask hides anything, for which the host would wait. Every model of
+    the process gets such a mask inside the context.
     """
     stock: Callable[..., Any] = cast("Any", masking_utils)._preprocess_mask_arguments
     signature = inspect.signature(stock)
 
     def given(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["attention_mask"] = torch.empty(1, 1, 1, 1)  # one of four dimensions is returned as it is
+        bound.arguments["attention_mask"] = torch.zeros(1, 1, 1, 1)  # one of four dimensions is returned as it is
         return stock(*bound.args, **bound.kwargs)
 
     with attributes(masking_utils, _preprocess_mask_arguments=given):

@@ -90,6 +90,10 @@ class KTReport(TrainerCallback):
         if state.is_world_process_zero:
             write_report(Path(str(args.output_dir)), report)
 
+    def end(self) -> None:
+        """End the measurements of a run that ends without a step."""
+        self._open.close()
+
     def recent_speed(self) -> float:
         """Return the real tokens per second of this process over the last steps, 0 before the first."""
         steps, tokens = self._steps[-_RECENT:], self._tokens[-_RECENT:]

@@ -98,16 +98,23 @@ def as_it_is(call: ModelCall, lengths: Sequence[int]) -> ModelCall:
 
 
 class HiddenPadding:
-    """Whether no token of a model's layers sees padding behind it, as far as it is known."""
+    """Whether no token of a model's layers sees padding behind it, as far as it is known.
+
+    It is found once for a number of masks, until `forget`: other code may make as many others.
+    """
 
     def __init__(self, layers: Sequence[SplitLayer]) -> None:
         attention = [split.attention for split in layers]
-        self._is_causal = all(module is not None and getattr(module, "is_causal", False) for module in attention)
+        self.is_causal = all(module is not None and getattr(module, "is_causal", False) for module in attention)
         self._hides: dict[int, bool] = {}  # by the number of masks: the same code makes them in each step
+
+    def forget(self) -> None:
+        """Look at the next masks again."""
+        self._hides.clear()
 
     def of(self, call: ModelCall) -> bool:
         """Return it for a batch's call. Waits for the device where it has other masks than calls before."""
-        if not self._is_causal:
+        if not self.is_causal:
             return False
         layers = {id(layer): (layer.args, dict(layer.kwargs)) for layer in call.layers}
         leaves = {id(leaf): leaf for leaf in pytree.tree_leaves([*layers.values()]) if isinstance(leaf, Tensor)}
@@ -119,6 +126,8 @@ class HiddenPadding:
 
 def _shows_later(mask: Tensor) -> bool:
     """Return whether a mask (B, 1, T, T), of flags or of 0 and very negative numbers, shows a token a later one."""
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        return True  # nothing is known of it
     seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return bool(seen.triu(1).any())
 

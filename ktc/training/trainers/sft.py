@@ -100,7 +100,7 @@ class SftLosses:
     def of(self, count: int, parts: list[Tensor], lengths: Sequence[int] = ()) -> Generator[None]:
         """Let the trainer compute the losses of a batch of `count` micro-batches with equally many rows each.
 
-        `lengths` are those of micro-batches that are padded to the longest one.
+        `lengths` are those of micro-batches that are padded, at least to the longest one; none without padding.
         """
         with with_attributes(self._trainer, compute_loss=partial(self._losses, count, parts, lengths)):
             yield
@@ -114,9 +114,13 @@ class SftLosses:
         inputs: dict[str, Any],
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """Compute what `SFTTrainer.compute_loss` does for each micro-batch, and return 1 with their gradients."""
+        """Compute what `SFTTrainer.compute_loss` does for each micro-batch, and return 1 with their gradients.
+
+        The losses (count,) are added to `parts`; `lengths` are as for `of`.
+        """
         trainer = self._trainer
-        filled = sum(lengths) / (count * max(lengths)) if lengths else 1.0  # of the positions of this run
+        columns = cast("Tensor", inputs["input_ids"]).shape[1]  # a GPU has more than the longest length
+        filled = sum(lengths) / (count * columns) if lengths else 1.0  # of the positions of this run
         with with_all_positions(utilities) if self._learned * filled >= _MOST_LEARNED else nullcontext():
             out = model(**inputs, use_cache=False, fused_lm_head=True)
         learned, guessed = _sums(out.label_mask, count), _sums(out.is_top1, count)

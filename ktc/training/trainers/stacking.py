@@ -83,6 +83,7 @@ class Stacker(TrainerCallback):
         self.decision: Stacking | None = None
         self._decided_for: StepSizes | None = None
         self._padding: HiddenPadding | None = None  # of the layers
+        self._pads = False  # whether layers have padded a batch of the step
         self._in_one_run = 0  # the tokens of several micro-batches that may have their losses together
         self._told: set[Stacking] = set()
         self._graphs = PassGraphs()
@@ -101,8 +102,10 @@ class Stacker(TrainerCallback):
         return self.decision is not None and self.decision.on
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin without what graphs of an earlier run have shown."""
+        """Begin without what graphs and masks of an earlier run have shown."""
         self._graphs.begin_run()
+        if self._padding is not None:
+            self._padding.forget()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Drop the micro-batches of a step that was not finished, because the epoch was stopped."""
@@ -182,9 +185,12 @@ class Stacker(TrainerCallback):
                 self._note(
                     one_by_one=recorded.one_by_one, joins_some=recorded.joins_some, told_of_rows=recorded.told_of_rows
                 )
+                self._pads = False
                 for of_pass, calls in batches:
                     with host_factors.one_pass():
                         self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
+                if not self._pads:
+                    self._note(padded=False)
                 self._while_computing()  # before anything that waits for a GPU
                 embed_and_head.check_unchanged()
         except CannotStack as why:
@@ -212,14 +218,17 @@ class Stacker(TrainerCallback):
         Raises:
             CannotStack: the model cannot be run layer by layer, or memory is scarce (`_sized`).
         """
-        assert self._recorder is not None, "it is made with the layers"
+        assert self._recorder is not None and self._padding is not None, "they are made with the layers"
         recorded = self._recorder.step(embed_and_head, stock_step, inputs, num_items)
         sizes = self._sizes(recorded)
         if self.decision is not None:  # the loss may be another one since the step before
             self._note(whole_loss=embed_and_head.whole_loss)
+        if self._decided_for is None or sizes.changes != self._decided_for.changes:
+            self._padding.forget()  # other code may make other masks
         if sizes != self._decided_for:
             self._graphs.drop(changed=True)  # whose memory is free then
-            self._settle(self._sized(sizes, recorded.enters, model))
+            pads = self._padding.is_causal and self._recorder.joins_lengths and not recorded.one_by_one
+            self._settle(self._sized(sizes, recorded.enters, model, pads))
             self._decided_for = sizes
         assert self.decision is not None
         limit = self.decision.tokens
@@ -241,9 +250,12 @@ class Stacker(TrainerCallback):
         assert self.decision is not None
         assert self._padding is not None, "it is made with the layers"
         pads = self.decision.padded
+        is_padded = [
+            pads and bool(batch.lengths) and self._padding.of(call) for batch, call in zip(batches, calls, strict=True)
+        ]
+        self._pads = self._pads or any(is_padded)
         of_batches = [
-            batch.calls(call, padded=pads and bool(batch.lengths) and self._padding.of(call))
-            for batch, call in zip(batches, calls, strict=True)
+            batch.calls(call, padded=padded) for batch, call, padded in zip(batches, calls, is_padded, strict=True)
         ]
         pieces = [divided(call, self.decision.chunk_tokens) for of_batch in of_batches for call in of_batch]
         chunks = in_chunks([piece for of_call in pieces for piece in of_call], self.decision.chunk_tokens)
@@ -294,10 +306,11 @@ class Stacker(TrainerCallback):
             work()
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
-        lengths = [length for _, length in step.sizes]
+        rows, lengths = zip(*step.sizes, strict=True)
         changes = self._recorder.changes - 1 if self._recorder is not None else 0
-        *tokens, length, changes = self._most([*(rows * of_one for rows, of_one in step.sizes), max(lengths), changes])
-        return StepSizes(tuple(tokens), length, changes=changes)
+        tokens = [count * length for count, length in step.sizes]
+        *most, length, changes = self._most([*tokens, *rows, max(lengths), changes])
+        return StepSizes(tuple(most[: len(tokens)]), length, changes=changes, rows=tuple(most[len(tokens) :]))
 
     def _most(self, values: Sequence[int]) -> list[int]:
         agree: Callable[[Sequence[int]], list[int]] = getattr(self._trainer, "most_of_processes", list)
@@ -314,8 +327,10 @@ class Stacker(TrainerCallback):
         if shown != self.decision:
             self._settle(shown)
 
-    def _sized(self, sizes: StepSizes, call: ModelCall, model: nn.Module) -> Stacking:
+    def _sized(self, sizes: StepSizes, call: ModelCall, model: nn.Module, pads: bool = False) -> Stacking:
         """Return the number of tokens that share a pass. `call` is that of a micro-batch of any size.
+
+        `pads` is whether layers could pad micro-batches of several lengths, as far as is known.
 
         Raises:
             CannotStack: not even two micro-batches fit, of a step that has several, and no GPU multiplies experts.
@@ -339,7 +354,7 @@ class Stacker(TrainerCallback):
         if not is_divisible(call) or sizes.largest == sizes.length**2:
             sizes = replace(sizes, undivided=sizes.largest)
         memory = PassMemory(free, loss, bytes_per_pair(model))
-        way = with_padding if self._launches(sizes.whole, call) else fewest_passes
+        way = with_padding if pads and self._launches(sizes.whole, call) else fewest_passes
         size = way(self._layers, longest, sizes, memory, self._chunk_tokens)
         (most,) = self._most([-size.tokens])
         known = Stacking(False, "", 0) if self.decision is None else self.decision

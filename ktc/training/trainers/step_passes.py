@@ -37,6 +37,7 @@ class StepSizes:
     tokens: tuple[int, ...]
     length: int
     undivided: int = 0  # the tokens of the largest micro-batch, where it cannot be divided into its sequences
+    rows: tuple[int, ...] = ()  # of each micro-batch; none: one
     changes: int = 0  # how often the trainer's code was replaced before the step
 
     @property
@@ -52,17 +53,40 @@ class StepSizes:
     @property
     def padded(self) -> int:
         """The most tokens of the step where its micro-batches are padded to one length."""
-        return self.largest * len(self.tokens)
+        longest = padded_length(self.lengths)
+        return max(rows * longest for rows, _ in self._shapes) * len(self.tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The length of each micro-batch."""
+        return [length for _, length in self._shapes]
+
+    @property
+    def _shapes(self) -> list[tuple[int, int]]:
+        """The rows and the length of each micro-batch."""
+        rows = self.rows or (1,) * len(self.tokens)
+        return [(count, -(-tokens // count)) for count, tokens in zip(rows, self.tokens, strict=True)]
 
     def with_padding(self, tokens: int) -> StepSizes:
-        """Return the sizes of the step with its padding on a GPU, in batches of at most `tokens` tokens."""
-        padded, run = list[int](), list[int]()
-        for size in sorted(self.tokens):
-            if run and not pads_little([*run, size], tokens):
-                padded += [padded_length(run)] * len(run)
-                run = []
-            run.append(size)
-        return replace(self, tokens=(*padded, *[padded_length(run)] * len(run)))
+        """Return the sizes of the step with its padding on a GPU, in batches of at most `tokens` tokens.
+
+        The batches are those of `joined_inputs.joined`: neighbours by length with equally many rows.
+        """
+        runs: list[list[tuple[int, int]]] = []
+        for rows, length in sorted(self._shapes, key=lambda shape: shape[1]):
+            run = runs[-1] if runs else []
+            lengths = [*(of_one for _, of_one in run), length]
+            if run and run[0][0] == rows and pads_little(lengths, tokens, rows):
+                run.append((rows, length))
+            else:
+                runs.append([(rows, length)])
+        padded = [(rows, padded_length([length for _, length in run])) for run in runs for rows, _ in run]
+        return replace(
+            self,
+            tokens=tuple(rows * length for rows, length in padded),
+            length=max(self.length, *(length for _, length in padded)),
+            rows=tuple(rows for rows, _ in padded),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +154,8 @@ def with_padding(
     """
     more = sizes.with_padding(chunk_tokens or CHUNKS[-1])
     if sum(more.tokens) > sizes.whole:
-        padded = fewest_passes(layers, call, more, memory, chunk_tokens)
+        longest = call.hidden.new_empty((*call.hidden.shape[:1], more.length, call.hidden.shape[-1]), device="meta")
+        padded = fewest_passes(layers, replace(call, hidden=longest), more, memory, chunk_tokens)
         if padded.tokens >= more.whole:
             return replace(padded, padded=True)
     return fewest_passes(layers, call, sizes, memory, chunk_tokens)

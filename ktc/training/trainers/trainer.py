@@ -32,9 +32,16 @@ from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.expert_adapters import beside_experts
 from ktc.training.trainers.fetch_ahead import FetchAhead
 from ktc.training.trainers.finite_gradients import require_finite
+from ktc.training.trainers.frozen_beside import warn_of_frozen
 from ktc.training.trainers.gradient_norm import ReadNorm, read_norm
 from ktc.training.trainers.phases import PhaseClock
-from ktc.training.trainers.private_api import TrainerHooks, keep_in_place, prepares_inputs_itself, use_as_one_device
+from ktc.training.trainers.private_api import (
+    TrainerHooks,
+    keep_in_place,
+    package_of,
+    prepares_inputs_itself,
+    use_as_one_device,
+)
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.shared_experts import in_step, largest, shared_experts
@@ -42,6 +49,9 @@ from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
 from ktc.training.trainers.trained_parameters import TrainedParameters, cleared_by, parameters_of
 
 TRIED = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"})  # TRL's that tests run
+_KNOWN_STEPS = frozenset(
+    {"transformers", "trl"}
+)  # packages whose `training_step` leaves gradients as backward wrote them
 _KNOWN_REASONS = {"RewardTrainer": "a reward model has its own head, and a compiled model is a causal LM"}
 
 
@@ -120,6 +130,7 @@ class KTrainerMixin(TrainerHooks):
             InputRefused: T524 for a checkpoint that is damaged, or of another adapter or optimizer.
         """
         model = _checked_adapter(cast("nn.Module", self.model))
+        warn_of_frozen(model)
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
         noted = attributes(self, _parameters=None, _norm_of_step=None, _ahead=FetchAhead(self))
@@ -276,7 +287,9 @@ class KTrainerMixin(TrainerHooks):
             run = Path(cast("str", self.args.output_dir))
             model, step = cast("nn.Module", self.model), self.state.global_step + 1
             trained = self.trained_parameters()
-            norm = require_finite(model, trained, step, run, averaged=self._rank_liveness is not None)
+            known = package_of(super().training_step) in _KNOWN_STEPS
+            as_written = known and self._rank_liveness is None
+            norm = require_finite(model, trained, step, run, as_written=as_written)
             self._norm_of_step = None if norm is None else read_norm(*norm, trained)
         return loss.to(self.args.device)
 

@@ -80,6 +80,11 @@ class RunFolder:
         """Write `train.yaml`, which marks the folder as a run's. A comment has the digest of its data."""
         write_file(self.path / SETTINGS, f"{_DATA}{_told(rows)}\n{settings.to_yaml()}")
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a run has ended here."""
+        return (self.path / checkpoint_state.CONFIG).is_file()
+
     def keep_adapter(self, model: Any) -> None:
         """Save a PEFT model's adapter, each file atomically and the config last."""
         with files_into(self.path) as draft:
@@ -194,12 +199,15 @@ def require_same_run(path: Path, settings: TrainSettings, kept: TrainSettings) -
 
 
 def require_same_data(path: Path, rows: TokenisedData) -> None:
-    """Raise InputRefused (T525) if a run began with other tokens. Earlier versions of ktc did not keep their digest."""
+    """Raise InputRefused (T525) if a run began with other tokens. Earlier versions of ktc did not keep their digest.
+
+    Of images the tokens alone are in it, not what the files show.
+    """
     first, *_ = (path / SETTINGS).read_text(encoding="utf-8").split("\n")
     was, now = first.removeprefix(_DATA), _told(rows)
     if first.startswith(_DATA) and was != now:
         message = f"the run in `{path}` began with other data: {was:.100}; now {now}"
-        hint = "restore the data, or start a new run with another `--output`"
+        hint = "restore the data, the tokenizer and its chat template, or start a new run with another `--output`"
         raise InputRefused(Diagnostic("T525", message, hint=hint))
 
 

@@ -6,8 +6,9 @@ that a library refuses (T508). Nothing is written before the trainer is built.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class TrainingRun:
             if self._has_images:
                 args.remove_unused_columns = False  # the collator reads the names of images
             trainer = self._trainer(model, args, stopper)
-        folder = self._claim() if args.process_index == 0 else None
+        folder = self._claim(stopper) if args.process_index == 0 else None
         if folder is not None:
             self._observe("adapter", adapter_notes(self._paths, model))
         resume = folder.resume if folder else self._checkpoint_of_rank_0()
@@ -95,24 +96,29 @@ class TrainingRun:
         sample = self._sample(trainer) if folder is not None and environment.world_size() == 1 else None
         try:
             trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        except _NoStepLeft:
+            report_of(trainer).end()
+            if folder is not None:
+                self._observe("trained", (_no_step(trainer.state),))
         except InputRefused:
             if folder is not None and resume is None and not trainer.state.global_step:
                 folder.discard()  # refused in its first step
             raise
-        if folder is not None and not stopper.steps:
-            self._observe("trained", (_no_step(trainer.state),))
         report = report_of(trainer).report(finished=not stopper.stopped)
-        if folder is not None:
+        if folder is not None and (stopper.steps or not folder.has_adapter):
             if sample is not None:
                 sample = answered(sample, trainer, trainer.processing_class, after=True)
             self._keep(folder, trainer.model, report, stopper.stopped, sample)
         return TrainResult(self._paths.output, report, self._data, stopper.stopped)
 
-    def _claim(self) -> run_folder.RunFolder:
+    def _claim(self, stopper: _Stopper) -> run_folder.RunFolder:
         paths = self._paths
         folder = run_folder.claim(paths.output, resume=paths.resume, force=paths.force)
         self._open.callback(folder.release)
-        folder.keep_settings(self._settings, self._data.train)
+        if folder.resume is None:
+            folder.keep_settings(self._settings, self._data.train)
+        else:  # that has its own, until a step is left to train
+            stopper.begin = partial(folder.keep_settings, self._settings, self._data.train)
         self._observe("folder", folder)
         return folder
 
@@ -193,21 +199,32 @@ def _tensorboard(output: Path) -> TrainerCallback:
 class _Stopper(TrainerCallback):
     """Ends the run after a complete step, with a checkpoint. All processes stop at the same step.
 
-    A resumed run has the intervals of its settings: transformers takes those of the checkpoint.
+    A resumed run has the intervals of its settings: transformers takes those of the checkpoint. It has no step beyond
+    its last: transformers compares their number with that of the run after a step alone. `begin` is called before the
+    first step.
     """
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self.stopped = False
         self.steps = 0
+        self.begin: Callable[[], None] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            raise _NoStepLeft
         state.compute_steps(args, state.max_steps)
+        if self.begin is not None:
+            self.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.steps += 1
         if _any_process(self._stop(), args) and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
+
+
+class _NoStepLeft(BaseException):
+    """Ends a resumed run that had all its steps before, in all of its processes; none of them has failed."""
 
 
 def _no_step(state: TrainerState) -> Diagnostic:

@@ -54,7 +54,7 @@ def test_trained_experts_are_counted_once() -> None:
 
 @pytest.mark.parametrize("part", ["the model", "its experts"])
 def test_packed_experts_stay_frozen_and_say_so(part: str, caplog: pytest.LogCaptureFixture) -> None:
-    frozen_weights.tell_of_frozen.cache_clear()
+    frozen_weights.forget_told()
     model = Compiled("silu")
     model.linear.requires_grad_(False)
     asked = model if part == "the model" else model.experts
@@ -63,6 +63,14 @@ def test_packed_experts_stay_frozen_and_say_so(part: str, caplog: pytest.LogCapt
     assert caplog.text.count("warning[L470]") == 1 and f"{EXPERTS * 3 * HIDDEN * INNER} packed weights" in caplog.text
     assert not any(weight.requires_grad for weight in model.experts.weights.stock.values())
     assert model.linear.weight.requires_grad is (part == "the model")
+
+
+def test_a_second_model_of_the_same_size_says_so_too(caplog: pytest.LogCaptureFixture) -> None:
+    frozen_weights.forget_told()
+    first, second = Compiled("silu"), Compiled("silu")
+    for model in (first, second, first):
+        model.requires_grad_()
+    assert caplog.text.count("warning[L470]") == 2
 
 
 def test_experts_that_train_follow_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,13 +11,13 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import ktc
 from ktc.diagnostics import KtcError
 from ktc.model.loading.peft_glue import read_lora_config
-from ktc.training import KTrainer
-from ktc.training.trainers import gradient_norm
+from ktc.training import KTrainer, KTrainerMixin
+from ktc.training.trainers import finite_gradients, gradient_norm
 from ktc.training.trainers.gradient_norm import clip, total_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,6 +74,31 @@ def test_the_place_is_named_and_the_last_checkpoint_is_whole(
     saved = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
     assert not (tmp_path / "checkpoint-3").exists()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_norms_that_backward_wrote_are_taken_where_no_step_may_have_changed_gradients(
+    compiled_twin: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, changes: bool
+) -> None:
+    """A step of the user's own may change them by `.data`, which autograd does not see."""
+    as_written: list[bool] = []
+
+    def total(gradients: Any, **given: bool) -> Tensor:
+        as_written.append(given["as_written"])
+        return total_norm(gradients)
+
+    monkeypatch.setattr(finite_gradients, "total_norm", total)
+    ours = trainer(compiled_twin("tiny:qwen3_moe", "moe-experts-lora"), tmp_path)
+    if changes:
+
+        class Noisy(Trainer):
+            def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+                return super().training_step(*args, **kwargs)
+
+        ours.__class__ = type("Ours", (KTrainerMixin, Noisy), {})
+    ours.args.max_steps, ours.args.save_strategy = 1, "no"
+    ours.train()
+    assert as_written == [not changes]
 
 
 def test_the_norm_is_that_of_all_values_together() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_runs import adapted, rows, settings, trainer
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
@@ -18,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 from ktc.diagnostics import KtcError
 from ktc.tools.llama_factory import run as llama_factory
 from ktc.training import KTrainer, KTrainerMixin
-from ktc.training.trainers import finite_gradients, gradient_norm
+from ktc.training.trainers import finite_gradients, gradient_norm, gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -185,3 +186,21 @@ def test_gradients_of_a_smaller_norm_are_not_multiplied(monkeypatch: pytest.Monk
         assert [float(gradient_norm.clip([factor], most)) for most in (6.0, 5.0, 4.0)] == [5, 5, 5]
     gradient_norm.clip([factor], 6.0)  # of a norm that is not known
     assert scaled == [5.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_gradients_are_averaged_in_the_group_of_their_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU's backend they are summed and divided; only nccl knows the mean."""
+    asked: list[tuple[Any, Any]] = []
+
+    def all_reduce(flat: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        asked.append((op, group))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cpu:gloo,meta:{backend}")
+    gradients._average(torch.ones(2, device="meta"), {"cpu": "of the CPU", "meta": "of the device"})
+    assert asked == [(dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM, "of the device")]
+    on_cpu = torch.full((2,), 8.0)
+    gradients._average(on_cpu, {"cpu": "of the CPU"})
+    assert asked[1] == (dist.ReduceOp.SUM, "of the CPU") and on_cpu.tolist() == [2.0, 2.0]

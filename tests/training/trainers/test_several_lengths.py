@@ -155,6 +155,8 @@ def test_lengths_of_a_gpu_are_multiples(
     assert chunks[-1] == (
         [(2, 16), (1, 12), (2, 17), (2, 17), (1, 20)] if causal else [*of_one[:2], (1, 12), *of_one[2:]]
     )
+    assert ours.stacker.decision is not None
+    assert ours.stacker.decision.padded is causal, "what a step has done"
     assert_alike(ours, trained(package, tmp_path, "off", **settings))
 
 
@@ -185,8 +187,48 @@ def test_layers_that_see_later_tokens_do_not_pad(
         return layers
 
     monkeypatch.setattr(stacking, "split_layers", both_ways)
-    trained(package, tmp_path, "on", lengths=LENGTHS, trainer=InOrder, max_steps=1)
+    monkeypatch.setattr(step_passes, "with_padding", lambda *_: pytest.fail("memory for padding"))
+    monkeypatch.setattr(stacking, "with_padding", lambda *_: pytest.fail("memory for padding"))
+    made = trained(package, tmp_path, "on", lengths=LENGTHS, trainer=InOrder, max_steps=1)
     assert chunks == [[(1, 5), (1, 9), (1, 12), (2, 17), (2, 17), (1, 20)]]
+    assert "pad" not in str(made.stacker.decision)
+
+
+@pytest.mark.parametrize("other", ["a function of the trainer", "another run"])
+def test_masks_of_other_code_are_looked_at_again(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], other: str
+) -> None:
+    forgotten: list[int] = []
+
+    class Changed(InOrder):
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            stock = HiddenPadding.forget
+            padding = self.stacker._padding
+            if padding is not None:
+                padding.forget = lambda: forgotten.append(self.state.global_step) or stock(padding)
+                if other == "a function of the trainer" and self.state.global_step == 1:
+                    losses = self.compute_loss
+                    self.compute_loss = lambda *given, **named: losses(*given, **named)
+            return super().get_batch_samples(*args, **kwargs)
+
+    made = trained(package, tmp_path, "on", lengths=LENGTHS, trainer=Changed, max_steps=3)
+    assert forgotten == ([1] if other == "a function of the trainer" else [])
+    if other == "another run":
+        made.train()
+        assert forgotten == [0]
+
+
+def test_memory_is_planned_for_no_padding_where_micro_batches_are_not_joined(
+    package: Path, tmp_path: Path, chunks: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OwnLoss(InOrder):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    monkeypatch.setattr(stacking, "with_padding", lambda *_: pytest.fail("memory for padding"))
+    made = trained(package, tmp_path, "on", lengths=LENGTHS, trainer=OwnLoss, max_steps=1)
+    assert made.stacker.decision is not None and made.stacker.decision.one_by_one
+    assert "pad" not in str(made.stacker.decision)
 
 
 def test_masks_that_show_later_tokens_are_found() -> None:
@@ -204,6 +246,11 @@ def test_masks_that_show_later_tokens_are_found() -> None:
     assert all(HiddenPadding(layers).of(of(*masks)) for masks in ([], [past], [added], [past, added]))
     assert not HiddenPadding(layers).of(of(past, ahead))
     assert not HiddenPadding(layers).of(of(torch.zeros(past.shape)))
+    assert not HiddenPadding(layers).of(of(torch.zeros(past.shape, dtype=torch.int64))), "chosen positions, or another"
+    found = HiddenPadding(layers)
+    assert found.of(of(past)) and found.of(of(ahead)), "one that is as before"
+    found.forget()
+    assert not found.of(of(ahead))
     assert not HiddenPadding([SplitLayer(causal, nn.Identity(), None)]).of(of(past))
 
 
@@ -231,6 +278,33 @@ def test_batches_of_a_gpu_pad_two_thousand_tokens_at_most() -> None:
     assert sizes(1024, 512, 512, 512) == (1024,) * 4
     assert sizes(1024, 512, 512, 512, most=4000) == (512, 512, 512, 1024)
     assert sizes(7, 7) == (7, 7)
+
+
+def test_batches_of_several_rows_pad_the_length_of_each() -> None:
+    def sizes(*shapes: tuple[int, int]) -> StepSizes:
+        longest = max(length for _, length in shapes)
+        tokens, rows = (rows * length for rows, length in shapes), (rows for rows, _ in shapes)
+        return StepSizes(tuple(tokens), longest, rows=tuple(rows))
+
+    more = sizes((4, 50), (4, 33)).with_padding(8192)
+    assert (more.tokens, more.length) == ((256, 256), 64), "no multiple of 64 tokens, but of columns"
+    other = sizes((4, 50), (2, 33), (2, 40)).with_padding(8192)
+    assert (other.tokens, other.length) == ((128, 128, 200), 64)
+    assert sizes((4, 50), (4, 33)).padded == 2 * 256
+    assert sizes((4, 50), (4, 50)).padded == 400
+
+
+def test_a_pass_with_padding_is_as_long_as_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def counted(_: Any, call: ModelCall, sizes: StepSizes, *args: Any) -> Stacking:
+        asked.append((call.hidden.shape[1], sizes.length))
+        return Stacking(True, "", 1000)
+
+    monkeypatch.setattr(step_passes, "fewest_passes", counted)
+    call = ModelCall(torch.empty(1, 40, 4), (torch.device("cpu"),), ())
+    assert step_passes.with_padding((), call, StepSizes((40, 8), 40), PassMemory({}, 0, 0), None).padded
+    assert asked == [(64, 64)]
 
 
 def test_rotary_frequencies_of_a_length_are_found() -> None:

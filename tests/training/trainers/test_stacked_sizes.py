@@ -191,9 +191,9 @@ def test_a_step_of_other_sizes_is_decided_anew(package: Callable[[str], Path], t
     asked: list[StepSizes] = []
 
     class Watched(Stacker):
-        def _sized(self, sizes: StepSizes, *args: Any) -> Any:
+        def _sized(self, sizes: StepSizes, *args: Any, **kwargs: Any) -> Any:
             asked.append(sizes)
-            return super()._sized(sizes, *args)
+            return super()._sized(sizes, *args, **kwargs)
 
     class Watching(StackingTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -207,7 +207,7 @@ def test_a_step_of_other_sizes_is_decided_anew(package: Callable[[str], Path], t
         "train_sampling_strategy": "sequential",
     }
     trained(package("qwen3_moe"), tmp_path, "on", lengths=lengths, trainer=Watching, **settings)
-    assert asked == [StepSizes((5, 5), 5), StepSizes((30, 9), 30)]
+    assert asked == [StepSizes((5, 5), 5, rows=(1, 1)), StepSizes((30, 9), 30, rows=(1, 1))]
 
 
 def test_a_decision_starts_no_process_and_counts_micro_batches_that_are_not_divided_whole(

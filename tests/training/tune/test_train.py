@@ -212,6 +212,33 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: TrainResult, out: Path
     assert [each.loss for each in third.report.history] == [each.loss for each in done.report.history]
 
 
+@pytest.mark.parametrize("steps", [{"max_steps": 3}, {"epochs": 1.5}], ids=["steps", "epochs"])
+def test_a_run_that_ended_within_an_epoch_has_no_step_more(
+    out: Path, data: Path, tmp_path: Path, steps: dict[str, Any]
+) -> None:
+    """An epoch of three rows has two steps."""
+    settings = {name: value for name, value in SETTINGS.items() if name != "max_steps"}
+    first = ktc.train(out, data, output=tmp_path, **{**settings, **steps, "save_steps": 1})
+    assert first.report.steps == 3
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = contents()
+    with pytest.warns(UserWarning, match="nothing was trained: the checkpoint has 3 steps, and the run has 3"):
+        second = ktc.train(out, output=tmp_path, resume="auto", logging_steps=2)
+    assert contents() == before
+    assert second.report.steps == 3 and not second.interrupted
+    for path in tmp_path.glob("adapter_*"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        ktc.train(out, output=tmp_path, resume="auto")
+    after = {path: content for path, content in contents().items() if path.suffix == ".safetensors"}
+    assert after == {path: content for path, content in before.items() if path.suffix == ".safetensors"}
+    third = ktc.train(out, output=tmp_path, resume="auto", max_steps=4)
+    assert third.report.steps == 4
+
+
 def test_a_run_is_resumed_on_the_same_rows_alone_and_with_other_intervals(
     out: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -220,8 +247,11 @@ def test_a_run_is_resumed_on_the_same_rows_alone_and_with_other_intervals(
     ktc.train(out, changing, output=run_there, **{**SETTINGS, "max_steps": 2})
     kept = (run_there / "train.yaml").read_text()
     changing.write_text(data.read_text().replace("Paris", "Berlin"))
-    with pytest.raises(InputRefused, match=r"T525.*began with other data: 3 rows, \d+ tokens, digest .*; now 3 rows"):
+    with pytest.raises(
+        InputRefused, match=r"T525.*began with other data: 3 rows, \d+ tokens, digest .*; now 3 rows"
+    ) as refused:
         ktc.train(out, output=run_there, resume="auto", max_steps=4)
+    assert "the tokenizer and its chat template" in str(refused.value)
     assert (run_there / "train.yaml").read_text() == kept
     changing.write_text(data.read_text())
     resumed = ktc.train(out, output=run_there, resume="auto", max_steps=5, save_steps=5, logging_steps=2)
