@@ -17,7 +17,10 @@ from torch import Tensor
 
 
 def write(keys: Tensor, values: Tensor, position: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
-    """Write new keys and values at `position` (1,) int64. The last dimension of all tensors is in one piece."""
+    """Write new keys and values at `position` (1,) int64. The last dimension of all tensors is in one piece.
+
+    A position outside is an error of the GPU, as PyTorch's copies make it.
+    """
     rows, heads, capacity, width = keys.shape
     value_width = values.shape[-1]
     with torch.cuda.device_of(keys):  # Triton launches on the current device
@@ -25,6 +28,7 @@ def write(keys: Tensor, values: Tensor, position: Tensor, new_keys: Tensor, new_
             keys, values, position, new_keys, new_values, capacity, *keys.stride()[:3], *values.stride()[:3],
             *new_keys.stride()[:2], *new_values.stride()[:2], WIDTH=width, VALUE_WIDTH=value_width,
             BLOCK=triton.next_power_of_2(max(width, value_width)), num_warps=1,
+            debug=True, sanitize_overflow=False,
         )  # fmt: skip
 
 
@@ -38,6 +42,7 @@ def _write(
     head, row, d = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK)
     at = tl.load(position)
     inside = (at >= 0) & (at < capacity)
+    tl.device_assert(inside, "a position is outside of the cache")
     key = tl.load(new_keys + row * new_key_row + head * new_key_head + d, mask=d < WIDTH)
     tl.store(keys + row * key_row + head * key_head + at * key_position + d, key, mask=inside & (d < WIDTH))
     value = tl.load(new_values + row * new_value_row + head * new_value_head + d, mask=d < VALUE_WIDTH)

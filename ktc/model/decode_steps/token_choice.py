@@ -44,8 +44,8 @@ _OURS: Final = (MaxLengthCriteria, EosTokenCriteria, EndedByHost)
 class TokenChoice:
     """How tokens are chosen. `max_length` counts the prompt; `ends` (E,) are tokens that end a row.
 
-    With `pads`, tokens of a row that is finished are `pad` (). `ended_by_host` and the criteria `others` are asked on
-    the host.
+    With `pads`, tokens of a row that is finished are `pad` ().
+    `ended_by_host` and the criteria `others` are asked on the host.
     """
 
     processors: LogitsProcessorList

@@ -9,11 +9,13 @@ Importing this needs Triton.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+NO_BIAS: Final = -1
 
 
 class Places(NamedTuple):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ktc.diagnostics import Diagnostic, HostLacks
 from ktc.model.experts import kept_split
@@ -20,11 +22,14 @@ from ktc.model.experts.kept_split import WHOLE_SHARE
 from ktc.model.experts.packed import PackedExperts
 from ktc.model.experts.panel_codes import PanelCodes, Scales
 from ktc.model.experts.panels import WIDTH, DensePanels, Panels, by_output, cut
+from ktc.model.experts.reference import activated
+from ktc.model.kernels.form import ExpertsForm
 
 _EXPERTS, _PANELS, _SPANS, _ENDS = 2, 2, 2, (3, 70)
 _LONGEST = 256  # columns of a span; a longer one is a whole row
 _FEW, _SOME = 5, 15  # rows that are multiplied one by one, and in small tiles; all are in large ones
 _BOUND: Final = 0.01  # of the relative error of products of bf16 numbers
+_GATED: Final = ExpertsForm(biased=True)
 _DTYPES: Final = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "zero": torch.float32,
     "sixes": torch.float16, "factors": torch.float16, "float8": torch.float32,
@@ -80,7 +85,32 @@ def check_addressed(panels: Panels, device: torch.device) -> None:
     computed = kept_kernels.sum_of_choices(kept_kernels.products(rows, places, matrices), places, weights)
     wanted = 0.5 * (decoded[1].float() @ rows[0].float()) + 2 * (decoded[0].float() @ rows[2].float())
     require_equal("products at addresses", panels, computed[0], wanted)
+    _check_activations(panels, device)
+    _check_activations(panels, device)
     require_equal("choices", panels, _chosen(kept_kernels.split, device), _chosen(kept_split.split, device))
+
+
+def _check_activations(panels: Panels, device: torch.device) -> None:
+    """Compare activations of gate and up with biases, of experts in a table. Raises HostLacks (H247)."""
+    from ktc.model.experts import kept_kernels
+    from ktc.model.experts.address_kernels import Places
+
+    matrices, decoded = random_matrices(panels, device)
+    generator, half = torch.Generator().manual_seed(2), WIDTH // 2
+    biases = torch.randn(_EXPERTS, _PANELS * WIDTH, generator=generator).to(device)
+    packed = functional.pad(matrices.packed, (0, -matrices.packed.shape[1] % 16))
+    one, other = (of_expert.clone() for of_expert in torch.cat([packed, biases.view(torch.uint8)], 1))
+    halves = replace(matrices, rows=matrices.rows - _PANELS * half, parts=2)
+    output = torch.arange(halves.rows, device=device)
+    gate = output // half * WIDTH + output % half  # in a panel gate comes first
+    lanes = torch.cat([gate, gate + half])
+    table = torch.tensor([other.data_ptr(), 0, one.data_ptr()], device=device)
+    rows = torch.randn(2, matrices.columns, generator=generator).bfloat16().to(device)
+    places, begin = Places(torch.tensor([2, 0], device=device), table), packed.shape[1]
+    computed = kept_kernels.activations(rows, places, halves, _GATED, per_row=1, bias_at=begin)
+    products = torch.stack([decoded[number].float() @ row.float() for number, row in enumerate(rows)])
+    wanted = activated(_GATED, (products + biases[:, : products.shape[1]])[:, lanes])
+    require_equal("activations", panels, computed, wanted)
 
 
 def _chosen(split: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> Tensor:

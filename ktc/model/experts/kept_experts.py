@@ -247,9 +247,10 @@ class KeptExperts:
     # Between two steps
 
     def advance(self) -> None:
-        """Use experts that have arrived, and begin to send at most one. No step waits for it.
+        """Use experts that have arrived, and begin to send at most one. No step waits for an expert.
 
-        A step may be under way: tables change behind it, in the order of the device's stream.
+        A step may be under way: tables change behind it, in the order of the device's stream. The host waits for it
+        where a table or the share changes, and where counts are read, every few steps.
         """
         if self.fixed:
             return
@@ -296,10 +297,10 @@ class KeptExperts:
 
     def _follow_cpu(self) -> None:
         """Measure the CPU in the last steps, and give the bus its share of the speed of both."""
+        read, calls = self.figures().nbytes["cpu"], int(self.traffic[:, 3].sum())  # waits for the calls that read it
         busy = {nodes: nodes.nanoseconds for nodes in self._busy_seen}
         taken = sum(after - self._busy_seen[nodes] for nodes, after in busy.items())
         self._busy_seen.update(busy)
-        read, calls = self.figures().nbytes["cpu"], int(self.traffic[:, 3].sum())
         new, self._cpu_seen = read - self._cpu_seen, read
         made, self._calls_seen = calls - self._calls_seen, calls
         if new > 0 and taken > 0 and self._steps > 1:  # until then libraries set themselves up

@@ -13,6 +13,7 @@ changes. Results are equal to the bit from run to run. Importing this needs Trit
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -20,14 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktc.model.experts import nibble_kernels
 from ktc.model.experts.activation_kernels import constants_of_form, function, gated
-from ktc.model.experts.address_kernels import Places, address_of
+from ktc.model.experts.address_kernels import NO_BIAS, Places, address_of
 from ktc.model.experts.coded_kernels import constants_of, panel_sums, row_of
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
-from ktc.model.experts.nibble_kernels import NO_BIAS
 from ktc.model.experts.panel_codes import Numbers
 from ktc.model.kernels.form import ExpertsForm
+from ktc.model.kernels.triton_support import has_gluon
 
 _WORDS: Final[dict[Numbers, str]] = {"int8": "byte", "e4m3": "byte", "bf16": "weight"}  # others are of 16 bits
 _SUMMED: Final = 256  # outputs of a program
@@ -60,8 +60,8 @@ def products(
     The products are the sums of the parts. `matrices` says where they are within an expert, and its bytes are not read.
     `bias_at` is the first byte of a bias in fp32. Rows without an address are left undefined.
     """
-    if nibble_kernels.serves(rows, matrices):
-        return nibble_kernels.products(rows, places, matrices, per_row=per_row, bias_at=bias_at)
+    if (by_nibbles := _by_nibbles(rows, matrices)) is not None:
+        return by_nibbles.products(rows, places, matrices, per_row=per_row, bias_at=bias_at)
     codes = addressed_codes(matrices.panels)
     assert codes is not None, "panels that a GPU multiplies"
     out = torch.empty(1, len(places.experts), matrices.shape[1], dtype=torch.float32, device=rows.device)
@@ -82,8 +82,8 @@ def activations(
 
     Sums are in fp32, as is the activation, and rounded once. Rows without an address are left undefined.
     """
-    if nibble_kernels.serves(rows, matrices):
-        return nibble_kernels.activations(rows, places, matrices, form, per_row=per_row, bias_at=bias_at)
+    if (by_nibbles := _by_nibbles(rows, matrices)) is not None:
+        return by_nibbles.activations(rows, places, matrices, form, per_row=per_row, bias_at=bias_at)
     inner = products(rows, places, matrices, per_row=per_row, bias_at=bias_at)
     out = torch.empty(len(places.experts), matrices.rows, dtype=torch.bfloat16, device=rows.device)
     with torch.cuda.device_of(rows):
@@ -104,6 +104,15 @@ def sum_of_choices(rows: Tensor, places: Places, weights_TK: Tensor, dtype: torc
             TABLE=places.table is not None, BLOCK=_SUMMED,
         )  # fmt: skip
     return out
+
+
+def _by_nibbles(rows: Tensor, matrices: CodedMatrices) -> ModuleType | None:
+    """Return the kernels in Gluon, None where they do not serve."""
+    if not has_gluon():
+        return None
+    from ktc.model.experts import nibble_kernels
+
+    return nibble_kernels if nibble_kernels.serves(rows, matrices) else None
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------

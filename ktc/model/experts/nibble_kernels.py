@@ -28,13 +28,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ktc.model.experts.activation_kernels import constants_of_form, function, gated
-from ktc.model.experts.address_kernels import Places, address_of
+from ktc.model.experts.address_kernels import NO_BIAS, Places, address_of
 from ktc.model.experts.coded_matrices import CodedMatrices, addressed_codes
 from ktc.model.experts.panel_codes import PanelCodes
 from ktc.model.experts.panels import WIDTH
 from ktc.model.kernels.form import ExpertsForm
 
-NO_BIAS: Final = -1
 _UNIT: Final = 16  # bytes that a thread reads at once
 NUM_WARPS: Final = 8  # of a program
 _SERVED: Final = (("e2m1", "power"), ("signed4", "bf16"), ("signed4", "fp16"))

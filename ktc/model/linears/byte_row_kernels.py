@@ -26,10 +26,17 @@ from ktc.model.experts.panels import WIDTH
 
 MOST: Final = 3
 """Matrices of a call."""
-# Warps of a program, and blocks that each reads before it multiplies, by the most panels of a call. On an H200 160
+# Warps of a program, and blocks that each reads before it multiplies, by the most panels of a matrix: its sums have the
+# same order in any call. On an H200 160
 # panels of 2,880 columns take 9 to 10 us, 90 of 4,096 columns 8.4, and 6,284 of 2,880 columns 184.
 _SIZES: Final = ((128, 16, 4), (512, 8, 4), (None, 4, 4))
 _SIGNS: Final = gl.constexpr(-2139062144)  # 0x80808080: of four codes
+
+
+def sizes_of(matrix: CodedMatrices) -> tuple[int, int]:
+    """Return the warps and blocks of a matrix. A call has those of one size."""
+    panels = matrix.num_panels
+    return next((warps, blocks) for most, warps, blocks in _SIZES if most is None or panels <= most)
 
 
 def serves(rows: Tensor, matrices: Sequence[CodedMatrices]) -> bool:
@@ -44,12 +51,13 @@ def serves(rows: Tensor, matrices: Sequence[CodedMatrices]) -> bool:
 def rows_times(x: Tensor, matrices: Sequence[CodedMatrices], biases: Sequence[Tensor | None]) -> Tensor:
     """Multiply rows with the transposes of matrices: `(S, K), (1, N, K) each -> (S, sum of N)`."""
     assert 0 < len(matrices) <= MOST and x.is_contiguous(), "whole rows"
+    warps, blocks = sizes_of(matrices[0])
+    assert all(sizes_of(one) == (warps, blocks) for one in matrices), "matrices of one size"
     out = x.new_empty(len(x), sum(one.rows for one in matrices))
     padded = [*matrices, *[matrices[0]] * (MOST - len(matrices))]
     codes = [one.packed.view(torch.int32) for one in padded]
     given = [*biases, *[None] * (MOST - len(matrices))]
     panels = sum(one.num_panels for one in matrices)
-    warps, blocks = next((warps, blocks) for most, warps, blocks in _SIZES if most is None or panels <= most)
     if len(x):
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _rows_times[(2 * panels, len(x))](

@@ -22,7 +22,7 @@ from ktc.model.experts.code_kernels import number_of, scale_of
 from ktc.model.experts.coded_kernels import SCALE_DTYPES, constants_of, panel_sums
 from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.panels import WIDTH
-from ktc.model.linears import byte_row_kernels
+from ktc.model.kernels.triton_support import has_gluon
 
 _MANY_PANELS: Final = 512
 # Outputs of a program, blocks of columns in a step, and warps. Few panels leave most of a GPU idle, so that a program
@@ -33,8 +33,8 @@ _MANY: Final = {"LANES": 32, "BLOCKS": 8, "num_warps": 4}
 
 def rows_times(x: Tensor, matrix: CodedMatrices, bias: Tensor | None) -> Tensor:
     """Multiply rows with the transpose of a matrix: `(S, K), (1, N, K), (N,) -> (S, N)`."""
-    if byte_row_kernels.serves(x, [matrix]):
-        return byte_row_kernels.rows_times(x, [matrix], [bias])
+    if (joined := _by_bytes(x, [matrix], [bias])) is not None:
+        return joined
     packed, codes = matrix.packed, matrix.codes
     out = x.new_empty(len(x), matrix.rows)
     if len(x):
@@ -51,9 +51,22 @@ def rows_times(x: Tensor, matrix: CodedMatrices, bias: Tensor | None) -> Tensor:
 
 def rows_times_each(x: Tensor, matrices: Sequence[CodedMatrices], biases: Sequence[Tensor | None]) -> Tensor:
     """Multiply rows with several matrices, side by side: `(S, K), (1, N, K) each -> (S, sum of N)`."""
-    if byte_row_kernels.serves(x, matrices):
-        return byte_row_kernels.rows_times(x, matrices, biases)
+    if (joined := _by_bytes(x, matrices, biases)) is not None:
+        return joined
     return torch.cat([rows_times(x, *of_one) for of_one in zip(matrices, biases, strict=True)], 1)
+
+
+def _by_bytes(x: Tensor, matrices: Sequence[CodedMatrices], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the products by one call of the kernel in Gluon, None where it does not serve. Their sums have one size.
+
+    So a layer has the same bits, whether it is alone or not.
+    """
+    if not has_gluon():
+        return None
+    from ktc.model.linears import byte_row_kernels
+
+    serves = byte_row_kernels.serves(x, matrices) and len(set(map(byte_row_kernels.sizes_of, matrices))) == 1
+    return byte_row_kernels.rows_times(x, matrices, biases) if serves else None
 
 
 @triton.jit

@@ -57,9 +57,10 @@ def fill(
             dtype = cast("Tensor", getattr(*owner_of(model, source.target))).dtype  # of values restored from codes
             of_experts = stored_loader(model, source, allow_nonfinite)
             put_stored = of_experts or rows_loader(model, source, allow_nonfinite)
-            for expert in experts_of(source):
+            experts = tuple(experts_of(source))
+            for expert in experts:
                 if put_stored is not None:
-                    packing.add(put_stored(reader, index, expert))
+                    packing.add(put_stored(reader, index, expert), size // len(experts))
                     continue
                 tensor = read_weight(reader, index, source, expert, dtype)
                 if not allow_nonfinite and not is_finite(tensor):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from ktc.model.decode_steps import cache_kernels
 from ktc.model.decode_steps.step_memory import writes_at_once
@@ -37,3 +40,13 @@ def test_tensors_of_another_dtype_or_with_gaps_are_copied() -> None:
     assert not writes_at_once(keys, keys.half(), device=DEVICE.type)
     assert not writes_at_once(keys, gaps, device=DEVICE.type)
     assert not writes_at_once(keys, keys, device="meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error would end CUDA for the process")
+@pytest.mark.parametrize("position", [-1, 4])
+def test_a_position_outside_of_the_cache_is_an_error(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Any = interpreter.InterpreterOptions(debug=True)  # it asks for its own, and not for those of the launch
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    keys, new = torch.zeros(1, 2, 4, 8), torch.ones(1, 2, 1, 8)
+    with pytest.raises(Exception, match="outside of the cache"):
+        cache_kernels.write(keys, keys.clone(), torch.tensor([position]), new, new)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ktc.model.experts.coded_check import check_addressed
 from ktc.model.experts.expert_stream import renew_streams
 from ktc.model.experts.host_node import HostNodes
 from ktc.model.experts.kept_division import CALL, lead_of
-from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
+from ktc.model.experts.kept_experts import MEASURED, PERIOD, KeptExperts, KeptTraffic, can_keep
 from ktc.model.experts.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, WHOLE_SHARE
 from ktc.model.experts.module import FusedMoe
@@ -226,6 +227,28 @@ def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
     assert int(store.share[0]) > WHOLE_SHARE // 50
 
 
+def test_the_time_of_the_cpu_is_read_when_its_calls_are_done(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = kept_by(load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0])), 0, 0.5)
+    order, figures = list[str](), store.figures
+
+    class Nodes:
+        @property
+        def nanoseconds(self) -> int:
+            order.append("time")
+            return len(order)
+
+    def waited() -> KeptTraffic:
+        order.append("figures")
+        return figures()
+
+    nodes: Any = Nodes()
+    store.uses(nodes)
+    monkeypatch.setattr(store, "figures", waited)
+    order.clear()
+    store.advance()
+    assert order == ["figures", "time"]
+
+
 def test_fixed_tables_stay_as_they_are(load: Load) -> None:
     layer = random_layer(70, 37, 5, 2, 1)
     module = load(layer, spec_of(ISAS[0]))
@@ -256,6 +279,13 @@ def test_kernels_that_read_experts_by_address_are_checked_before_their_use(
 ) -> None:
     panels = panels_of(*form)
     check_addressed.__wrapped__(panels, DEVICE)
+    with monkeypatch.context() as within:
+        stock = kept_kernels.activations
+        within.setattr(
+            kept_kernels, "activations", lambda *given, per_row, **_: stock(*given, per_row=per_row)
+        )  # without biases
+        with pytest.raises(HostLacks, match=r"H247.*activations"):
+            check_addressed.__wrapped__(panels, DEVICE)
     monkeypatch.setattr(kept_split, "over_bus", lambda misses, share, lead: misses)
     with pytest.raises(HostLacks, match=r"H247.*choices"):
         check_addressed.__wrapped__(panels, DEVICE)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ktc.foundation import host
+from ktc.model.packed_store import packing as packing_module
 from ktc.model.packed_store.packing import Packing
 
 
@@ -55,3 +56,28 @@ def test_operations_of_a_packing_thread_open_no_threads_and_others_keep_theirs(m
         assert (inside, torch.get_num_threads()) == ({1}, 3)
     finally:
         torch.set_num_threads(before)
+
+
+def test_no_more_bytes_wait_than_a_bound_or_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_threads", lambda: 8)
+    monkeypatch.setattr(packing_module, "_MOST_BYTES", 10)
+    begun, may_end, waiting = threading.Semaphore(0), threading.Event(), list[int]()
+
+    def pack() -> None:
+        begun.release()
+        assert may_end.wait(60)
+
+    def seen(packing: Packing, nbytes: int) -> None:
+        packing.add(lambda: None, nbytes)
+        waiting.append(packing._nbytes)
+
+    with Packing() as packing:
+        packing.add(pack, 4)
+        seen(packing, 6)
+        assert begun.acquire(timeout=60)
+        may_end.set()
+        for nbytes in (5, 5, 5, 30, 1):
+            seen(packing, nbytes)
+        packing.finish()
+        assert packing._nbytes == 0
+    assert waiting == [10, 5, 10, 10, 30, 1]
