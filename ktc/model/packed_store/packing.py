@@ -1,8 +1,8 @@
 """Experts that are laid out, checked and packed on several threads, while the next ones are read.
 
 In: functions, each of another expert. Out: their results in memory once `finish` returns. At most one per thread waits,
-and no more than about 1 GiB, so that memory stays small. Most of their time is spent in the kernel's loops and in PyTorch's operations, which release
-the interpreter and open no threads of their own here.
+and no more than about 1 GiB, so that memory stays small. Most of their time is spent in the kernel's loops and in
+PyTorch's operations, which release the interpreter and open no threads of their own here.
 """
 
 from __future__ import annotations
