@@ -18,7 +18,6 @@ from ktc.foundation import host
 from ktc.model.kernels import openmp
 from ktc.model.packed_store.stored_experts import Pack
 
-
 _MOST_BYTES: Final = 1 << 30  # that wait, or one piece
 
 
