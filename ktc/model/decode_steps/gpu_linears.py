@@ -114,7 +114,7 @@ class Siblings:
         """Return the products, each in one piece."""
         layers = [cast("nn.Linear", self._layers[number]()) for number in numbers]
         rows, products = x.detach().reshape(-1, x.shape[-1]).contiguous(), list[Tensor]()
-        most = _most(layers[0])
+        most = _most_joined()
         for begin in range(0, len(layers), most):
             some = layers[begin : begin + most]
             sizes = [layer.out_features for layer in some]
@@ -224,11 +224,11 @@ def _state_of(tensor: Tensor) -> _State:
     return tensor.data_ptr(), version_of(tensor)
 
 
-def _most(layer: nn.Linear) -> int:
-    """Return how many layers like this one a kernel multiplies."""
-    from ktc.model.linears import byte_row_kernels, plain_row_kernels
+def _most_joined() -> int:
+    """Return how many layers one launch multiplies. This loads no kernel that needs Gluon."""
+    from ktc.model.linears.plain_row_kernels import MOST
 
-    return byte_row_kernels.MOST if isinstance(layer, StoredLinear) else plain_row_kernels.MOST
+    return MOST
 
 
 def rows_times(rows: Tensor, layers: Sequence[nn.Linear]) -> Tensor:

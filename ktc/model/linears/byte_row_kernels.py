@@ -23,12 +23,11 @@ from triton.experimental.gluon import language as gl
 
 from ktc.model.experts.coded_matrices import CodedMatrices
 from ktc.model.experts.panels import WIDTH
+from ktc.model.linears.plain_row_kernels import MOST
 
-MOST: Final = 3
-"""Matrices of a call."""
 # Warps of a program, and blocks that each reads before it multiplies, by the most panels of a matrix: its sums have the
-# same order in any call. On an H200 160
-# panels of 2,880 columns take 9 to 10 us, 90 of 4,096 columns 8.4, and 6,284 of 2,880 columns 184.
+# same order in any call. On an H200 160 panels of 2,880 columns take 9 to 10 us, 90 of 4,096 columns 8.4, and 6,284 of
+# 2,880 columns 184.
 _SIZES: Final = ((128, 16, 4), (512, 8, 4), (None, 4, 4))
 _SIGNS: Final = gl.constexpr(-2139062144)  # 0x80808080: of four codes
 

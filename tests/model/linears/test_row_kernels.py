@@ -17,10 +17,12 @@ WITHOUT_GLUON = """
 import logging, sys
 sys.modules["triton.experimental.gluon"] = None
 from ktc.model.experts import kept_kernels
+from ktc.model.decode_steps import gpu_linears
 from ktc.model.linears import coded_row_kernels
 from ktc.model.kernels.triton_support import has_gluon
 logging.basicConfig()
 assert not has_gluon() and not has_gluon()
+assert gpu_linears._most_joined() == 3
 """
 
 
