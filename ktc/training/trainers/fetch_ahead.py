@@ -26,6 +26,11 @@ from ktc.training.trainers.private_api import pytree
 _KNOWN: Final = frozenset({"transformers", "trl", "peft", "ktc"})
 
 
+def has_known_callbacks(trainer: Any) -> bool:
+    """Return whether all callbacks are of known libraries, which read no gradients and change no data."""
+    return {type(callback).__module__.partition(".")[0] for callback in trainer.callback_handler.callbacks} <= _KNOWN
+
+
 class FetchAhead:
     """The batches of one trainer that are fetched before its next step."""
 
@@ -73,8 +78,7 @@ class FetchAhead:
         kinds = "use_stateful_dataloader", "dispatch_batches"
         if state.global_step + 1 >= state.max_steps or any(getattr(config, kind, None) for kind in kinds):
             return False
-        packages = {type(callback).__module__.partition(".")[0] for callback in trainer.callback_handler.callbacks}
-        return hasattr(trainer.train_dataset, "__len__") and packages <= _KNOWN and not self._is_dispatched()
+        return hasattr(trainer.train_dataset, "__len__") and has_known_callbacks(trainer) and not self._is_dispatched()
 
     def _is_dispatched(self) -> bool:
         """Return whether one process may fetch the batches of all: without a setting that depends on the data."""

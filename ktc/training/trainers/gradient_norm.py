@@ -6,6 +6,7 @@ memory with one thread, 160 ms for 315 million values; norms of its rows are com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -24,16 +25,26 @@ _LARGE: Final = 1 << 16  # values
 _MARGIN: Final = 1e-5  # of a norm, whose factor is rounded
 
 
-@dataclass(frozen=True, slots=True)
-class ReadNorm:
-    """A norm, its value on the host, and the state of the gradients that it was read of."""
+@dataclass(slots=True)
+class KnownNorm:
+    """A norm, its value on the host or None where it is not read, and the state of the gradients that it is of.
+
+    Gradients of a norm that is not read are clipped where it is finite. `most` is the bound that they were clipped to.
+    """
 
     norm: Tensor
-    value: float
+    value: float | None
     state: State
+    most: float | None = None
+
+    def clip_as_read(self, parameters: Iterable[Tensor]) -> None:
+        """Clip the gradients by their norm, which is read by now and not finite, where they were to be clipped."""
+        if self.most is not None:
+            trained = [parameter for parameter in parameters if parameter.grad is not None]
+            clip_grads_with_norm_(trained, self.most, self.norm)
 
 
-_known: Final[ContextVar[ReadNorm | None]] = ContextVar("_known", default=None)
+_known: Final[ContextVar[KnownNorm | None]] = ContextVar("_known", default=None)
 
 
 def total_norm(gradients: Sequence[Tensor], *, as_written: bool = False) -> Tensor:
@@ -47,12 +58,12 @@ def total_norm(gradients: Sequence[Tensor], *, as_written: bool = False) -> Tens
     )
 
 
-def read_norm(norm: Tensor, value: float, parameters: Iterable[Tensor]) -> ReadNorm:
-    """Return a norm with the state of the gradients that it was read of; they must outlive it."""
-    return ReadNorm(norm, value, state_of(parameter.grad for parameter in parameters if parameter.grad is not None))
+def known_norm(norm: Tensor, value: float | None, parameters: Iterable[Tensor]) -> KnownNorm:
+    """Return a norm, read or not, with the state of the gradients that it is of; they must outlive it."""
+    return KnownNorm(norm, value, state_of(parameter.grad for parameter in parameters if parameter.grad is not None))
 
 
-def known(norm: ReadNorm | None) -> AbstractContextManager[ReadNorm | None]:
+def known(norm: KnownNorm | None) -> AbstractContextManager[KnownNorm | None]:
     """Let `clip` take this norm inside the context, for the same gradients as they were; None: it computes the norm."""
     return context_value(_known, norm)
 
@@ -65,10 +76,15 @@ def clip(parameters: Tensor | Iterable[Tensor], most: float) -> Tensor:
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    read = _known.get()
-    if read is not None and read.state == state_of(gradients):
-        norm = read.norm
-        if read.value + _MARGIN <= most * (1 - _MARGIN):
+    given = _known.get()
+    if given is not None and given.state == state_of(gradients):
+        norm = given.norm
+        if most == math.inf or (given.value is not None and given.value + _MARGIN <= most * (1 - _MARGIN)):
+            return norm
+        if given.value is None:
+            given.most = most
+            # zero gives the factor 1: the place of a gradient that is not finite is still to be found
+            clip_grads_with_norm_(trained, most, torch.where(norm.isfinite(), norm, 0.0))
             return norm
     else:
         norm = total_norm(gradients)

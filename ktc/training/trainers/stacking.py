@@ -35,9 +35,10 @@ from ktc.training.trainers.own_losses import own_losses_of
 from ktc.training.trainers.part_clock import span
 from ktc.training.trainers.pass_graphs import PassGraphs
 from ktc.training.trainers.phases import PhaseClock
-from ktc.training.trainers.private_api import prepares_inputs_itself, sum_as_logged
+from ktc.training.trainers.private_api import prepares_inputs_itself, send_to_log, sum_as_logged
 from ktc.training.trainers.random_state import states_of_all
 from ktc.training.trainers.recorded_step import RecordedStep, Recorder
+from ktc.training.trainers.sent_values import SentValues
 from ktc.training.trainers.several_lengths import HiddenPadding, as_batch
 from ktc.training.trainers.split_layer import CannotStack, SplitLayer, fused_in, split_layers
 from ktc.training.trainers.stack_size import (
@@ -88,6 +89,8 @@ class Stacker(TrainerCallback):
         self._told: set[Stacking] = set()
         self._graphs = PassGraphs()
         self._finite = FiniteFilter(trainer.args)
+        self._is_finite = False  # the loss of the step
+        self._sent: tuple[int, SentValues] | None = None  # the losses of the step, as many as there were
         trainer.add_callback(self)
 
     def compiles(self, model: nn.Module) -> bool:
@@ -125,6 +128,19 @@ class Stacker(TrainerCallback):
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer's arguments back: the loss of a waiting micro-batch has been passed over."""
         self._finite.restore()
+
+    on_pre_optimizer_step = on_substep_end  # the loss of a whole step
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Let the trainer read what it has not waited for."""
+        issued: Callable[[], None] | None = getattr(self._trainer, "on_update_issued", None)
+        if issued is not None:
+            issued()
+
+    def leave_check_out(self) -> None:
+        """Leave the trainer's check of the step's loss out, of which the host knows that it is finite."""
+        if self._is_finite:
+            self._finite.leave_out()
 
     def training_step(
         self, stock_step: TrainingStep, model: nn.Module, inputs: Inputs, num_items: Any = None
@@ -171,6 +187,7 @@ class Stacker(TrainerCallback):
 
     def _step(self, stock_step: TrainingStep, model: nn.Module, waiting: Sequence[Inputs], num_items: Any) -> Tensor:
         losses: list[Tensor] = []
+        self._sent = None
         before = states_of_all()
         embed_and_head = self._around
         assert embed_and_head is not None, "it is made with the layers"
@@ -201,7 +218,11 @@ class Stacker(TrainerCallback):
             for state in before:  # the attempt has drawn noise and dropout masks
                 state.restore()
             losses = [stock_step(model, micro_batch, num_items) for micro_batch in waiting]
-        return sum_as_logged(self._trainer, [loss.to(self._trainer.args.device) for loss in losses])
+        (count, sent), self._sent = self._sent or (0, None), None
+        on_device = [loss.to(self._trainer.args.device) for loss in losses]
+        value = sum_as_logged(self._trainer, on_device, sent if count == len(losses) else None)
+        self._is_finite = abs(value) <= torch.finfo(on_device[0].dtype).max
+        return on_device[0].new_full((), value)  # a copy from the host would wait for the device
 
     def _recorded(
         self,
@@ -284,8 +305,15 @@ class Stacker(TrainerCallback):
         if with_loss:
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
             embed_and_head.begin_check()
+            self._send(losses)
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
+
+    def _send(self, losses: Sequence[Tensor]) -> None:
+        """Send the losses to the host before a GPU gets the backward, for which reading them would wait."""
+        device = self._trainer.args.device
+        if losses and device.type == "cuda" and all(loss.is_cuda for loss in losses):
+            self._sent = len(losses), send_to_log(self._trainer, [loss.to(device) for loss in losses])
 
     def _through_layers(self, chunks: Sequence[ModelCall]) -> list[Tensor]:
         """Return the last layer's outputs; layers that are compiled and keep everything may be replayed as graphs."""

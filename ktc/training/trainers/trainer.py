@@ -6,6 +6,7 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -30,10 +31,10 @@ from ktc.training.trainers import checkpoint_state, gradients
 from ktc.training.trainers.checkpoints import checkpoints, write_checkpoint
 from ktc.training.trainers.compiled_parts import CompiledParts
 from ktc.training.trainers.expert_adapters import beside_experts
-from ktc.training.trainers.fetch_ahead import FetchAhead
-from ktc.training.trainers.finite_gradients import require_finite
+from ktc.training.trainers.fetch_ahead import FetchAhead, has_known_callbacks
+from ktc.training.trainers.finite_gradients import GradientCheck
 from ktc.training.trainers.frozen_beside import warn_of_frozen
-from ktc.training.trainers.gradient_norm import ReadNorm, read_norm
+from ktc.training.trainers.gradient_norm import KnownNorm, known_norm
 from ktc.training.trainers.phases import PhaseClock
 from ktc.training.trainers.private_api import (
     TrainerHooks,
@@ -45,6 +46,7 @@ from ktc.training.trainers.private_api import (
 from ktc.training.trainers.rank_liveness import RankLiveness, together
 from ktc.training.trainers.report import report_of
 from ktc.training.trainers.shared_experts import in_step, largest, shared_experts
+from ktc.training.trainers.skipped_update import skip_nothing, skip_unless_finite, skips_alone
 from ktc.training.trainers.stacking import Stacker, StackMode, reason_against
 from ktc.training.trainers.trained_parameters import TrainedParameters, cleared_by, parameters_of
 
@@ -81,7 +83,8 @@ class KTrainerMixin(TrainerHooks):
     _flops_of_token: int = 0
     only_calls_step: Callable[..., Tensor] | None = None  # a class's `training_step` that leaves gradients as they are
     _parameters: TrainedParameters | None = None  # while it trains
-    _norm_of_step: ReadNorm | None = None
+    _norm_of_step: KnownNorm | None = None
+    _unread: GradientCheck | None = None  # whose norm is not read yet, behind the update
     expert_adapters: str = ""  # where the factors on routed experts are
     _ahead: FetchAhead | None = None  # while it trains
     _sharing: Sharing | None = None  # of streamed experts, with the other processes of the machine
@@ -133,7 +136,7 @@ class KTrainerMixin(TrainerHooks):
         warn_of_frozen(model)
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
-        noted = attributes(self, _parameters=None, _norm_of_step=None, _ahead=FetchAhead(self))
+        noted = attributes(self, _parameters=None, _norm_of_step=None, _unread=None, _ahead=FetchAhead(self))
         filtered = attributes(self.args, logging_nan_inf_filter=self.args.logging_nan_inf_filter)  # in any end
         with filtered, fused_sinks(model), beside as self.expert_adapters, noted:
             alone = prepares_inputs_itself(self) or self.model_init is not None
@@ -143,6 +146,7 @@ class KTrainerMixin(TrainerHooks):
                     return self._train(model, resume_from_checkpoint, *args, **kwargs)
                 finally:
                     self.stacker.drop_graphs()
+                    skip_nothing(self.optimizer)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as the base trainer does, also with the memory of a step's graphs."""
@@ -218,11 +222,15 @@ class KTrainerMixin(TrainerHooks):
         gradients.check_alike(named, self._groups)
         gradients.broadcast(parameters, self._groups)
 
-    def norm_of_gradients(self) -> ReadNorm | None:
-        """Return the norm that `training_step` has read, None if a subclass's may have changed gradients since."""
+    def norm_of_gradients(self) -> KnownNorm | None:
+        """Return the norm of `training_step`, None if a subclass's may have changed gradients since."""
+        return self._norm_of_step if self._step_is_last else None
+
+    @property
+    def _step_is_last(self) -> bool:
+        """Whether no subclass has code behind `training_step`."""
         known = (KTrainerMixin.training_step, type(self).only_calls_step)
-        is_last = type(self).training_step in known and "training_step" not in vars(self)
-        return self._norm_of_step if is_last else None
+        return type(self).training_step in known and "training_step" not in vars(self)
 
     def trained_parameters(self) -> Sequence[Parameter]:
         """Return the parameters that train in this step: a callback may freeze some, or add an adapter."""
@@ -284,14 +292,42 @@ class KTrainerMixin(TrainerHooks):
             self._rank_liveness.arrive()
             gradients.average_gradients(self.trained_parameters(), self._groups)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
-            run = Path(cast("str", self.args.output_dir))
-            model, step = cast("nn.Module", self.model), self.state.global_step + 1
-            trained = self.trained_parameters()
             known = package_of(super().training_step) in _KNOWN_STEPS
-            as_written = known and self._rank_liveness is None
-            norm = require_finite(model, trained, step, run, as_written=as_written)
-            self._norm_of_step = None if norm is None else read_norm(*norm, trained)
+            self._begin_check(as_written=known and self._rank_liveness is None)
+        if ends_step and self._step_is_last and self._parameters is not None:  # which `train` sets back
+            self.stacker.leave_check_out()
         return loss.to(self.args.device)
+
+    def _begin_check(self, *, as_written: bool) -> None:
+        """Compute the norm of the gradients. The host reads it now, or behind the update where nothing can notice.
+
+        Raises:
+            KtcError: T548.
+        """
+        trained, run = self.trained_parameters(), Path(cast("str", self.args.output_dir))
+        if not any(parameter.grad is not None for parameter in trained):
+            return
+        model, step = cast("nn.Module", self.model), self.state.global_step + 1
+        check = GradientCheck(model, trained, step, run, as_written=as_written)
+        unnoticed = self._step_is_last and self.clips_as_stock and has_known_callbacks(self)
+        if unnoticed and skips_alone(self.optimizer, trained):
+            skip_unless_finite(self.optimizer, check.norm)
+            self._unread = check
+        self._norm_of_step = known_norm(check.norm, None if self._unread else check.read(), trained)
+
+    def on_update_issued(self) -> None:
+        """Read the norm of a step whose update has been issued. It is taken now if gradients are finite without it.
+
+        Raises:
+            KtcError: T548.
+        """
+        check, self._unread = self._unread, None
+        if check is None:
+            return
+        skip_nothing(self.optimizer)
+        if not math.isfinite(check.read()) and self._norm_of_step is not None:  # the device has left it out
+            self._norm_of_step.clip_as_read(self.trained_parameters())
+            cast("Optimizer", self.optimizer).step()
 
 
 class KTrainer(KTrainerMixin, Trainer):
