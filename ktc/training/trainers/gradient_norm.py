@@ -25,23 +25,17 @@ _LARGE: Final = 1 << 16  # values
 _MARGIN: Final = 1e-5  # of a norm, whose factor is rounded
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class KnownNorm:
-    """A norm, its value on the host or None where it is not read, and the state of the gradients that it is of.
+    """A norm, its value on the host, and the state of the gradients that it is of.
 
-    Gradients of a norm that is not read are clipped where it is finite. `most` is the bound that they were clipped to.
+    One that is not read has no value. Its device knows whether a gradient is `spoilt`, which is not finite.
     """
 
     norm: Tensor
     value: float | None
     state: State
-    most: float | None = None
-
-    def clip_as_read(self, parameters: Iterable[Tensor]) -> None:
-        """Clip the gradients by their norm, which is read by now and not finite, where they were to be clipped."""
-        if self.most is not None:
-            trained = [parameter for parameter in parameters if parameter.grad is not None]
-            clip_grads_with_norm_(trained, self.most, self.norm)
+    spoilt: Tensor | None = None
 
 
 _known: Final[ContextVar[KnownNorm | None]] = ContextVar("_known", default=None)
@@ -58,9 +52,12 @@ def total_norm(gradients: Sequence[Tensor], *, as_written: bool = False) -> Tens
     )
 
 
-def known_norm(norm: Tensor, value: float | None, parameters: Iterable[Tensor]) -> KnownNorm:
+def known_norm(
+    norm: Tensor, value: float | None, parameters: Iterable[Tensor], spoilt: Tensor | None = None
+) -> KnownNorm:
     """Return a norm, read or not, with the state of the gradients that it is of; they must outlive it."""
-    return KnownNorm(norm, value, state_of(parameter.grad for parameter in parameters if parameter.grad is not None))
+    state = state_of(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return KnownNorm(norm, value, state, spoilt)
 
 
 def known(norm: KnownNorm | None) -> AbstractContextManager[KnownNorm | None]:
@@ -79,15 +76,16 @@ def clip(parameters: Tensor | Iterable[Tensor], most: float) -> Tensor:
     given = _known.get()
     if given is not None and given.state == state_of(gradients):
         norm = given.norm
-        if most == math.inf or (given.value is not None and given.value + _MARGIN <= most * (1 - _MARGIN)):
+        if given.value is not None and given.value + _MARGIN <= most * (1 - _MARGIN):
             return norm
-        if given.value is None:
-            given.most = most
-            # zero gives the factor 1: the place of a gradient that is not finite is still to be found
-            clip_grads_with_norm_(trained, most, torch.where(norm.isfinite(), norm, 0.0))
+        if given.spoilt is not None and most < math.inf:
+            # zero gives the factor 1: the place of that gradient is still to be found
+            clip_grads_with_norm_(trained, most, torch.where(given.spoilt, 0.0, norm))
             return norm
     else:
         norm = total_norm(gradients)
+    if most == math.inf:  # a trainer that logs a norm and clips nothing; infinity by an infinite norm is NaN
+        return norm
     clip_grads_with_norm_(trained, most, norm)
     return norm
 

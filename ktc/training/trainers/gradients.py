@@ -97,17 +97,24 @@ def broadcast(parameters: Sequence[Tensor], groups: Mapping[str, Group]) -> None
 
 @torch.no_grad()
 def average_gradients(
-    parameters: Sequence[Parameter], groups: Mapping[str, Group], bucket_bytes: int = BUCKET_BYTES
-) -> None:
+    parameters: Sequence[Parameter],
+    groups: Mapping[str, Group],
+    bucket_bytes: int = BUCKET_BYTES,
+    *,
+    waits: bool = False,
+) -> bool:
     """Replace every gradient by its mean over the processes, the same bits in each. 16-bit values are summed in fp32.
 
     The mean is correct for a loss that is a mean over this process's rows. `Trainer.compute_loss` multiplies a loss
     divided by the tokens of all processes (`num_items_in_batch`) by the number of processes, so it is correct too.
     A gradient that is missing in some processes counts as zero there. One that is missing in all stays `None`, so that
     the optimizer skips it as it does in one process.
+
+    Returns:
+        Whether a process `waits` for its GPU behind the update: all of them log a step at the same place then.
     """
     nccl = {device: _backends(group).get(device) == "nccl" for device, group in groups.items()}
-    present = _present(parameters, groups["cpu"])
+    present, one_waits = _present(parameters, groups["cpu"], waits=waits)
     _average_together([gradient for gradient in present if nccl[gradient.device.type]], groups, bucket_bytes)
     for bucket in _buckets([gradient for gradient in present if not nccl[gradient.device.type]], bucket_bytes):
         alone = len(bucket) == 1 and _is_averaged_in_place(bucket[0])
@@ -116,6 +123,7 @@ def average_gradients(
         flat.div_(dist.get_world_size())
         if not alone:
             _scatter(flat, bucket)
+    return one_waits
 
 
 def _average_together(gradients: Sequence[Tensor], groups: Mapping[str, Group], bucket_bytes: int) -> None:
@@ -146,16 +154,16 @@ def _flat(bucket: Sequence[Tensor]) -> Tensor:
     return flat.float() if flat.dtype in _HALF else flat
 
 
-def _present(parameters: Sequence[Parameter], group: Group) -> list[Tensor]:
-    """Return the gradients that at least one process has, as the same list in each."""
-    here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+def _present(parameters: Sequence[Parameter], group: Group, *, waits: bool) -> tuple[list[Tensor], bool]:
+    """Return the gradients that at least one process has, as the same list in each, and whether one waits."""
+    here = torch.tensor([*(parameter.grad is not None for parameter in parameters), waits], dtype=torch.uint8)
     dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
-    anywhere = cast("list[int]", cast("Any", here).tolist())
+    *anywhere, one_waits = cast("list[int]", cast("Any", here).tolist())
     wanted = [parameter for parameter, some in zip(parameters, anywhere, strict=True) if some]
     for parameter in wanted:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return [cast("Tensor", parameter.grad) for parameter in wanted]
+    return [cast("Tensor", parameter.grad) for parameter in wanted], bool(one_waits)
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -30,6 +30,8 @@ from ktc.training.trainers.sent_values import SentValues
 log = logging.getLogger(__name__)
 __all__ = ["pytree"]  # torch has no public module of nested containers; torch.compile's own inputs go through this one
 
+_transformers_trainer = cast("Any", inspect.getmodule(Trainer))
+
 if TYPE_CHECKING:
     _Trainer = Trainer
 else:
@@ -275,6 +277,7 @@ class TrainerHooks(_Trainer):
     """A base class before a trainer: steps inside `Trainer`, as methods with public names."""
 
     _writing: Path | None = None  # below which a checkpoint is written
+    _waiting_log: Callable[[], None] | None = None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where its compilation put it.
@@ -306,6 +309,60 @@ class TrainerHooks(_Trainer):
         is_whole = type(self)._clip_grad_norm is TrainerHooks._clip_grad_norm and "_clip_grad_norm" not in vars(self)
         return is_whole and getattr(stock, "__func__", None) is cast("Any", Trainer)._clip_grad_norm
 
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save behind a step, or log it later, where `logs_later` says so.
+
+        The values of a log are read from the GPU, for which the host would wait before it gives it the next step.
+        """
+        stock = cast("Any", super())._maybe_log_save_evaluate
+        self.log_now()
+        if not self.logs_later:
+            self.read_now()
+            stock(tr_loss, grad_norm, *args, **kwargs)
+            return
+        if not self.control.should_log or self.state.global_step <= cast("Any", self)._globalstep_last_logged:
+            return
+        self.control.should_log = False
+        loss = SentValues(_transformers_trainer.nested_gather(tr_loss, self.args.parallel_mode).mean())
+        norm = SentValues(grad_norm) if isinstance(grad_norm, Tensor) else None
+        dtype = tr_loss.dtype
+        tr_loss -= tr_loss  # as the stock method does
+
+        def log() -> None:
+            self.control.should_log = True
+            one = with_attributes(_transformers_trainer, nested_gather=lambda value, *_: value)  # it is the mean of all
+            with one, with_attributes(self, store_flos=lambda: None):  # which the next checkpoint does, and the end
+                stock(torch.tensor(loss.read(), dtype=dtype), norm.read() if norm else grad_norm, *args, **kwargs)
+
+        self._waiting_log = log
+
+    def log_now(self) -> None:
+        """Log the step that waits for it, if one does."""
+        log, self._waiting_log = self._waiting_log, None
+        if log is not None:
+            log()
+
+    @property
+    def logs_as_stock(self) -> bool:
+        """Whether the log of a step is the stock one, of values that the next step does not change."""
+        ours, stock = type(self), Trainer
+        own = "log" in vars(self) or ours.log is not stock.log
+        counted = getattr(self.args, "include_num_input_tokens_seen", "no") not in ("no", False)
+        return not own and not counted and hasattr(_transformers_trainer, "nested_gather") and self._ends_steps_as_stock
+
+    @property
+    def _ends_steps_as_stock(self) -> bool:
+        stock = cast("Any", super())._maybe_log_save_evaluate
+        return getattr(stock, "__func__", None) is cast("Any", Trainer)._maybe_log_save_evaluate
+
+    @property
+    def logs_later(self) -> bool:
+        """Whether the step that has ended is logged while the next one is computed."""
+        return False
+
+    def read_now(self) -> None:
+        """Read what was not waited for."""
+
     def norm_of_gradients(self) -> gradient_norm.KnownNorm | None:
         """Return the norm of the gradients of what trains, if it is known."""
         return None
@@ -321,6 +378,7 @@ class TrainerHooks(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint where `save_checkpoint` says. The callback `on_save` comes when it has been written."""
         stock = cast("Any", super())._save_checkpoint
+        self.read_now()
 
         def save(folder: Path) -> None:
             with attributes(self, _writing=folder):

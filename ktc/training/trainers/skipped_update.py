@@ -1,8 +1,8 @@
 """An optimizer's update that a GPU leaves out itself where a gradient is not finite, so that the host need not wait.
 
-In: PyTorch's own fused Adam or AdamW, and the norm of a step's gradients on their GPU. Out: an update that is taken
-where the norm is finite. Otherwise parameters and moments stay as they are, and so does the count of updates. The
-host may issue clipping and update behind the backward, and read the norm later.
+In: PyTorch's own fused Adam or AdamW, and the gradients of a step on their GPU. Out: an update that is taken where all
+of them are finite. Otherwise parameters and moments stay as they are, and so does the count of updates. The host may
+issue clipping and update behind the backward, and read the norm later.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 _DEVICES: Final = {"cuda"}  # that compute while the host does not wait
 _KINDS: Final = (torch.optim.Adam, torch.optim.AdamW)
@@ -28,10 +29,16 @@ def skips_alone(optimizer: Any, parameters: Sequence[Tensor]) -> bool:
     return all(group.get("fused") for group in groups) and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
 
 
-def skip_unless_finite(optimizer: Any, norm: Tensor) -> None:
-    """Let the next update be left out on the device where the norm is not finite."""
+def skip_unless_finite(optimizer: Any, parameters: Sequence[Tensor], norm: Tensor) -> Tensor:
+    """Let the next update be left out on the device where a gradient is not finite; return whether one is.
+
+    Their 2-norm alone does not say that: squares of finite values may be too large for a sum.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    spoilt = get_total_norm(gradients, torch.inf).isfinite().logical_not() | norm.isnan()
     stock = getattr(optimizer, "optimizer", optimizer)
-    stock.found_inf = norm.isfinite().logical_not().to(torch.float32)  # the name that PyTorch's own scaler uses
+    stock.found_inf = spoilt.to(torch.float32)  # the name that PyTorch's own scaler uses
+    return spoilt
 
 
 def skip_nothing(optimizer: Any) -> None:

@@ -119,7 +119,11 @@ class Stacker(TrainerCallback):
         if control.should_evaluate:
             self.drop_graphs()
 
-    on_epoch_end = on_step_end  # `eval_strategy="epoch"` decides there
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the trainer read and log what it has not waited for; `eval_strategy="epoch"` decides here."""
+        self._tell_trainer("read_now")
+        self._tell_trainer("log_now")
+        self.on_step_end(args, state, control)
 
     def drop_graphs(self) -> None:
         """Free the memory of graphs, which passes that repeat capture again."""
@@ -133,9 +137,18 @@ class Stacker(TrainerCallback):
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Let the trainer read what it has not waited for."""
-        issued: Callable[[], None] | None = getattr(self._trainer, "on_update_issued", None)
-        if issued is not None:
-            issued()
+        self._tell_trainer("on_update_issued")
+
+    def _tell_trainer(self, name: str) -> None:
+        """Call a method of KTrainer; other trainers do not have it."""
+        method: Callable[[], None] | None = getattr(self._trainer, name, None)
+        if method is not None:
+            method()
+
+    @property
+    def replays(self) -> bool:
+        """Whether layers are replayed as CUDA graphs, which keep the memory of gradients."""
+        return self._graphs.captured
 
     def leave_check_out(self) -> None:
         """Leave the trainer's check of the step's loss out, of which the host knows that it is finite."""
@@ -208,7 +221,7 @@ class Stacker(TrainerCallback):
                         self._pass(embed_and_head, stock_step, of_pass, calls, num_items, losses)
                 if not self._pads:
                     self._note(padded=False)
-                self._while_computing()  # before anything that waits for a GPU
+                self._tell_trainer("while_computing")  # before anything that waits for a GPU
                 embed_and_head.check_unchanged()
         except CannotStack as why:
             if losses:  # gradients have been accumulated, which cannot be undone
@@ -247,6 +260,7 @@ class Stacker(TrainerCallback):
         if self._decided_for is None or sizes.changes != self._decided_for.changes:
             self._padding.forget()  # other code may make other masks
         if sizes != self._decided_for:
+            self._tell_trainer("read_now")
             self._graphs.drop(changed=True)  # whose memory is free then
             pads = self._padding.is_causal and self._recorder.joins_lengths and not recorded.one_by_one
             self._settle(self._sized(sizes, recorded.enters, model, pads))
@@ -306,6 +320,7 @@ class Stacker(TrainerCallback):
             clock: PhaseClock | None = getattr(self._trainer, "phase_clock", None)
             embed_and_head.begin_check()
             self._send(losses)
+            self._tell_trainer("read_now")  # the gradients of the step before, which backward overwrites
             with nullcontext() if clock is None else clock.backward():
                 torch.autograd.backward([final for final, _ in with_loss], [grad for _, grad in with_loss])
 
@@ -327,11 +342,6 @@ class Stacker(TrainerCallback):
             return self._graphs.through(self._layers, chunks, run)
         self._graphs.drop(changed=True)
         return run(chunks)
-
-    def _while_computing(self) -> None:
-        work: Callable[[], None] | None = getattr(self._trainer, "while_computing", None)
-        if work is not None:
-            work()
 
     def _sizes(self, step: RecordedStep) -> StepSizes:
         rows, lengths = zip(*step.sizes, strict=True)

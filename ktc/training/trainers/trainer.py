@@ -6,7 +6,6 @@ compiled, training without an adapter, and FSDP or DeepSpeed, which would place 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -84,7 +83,8 @@ class KTrainerMixin(TrainerHooks):
     only_calls_step: Callable[..., Tensor] | None = None  # a class's `training_step` that leaves gradients as they are
     _parameters: TrainedParameters | None = None  # while it trains
     _norm_of_step: KnownNorm | None = None
-    _unread: GradientCheck | None = None  # whose norm is not read yet, behind the update
+    _unread: GradientCheck | None = None  # of a step whose update is issued before its norm is read
+    _reads_later = False  # whether it is read in the next step
     expert_adapters: str = ""  # where the factors on routed experts are
     _ahead: FetchAhead | None = None  # while it trains
     _sharing: Sharing | None = None  # of streamed experts, with the other processes of the machine
@@ -136,7 +136,9 @@ class KTrainerMixin(TrainerHooks):
         warn_of_frozen(model)
         self._flops_of_token = 0
         beside = nullcontext("") if self._keeps_adapters() else beside_experts(model, self)
-        noted = attributes(self, _parameters=None, _norm_of_step=None, _unread=None, _ahead=FetchAhead(self))
+        noted = attributes(
+            self, _parameters=None, _norm_of_step=None, _unread=None, _reads_later=False, _ahead=FetchAhead(self)
+        )
         filtered = attributes(self.args, logging_nan_inf_filter=self.args.logging_nan_inf_filter)  # in any end
         with filtered, fused_sinks(model), beside as self.expert_adapters, noted:
             alone = prepares_inputs_itself(self) or self.model_init is not None
@@ -200,7 +202,8 @@ class KTrainerMixin(TrainerHooks):
         return cast("Any", super()).get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
 
     def while_computing(self) -> None:
-        """Fetch the micro-batches of the next step. The GPU computes those of this one."""
+        """Log the step before, and fetch the micro-batches of the next one. The GPU computes those of this one."""
+        self.log_now()
         if self._ahead is not None:
             with nullcontext() if self.phase_clock is None else self.phase_clock.fetching_ahead():
                 self._ahead.fetch(self.args.device)
@@ -288,12 +291,16 @@ class KTrainerMixin(TrainerHooks):
             loss = self.stacker.training_step(super().training_step, *args, **kwargs)
         ends_step = cast("bool", self.accelerator.sync_gradients)
         self._norm_of_step = None
+        if ends_step:
+            self.read_now()  # of the step before, where this one had no backward of stacked layers
+        waits = not self._runs_ahead()
         if self._rank_liveness is not None and ends_step:  # before the check, for which the host waits for the GPU
             self._rank_liveness.arrive()
-            gradients.average_gradients(self.trained_parameters(), self._groups)
+            waits = gradients.average_gradients(self.trained_parameters(), self._groups, waits=waits)
         if ends_step and self.accelerator.scaler is None:  # which leaves such steps out itself
             known = package_of(super().training_step) in _KNOWN_STEPS
             self._begin_check(as_written=known and self._rank_liveness is None)
+            self._reads_later = not waits and self._unread is not None
         if ends_step and self._step_is_last and self._parameters is not None:  # which `train` sets back
             self.stacker.leave_check_out()
         return loss.to(self.args.device)
@@ -309,25 +316,51 @@ class KTrainerMixin(TrainerHooks):
             return
         model, step = cast("nn.Module", self.model), self.state.global_step + 1
         check = GradientCheck(model, trained, step, run, as_written=as_written)
-        unnoticed = self._step_is_last and self.clips_as_stock and has_known_callbacks(self)
-        if unnoticed and skips_alone(self.optimizer, trained):
-            skip_unless_finite(self.optimizer, check.norm)
-            self._unread = check
-        self._norm_of_step = known_norm(check.norm, None if self._unread else check.read(), trained)
+        if not (self._is_unnoticed() and skips_alone(self.optimizer, trained)):
+            self._norm_of_step = known_norm(check.norm, check.read(), trained)
+            return
+        spoilt = skip_unless_finite(self.optimizer, trained, check.norm)
+        self._unread, self._norm_of_step = check, known_norm(check.norm, None, trained, spoilt)
+
+    def _is_unnoticed(self) -> bool:
+        """Return whether no code of others can see gradients that are not finite."""
+        return self._step_is_last and self.clips_as_stock and has_known_callbacks(self)
+
+    def _runs_ahead(self) -> bool:
+        """Return whether the host may begin the next step before the GPU has ended this one.
+
+        The gradients wait in the memory of graphs for that, which holds them in any case.
+        """
+        return self.stacker.replays and self._is_unnoticed() and self.logs_as_stock
 
     def on_update_issued(self) -> None:
-        """Read the norm of a step whose update has been issued. It is taken now if gradients are finite without it.
+        """Read the norm of a step whose update has been issued, here or later.
+
+        Raises:
+            KtcError: T548.
+        """
+        if self._unread is not None:
+            skip_nothing(self.optimizer)
+            if not self._reads_later:
+                self.read_now()
+
+    def read_now(self) -> None:
+        """Read the norm of the step before, if it is not read yet.
 
         Raises:
             KtcError: T548.
         """
         check, self._unread = self._unread, None
-        if check is None:
-            return
-        skip_nothing(self.optimizer)
-        if not math.isfinite(check.read()) and self._norm_of_step is not None:  # the device has left it out
-            self._norm_of_step.clip_as_read(self.trained_parameters())
-            cast("Optimizer", self.optimizer).step()
+        if check is not None:
+            check.read()
+
+    @property
+    def logs_later(self) -> bool:
+        """Whether a step that has ended is logged while the next one is computed: nothing else is due, nor an end."""
+        control, epoch = self.control, self.state.epoch
+        due = control.should_evaluate or control.should_save or control.should_epoch_stop
+        ends = control.should_training_stop or (epoch is not None and float(epoch).is_integer())
+        return self._reads_later and not due and not ends
 
 
 class KTrainer(KTrainerMixin, Trainer):
