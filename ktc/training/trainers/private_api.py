@@ -328,9 +328,12 @@ class TrainerHooks(_Trainer):
         dtype = tr_loss.dtype
         tr_loss -= tr_loss  # as the stock method does
 
+        def as_it_is(value: Tensor, *_: Any) -> Tensor:
+            return value  # the mean of all processes
+
         def log() -> None:
             self.control.should_log = True
-            one = with_attributes(_transformers_trainer, nested_gather=lambda value, *_: value)  # it is the mean of all
+            one = with_attributes(_transformers_trainer, nested_gather=as_it_is)
             with one, with_attributes(self, store_flos=lambda: None):  # which the next checkpoint does, and the end
                 stock(torch.tensor(loss.read(), dtype=dtype), norm.read() if norm else grad_norm, *args, **kwargs)
 

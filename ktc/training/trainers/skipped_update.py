@@ -24,7 +24,7 @@ def skips_alone(optimizer: Any, parameters: Sequence[Tensor]) -> bool:
     devices = {parameter.device for parameter in parameters if parameter.grad is not None}
     if type(stock) not in _KINDS or len(devices) != 1 or next(iter(devices)).type not in _DEVICES:
         return False
-    step = vars(stock).get("step")  # schedules count its calls
+    step = cast("Any", vars(stock)).get("step")  # schedules count its calls
     groups = cast("Sequence[Mapping[str, Any]]", stock.param_groups)
     return all(group.get("fused") for group in groups) and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
 

@@ -357,7 +357,7 @@ class KTrainerMixin(TrainerHooks):
     @property
     def logs_later(self) -> bool:
         """Whether a step that has ended is logged while the next one is computed: nothing else is due, nor an end."""
-        control, epoch = self.control, self.state.epoch
+        control, epoch = cast("Any", self.control), cast("float | None", cast("Any", self.state).epoch)
         due = control.should_evaluate or control.should_save or control.should_epoch_stop
         ends = control.should_training_stop or (epoch is not None and float(epoch).is_integer())
         return self._reads_later and not due and not ends
