@@ -104,7 +104,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def in_one_call(group: Any) -> AbstractContextManager[Any]:
     """Send the `all_reduce` calls inside the context, of one dtype and one operation, as one call of a group.
 
-    `dist.all_reduce_coalesced` is deprecated, and names this context in its place.
+    `dist.all_reduce_coalesced` is deprecated, and its message names this context.
     """
     return cast("Any", dist).distributed_c10d._coalescing_manager(group)
 

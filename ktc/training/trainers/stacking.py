@@ -90,7 +90,7 @@ class Stacker(TrainerCallback):
         self._graphs = PassGraphs()
         self._finite = FiniteFilter(trainer.args)
         self._is_finite = False  # the loss of the step
-        self._sent: tuple[int, SentValues] | None = None  # the losses of the step, as many as there were
+        self._sent: tuple[int, SentValues] | None = None  # losses of the step, and their number
         trainer.add_callback(self)
 
     def compiles(self, model: nn.Module) -> bool:
