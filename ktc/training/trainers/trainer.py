@@ -356,7 +356,7 @@ class KTrainerMixin(TrainerHooks):
 
     @property
     def logs_later(self) -> bool:
-        """Whether a step that has ended is logged while the next one is computed: no evaluation, checkpoint or end is due."""
+        """Whether a step that has ended is logged in the next one: no evaluation, checkpoint or end is due."""
         control, epoch = cast("Any", self.control), cast("float | None", cast("Any", self.state).epoch)
         due = control.should_evaluate or control.should_save or control.should_epoch_stop
         ends = control.should_training_stop or (epoch is not None and float(epoch).is_integer())
