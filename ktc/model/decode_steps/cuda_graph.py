@@ -78,6 +78,7 @@ class _Refusal:
     of_state: bool
 
 
+_BROKEN: Final = "previous error during capture"  # in the words of CUDA
 _ALL: Final[weakref.WeakSet[DecodeGraphs]] = weakref.WeakSet()
 
 
@@ -201,7 +202,7 @@ class DecodeGraphs:
                 self._steps[id(memory)] = capture(model, memory, inputs, self.recorder)
             return self._steps[id(memory)]
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of code that cannot be captured
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = _reason_of(error)
             self._memories.clear()
             self._steps.clear()
             # pinned memory has a RuntimeError with these words
@@ -260,6 +261,13 @@ class DecodeGraphs:
             message = f"a decoding step runs without {self.recorder.form}: {reason}"
             hint = f"see `ktc explain {self.recorder.code}`"
             log.warning("%s", render([Diagnostic(self.recorder.code, message, hint=hint, severity="warning")]))
+
+
+def _reason_of(error: BaseException) -> str:
+    """Return the first line of an error. The end of a capture reports that an error came before: that one counts."""
+    while error.__context__ is not None and _BROKEN in str(error):
+        error = error.__context__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _misshapen(inputs: Mapping[str, Any]) -> str:
