@@ -32,10 +32,10 @@ from ktc.model.decode_steps.graph_replay import Record, Replay, Wait, record_gra
 from ktc.model.decode_steps.model_state import ModelState, foreign_hook
 from ktc.model.decode_steps.step_ahead import PendingStep, StepAhead
 from ktc.model.decode_steps.step_memory import DOUBLED, StepMemory, batch_of, capacity_for, length_of, rounded, unfit
-from ktc.model.experts.beside import SideStream, StreamOrder
-from ktc.model.experts.host_node import HostNodes, Launch, on_current_stream
+from ktc.model.experts.host.beside import SideStream, StreamOrder
+from ktc.model.experts.host.host_node import HostNodes, Launch, on_current_stream
+from ktc.model.experts.layouts.packed import PackedExperts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.packed import PackedExperts
 from ktc.model.kernels.step_context import StepContext
 
 log = logging.getLogger(__name__)
