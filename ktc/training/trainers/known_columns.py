@@ -1,4 +1,4 @@
-"""The columns of micro-batches that are not padding, counted before the host asks for them.
+"""The columns of micro-batches that are not padding, counted before the host needs them.
 
 In: batches that were fetched ahead, on a GPU. Out: for a mask of theirs the number of columns up to the last token or
 label, and whether those have no padding. Counted when their step begins, they make the host wait for the step before.
