@@ -53,3 +53,4 @@ def over_bus(misses: Tensor, share: Tensor, lead: Tensor) -> Tensor:
     expert too many: three of six at 0.42, which take it a sixth longer than four take the CPU.
     """
     return torch.minimum((misses + 1) * share + lead >> 16, misses)
+FIRST_UNIT: Final = 32
