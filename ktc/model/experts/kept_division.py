@@ -1,18 +1,24 @@
-"""Which engine computes an expert of a call with more rows than a step, and fewer than a call that is sent whole.
+"""How bus and CPU divide the experts of a call that the GPU does not keep: pure functions of numbers.
 
-In: the rows of each expert, which of them the GPU keeps, and speeds as numbers. Out: the experts that go over the bus,
-those with the most rows; the CPU computes the others. Pure functions: equal rows, tables and numbers divide alike. The
-planner predicts with the same ones, for even choices.
+Of a call with more rows than a step, and fewer than one that is sent whole, the experts with the most rows go over the
+bus. In: the rows of each expert, which of them the GPU keeps, and speeds. Out: the experts that are sent; the CPU
+computes the others. A step divides one expert besides (`kept_split.py`): `cuts_of` says where one may be cut, and
+`lead_of` what a call costs the CPU. The planner predicts with the same functions, for even choices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ktc.model.experts.panel_codes import PLAIN, WHOLE_ROW, PanelCodes
+
 FEWEST: Final = 17  # tokens of a call that is divided: the steps of fewer read experts by address
 CALL: Final = 27e-6  # seconds of a call on the CPU, besides reading experts: up to four of int4 on 15 threads of a Xeon
+MOST_PARTS: Final = 16  # of an expert: an address has room for their number (`address_kernels.py`)
+_PANEL: Final = 32  # units between which panels of gate and up begin, and blocks of down
 _MOST_LEAD: Final = 1024.0  # experts, more than a step of a layer misses
 
 
@@ -61,3 +67,30 @@ def lead_of(share: float, bus: float, nbytes: float) -> float:
     on the CPU, s of m experts end with the others at s * b = CALL + (m - s) * c, and the share is c / (b + c).
     """
     return min(CALL * (1 - share) * bus / nbytes, _MOST_LEAD) if share > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where an expert is cut whose first intermediate units the GPU computes: after multiples of `step` of its `units`.
+
+    One with a step of all units is not cut.
+    """
+
+    units: int
+    step: int
+
+    @property
+    def parts(self) -> int:
+        """The number of steps, of which the last may be shorter."""
+        return -(-self.units // self.step)
+
+
+def cuts_of(units: int, down: PanelCodes | None) -> Cuts:
+    """Return the cuts of experts with panels of down in these codes: into at most `MOST_PARTS`, of equal size.
+
+    Scales of a row, which also say how the CPU rounds activations to integers, serve all units.
+    """
+    if down is None or (down.span == WHOLE_ROW and down is not PLAIN):
+        return Cuts(units, units)
+    least = _PANEL if down is PLAIN else math.lcm(_PANEL, down.span)
+    return Cuts(units, min(units, -(-units // (least * MOST_PARTS)) * least))

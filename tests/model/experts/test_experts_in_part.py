@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_layers import CODE_ROWS, ISAS, Load, error, quick_or_slow, random_layer, spec_of
+from kernel_layers import ISAS, Load, error, quick_or_slow, random_layer, spec_of
 from stored_experts import in_blocks, stored_experts
 from torch import Tensor
 
+from ktc.model.experts.kept_division import Cuts
 from ktc.model.experts.kept_split import COMPUTED_ELSEWHERE, FIRST_UNIT
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.packed_layout import PackedLayout
@@ -23,7 +24,6 @@ FORMATS = [spec_of(ISAS[0]), in_blocks("q4_0", "q8_0"), spec_of(ISAS[0], codes=(
            spec_of(ISAS[0], "bf16", "silu biased", codes=("int4", 32)), spec_of(ISAS[0], codes=("fp8", 128)),
            in_blocks("q4_1", "mxfp4"), in_blocks("q4_k", "q6_k"), in_blocks("q5_k", "nvfp4"),
            in_blocks("uint4_g32", "uint4_g128"), in_blocks("q8_0", "fp16")]  # fmt: skip
-SPANS = {"mxfp4": 64, "q6_k": 256, "nvfp4": 128, "uint4_g128": 128, "fp8": 128}
 
 
 def layout_of(module: FusedMoe) -> PackedLayout:
@@ -79,10 +79,13 @@ def check_rest(module: FusedMoe, x: Tensor, first: int) -> None:
     ids=lambda spec: "-".join((*spec.formats, *(["biased"] if spec.biased else []))),
 )  # fmt: skip
 def test_the_kernel_computes_the_other_units_of_an_expert(spec: FusedMoeSpec) -> None:
-    module, layer = stored_experts(spec, 4, tokens=4, least=520)
-    span = SPANS.get(spec.formats[-1], 32)
-    for first in {span, layer.intermediate // 2 // span * span, (layer.intermediate - 1) // span * span} - {0}:
-        check_rest(module, layer.x, first)
+    module, layer = stored_experts(spec, 4, tokens=4, intermediate=520)
+    cuts = layout_of(module).cuts
+    if cuts.parts == 1:  # no GPU multiplies these codes
+        cuts = Cuts(layer.intermediate, 32)
+    assert cuts.parts > 2
+    for part in (1, cuts.parts // 2, cuts.parts - 1):
+        check_rest(module, layer.x, part * cuts.step)
 
 
 @pytest.mark.parametrize("isa", [quick_or_slow(isa, isa in ISAS[:1]) for isa in ISAS])
@@ -93,3 +96,43 @@ def test_every_form_and_instruction_set_computes_a_part(load: Load, isa: str, fo
     module = load(layer, spec_of(isa, form=form))  # pyright: ignore[reportArgumentType]
     for first in (32, 96):
         check_rest(module, layer.x, first)
+
+
+def test_the_rest_of_an_expert_does_not_depend_on_the_threads(load: Load) -> None:
+    layer = random_layer(70, 101, 5, 2, 4)
+    results = list[Tensor]()
+    for threads in (1, 2, 3):
+        module = load(layer, spec_of(ISAS[0]), threads=threads)
+        index = torch.tensor([[1 + (64 << FIRST_UNIT), 0], [2, 1 + (64 << FIRST_UNIT)]])
+        results.append(rest_of(module, layer.x[:2].bfloat16(), index, torch.ones(2, 2)))
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
+@pytest.mark.parametrize("spec", [in_blocks("q4_0", "q8_0"), spec_of(ISAS[0])], ids=lambda spec: spec.formats[0])
+def test_rows_that_are_not_finite_stay_so_in_a_part(spec: FusedMoeSpec) -> None:
+    module, layer = stored_experts(spec, 4, tokens=4, intermediate=520)
+    first = 64 << FIRST_UNIT
+    x = layer.x[:2].bfloat16()
+    x[0, 3] = torch.inf
+    index, weights = torch.tensor([[1 + first, 0], [1 + first, 2]]), torch.ones(2, 2)
+    wrong, right = rest_of(module, x, index, weights)
+    assert not wrong.isfinite().any()
+    assert error(right, wanted_of(module, x[1:], torch.tensor([[1, 2]]), weights[1:], 1, 64)[0]) <= BOUND
+
+
+def test_units_that_the_kernel_does_not_begin_with_are_refused(load: Load) -> None:
+    layer = random_layer(70, 101, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    x, weights = layer.x.bfloat16(), torch.ones(1, 2)
+    for first in (16, 128, -32):
+        with pytest.raises((ValueError, IndexError)):
+            rest_of(module, x, torch.tensor([[1 + (first << FIRST_UNIT), 0]]), weights)
+    with pytest.raises(ValueError, match="one expert"):
+        rest_of(module, x, torch.tensor([[1 + (32 << FIRST_UNIT), 2 + (32 << FIRST_UNIT)]]), weights)
+    with pytest.raises(ValueError, match="does not say"):
+        rest_of(module, x.repeat(2, 1), torch.tensor([[1 + (32 << FIRST_UNIT), 2], [1, 2]]), weights.repeat(2, 1))
+    with pytest.raises(IndexError, match="expert"), torch.no_grad():
+        module(x, torch.tensor([[1 + (32 << FIRST_UNIT), 0]]), weights)
+    int8, layer = stored_experts(spec_of(ISAS[0], codes=("int8", 0)), 4)
+    with pytest.raises(ValueError, match="from intermediate unit 32"):
+        rest_of(int8, layer.x.bfloat16(), torch.tensor([[1 + (32 << FIRST_UNIT), 0]]), weights)
