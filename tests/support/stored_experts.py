@@ -8,9 +8,9 @@ import torch
 from kernel_layers import ISAS, Layer, built, experts_of, random_layer, spec_of
 
 from ktc.foundation.formats import BLOCKS, FORMATS, Codes
-from ktc.model.experts.block_reference import random_blocks
+from ktc.model.experts.layouts.stock_layout import canonical_parts
 from ktc.model.experts.module import FusedMoe
-from ktc.model.experts.stock_layout import canonical_parts
+from ktc.model.experts.references.block_reference import random_blocks
 from ktc.model.kernels.form import ExpertsForm
 from ktc.model.kernels.fused_moe_spec import FusedMoeSpec
 
@@ -19,7 +19,8 @@ def in_blocks(gate_up: str, down: str) -> FusedMoeSpec:
     return replace(spec_of(ISAS[0]), format_gate_up=gate_up, format_down=down)
 
 
-def stored_experts(spec: FusedMoeSpec, num_experts: int, tokens: int = 1, least: int = 300, intermediate: int = 45
+def stored_experts(
+    spec: FusedMoeSpec, num_experts: int, tokens: int = 1, least: int = 300, intermediate: int = 45
 ) -> tuple[FusedMoe, Layer]:
     """Return experts in the formats of `spec`, with sizes that are no multiples of those where the formats allow it.
 

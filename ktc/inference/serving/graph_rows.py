@@ -27,7 +27,7 @@ from ktc.model.attention.step_index import IndexedLayer
 from ktc.model.decode_steps.cuda_graph import DecodeGraphs, StepRecorder, layer_name, record_step
 from ktc.model.decode_steps.graph_replay import Compute, Replay, Wait
 from ktc.model.decode_steps.model_state import foreign_hook
-from ktc.model.experts.host_node import HostNodes
+from ktc.model.experts.host.host_node import HostNodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktc.model.experts.lora import ExpertsLora
+from ktc.model.experts.backends.tracing import never_traced
 from ktc.model.experts.module import FusedMoe
 from ktc.model.experts.own_module import Called, Role, call_routed
-from ktc.model.experts.tracing import never_traced
+from ktc.model.experts.trained.lora import ExpertsLora
 from ktc.model.experts.weights import ExpertsWeights
 
 
