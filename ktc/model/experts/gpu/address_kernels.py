@@ -1,7 +1,7 @@
 """Where the experts of choices are: addresses, or numbers with a table of addresses. A part of Triton's kernels.
 
-Experts begin at multiples of 16 bytes (`MOST_PARTS`). The lowest bits of an address say that only so many first parts
-of the expert are computed from there (`kept_split.py`), and 0 that all are.
+Experts begin at multiples of 16 bytes (`MOST_PARTS`). The lowest bits of an address have the number of first parts of
+the expert that are computed from there (`kept_split.py`), or 0 for all of it.
 
 Importing this needs Triton.
 """
@@ -65,6 +65,6 @@ def beginning_of(place):
 
 @triton.jit
 def units_of(place, units, step):
-    """Return how many of an expert's units are computed from an address: of 16 steps all, which are no fewer."""
+    """Return how many of an expert's units are computed from an address: without a number of parts 16, that is all."""
     parts = (place & 15).to(tl.int32)
     return tl.minimum(units, (((parts - 1) & 15) + 1) * step)

@@ -73,7 +73,7 @@ struct ForwardArguments {
   LoraFactors lora_first = {};
   LoraFactors lora_down = {};
   // Choices that are `kComputedElsewhere` add nothing to the output, and those of one expert may begin with a later
-  // unit (`kFirstUnit`). Throws std::invalid_argument for a unit that is no multiple of 32 and of the weights of down
+  // unit (`kFirstUnit`). Throws std::invalid_argument for a unit other than a multiple of 32 and of the weights of down
   // that share scales, and for any where LoRA, bytes to be saved, or products in integers need all units.
   bool partial = false;
 };
