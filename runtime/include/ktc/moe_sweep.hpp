@@ -76,13 +76,15 @@ class Sweep {
 
   const SweepOrder<Kernel>& here() const { return window_.here(); }
 
-  // The first panels, where they are read as they are stored.
+  // The first panels, where they are read as they are stored; one from its first block on, if others are skipped.
   Upcoming upcoming() const {
     if constexpr (Panels::kStreamRows > 0) {
       if (!here().done() && num_rows() <= Panels::kStreamRows) {
         const PanelPart part = here().part();
-        const std::int64_t bytes = here().num_panels_of_take() * panels_.places().panel_bytes();
-        return {panels_.places().panel(part.expert, part.panel), std::min(bytes, kMostUpcoming)};
+        const std::int64_t bytes = panels_.places().panel_bytes();
+        const std::int64_t skipped = bytes * part.first_k / panels_.contraction();
+        const std::int64_t read = skipped > 0 ? bytes - skipped : here().num_panels_of_take() * bytes;
+        return {panels_.places().panel(part.expert, part.panel) + skipped, std::min(read, kMostUpcoming)};
       }
     }
     return {};
