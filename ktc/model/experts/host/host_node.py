@@ -104,7 +104,7 @@ class HostNodes:
 
     @property
     def reads(self) -> CpuReads:
-        """The reads of partial calls so far, those of dropped ones included. Calls that read nothing are not counted."""
+        """The reads of partial calls so far, those of dropped ones included. Empty calls are not counted."""
         nbytes, nanoseconds, calls = self._reads_before
         for packed, call in self._partial:
             work = call.work
