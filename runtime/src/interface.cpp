@@ -106,7 +106,7 @@ void HostCall::run(void* call) noexcept {
   const std::lock_guard lock(self.busy_);
   ++self.ended_;
   if (error && self.thrown_.size() < kMostThrown) self.thrown_.push_back({self.ended_, error});
-  if (amount == 0) return;
+  if (amount == 0 || error) return;
   self.work_.nanoseconds += taken.count();
   self.work_.amount += amount;
   ++self.work_.runs;

@@ -17,9 +17,9 @@ from ktc.model.kernels.kernel_library import Arguments, Engine, NativeHostCall
 
 
 class HostWork(NamedTuple):
-    """The time of a call's runs that had something to compute, what they computed, and how many they are.
+    """The time of a call's runs that computed something, the amount that they computed, and how many they are.
 
-    The amount is in experts for partial calls of experts, and one per run for others.
+    The amount is in intermediate units for partial calls of experts, and one per run for others.
     """
 
     nanoseconds: int

@@ -114,22 +114,24 @@ struct Fields<ktc::ExpertMatrix> {
 
 using Matrix = Arguments<ktc::ExpertMatrix>;
 
-// The number of experts that a partial forward reads for its choices.
-inline std::int64_t num_read(const std::int64_t* index, std::int64_t choices) {
+// The intermediate units of experts that a partial forward reads for its choices. A whole expert has `units`.
+inline std::int64_t units_read(const std::int64_t* index, std::int64_t choices, std::int64_t units) {
   std::vector<std::int64_t> experts(index, index + choices);
   std::ranges::sort(experts);
   const auto end = std::ranges::unique(experts).begin();
-  return std::count_if(experts.begin(), end, [](std::int64_t expert) { return expert != ktc::kComputedElsewhere; });
+  return units *
+         std::count_if(experts.begin(), end, [](std::int64_t expert) { return expert != ktc::kComputedElsewhere; });
 }
 
-// A forward for later without the choices that are computed elsewhere. Its work is counted in experts.
+// A forward for later without the choices that are computed elsewhere. Its work is counted in intermediate units.
 inline std::unique_ptr<ktc::HostCall> partial_call(const MoeKernel& kernel, ktc::Engine& engine,
                                                    const Arguments<ktc::ForwardArguments>& arguments,
-                                                   std::int64_t choices) {
+                                                   std::int64_t choices, std::int64_t units) {
   ktc::ForwardArguments partial = arguments;
   partial.partial = true;
-  return std::make_unique<ktc::HostCall>([&kernel, &engine, partial] { kernel.forward(engine, partial); },
-                                         [index = partial.top_k_index, choices] { return num_read(index, choices); });
+  return std::make_unique<ktc::HostCall>(
+      [&kernel, &engine, partial] { kernel.forward(engine, partial); },
+      [index = partial.top_k_index, choices, units] { return units_read(index, choices, units); });
 }
 
 inline py::object coding(const MoeKernel& kernel, const std::string& part) {

@@ -108,7 +108,7 @@ class HostNodes:
         nbytes, nanoseconds, calls = self._reads_before
         for packed, call in self._partial:
             work = call.work
-            nbytes += work.amount * (packed.nbytes // packed.sizes.num_experts)
+            nbytes += work.amount * packed.nbytes // (packed.sizes.num_experts * packed.sizes.intermediate)
             nanoseconds += work.nanoseconds
             calls += work.runs
         return CpuReads(nbytes, nanoseconds, calls)

@@ -10,7 +10,7 @@
 
 namespace ktc {
 
-// The runs of a call that had something to compute, and their time.
+// The runs of a call that computed something, and their time.
 struct HostWork {
   std::int64_t nanoseconds = 0;
   std::int64_t amount = 0;

@@ -248,6 +248,18 @@ def test_calls_of_the_cpu_that_read_no_expert_are_not_in_its_speed(load: Load) -
         assert (nodes.reads.calls, nodes.reads.nanoseconds > 0) == (int(not is_kept), not is_kept)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.7])
+def test_the_cpu_reads_what_the_split_leaves_to_it(load: Load, share: float) -> None:
+    layer = random_layer(70, 64, 5, 2, 5)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 1, share, fixed=True)
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    given = layer.x.to(DEVICE).bfloat16(), layer.index.to(DEVICE), layer.weights.float().to(DEVICE)
+    with torch.no_grad(), nodes.recorded(module.step_context):
+        module(*given)
+    assert nodes.reads.nbytes == store.figures().nbytes["cpu"] > 0
+
+
 def test_no_step_waits_for_the_counts_of_the_ones_before(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer(70, 37, 5, 2, 1)
     module = load(layer, spec_of(ISAS[0]))
