@@ -133,7 +133,8 @@ class Sweep {
       panels_.multiply_codes(group, part, next, rows_of(group), tile);
     } else {
       typename Panels::Ahead nothing;
-      kernel_.multiply(group.rows, part.size_k / kDepth, rows_of(group), panels_.current(part), tile, nothing);
+      const Element* a = rows_of(group) + part.first_k * group.rows;
+      kernel_.multiply(group.rows, part.size_k / kDepth, a, panels_.current(part), tile, nothing);
     }
   }
 
@@ -149,7 +150,7 @@ class Sweep {
       if (here().ends_sum()) epilogue_.prefetch(*group, part);
       const Element* a = rows_of(*group) + part.first_k * group->rows;
       if constexpr (Panels::kReadsWords) {
-        panels_.multiply(*group, a, tile, ahead);
+        panels_.multiply(*group, rows_of(*group), tile, ahead);
       } else if (here().begins_sum()) {
         kernel_.multiply(group->rows, steps, a, packed, tile, ahead);
       } else if constexpr (Kernel::kBlocked) {

@@ -114,13 +114,17 @@ struct Fields<ktc::ExpertMatrix> {
 
 using Matrix = Arguments<ktc::ExpertMatrix>;
 
-// The intermediate units of experts that a partial forward reads for its choices. A whole expert has `units`.
+// The intermediate units of experts that a partial forward reads for its choices. A whole expert has `units`; one that
+// is divided begins with a later one (`kFirstUnit`).
 inline std::int64_t units_read(const std::int64_t* index, std::int64_t choices, std::int64_t units) {
   std::vector<std::int64_t> experts(index, index + choices);
   std::ranges::sort(experts);
-  const auto end = std::ranges::unique(experts).begin();
-  return units *
-         std::count_if(experts.begin(), end, [](std::int64_t expert) { return expert != ktc::kComputedElsewhere; });
+  experts.erase(std::ranges::unique(experts).begin(), experts.end());
+  std::int64_t read = 0;
+  for (const std::int64_t expert : experts) {
+    if (expert != ktc::kComputedElsewhere) read += units - (expert >> ktc::kFirstUnit);
+  }
+  return read;
 }
 
 // A forward for later without the choices that are computed elsewhere. Its work is counted in intermediate units.

@@ -45,9 +45,12 @@ MOST_ROWS: Final = 16  # of a step whose experts the GPU reads by address
 
 @dataclass(frozen=True, slots=True)
 class KeptTraffic:
-    """The experts that the steps of a model have read, and their bytes, by engine: `gpu`, `bus`, `cpu`."""
+    """The experts that the steps of a model have read, and their bytes, by engine: `gpu`, `bus`, `cpu`.
 
-    experts: Mapping[str, int]
+    An expert that two engines read in part counts as its parts.
+    """
+
+    experts: Mapping[str, float]
     nbytes: Mapping[str, int]
 
 
@@ -60,8 +63,8 @@ class _Sent:
     arrival: Arrival
 
 
-def _by_engine(of_layers: Tensor) -> dict[str, int]:
-    amounts = cast("list[int]", of_layers.sum(0).tolist())
+def _by_engine(of_layers: Tensor) -> dict[str, float]:
+    amounts = cast("list[float]", of_layers.sum(0).tolist())
     return dict(zip(ENGINES, amounts, strict=True))
 
 
@@ -275,9 +278,10 @@ class KeptExperts:
 
     def figures(self) -> KeptTraffic:
         """Return what all steps have read. Waits for the device."""
-        of_layers = self.traffic[:, :3].cpu()
-        nbytes = of_layers * torch.tensor(self._nbytes)[:, None]
-        return KeptTraffic(_by_engine(of_layers), _by_engine(nbytes))
+        units = torch.tensor([layer.layout.intermediate for layer in self.layers], dtype=torch.float64)
+        experts = self.traffic[:, :3].cpu() / units[:, None]
+        nbytes = _by_engine(experts * torch.tensor(self._nbytes, dtype=torch.float64)[:, None])
+        return KeptTraffic(_by_engine(experts), {engine: round(amount) for engine, amount in nbytes.items()})
 
     def _use_arrived(self) -> bool:
         """Give addresses to experts that have arrived."""
