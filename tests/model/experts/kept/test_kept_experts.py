@@ -323,9 +323,13 @@ def test_the_cpu_reads_what_the_split_leaves_to_it(load: Load, share: float) -> 
     store = kept_by(module, 1, share, fixed=True)
     nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
     given = layer.x.to(DEVICE).bfloat16(), layer.index.to(DEVICE), layer.weights.float().to(DEVICE)
-    with torch.no_grad(), nodes.recorded(module.step_context):
-        module(*given)
-    assert nodes.reads.nbytes == store.figures().nbytes["cpu"] > 0
+    read = list[int]()
+    for _ in range(2):  # a GPU's first call is made beforehand too, as a trial
+        before = store.figures().nbytes["cpu"], nodes.reads.nbytes
+        with torch.no_grad(), nodes.recorded(module.step_context):
+            module(*given)
+        read = [store.figures().nbytes["cpu"] - before[0], nodes.reads.nbytes - before[1]]
+    assert read[0] == read[1] > 0
 
 
 def test_no_step_waits_for_the_counts_of_the_ones_before(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
