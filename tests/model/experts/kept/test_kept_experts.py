@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from ktc.model.experts.host import page_lock
 from ktc.model.experts.host.host_node import HostNodes
 from ktc.model.experts.kept import kept_division, kept_policy
 from ktc.model.experts.kept.kept_division import CALL, lead_of
-from ktc.model.experts.kept.kept_experts import MEASURED, PERIOD, KeptExperts, KeptTraffic, can_keep
+from ktc.model.experts.kept.kept_experts import MEASURED, PERIOD, KeptExperts, can_keep
 from ktc.model.experts.kept.kept_policy import DECAY, Exchange, cpu_speed, exchanges, first_kept, next_share
 from ktc.model.experts.layouts.coded_matrices import addressed_codes
 from ktc.model.experts.layouts.cuts import MOST_PARTS, Cuts, cuts_of
@@ -293,31 +292,68 @@ def test_the_share_of_the_bus_follows_the_speed_of_the_cpu_in_steps(
             module(layer.x.to(DEVICE).bfloat16(), torch.tensor([[3, 4]]).to(DEVICE), layer.weights.float().to(DEVICE))
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        spent.append(nodes.nanoseconds)
+        spent.append(nodes.reads.nanoseconds)
     assert sorted(set(spent)) == spent, "calls that were dropped stay counted"
     assert int(store.share[0]) > WHOLE_SHARE // 50
 
 
-def test_the_time_of_the_cpu_is_read_when_its_calls_are_done(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = kept_by(load(random_layer(70, 37, 5, 2, 1), spec_of(ISAS[0])), 0, 0.5)
-    order, figures = list[str](), store.figures
+def test_calls_of_the_cpu_that_read_no_expert_are_not_in_its_speed(load: Load) -> None:
+    layer = random_layer(70, 37, 5, 2, 3)
+    module = load(layer, spec_of(ISAS[0]))
+    store, packed = kept_by(module, 5, 0.0), module.weights.packed
+    assert packed is not None
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    given = layer.x.to(DEVICE).bfloat16(), layer.index.to(DEVICE), layer.weights.float().to(DEVICE)
+    for is_kept in (True, False):
+        if not is_kept:
+            store.table.zero_()
+        with torch.no_grad(), nodes.recorded(module.step_context):
+            module(*given)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        read = 0 if is_kept else len(layer.index.unique())
+        assert nodes.reads.nbytes == read * packed.nbytes // 5
+        assert (nodes.reads.calls, nodes.reads.nanoseconds > 0) == (int(not is_kept), not is_kept)
 
-    class Nodes:
-        @property
-        def nanoseconds(self) -> int:
-            order.append("time")
-            return len(order)
 
-    def waited() -> KeptTraffic:
-        order.append("figures")
-        return figures()
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.7])
+def test_the_cpu_reads_what_the_split_leaves_to_it(load: Load, share: float) -> None:
+    layer = random_layer(70, 64, 5, 2, 5)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 1, share, fixed=True)
+    nodes = HostNodes(None if DEVICE.type == "cuda" else call_at_once, None if DEVICE.type == "cuda" else LastMoment())
+    given = layer.x.to(DEVICE).bfloat16(), layer.index.to(DEVICE), layer.weights.float().to(DEVICE)
+    read = list[int]()
+    for _ in range(2):  # a GPU's first call is made beforehand too, as a trial
+        before = store.figures().nbytes["cpu"], nodes.reads.nbytes
+        with torch.no_grad(), nodes.recorded(module.step_context):
+            module(*given)
+        read = [store.figures().nbytes["cpu"] - before[0], nodes.reads.nbytes - before[1]]
+    assert read[0] == read[1] > 0
 
-    nodes: Any = Nodes()
-    store.uses(nodes)
-    monkeypatch.setattr(store, "figures", waited)
-    order.clear()
+
+def test_no_step_waits_for_the_counts_of_the_ones_before(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = random_layer(70, 37, 5, 2, 1)
+    module = load(layer, spec_of(ISAS[0]))
+    store = kept_by(module, 2)
+    asked, are_there = list[bool](), False
+
+    class Mark:
+        def query(self) -> bool:
+            asked.append(are_there)
+            return are_there
+
+    monkeypatch.setattr(store, "figures", None)
+    for step in range(PERIOD + 4):
+        split_call(module, layer.x.bfloat16(), torch.tensor([[3, 4]]), layer.weights.float())
+        with monkeypatch.context() as patched:
+            if step == PERIOD - 1:
+                patched.setattr(store._copies, "mark", Mark)
+            store.advance()
+        assert not store._sent and not store._exchanges
+    are_there = True
     store.advance()
-    assert order == ["figures", "time"]
+    assert asked == [False] * 5 + [True] and store._places.keys() & {3, 4}
 
 
 def test_fixed_tables_stay_as_they_are(load: Load) -> None:
