@@ -1,9 +1,9 @@
 """`ktc serve` beside `generate` with the same loaded model: token/s of one sequence, and of clients of the server.
 
-python benchmarks/serving_beside_generate.py tests/configs/deepseek-v2-lite --layers 8 --set experts=auto --both
+python benchmarks/serving_beside_generate.py tests/configs/deepseek-v2-lite --layers 8 --set experts=auto
 
-The weights are random, and a token is a word. With `--both`, clients are measured again while each step begins only
-when the host has the tokens of the one before. The clients are those of `serving_clients.py`.
+The weights are random, and a token is a word. Clients are those of `serving_clients.py`. Those of `--by-step` come
+after the others, while each step begins only when the host has the tokens of the one before.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def opened(source: str, layers: int | None, rules: str, settings: Sequence[str])
     """Return the first layers of a model with random weights, and a tokenizer of words."""
     with temporary_folder("ktc-serving-") as folder:
         stack, out = stack_of(source, layers, folder / "first_layers"), folder / "served"
-        compiler.compile(stack.model, rules, out, settings=settings_of(settings), random_weights=True)
+        compiler.compile(stack.model, rules, out, settings=settings_of(list(settings)), random_weights=True)
         model: Any = load(out, random_weights=0)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     words = {f"w{number}": number for number in range(model.config.vocab_size)}
@@ -85,7 +85,7 @@ def opened(source: str, layers: int | None, rules: str, settings: Sequence[str])
     return LanguageModel(model.eval(), fast, Path(source).name, "", model.config.max_position_embeddings, None)
 
 
-def run(language: LanguageModel, clients: str, seconds: float, *, both: bool) -> None:
+def run(language: LanguageModel, clients: str, by_step: str, seconds: float) -> None:
     """Print the rates."""
     model: Any = language.model
     generate(model)
@@ -100,11 +100,11 @@ def run(language: LanguageModel, clients: str, seconds: float, *, both: bool) ->
         program = str(Path(__file__).with_name("serving_clients.py"))
         asked = [sys.executable, program, serve.url(listening), "--seconds", str(seconds), "--clients"]
         graphs = getattr(model, "decode_graphs", None)
-        for ahead in (True, False) if both and graphs is not None else (True,):
-            if graphs is not None:
-                graphs.recorder = replace(graphs.recorder, ahead=ahead and graphs.recorder.ahead)
-            print("each step begins before the last token is read:" if ahead else "step by step:", flush=True)
-            subprocess.run([*asked, clients], check=True)
+        subprocess.run([*asked, clients], check=True)
+        if by_step and graphs is not None:
+            graphs.recorder = replace(graphs.recorder, ahead=False)
+            print("step by step:", flush=True)
+            subprocess.run([*asked, by_step], check=True)
         server.should_exit = True
         thread.join()
 
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
     parser.add_argument("--clients", default="1,4,16")
     parser.add_argument("--seconds", type=float, default=6)
-    parser.add_argument("--both", action="store_true", help="also step by step")
+    parser.add_argument("--by-step", default="", metavar="CLIENTS", help="numbers of clients, as those of `--clients`")
     options = parser.parse_args()
     loaded = opened(options.model, options.layers, options.rules, options.settings)
-    run(loaded, options.clients, options.seconds, both=options.both)
+    run(loaded, options.clients, options.by_step, options.seconds)
