@@ -1,4 +1,4 @@
-"""What passes between two steps that a device takes one behind the other, without a wait of the host.
+"""Tokens between two steps that a device takes one behind the other, without a wait of the host.
 
 In: tokens that a device has chosen, or is about to. Out: they are the inputs of the next step there, and copies of them
 are on their way to the host; small values go the other way.
